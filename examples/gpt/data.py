@@ -1,0 +1,102 @@
+"""The training text, with no download: the Python sources that every machine has, split by file, cut into batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MINIMUM_BYTES = 20_000_000
+HELD_OUT_PERCENT = 5
+# Installed packages sit inside the standard library's folder; they differ from machine to machine.
+NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes of the training and of the held-out files, each one uint8 tensor, and a line that says what they are."""
+
+    train: Tensor
+    held_out: Tensor
+    description: str
+
+    def to(self, device: torch.device) -> Corpus:
+        return Corpus(self.train.to(device), self.held_out.to(device), self.description)
+
+
+def python_files(root: Path, prefix: str) -> Iterator[tuple[str, Path]]:
+    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in an order that no file system changes."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - NOT_STDLIB)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                yield f"{prefix}/{path.relative_to(root).as_posix()}", path
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def is_held_out(name: str) -> bool:
+    """Say whether the file is for validation: a property of its name alone, so that it never changes sides."""
+    return _hash(name) % 100 < HELD_OUT_PERCENT
+
+
+def load_corpus(stdlib: Path | None = None, minimum_bytes: int = MINIMUM_BYTES) -> Corpus:
+    """Read the standard library, topped up with torch's sources where a distribution ships too little of it."""
+    stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
+    texts = {name: path.read_bytes() for name, path in python_files(stdlib, "stdlib")}
+    total_bytes = sum(map(len, texts.values()))
+    description = f"{len(texts)} files of the standard library"
+    if total_bytes < minimum_bytes:
+        num_stdlib_files = len(texts)
+        # In hash order, or the top-up would be the first few folders of the alphabet.
+        for name, path in sorted(python_files(Path(torch.__file__).parent, "torch"), key=lambda item: _hash(item[0])):
+            if total_bytes >= minimum_bytes:
+                break
+            texts[name] = path.read_bytes()
+            total_bytes += len(texts[name])
+        description += f" (here only a part of it) and {len(texts) - num_stdlib_files} of torch's own"
+    held_out = [text for name, text in texts.items() if is_held_out(name)]
+    train = [text for name, text in texts.items() if not is_held_out(name)]
+    description = f"{total_bytes / 1e6:.1f} MB, {description}, {len(held_out)} held out"
+    return Corpus(_as_tensor(train), _as_tensor(held_out), description)
+
+
+def _as_tensor(texts: list[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray().join(texts), dtype=torch.uint8)
+
+
+def _windows(text: Tensor, starts: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    columns = torch.arange(block_size + 1, device=text.device)
+    window = text[starts.to(text.device)[:, None] + columns].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def train_batch(
+    text: Tensor, batch_size: int, block_size: int, *, seed: int, step: int, rank: int, world_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's (inputs, targets) of a step, both int64 [batch_size, block_size].
+
+    The rows of all ranks are drawn together from seed and step, and each rank takes its own: no two
+    ranks share a row, and two ranks of 8 rows see what one rank of 16 sees.
+    """
+    generator = torch.Generator().manual_seed(_hash(f"{seed}/{step}"))
+    starts = torch.randint(len(text) - block_size, (world_size, batch_size), generator=generator)
+    return _windows(text, starts[rank], block_size)
+
+
+def held_out_batches(
+    text: Tensor, batch_size: int, block_size: int, *, num_rows: int, rank: int, world_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's part of `num_rows` windows spread evenly over the text: always the same ones."""
+    starts = torch.linspace(0, len(text) - block_size - 1, num_rows, dtype=torch.float64).long()
+    for chunk in starts[rank::world_size].split(batch_size):
+        yield _windows(text, chunk, block_size)

@@ -1,0 +1,101 @@
+"""A byte-level GPT in plain PyTorch: pre-norm blocks, causal attention, one matrix for embedding and head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB_SIZE = 256  # one token per byte: no tokenizer to train, to ship or to disagree about
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT; `block_size` is the longest context in bytes."""
+
+    num_layers: int
+    num_heads: int
+    width: int
+    block_size: int
+
+
+class Attention(nn.Module):
+    """Causal self-attention over all heads at once."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # x: [batch, time, width]
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return projected
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: attention, then a four times wider MLP."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # x: [batch, time, width]
+        x = x + self.attention(self.attention_norm(x))
+        hidden: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        return hidden
+
+
+class GPT(nn.Module):
+    """Bytes in, logits for the next byte out, or the mean cross entropy when `targets` are given."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCAB_SIZE, config.width)
+        self.position = nn.Embedding(config.block_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Block):
+            # Each block adds twice to the residual stream: scaled so that its variance does not grow with depth.
+            std = 0.02 / math.sqrt(2 * self.config.num_layers)
+            nn.init.normal_(module.attention.out.weight, std=std)
+            nn.init.normal_(module.down.weight, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # both int64 [batch, time]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)  # [batch, time, 256]
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, num_bytes: int, temperature: float = 0.8, seed: int = 0) -> bytes:
+        """Continue `prompt` by `num_bytes` sampled bytes; the whole window is read anew for each."""
+        device = self.embedding.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(num_bytes):
+            logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
+            chances = torch.softmax(logits / temperature, dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        return bytes(tokens[0].tolist())

@@ -1,4 +1,4 @@
-"""The training text, with no download: the Python sources that every machine has, split by file, cut into batches."""
+"""The training text, with no download: Python sources that every machine has, split by file, cut into rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes of the training and of the held-out files, each one uint8 tensor, and a line that says what they are."""
+    """The training and the held-out files, each joined to one uint8 tensor, and a line that says what they are."""
 
     train: Tensor
     held_out: Tensor
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def python_files(root: Path, prefix: str) -> Iterator[tuple[str, Path]]:
-    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in an order that no file system changes."""
+    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in the same order on every machine."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - NOT_STDLIB)
         for name in sorted(names):
@@ -45,12 +45,12 @@ def _hash(text: str) -> int:
 
 
 def is_held_out(name: str) -> bool:
-    """Say whether the file is for validation: a property of its name alone, so that it never changes sides."""
+    """Say whether the file is for validation; its name alone decides, so that it never changes sides."""
     return _hash(name) % 100 < HELD_OUT_PERCENT
 
 
 def load_corpus(stdlib: Path | None = None, minimum_bytes: int = MINIMUM_BYTES) -> Corpus:
-    """Read the standard library, topped up with torch's sources where a distribution ships too little of it."""
+    """Read the standard library, topped up with torch's sources where a distribution ships little of it."""
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     texts = {name: path.read_bytes() for name, path in python_files(stdlib, "stdlib")}
     total_bytes = sum(map(len, texts.values()))
@@ -58,7 +58,9 @@ def load_corpus(stdlib: Path | None = None, minimum_bytes: int = MINIMUM_BYTES) 
     if total_bytes < minimum_bytes:
         num_stdlib_files = len(texts)
         # In hash order, or the top-up would be the first few folders of the alphabet.
-        for name, path in sorted(python_files(Path(torch.__file__).parent, "torch"), key=lambda item: _hash(item[0])):
+        for name, path in sorted(
+            python_files(Path(torch.__file__).parent, "torch"), key=lambda item: _hash(item[0])
+        ):
             if total_bytes >= minimum_bytes:
                 break
             texts[name] = path.read_bytes()
@@ -98,5 +100,6 @@ def held_out_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's part of `num_rows` windows spread evenly over the text: always the same ones."""
     starts = torch.linspace(0, len(text) - block_size - 1, num_rows, dtype=torch.float64).long()
-    for chunk in starts[rank::world_size].split(batch_size):
-        yield _windows(text, chunk, block_size)
+    mine = starts[rank::world_size]
+    for first in range(0, len(mine), batch_size):
+        yield _windows(text, mine[first : first + batch_size], block_size)

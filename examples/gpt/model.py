@@ -21,6 +21,17 @@ class GPTConfig:
     width: int
     block_size: int
 
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} must be a multiple of num_heads, {self.num_heads}")
+
+
+PRESETS = {
+    "tiny": GPTConfig(num_layers=2, num_heads=2, width=32, block_size=32),
+    "small": GPTConfig(num_layers=4, num_heads=4, width=128, block_size=128),
+    "gpt2": GPTConfig(num_layers=12, num_heads=12, width=768, block_size=1024),
+}
+
 
 class Attention(nn.Module):
     """Causal self-attention over all heads at once."""
@@ -73,7 +84,7 @@ class GPT(nn.Module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Block):
-            # Each block adds twice to the residual stream: scaled so that its variance does not grow with depth.
+            # Each block adds twice to the residual stream, whose variance shall not grow with depth.
             std = 0.02 / math.sqrt(2 * self.config.num_layers)
             nn.init.normal_(module.attention.out.weight, std=std)
             nn.init.normal_(module.down.weight, std=std)

@@ -1,0 +1,101 @@
+"""Measurements of a training run: time per step, memory per rank, and the communication left exposed."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class StepTimer:
+    """Times the body of each `with` and never makes the host wait: CUDA events are read only at the end."""
+
+    device: torch.device
+    _seconds: list[float] = field(default_factory=list)
+    _events: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+
+    def _event(self) -> torch.Event:
+        return torch.Event(self.device, enable_timing=True)
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            self._events.append((self._event(), self._event()))
+            self._events[-1][0].record()
+        else:
+            self._seconds.append(-time.perf_counter())
+
+    def __exit__(self, *exception: object) -> None:
+        if self.device.type == "cuda":
+            self._events[-1][1].record()
+        else:
+            self._seconds[-1] += time.perf_counter()
+
+    def median_ms(self, skip: int = 0) -> float:
+        """Return the median duration, leaving out the first `skip` ones; nan where nothing is left."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
+        return 1e3 * statistics.median(self._seconds[skip:] or [float("nan")])
+
+
+def _proc_status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no line {key}")
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let the peak start from here, so that loading the data does not count."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        # The kernel's word for "set VmHWM back to VmRSS". Where it is forbidden, the peak includes the loading.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _proc_status_bytes("VmHWM:")
+
+
+def memory_at_rest_bytes(device: torch.device) -> int:
+    """Return what stays allocated between two steps: weights, optimizer state, gradients if they are kept."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _proc_status_bytes("VmRSS:")
+
+
+def exposed_communication_ms(
+    step: Callable[[bool], object], device: torch.device, num_rounds: int = 15
+) -> tuple[float, float]:
+    """Return the median ms of a step that synchronises gradients and of the same step under `no_sync`.
+
+    Their difference is the communication that backward did not hide. `step(synchronise)` does one whole
+    training step. The replicas' weights diverge here: call this last.
+    """
+    timers = {True: StepTimer(device), False: StepTimer(device)}
+    for _ in range(num_rounds):
+        # In turns, so that both see the same noise; from a barrier, so that no step pays for skew before it.
+        for synchronise, timer in timers.items():
+            if dist.get_world_size() > 1:
+                dist.barrier()
+            with timer:
+                step(synchronise)
+    return timers[True].median_ms(skip=2), timers[False].median_ms(skip=2)
+
+
+def gather(value: object) -> list[object]:
+    """Return every rank's `value`, in order of ranks."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

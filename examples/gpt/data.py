@@ -1,4 +1,4 @@
-"""The training text, with no download: Python sources that every machine has, split by file, cut into rows."""
+"""The training text, with no download: Python sources every machine has, split by file, cut into rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training and the held-out files, each joined to one uint8 tensor, and a line that says what they are."""
+    """Training and held-out files, each kind joined to one uint8 tensor, and a line that describes them."""
 
     train: Tensor
     held_out: Tensor
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def python_files(root: Path, prefix: str) -> Iterator[tuple[str, Path]]:
-    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in the same order on every machine."""
+    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in one order on every machine."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - NOT_STDLIB)
         for name in sorted(names):

@@ -57,7 +57,7 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        # The kernel's word for "set VmHWM back to VmRSS". Where it is forbidden, the peak includes the loading.
+        # The kernel's word for "set VmHWM back to VmRSS". Where forbidden, the peak includes the loading.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

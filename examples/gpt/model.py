@@ -33,6 +33,13 @@ PRESETS = {
 }
 
 
+def rotate(x: Tensor, angles: Tensor) -> Tensor:  # x: [..., time, channels]; angles: [time, channels / 2]
+    """Turn pairs of channels by an angle that grows with the position: attention sees distances (RoPE)."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
 class Attention(nn.Module):
     """Causal self-attention over all heads at once."""
 
@@ -42,10 +49,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # x: [batch, time, width]
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # x: [batch, time, width]
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
+        query, key = rotate(query, angles), rotate(key, angles)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
         return projected
@@ -62,8 +70,8 @@ class Block(nn.Module):
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # x: [batch, time, width]
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # x: [batch, time, width]
+        x = x + self.attention(self.attention_norm(x), angles)
         hidden: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
         return hidden
 
@@ -75,7 +83,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCAB_SIZE, config.width)
-        self.position = nn.Embedding(config.block_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.apply(self._initialise)
@@ -90,10 +97,13 @@ class GPT(nn.Module):
             nn.init.normal_(module.down.weight, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # both int64 [batch, time]
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.position(positions)
+        # Computed anew and not a buffer: DDP would broadcast a buffer before every forward.
+        channels, device = self.config.width // self.config.num_heads, tokens.device
+        frequencies = 1e-3 ** torch.linspace(0, 1, channels // 2, device=device)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=device), frequencies)
+        x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, angles)
         logits = F.linear(self.norm(x), self.embedding.weight)  # [batch, time, 256]
         if targets is None:
             return logits

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on the sources of Python's standard library, with torch's engine or drivetrain's."""
+"""Trains a byte-level GPT on Python's standard library, with torch's DDP and AdamW or drivetrain's."""
 
 from __future__ import annotations
 
@@ -27,60 +27,25 @@ from measure import (
 )
 from model import GPT, PRESETS
 from report import TrainingProgress, console, mebibytes, print_sample, print_table
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as AnyDDP  # drivetrain's is a subclass of it
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
+ENGINES = ("torch", "drivetrain")
 HELD_OUT_ROWS = 512
 PROMPT = b"def "
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A wrapped model, its optimizer, and `update`: clip the gradients, step, and clear them."""
-
-    model: AnyDDP
-    optimizer: Optimizer
-    update: Callable[[], None]
-
-
-# Everything that differs between the two engines is in the next two functions.
-
-
-def torch_engine(gpt: GPT, lr: float, device_ids: list[int] | None) -> Engine:
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.optim import AdamW
-
-    model = DistributedDataParallel(gpt, device_ids=device_ids, gradient_as_bucket_view=True)
-    optimizer = AdamW(parameter_groups(gpt), lr=lr, betas=BETAS, fused=True)
-
-    def update() -> None:
-        clip_grad_norm_(gpt.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Engine(model, optimizer, update)
-
-
-def drivetrain_engine(gpt: GPT, lr: float, device_ids: list[int] | None) -> Engine:
-    from drivetrain import DistributedDataParallel
-    from drivetrain.optim import AdamW
-
-    model = DistributedDataParallel(gpt, device_ids=device_ids, gradient_as_bucket_view=True)
-    optimizer = AdamW(parameter_groups(gpt), lr=lr, betas=BETAS, max_grad_norm=MAX_GRAD_NORM)
-
-    def update() -> None:
-        optimizer.step()  # clips in the same pass
-        optimizer.zero_grad()
-
-    return Engine(model, optimizer, update)
-
-
-ENGINES = {"torch": torch_engine, "drivetrain": drivetrain_engine}
+def engine_classes(name: str) -> tuple[type[nn.parallel.DistributedDataParallel], type[torch.optim.AdamW]]:
+    """Return the DDP and the AdamW to train with: all that differs between the two engines."""
+    if name == "torch":
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.optim import AdamW
+    else:
+        from drivetrain import DistributedDataParallel
+        from drivetrain.optim import AdamW
+    return DistributedDataParallel, AdamW
 
 
 @dataclass(frozen=True)
@@ -96,32 +61,29 @@ class Recipe:
 
 RECIPES = {
     "tiny": Recipe(steps=60, batch_size=4, lr=1e-2),
-    "small": Recipe(steps=1500, batch_size=8, lr=3e-3, max_seconds=140),
+    "small": Recipe(steps=1200, batch_size=8, lr=6e-3, max_seconds=140),
     "gpt2": Recipe(steps=5000, batch_size=16, lr=6e-4, accumulate=2),
 }
+
+
+EPILOG = """examples:
+  torchrun --nproc-per-node 2 examples/gpt/train.py                  two CPU ranks over gloo
+  torchrun --nproc-per-node 2 examples/gpt/train.py --engine torch   the same run without drivetrain
+  torchrun --nproc-per-node 8 examples/gpt/train.py --preset gpt2 --bf16   eight GPUs over NCCL
+  python examples/gpt/train.py                                       one process with all cores, no launcher
+
+What the preset decides where the command line does not:
+"""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-        epilog="""examples:
-  python examples/gpt/train.py                                   one process, all cores
-  torchrun --nproc-per-node 2 examples/gpt/train.py              two CPU ranks over gloo
-  torchrun --nproc-per-node 8 examples/gpt/train.py --preset gpt2 --bf16     eight GPUs over NCCL
-  torchrun --nproc-per-node 2 examples/gpt/train.py --engine torch           the same run without drivetrain
-
-The defaults of --steps, --batch-size, --lr and --accumulate belong to the preset:
-"""
-        + "\n".join(f"  {name:6} {_fields(PRESETS[name])}, {_fields(RECIPES[name])}" for name in PRESETS),
+        epilog=EPILOG + "\n".join(f"  {name:6} {_fields(RECIPES[name])}" for name in PRESETS),
     )
     add = parser.add_argument
-    add(
-        "--engine",
-        choices=ENGINES,
-        default="drivetrain",
-        help="whose DDP and AdamW to train with (%(default)s)",
-    )
+    add("--engine", choices=ENGINES, default="drivetrain", help="whose DDP and AdamW to use (%(default)s)")
     add("--preset", choices=PRESETS, default="small", help="model shape and training defaults (%(default)s)")
     add("--steps", type=positive(int), help="optimizer steps; given here, the preset's max_seconds is void")
     add("--batch-size", type=positive(int), help="rows per rank in one forward")
@@ -131,17 +93,8 @@ The defaults of --steps, --batch-size, --lr and --accumulate belong to the prese
     add("--bf16", action="store_true", help="autocast forward to bfloat16; weights stay fp32")
     add("--seed", type=int, default=0, help="of weights, batches and sample (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a GPU")
-    add(
-        "--max-seconds",
-        type=positive(float),
-        help="plan fewer steps where the machine cannot do all of them in this time",
-    )
-    add(
-        "--sample-bytes",
-        type=int,
-        default=400,
-        help="length of the generated sample, 0 for none (%(default)s)",
-    )
+    add("--max-seconds", type=positive(float), help="plan fewer steps where all would take longer than this")
+    add("--sample-bytes", type=int, default=400, help="length of the sample, 0 for none (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write losses and measurements there")
     args = parser.parse_args()
     recipe = RECIPES[args.preset]
@@ -176,7 +129,7 @@ def start_process_group(device_choice: str) -> torch.device:
     if device_choice == "cuda" or (device_choice == "auto" and torch.cuda.is_available()):
         if local_ranks > torch.cuda.device_count():
             sys.exit(
-                f"{local_ranks} ranks need as many GPUs, here are {torch.cuda.device_count()}: use --device cpu"
+                f"{local_ranks} ranks need a GPU each, here are {torch.cuda.device_count()}: try --device cpu"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -221,7 +174,9 @@ class Trainer:
         config = PRESETS[args.preset]
         self.gpt = GPT(replace(config, block_size=args.block_size or config.block_size)).to(device)
         device_ids = [device.index] if device.type == "cuda" else None
-        self.engine = ENGINES[args.engine](self.gpt, args.lr, device_ids)
+        DistributedDataParallel, AdamW = engine_classes(args.engine)
+        self.model = DistributedDataParallel(self.gpt, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.optimizer = AdamW(parameter_groups(self.gpt), lr=args.lr, betas=BETAS, fused=True)
         self.num_steps: int = args.steps
         self.losses = torch.zeros(args.steps, device=device)  # read at the end: no step waits for its loss
         self.held_out_losses: list[tuple[int, float]] = []
@@ -253,15 +208,17 @@ class Trainer:
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]], synchronise: bool = True) -> Tensor:
         """Forward, backward and update on `batches`; return their mean loss."""
-        model, total = self.engine.model, torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device)
         for index, (tokens, targets) in enumerate(batches):
             is_last = index == len(batches) - 1
-            with contextlib.nullcontext() if is_last and synchronise else model.no_sync():
+            with contextlib.nullcontext() if is_last and synchronise else self.model.no_sync():
                 with self.autocast():
-                    loss = model(tokens, targets) / len(batches)
+                    loss = self.model(tokens, targets) / len(batches)
                 loss.backward()
             total += loss.detach()
-        self.engine.update()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return total
 
     def fit(self) -> None:
@@ -275,7 +232,7 @@ class Trainer:
             while step < self.num_steps:
                 if step * 4 >= len(self.held_out_losses) * self.num_steps:
                     self.evaluate(step, progress)
-                for group in self.engine.optimizer.param_groups:
+                for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, self.num_steps, self.args.lr)
                 batches = self.batches(step)
                 with self.timer:

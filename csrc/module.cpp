@@ -1,0 +1,50 @@
+// The native module drivetrain._C: one register call per topic, and how C++ errors become Python ones.
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "ddp/ddp.h"
+#include "optim/optim.h"
+
+namespace py = pybind11;
+
+namespace drivetrain {
+namespace {
+
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const UserTypeError& e) {
+    PyErr_SetString(PyExc_TypeError, e.what());
+  } catch (const UnsupportedError& e) {
+    PyErr_SetString(PyExc_NotImplementedError, e.what());
+  } catch (const InvariantError& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  } catch (const c10::Error&) {
+    torch::translate_exception_to_python(error);
+  }
+}
+
+void register_base(py::module_& m) {
+  m.def("isa", [] { return std::string(name_of(chosen_isa())); });
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (Isa isa : available_isas()) names.emplace_back(name_of(isa));
+    return names;
+  });
+  m.def("force_isa", &force_isa, py::arg("name"));
+}
+
+}  // namespace
+}  // namespace drivetrain
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "drivetrain's native core";
+  py::register_exception_translator(&drivetrain::translate);
+  drivetrain::register_base(m);
+  drivetrain::optim::register_optim(m);
+  drivetrain::ddp::register_ddp(m);
+}

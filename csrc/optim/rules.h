@@ -1,0 +1,193 @@
+// The optimizers' arithmetic: one small struct per rule, on values that are already loaded. Host and device; no torch.
+//
+// A rule is a plain-data Args (made once per step, on the host, in double, so that CPU and GPU share every scalar)
+// and a template <class T> whose operator() updates one element. A new element-wise optimizer is one such pair and one
+// row in DT_OPTIM_RULES, which names its states as torch's class does.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "optim/storage.h"
+
+namespace drivetrain::optim {
+
+constexpr int kMaxStates = 3;
+
+// A step's hyper-parameters by torch's names, as the Python class gives them.
+struct Hypers {
+  virtual double operator[](const char* name) const = 0;  // throws if the class did not give it
+
+ protected:
+  ~Hypers() = default;
+};
+
+#if defined(DRIVETRAIN_ISA)
+inline namespace DRIVETRAIN_ISA {
+#endif
+
+DT_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
+DT_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+
+// max that keeps a NaN, as torch.maximum does.
+template <class T>
+DT_HOST_DEVICE T maximum(T a, T b) {
+  return a != a || a > b ? a : b;
+}
+
+// ---- Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2), in torch's order of operations:
+// the step is (lr / bias_correction1) * exp_avg / (sqrt(exp_avg_sq) / sqrt(bias_correction2) + eps).
+struct AdamArgs {
+  double beta1, beta2, eps;
+  double sign;           // -1 to maximize, else 1
+  double decay;          // parameters are multiplied by it first: 1 - lr * weight_decay if decoupled, else 1
+  double l2;             // added to the gradient, times the parameter: weight_decay if not decoupled, else 0
+  double step_size;      // lr / bias_correction1
+  double bias_correction2_sqrt;
+
+  // step counts from 1.
+  static constexpr bool kCountsSteps = true;
+  static AdamArgs make(const Hypers& hyper, double step) {
+    const double lr = hyper["lr"], weight_decay = hyper["weight_decay"];
+    const bool decoupled = hyper["decoupled_weight_decay"] != 0;
+    AdamArgs args;
+    args.beta1 = hyper["beta1"];
+    args.beta2 = hyper["beta2"];
+    args.eps = hyper["eps"];
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.decay = decoupled ? 1 - lr * weight_decay : 1;
+    args.l2 = decoupled ? 0 : weight_decay;
+    args.step_size = lr / (1 - std::pow(args.beta1, step));
+    args.bias_correction2_sqrt = std::sqrt(1 - std::pow(args.beta2, step));
+    return args;
+  }
+};
+
+template <class T, bool kAmsgrad>
+struct AdamRule {
+  using Args = AdamArgs;
+  static constexpr int kNumStates = kAmsgrad ? 3 : 2;
+  T beta1, beta2, one_minus_beta1, one_minus_beta2, eps, sign, decay, l2, step_size, bias_correction2_sqrt;
+
+  DT_HOST_DEVICE explicit AdamRule(const Args& a)
+      : beta1(T(a.beta1)),
+        beta2(T(a.beta2)),
+        one_minus_beta1(T(1 - a.beta1)),
+        one_minus_beta2(T(1 - a.beta2)),
+        eps(T(a.eps)),
+        sign(T(a.sign)),
+        decay(T(a.decay)),
+        l2(T(a.l2)),
+        step_size(T(a.step_size)),
+        bias_correction2_sqrt(T(a.bias_correction2_sqrt)) {}
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    T& exp_avg = state[0];
+    T& exp_avg_sq = state[1];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    param = param * decay;
+    exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad);
+    T second_moment = exp_avg_sq;
+    if constexpr (kAmsgrad) second_moment = state[2] = maximum(state[2], exp_avg_sq);
+    const T denominator = square_root(second_moment) / bias_correction2_sqrt + eps;
+    param = param - step_size * (exp_avg / denominator);
+  }
+};
+template <class T>
+using Adam = AdamRule<T, false>;
+template <class T>
+using AdamAmsgrad = AdamRule<T, true>;
+
+// ---- SGD, as torch.optim.SGD: momentum (heavy ball), dampening, Nesterov, L2 weight decay.
+struct SgdArgs {
+  double lr, l2, sign, momentum;
+  double gradient_share;  // 1 - dampening, but 1 on a parameter's first step, when the buffer starts as the gradient
+  double nesterov;
+
+  // step: 1 on a parameter's first step, more after it.
+  static constexpr bool kCountsSteps = false;
+  static SgdArgs make(const Hypers& hyper, double step) {
+    SgdArgs args;
+    args.lr = hyper["lr"];
+    args.l2 = hyper["weight_decay"];
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.momentum = hyper["momentum"];
+    args.gradient_share = step > 1 ? 1 - hyper["dampening"] : 1;
+    args.nesterov = hyper["nesterov"];
+    return args;
+  }
+};
+
+template <class T, bool kMomentum>
+struct SgdRule {
+  using Args = SgdArgs;
+  static constexpr int kNumStates = kMomentum ? 1 : 0;
+  T lr, l2, sign, momentum, gradient_share;
+  bool nesterov;
+
+  DT_HOST_DEVICE explicit SgdRule(const Args& a)
+      : lr(T(a.lr)),
+        l2(T(a.l2)),
+        sign(T(a.sign)),
+        momentum(T(a.momentum)),
+        gradient_share(T(a.gradient_share)),
+        nesterov(a.nesterov != 0) {}
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    if constexpr (kMomentum) {
+      T& buffer = state[0];
+      buffer = momentum * buffer + gradient_share * grad;
+      grad = nesterov ? grad + momentum * buffer : buffer;
+    }
+    param = param - lr * grad;
+  }
+};
+template <class T>
+using Sgd = SgdRule<T, false>;
+template <class T>
+using SgdMomentum = SgdRule<T, true>;
+
+#if defined(DRIVETRAIN_ISA)
+}  // namespace DRIVETRAIN_ISA
+#endif
+
+// ---- The table of rules: X(template, name in Python, names of its states in Python).
+#define DT_OPTIM_RULES(X)                                                     \
+  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                    \
+  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")   \
+  X(Sgd, "sgd")                                                               \
+  X(SgdMomentum, "sgd_momentum", "momentum_buffer")
+
+enum class RuleKind : int32_t {
+#define DT_ENUMERATOR(Rule, ...) k##Rule,
+  DT_OPTIM_RULES(DT_ENUMERATOR)
+#undef DT_ENUMERATOR
+};
+
+// Any rule's Args, as bytes: every parameter of a step may have its own (groups, different step counts).
+struct RuleArgs {
+  alignas(8) unsigned char bytes[96];
+
+  template <class Args>
+  static RuleArgs of(const Args& args) {
+    static_assert(sizeof(Args) <= sizeof(bytes) && std::is_trivially_copyable_v<Args>);
+    RuleArgs result = {};
+    memcpy(result.bytes, &args, sizeof(args));
+    return result;
+  }
+
+  template <class Args>
+  DT_HOST_DEVICE Args as() const {
+    Args args;
+    memcpy(&args, bytes, sizeof(args));
+    return args;
+  }
+};
+
+}  // namespace drivetrain::optim

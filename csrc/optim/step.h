@@ -1,0 +1,48 @@
+// One optimizer step as plain data: what the CPU and the CUDA loop both receive. Needs no torch header.
+#pragma once
+
+#include <cstdint>
+
+#include "optim/rules.h"
+#include "optim/storage.h"
+
+namespace drivetrain::optim {
+
+// One parameter: where its values live, and which of the step's rules applies to it.
+struct ParamJob {
+  Stream param;
+  Stream grad;                // read only
+  Stream state[kMaxStates];   // as many as the rule has, in the rule's order
+  int64_t begin;              // position of this parameter's first element in the step's flat order
+  int64_t numel;
+  int32_t rule;               // index into StepJob::rules
+};
+
+// All parameters of one device that one step updates. Elements are numbered 0 .. total over all parameters, so
+// that a thread or a block takes any range of them, whatever the parameters' sizes.
+struct StepJob {
+  RuleKind kind;
+  bool in_double;             // compute in double (float64 parameters) instead of float
+  const ParamJob* params;     // sorted by begin, none empty
+  int32_t num_params;
+  const RuleArgs* rules;
+  int64_t total;
+};
+
+// Updates the elements [begin, end) of the flat order. One copy per instruction set.
+namespace baseline {
+void step_cpu(const StepJob& job, int64_t begin, int64_t end);
+}
+namespace avx2 {
+void step_cpu(const StepJob& job, int64_t begin, int64_t end);
+}
+namespace avx512 {
+void step_cpu(const StepJob& job, int64_t begin, int64_t end);
+}
+
+// Enqueues the whole step on a CUDA stream; job.params and job.rules point to device memory. Throws
+// EnvironmentError when the launch fails. In no_cuda.cpp both say that there is none.
+bool has_cuda();
+void step_cuda(const StepJob& job, void* stream);
+
+}  // namespace drivetrain::optim

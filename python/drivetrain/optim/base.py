@@ -1,0 +1,106 @@
+"""What every optimizer here shares: torch's Optimizer contract around one native step."""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from .. import _C
+
+# A description of every optimizer made in this process, in order; `python -m drivetrain run` prints it.
+constructed: list[str] = []
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Mix-in placed before a torch.optim class: keeps its constructor, state and checks, and replaces its step.
+
+    A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`). The
+    arithmetic, and the names of each rule's states, are in csrc/optim/rules.h.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_unsupported(type(self).__name__, kwargs)
+        super().__init__(*args, **kwargs)
+        # torch's fused classes unscale inside their step; ours do not yet, so GradScaler must do it beforehand.
+        self._step_supports_amp_scaling = False
+        count = sum(len(group["params"]) for group in self.param_groups)
+        constructed.append(f"{type(self).__name__} ({count} parameters in {len(self.param_groups)} groups)")
+
+    def _rule(self, group: dict[str, Any]) -> str:
+        """The native rule for this group, by its name in csrc/optim/rules.h."""
+        raise NotImplementedError
+
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+        """The group's numbers, by the names that the native rule reads."""
+        raise NotImplementedError
+
+    def _init_state(self, param: Tensor, rule: str) -> None:
+        """Fills what `param`'s state lacks, with torch's names, dtypes and layout."""
+        state = self.state[param]
+        for name in _C.optim_state_names(rule):
+            if name == "step":
+                # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
+                dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+                state.setdefault(name, torch.zeros((), dtype=dtype))
+            elif state.get(name) is None:
+                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Performs one optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as in torch.
+
+        Raises:
+            TypeError: a gradient's or state's dtype does not fit its parameter; the message names the parameter.
+            ValueError: a gradient's shape or device does not fit its parameter.
+            RuntimeError: a gradient is sparse.
+            NotImplementedError: the parameters are on a device for which this build has no kernels.
+            In every case no parameter, state or step counter has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rules = [self._rule(group) for group in self.param_groups]
+        hypers = [self._hypers(group) for group in self.param_groups]
+        footprints = self.__dict__.setdefault("_footprints", _C.Footprints())  # copies and pickles come without one
+        with torch.no_grad():
+            missing = _C.optim_step(self.param_groups, rules, hypers, self.state, [], footprints)
+            if missing:
+                for param, group_index in missing:
+                    self._init_state(param, rules[group_index])
+                fresh = [param for param, _ in missing]
+                _C.optim_step(self.param_groups, rules, hypers, self.state, fresh, footprints)
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""
+        super().__setstate__(state)
+        for values in self.state.values():
+            step = values.get("step")
+            if isinstance(step, Tensor) and (step.device.type != "cpu" or not step.is_floating_point()):
+                values["step"] = step.detach().to("cpu", torch.float32)
+
+
+def refuse_unsupported(name: str, kwargs: dict[str, Any]) -> None:
+    """Raises NotImplementedError for torch's constructor options that would otherwise be ignored in silence.
+
+    `foreach` and `fused` choose between torch's implementations; ours is always fused, so they change nothing.
+    """
+    for option, instead in (
+        ("capturable", "leave it out (steps inside a CUDA graph are not supported yet)"),
+        ("differentiable", f"use torch.optim.{name} to differentiate through the step"),
+    ):
+        if kwargs.get(option):
+            raise NotImplementedError(f"drivetrain.optim.{name} does not support {option}=True: {instead}")
+
+
+def as_float(value: float | Tensor) -> float:
+    """A hyper-parameter that torch allows as a one-element tensor, as a number."""
+    return float(value)

@@ -1,0 +1,10 @@
+// Registers the reducer and its parts with Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace drivetrain::ddp {
+
+void register_ddp(pybind11::module_& m);
+
+}  // namespace drivetrain::ddp

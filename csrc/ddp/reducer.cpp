@@ -1,0 +1,393 @@
+// The reducer's hooks and phases; see reducer.h for the life of a step.
+#include "ddp/reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+#include <unordered_set>
+#include <utility>
+
+#include "base/check.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+using torch::autograd::Node;
+
+constexpr size_t kNamesShown = 10;
+
+template <class Names>
+std::string joined(const Names& names) {
+  std::string out;
+  for (size_t i = 0; i < names.size() && i < kNamesShown; ++i) out += (i ? ", " : "") + names[i];
+  if (names.size() > kNamesShown) out += text(", and ", names.size() - kNamesShown, " more");
+  return out;
+}
+
+// Strides that a parameter's gradient should have (torch's gradient layout contract): the parameter's own where it is
+// dense, else row-major.
+std::vector<int64_t> grad_strides(const at::Tensor& param) {
+  if (param.is_non_overlapping_and_dense()) return param.strides().vec();
+  std::vector<int64_t> strides(param.dim(), 1);
+  for (int64_t d = param.dim() - 2; d >= 0; --d) strides[d] = strides[d + 1] * std::max<int64_t>(param.size(d + 1), 1);
+  return strides;
+}
+
+// A tensor over part of the arena that shares its life but has a storage of its own: saving or copying one gradient
+// never touches the others, and its version counter is its own.
+at::Tensor piece_of(const at::Tensor& arena, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                    at::ScalarType dtype) {
+  const auto keep_arena = [arena](void*) {};
+  return at::from_blob(static_cast<char*>(arena.data_ptr()) + offset, sizes, strides, keep_arena,
+                       arena.options().dtype(dtype), arena.device());
+}
+
+// Every gradient accumulator that backward from these tensors can reach.
+std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs) {
+  std::unordered_set<Node*> seen;
+  std::vector<Node*> queue;
+  const auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) queue.push_back(node);
+  };
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad()) visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  while (!queue.empty()) {
+    Node* node = queue.back();
+    queue.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+  }
+  return seen;
+}
+
+}  // namespace
+
+std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vector<std::string> names,
+                                       std::unique_ptr<Comm> comm, const Options& options) {
+  std::shared_ptr<Reducer> reducer(new Reducer(std::move(params), std::move(names), std::move(comm), options));
+  reducer->add_hooks();
+  return reducer;
+}
+
+Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
+                 const Options& options)
+    : comm_(std::move(comm)), find_unused_(options.find_unused_parameters) {
+  DT_INVARIANT(!params.empty() && params.size() == names.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    Parameter& param = params_.emplace_back();
+    param.tensor = std::move(params[i]);
+    param.name = std::move(names[i]);
+  }
+  scale_ = comm_->averages() ? 1.0 : 1.0 / comm_->size();
+  local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
+  build_arena(options);
+}
+
+void Reducer::build_arena(const Options& options) {
+  // Parameters share buckets by device and dtype. The order in which gradients come is, until measured, the reverse of
+  // the order in which modules were registered.
+  std::map<std::pair<std::string, at::ScalarType>, int64_t> groups;
+  std::vector<ParamSize> sizes;
+  std::vector<int64_t> order;
+  for (const Parameter& param : params_) {
+    const auto key = std::make_pair(param.tensor.device().str(), param.tensor.scalar_type());
+    const int64_t group = groups.emplace(key, static_cast<int64_t>(groups.size())).first->second;
+    sizes.push_back({param.tensor.numel(), static_cast<int64_t>(param.tensor.element_size()), group});
+    order.insert(order.begin(), static_cast<int64_t>(order.size()));
+  }
+  const std::vector<BucketPlan> plans = plan_buckets(sizes, order, options.bucket_caps);
+
+  std::map<std::string, int64_t> device_bytes;
+  for (const BucketPlan& plan : plans) {
+    device_bytes[params_[plan.slots[0].param].tensor.device().str()] += plan.bytes;
+  }
+  std::map<std::string, std::pair<at::Tensor, int64_t>> arenas;  // with the bytes given out so far
+  for (const BucketPlan& plan : plans) {
+    const at::Tensor& first = params_[plan.slots[0].param].tensor;
+    auto [it, is_new] = arenas.try_emplace(first.device().str());
+    auto& [arena, used] = it->second;
+    if (is_new) {
+      const int64_t bytes = device_bytes[it->first];
+      arena = at::zeros({bytes}, first.options().dtype(at::kByte).requires_grad(false));
+      arena_bytes_ += bytes;
+    }
+    Bucket& bucket = buckets_.emplace_back();
+    const at::ScalarType real = c10::toRealValueType(first.scalar_type());
+    bucket.flat = piece_of(arena, used, {plan.bytes / static_cast<int64_t>(c10::elementSize(real))}, {1}, real);
+    for (const Slot& slot : plan.slots) {
+      Parameter& param = params_[slot.param];
+      param.bucket = buckets_.size() - 1;
+      param.offset = slot.offset;
+      param.view = view_of(param);
+      bucket.params.push_back(slot.param);
+    }
+    used += plan.bytes;
+  }
+  reset();
+}
+
+at::Tensor Reducer::view_of(const Parameter& param) const {
+  return piece_of(buckets_[param.bucket].flat, param.offset, param.tensor.sizes(), grad_strides(param.tensor),
+                  param.tensor.scalar_type());
+}
+
+void Reducer::add_hooks() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Parameter& param = params_[i];
+    auto accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    // Weak: a graph may outlive the wrapper.
+    auto hook = [weak = weak_from_this(), i](const torch::autograd::variable_list& outputs,
+                                             const torch::autograd::variable_list&) {
+      if (const auto self = weak.lock()) self->on_gradient(i);
+      return outputs;
+    };
+    // Without a function for compiled autograd: that refuses the hook with an error instead of leaving it out.
+    param.hook = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));
+    // The parameter refers to its accumulator weakly: without this reference both would go.
+    param.accumulator = std::shared_ptr<Node>(accumulator.get(), [accumulator](Node*) {});
+  }
+}
+
+Reducer::~Reducer() {
+  for (Parameter& param : params_) {
+    if (param.accumulator) param.accumulator->del_post_hook(param.hook);
+  }
+}
+
+void Reducer::remove_autograd_hooks() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Parameter& param : params_) {
+    if (param.accumulator) param.accumulator->del_post_hook(param.hook);
+    param.accumulator.reset();
+  }
+}
+
+void Reducer::reset() {
+  for (Parameter& param : params_) {
+    param.ready = false;
+    param.without_grad = false;
+    param.untouched = at::Tensor();
+  }
+  for (Bucket& bucket : buckets_) {
+    bucket.missing = bucket.params.size();
+    bucket.phase = Phase::kFilling;
+    bucket.reduce.reset();
+  }
+  next_bucket_ = 0;
+  unused_.clear();
+  used_reduce_.reset();
+  step_ = Step::kIdle;
+}
+
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (step_ == Step::kRunning) fail_incomplete();
+  reset();
+  if (find_unused_) {
+    const std::unordered_set<Node*> reachable = reachable_nodes(outputs);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (reachable.count(params_[i].accumulator.get()) == 0) unused_.push_back(i);
+    }
+  }
+  step_ = Step::kPrepared;
+}
+
+// One gradient has been accumulated into parameter `index`'s .grad, or is known to be none.
+void Reducer::on_gradient(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad_tracking;
+  Parameter& param = params_[index];
+  const bool has_grad = param.tensor.grad().defined();
+  if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
+  if (step_ == Step::kIdle) {
+    if (has_grad) take_gradient(param, 1.0);
+    return;
+  }
+  if (step_ == Step::kPrepared) begin_backward();
+  param.without_grad = !has_grad;
+  mark_ready(index);
+  start_full_buckets();
+}
+
+void Reducer::begin_backward() {
+  step_ = Step::kRunning;
+  for (size_t index : unused_) {
+    params_[index].without_grad = true;
+    mark_ready(index);
+  }
+}
+
+void Reducer::check_gradient(const Parameter& param, const at::Tensor& grad) const {
+  const at::Tensor& tensor = param.tensor;
+  if (grad.requires_grad()) {
+    throw UnsupportedError(text("the gradient of parameter '", param.name,
+                                "' itself requires a gradient (backward with create_graph=True), which drivetrain's "
+                                "DistributedDataParallel does not support yet: use torch's for double backward."));
+  }
+  if (grad.layout() != at::kStrided) {
+    throw UnsupportedError(text("the gradient of parameter '", param.name,
+                                "' is sparse, which drivetrain's DistributedDataParallel does not support yet: set "
+                                "sparse=False in its Embedding, or use torch's DistributedDataParallel."));
+  }
+  if (grad.scalar_type() != tensor.scalar_type() || grad.device() != tensor.device() || !grad.sizes().equals(tensor.sizes())) {
+    throw UserTypeError(text("the gradient of parameter '", param.name, "' is ", grad.scalar_type(), " ", grad.sizes(),
+                             " on ", grad.device().str(), ", expected ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
+                             tensor.device().str(), ": do not assign .grad or set grad_dtype to another type under "
+                             "DistributedDataParallel."));
+  }
+}
+
+// Moves .grad, times scale, to its place in the arena and lets .grad be that place.
+void Reducer::take_gradient(Parameter& param, double scale) {
+  at::Tensor& grad = param.tensor.mutable_grad();
+  check_gradient(param, grad);
+  const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
+  if (grad.data_ptr() == place && grad.strides().equals(param.view.strides())) {
+    if (scale != 1.0) grad.mul_(scale);
+    return;
+  }
+  // Someone assigned to .grad.data, and with that to our view: give out a new one.
+  if (grad.is_same(param.view)) param.view = view_of(param);
+  if (scale == 1.0) {
+    param.view.copy_(grad);
+  } else {
+    at::mul_out(param.view, grad, at::Scalar(scale));
+  }
+  grad = param.view;
+}
+
+void Reducer::mark_ready(size_t index) {
+  Parameter& param = params_[index];
+  if (param.ready) {
+    throw EnvironmentError(text(
+        "Expected to mark a variable ready only once, but parameter '", param.name,
+        "' got a second gradient in the same synchronised backward. Either it is used in several reentrant backward "
+        "passes (torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False), or it is used outside "
+        "the wrapped module's forward (call the wrapper, not its .module), or backward ran twice after one forward."));
+  }
+  param.ready = true;
+  if (!param.without_grad) {
+    take_gradient(param, scale_);
+  } else if (const at::Tensor& kept = param.tensor.grad(); kept.defined()) {
+    // Other ranks may have used it: then this rank's share is what it has kept so far.
+    check_gradient(param, kept);
+    param.untouched = kept.clone();
+    at::mul_out(param.view, param.untouched, at::Scalar(scale_));
+  } else {
+    param.view.zero_();
+  }
+  Bucket& bucket = buckets_[param.bucket];
+  DT_INVARIANT(bucket.missing > 0);
+  if (--bucket.missing == 0) bucket.phase = Phase::kFull;
+}
+
+// Starts buckets strictly in plan order, so that every rank issues the same collectives in the same order.
+void Reducer::start_full_buckets() {
+  if (next_bucket_ == buckets_.size()) return;
+  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].phase == Phase::kFull) {
+    Bucket& bucket = buckets_[next_bucket_];
+    bucket.reduce = comm_->start(bucket.flat);
+    bucket.phase = Phase::kReducing;
+    ++next_bucket_;
+  }
+  if (next_bucket_ < buckets_.size()) return;
+  if (find_unused_) {
+    global_used_ = local_used_.to(params_[0].tensor.device(), /*non_blocking=*/false, /*copy=*/true);
+    used_reduce_ = comm_->start_sum(global_used_);
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->finalize_backward();
+  });
+}
+
+bool Reducer::used_by_any_rank(size_t index) {
+  if (!find_unused_) return true;
+  if (used_reduce_) {
+    used_reduce_->wait();
+    used_reduce_.reset();
+    global_used_ = global_used_.cpu();  // the one host wait, and only where something is unused here
+  }
+  return global_used_.data_ptr<int32_t>()[index] > 0;
+}
+
+void Reducer::finish_param(Parameter& param, bool used_somewhere) {
+  at::Tensor& grad = param.tensor.mutable_grad();
+  if (used_somewhere) {
+    grad = param.view;
+  } else if (param.untouched.defined()) {
+    grad.copy_(param.untouched);
+  }
+}
+
+void Reducer::finalize_backward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad_tracking;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    try {
+      buckets_[b].reduce->wait();
+    } catch (const std::exception& error) {
+      const std::string what = describe(buckets_[b]);
+      reset();
+      throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
+                                  " failed; a rank has probably died or hangs, look for the first error in the others' "
+                                  "logs. The process group reports: ", error.what()));
+    }
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].without_grad) finish_param(params_[i], used_by_any_rank(i));
+  }
+  if (used_reduce_) used_reduce_->wait();
+  local_used_.zero_();
+  reset();
+}
+
+std::string Reducer::describe(const Bucket& bucket) const {
+  std::vector<std::string> names;
+  for (size_t index : bucket.params) names.push_back(params_[index].name);
+  return text("bucket ", &bucket - buckets_.data(), " of ", buckets_.size(), " [", joined(names), "]");
+}
+
+void Reducer::fail_incomplete() const {
+  std::vector<std::string> names;
+  for (const Parameter& param : params_) {
+    if (!param.ready) names.push_back(param.name);
+  }
+  throw EnvironmentError(text(
+      "Expected to have finished reduction in the prior iteration before starting a new one: these parameters got no "
+      "gradient in it: ", joined(names),
+      ". If some are not used in every forward, pass find_unused_parameters=True to DistributedDataParallel; make sure "
+      "that every output of forward that needs a gradient takes part in the loss."));
+}
+
+void Reducer::check_finalized() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (step_ == Step::kRunning) fail_incomplete();
+}
+
+std::vector<Reducer::BucketInfo> Reducer::buckets() const {
+  std::vector<BucketInfo> infos;
+  for (const Bucket& bucket : buckets_) {
+    BucketInfo info;
+    for (size_t index : bucket.params) info.names.push_back(params_[index].name);
+    info.bytes = static_cast<int64_t>(bucket.flat.nbytes());
+    info.dtype = c10::toString(params_[bucket.params[0]].tensor.scalar_type());
+    infos.push_back(std::move(info));
+  }
+  return infos;
+}
+
+at::Tensor Reducer::local_used_map() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return local_used_.clone();
+}
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,14 @@
+"""drivetrain: DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
+
+from importlib.metadata import version
+
+from ._torch_version import check_torch
+
+check_torch()  # before anything touches the native module, whose own complaint would be an undefined symbol
+
+from . import optim  # noqa: E402
+from .ddp import DistributedDataParallel  # noqa: E402
+from .swap import install, uninstall  # noqa: E402
+
+__version__ = version("drivetrain")
+__all__ = ["DistributedDataParallel", "__version__", "install", "optim", "uninstall"]

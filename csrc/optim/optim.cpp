@@ -188,6 +188,7 @@ class StepReader {
     const at::Tensor& param = THPVariable_Unpack(object);
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) return;
+    check_grad(param, grad, index);
     footprint_.add_object(object);
     footprint_.add(param);
     footprint_.add(grad);
@@ -196,7 +197,6 @@ class StepReader {
       missing.append(py::make_tuple(py::handle(object), group_index_));
       return;
     }
-    check_grad(param, grad, index);
     Batch& batch = batch_for(param, index);
     ParamJob job = {};
     job.numel = param.numel() * (param.is_complex() ? 2 : 1);

@@ -1,0 +1,51 @@
+"""What the tests share: GPU skipping with its reason, instruction sets, and real ranks over gloo."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+
+from drivetrain import _C
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no NVIDIA GPU here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=_C.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this processor has, in turn."""
+    _C.force_isa(request.param)
+    yield request.param
+    _C.force_isa("")
+
+
+@pytest.fixture(scope="session")
+def _rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    pool = RankPool(world_size=2, folder=tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def on_ranks(_rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """Runs a module-level function on two real ranks of a fresh gloo group; returns each rank's result."""
+    return _rank_pool.run
+
+
+@pytest.fixture
+def repository() -> Path:
+    return Path(__file__).parent.parent

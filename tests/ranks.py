@@ -1,0 +1,84 @@
+"""Real ranks for tests: processes that live for the whole session and form a fresh gloo group for every call."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_S = 20
+CALL_TIMEOUT_S = 120
+
+
+class RankPool:
+    """`world_size` processes; importing torch once per session instead of once per test is what it is for."""
+
+    def __init__(self, world_size: int, folder: Path) -> None:
+        self._world_size = world_size
+        self._folder = folder
+        self._calls = 0
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `function(*args)` on every rank; raises AssertionError with all tracebacks if any raised."""
+        if not self._workers:
+            self._start()
+        self._calls += 1
+        store = self._folder / f"store-{self._calls}"
+        for _, connection in self._workers:
+            connection.send((store, function, args))
+        results, failures = [], []
+        for rank, (_, connection) in enumerate(self._workers):
+            if not connection.poll(CALL_TIMEOUT_S):
+                self.close()
+                raise AssertionError(f"rank {rank} did not answer within {CALL_TIMEOUT_S} s")
+            succeeded, result = connection.recv()
+            (results if succeeded else failures).append(result if succeeded else f"rank {rank}:\n{result}")
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self._world_size), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+
+
+def _serve(connection: Connection, rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            store, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(store), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+            )
+            answer = (True, function(*args))
+        except BaseException:  # everything, pytest's own failures included, goes to the parent
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)

@@ -1,0 +1,1 @@
+"""Plain PyTorch twins of the native kernels: slow and obvious."""

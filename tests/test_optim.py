@@ -1,0 +1,451 @@
+"""The optimizers against a plain twin, against torch, between instruction sets, and against careless users."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference.adam import adam
+from reference.sgd import sgd
+from torch import Tensor
+
+import drivetrain
+from drivetrain import _C, optim
+
+# One row per optimizer and set of options: ours, torch's, the twin, options.
+CASES: dict[str, tuple[type, type, Callable[..., Tensor], dict[str, Any]]] = {
+    "adamw": (optim.AdamW, torch.optim.AdamW, adam, {"weight_decay": 0.1}),
+    "adamw_amsgrad": (optim.AdamW, torch.optim.AdamW, adam, {"amsgrad": True, "lr": 0.02}),
+    "adamw_maximize": (optim.AdamW, torch.optim.AdamW, adam, {"maximize": True, "betas": (0.8, 0.9)}),
+    "adam": (optim.Adam, torch.optim.Adam, adam, {}),
+    "adam_l2": (optim.Adam, torch.optim.Adam, adam, {"weight_decay": 0.1, "eps": 1e-4}),
+    "adam_amsgrad_l2": (optim.Adam, torch.optim.Adam, adam, {"weight_decay": 0.1, "amsgrad": True}),
+    "sgd": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1}),
+    "sgd_l2": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    "sgd_momentum": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "sgd_nesterov": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+# Largest difference after several steps, relative and absolute, for values and updates of size about 1. The twin
+# computes in float64 and rounds what is stored.
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
+    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+}
+SHAPES = [(0,), (), (1,), (15,), (17,), (511,), (513,), (3, 700)]
+
+
+def make_params(dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def copies(params: list[Tensor]) -> list[Tensor]:
+    """Independent copies with the same layout."""
+    return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
+
+
+def set_grads(*param_lists: list[Tensor]) -> None:
+    """The same new random gradients for every list."""
+    for params in zip(*param_lists, strict=True):
+        grad = torch.randn(params[0].shape, dtype=params[0].dtype)
+        for param in params:
+            param.grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), **tolerance)
+
+
+def decoupled(ours: type) -> dict[str, bool]:
+    return {"decoupled": True} if issubclass(ours, optim.AdamW) else {}
+
+
+@cases
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_matches_the_plain_twin(case: str, dtype: torch.dtype, isa: str) -> None:
+    ours, _, twin, options = CASES[case]
+    options = {"weight_decay": 0.01 if issubclass(ours, optim.AdamW) else 0.0, **options}
+    params = make_params(dtype)
+    expected = [p.detach().double() for p in params]
+    states: list[dict[str, Tensor]] = [{} for _ in params]
+    optimizer = ours(params, **options)
+    for _ in range(3):
+        set_grads(params)
+        for i, param in enumerate(params):
+            new = twin(expected[i], param.grad.double(), states[i], **options, **decoupled(ours))
+            expected[i] = new.to(dtype).double()
+            for name in states[i].keys() - {"step"}:
+                states[i][name] = states[i][name].to(dtype).double()
+        optimizer.step()
+    assert_same([p.double() for p in params], expected, **TOLERANCES[dtype])
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matches_torch_with_its_states(case: str, dtype: torch.dtype) -> None:
+    ours, theirs, _, options = CASES[case]
+    params = make_params(dtype)
+    torch_params = copies(params)
+    optimizer, torch_optimizer = ours(params, **options), theirs(torch_params, **options)
+    for _ in range(5):
+        set_grads(params, torch_params)
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params, **TOLERANCES[dtype])
+    for param, torch_param in zip(params, torch_params, strict=True):
+        state, torch_state = optimizer.state[param], torch_optimizer.state[torch_param]
+        assert {k for k, v in state.items() if v is not None} == {k for k, v in torch_state.items() if v is not None}
+        for name, value in torch_state.items():
+            if value is not None:
+                assert state[name].dtype == value.dtype
+                torch.testing.assert_close(state[name], value, **TOLERANCES[dtype])
+
+
+@cases
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_instruction_set_gives_the_same_bits(case: str, dtype: torch.dtype) -> None:
+    ours, _, _, options = CASES[case]
+    start, results = make_params(dtype, shapes=[(1000,), (33,)]), []
+    for isa in _C.available_isas():
+        _C.force_isa(isa)
+        torch.manual_seed(1)
+        params = copies(start)
+        optimizer = ours(params, **options)
+        for _ in range(3):
+            set_grads(params)
+            optimizer.step()
+        results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
+    _C.force_isa("")
+    for other in results[1:]:
+        assert_same(results[0], other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_the_bits(threads: int) -> None:
+    start, results = make_params(shapes=[(40_001,), (7,), (90_000,)]), []
+    before = torch.get_num_threads()
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        torch.manual_seed(1)
+        params = copies(start)
+        set_grads(params)
+        optim.AdamW(params).step()
+        results.append(params)
+    torch.set_num_threads(before)
+    assert_same(*results, rtol=0, atol=0)
+
+
+def test_every_float16_survives_a_load_and_a_store(isa: str) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        param = codes.view(dtype).clone().requires_grad_()
+        param.grad = torch.zeros_like(param)
+        optim.SGD([param], lr=0.0).step()
+        numbers = ~codes.view(dtype).isnan()
+        assert torch.equal(param.detach().view(torch.int16)[numbers], codes[numbers])
+        assert torch.equal(param.detach().isnan(), ~numbers)
+
+
+def test_stores_round_to_nearest_even_as_torch_does(isa: str) -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), dtype=torch.int64).to(torch.int32)
+    ties = bits & ~0xFFFF | 0x8000  # half way between two bfloat16s
+    halves = bits & ~0x1FFF | 0x1000  # and between two float16s
+    for values in (bits.view(torch.float32), ties.view(torch.float32), halves.view(torch.float32)):
+        for dtype in (torch.float16, torch.bfloat16):
+            param = torch.zeros_like(values, dtype=dtype).requires_grad_()
+            param.grad_dtype = torch.float32
+            param.grad = values.clone()
+            optim.SGD([param], lr=1.0, maximize=True).step()
+            assert torch.equal(param.detach().nan_to_num(123.0), values.to(dtype).nan_to_num(123.0))
+
+
+def test_16_bit_parameters_take_float32_gradients() -> None:
+    param = torch.randn(1000, dtype=torch.bfloat16).requires_grad_()
+    expected = param.detach().double()
+    param.grad_dtype = torch.float32
+    param.grad = torch.randn(1000)
+    optim.AdamW([param], lr=0.1).step()
+    expected = adam(expected, param.grad.double(), {}, lr=0.1, weight_decay=0.01, decoupled=True)
+    one_ulp = {"rtol": 2**-7, "atol": 0.0}  # float32 and float64 may fall to different sides of a tie
+    torch.testing.assert_close(param.detach().double(), expected.to(torch.bfloat16).double(), **one_ulp)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_match_torch(dtype: torch.dtype) -> None:
+    params = [torch.randn(5, 7, dtype=dtype).requires_grad_()]
+    torch_params = copies(params)
+    optimizer, torch_optimizer = optim.AdamW(params), torch.optim.AdamW(torch_params)
+    for _ in range(3):
+        set_grads(params, torch_params)
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params, rtol=1e-5, atol=1e-6)
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.randn(5, 7).t(),
+    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "with_holes": lambda: torch.randn(6, 10)[:, ::2],
+    "view": lambda: torch.randn(100)[30:60],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_contiguous", [False, True])
+@cases
+def test_other_strides(layout: str, grad_contiguous: bool, case: str) -> None:
+    ours, theirs, _, options = CASES[case]
+    param = LAYOUTS[layout]().requires_grad_()
+    torch_param = param.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    optimizer, torch_optimizer = ours([param], **options), theirs([torch_param], **options)
+    for _ in range(3):
+        torch_param.grad = torch.randn(param.shape)
+        grad = torch_param.grad.clone()
+        param.grad = grad if grad_contiguous else torch.empty_like(param).copy_(grad)
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same([param], [torch_param], **TOLERANCES[torch.float32])
+
+
+@cases
+def test_state_dict_goes_to_torch_and_back(case: str) -> None:
+    ours, theirs, _, options = CASES[case]
+    params = make_params()
+    optimizer = ours(params, **options)
+    reference_params = copies(params)
+    reference = theirs(reference_params, **options)
+
+    def steps(count: int, *pairs: tuple[torch.optim.Optimizer, list[Tensor]]) -> None:
+        for _ in range(count):
+            set_grads(*[params for _, params in pairs])
+            for each, _ in pairs:
+                each.step()
+
+    steps(2, (optimizer, params), (reference, reference_params))
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    torch_params = copies(params)
+    torch_optimizer = theirs(torch_params, **options)
+    torch_optimizer.load_state_dict(torch.load(buffer))
+    steps(2, (torch_optimizer, torch_params), (reference, reference_params))
+    back_params = copies(torch_params)
+    back = ours(back_params, **options)
+    back.load_state_dict(torch_optimizer.state_dict())
+    steps(2, (back, back_params), (reference, reference_params))
+    assert_same(back_params, reference_params, **TOLERANCES[torch.float32])
+
+
+def test_state_of_torchs_fused_class_loads() -> None:
+    params = make_params(shapes=[(10,)])
+    set_grads(params)
+    theirs = torch.optim.AdamW(params, fused=True)
+    theirs.step()
+    ours = optim.AdamW(params)
+    ours.load_state_dict(theirs.state_dict())
+    ours.step()
+    assert ours.state[params[0]]["step"].item() == 2
+
+
+def test_is_torchs_class_with_torchs_constructor() -> None:
+    for ours, theirs in ((optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam), (optim.SGD, torch.optim.SGD)):
+        assert issubclass(ours, theirs)
+        params = make_params()
+        assert ours(params, 0.5).param_groups[0].keys() == theirs(params, 0.5).param_groups[0].keys()
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        optim.AdamW(make_params(), lr=-1.0)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        optim.AdamW([])
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_options_that_would_be_ignored_are_refused(option: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"AdamW does not support {option}=True"):
+        optim.AdamW(make_params(), **{option: True})
+
+
+def test_groups_have_their_own_options_and_steps() -> None:
+    params, late = make_params(shapes=[(5,), (6,)]), make_params(shapes=[(7,)])
+    torch_params, torch_late = copies(params), copies(late)
+    optimizers = []
+    for cls, first, second in ((optim.AdamW, params, late), (torch.optim.AdamW, torch_params, torch_late)):
+        optimizer = cls([{"params": first[:1], "lr": 0.1}, {"params": first[1:], "amsgrad": True}], lr=0.01)
+        optimizers.append((optimizer, first + second, second))
+    for step in range(4):
+        set_grads(optimizers[0][1], optimizers[1][1])
+        for optimizer, _, second in optimizers:
+            if step == 2:
+                optimizer.add_param_group({"params": second, "weight_decay": 0.5})
+            optimizer.step()
+    assert_same(optimizers[0][1], optimizers[1][1], **TOLERANCES[torch.float32])
+    assert optimizers[0][0].state[late[0]]["step"].item() == 2
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    params = make_params(shapes=[(5,)] * 9)
+    torch_params = copies(params)
+    optimizer, torch_optimizer = optim.AdamW(params), torch.optim.AdamW(torch_params)
+    for step in range(4):
+        set_grads(params, torch_params)
+        for i in range(9):
+            if step and i % 3 != step % 3:
+                params[i].grad = torch_params[i].grad = None
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params, **TOLERANCES[torch.float32])
+    assert [optimizer.state[p]["step"] for p in params] == [torch_optimizer.state[p]["step"] for p in torch_params]
+
+
+def test_state_replaced_behind_its_back_is_seen() -> None:
+    params = make_params(shapes=[(5,), (6,)])
+    torch_params = copies(params)
+    optimizer, torch_optimizer = optim.AdamW(params), torch.optim.AdamW(torch_params)
+    for step in range(5):
+        set_grads(params, torch_params)
+        for each, ps in ((optimizer, params), (torch_optimizer, torch_params)):
+            each.step()
+            if step == 1:
+                each.state[ps[0]]["exp_avg"] = torch.ones(5)
+                each.state[ps[1]]["exp_avg_sq"].data = torch.full((6,), 4.0)
+            if step == 2:
+                ps[1].data = torch.arange(6.0)
+            if step == 3:
+                each.state[ps[0]] = {}
+    assert_same(params, torch_params, **TOLERANCES[torch.float32])
+
+
+def test_closure_hooks_schedulers_and_tensor_lr() -> None:
+    param = torch.ones(3, requires_grad=True)
+    optimizer = optim.SGD([param], lr=torch.tensor(0.5))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    scheduler.step()
+    assert calls == ["pre", "post"]
+    torch.testing.assert_close(param.detach(), torch.zeros(3))
+    torch.testing.assert_close(torch.as_tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.05))
+
+
+def test_deepcopy_and_pickle_continue() -> None:
+    params = make_params(shapes=[(5,)])
+    optimizer = optim.AdamW(params)
+    set_grads(params)
+    optimizer.step()
+    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        param = clone.param_groups[0]["params"][0]
+        param.grad = params[0].grad.clone()
+        clone.step()
+        assert clone.state[param]["step"].item() == 2
+
+
+def test_grad_scaler_skips_and_unscales() -> None:
+    param = torch.ones(4, requires_grad=True)
+    twin = torch.ones(4, requires_grad=True)
+    for p, cls in ((param, optim.AdamW), (twin, torch.optim.AdamW)):
+        optimizer = cls([p], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        for factor in (1.0, float("inf"), 2.0):
+            optimizer.zero_grad()
+            scaler.scale((p * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    torch.testing.assert_close(param, twin)
+    assert param.isfinite().all()
+
+
+def test_autograd_notices_that_parameters_changed() -> None:
+    param = torch.ones(3, requires_grad=True)
+    loss = (param * param).sum()
+    param.grad = torch.ones(3)
+    optim.SGD([param], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class TestBadInput:
+    """Each error names the parameter, what came and what was expected, and leaves everything as it was."""
+
+    def expect(self, bad: Tensor, error: type[Exception], message: str, named: bool = True) -> None:
+        good = torch.ones(4, requires_grad=True)
+        good.grad = torch.ones(4)
+        params = [("good", good), ("layer.bad", bad)] if named else [good, bad]
+        optimizer = optim.AdamW(params)
+        before = bad.detach().clone()
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        assert torch.equal(good.detach(), torch.ones(4))
+        assert torch.equal(bad.detach(), before)
+        assert all(state["step"].item() == 0 for state in optimizer.state.values())
+
+    def test_gradient_of_another_dtype(self) -> None:
+        bad = torch.ones(3, requires_grad=True)
+        bad.grad_dtype = None
+        bad.grad = torch.ones(3, dtype=torch.float64)
+        self.expect(bad, TypeError, "parameter 'layer.bad' is Float but its gradient is Double: expected Float")
+
+    def test_gradient_of_another_dtype_without_names(self) -> None:
+        bad = torch.ones(3, requires_grad=True)
+        bad.grad_dtype = None
+        bad.grad = torch.ones(3, dtype=torch.int64)
+        self.expect(bad, TypeError, r"parameter 1 of param_groups\[0\] \(shape \[3\]\)", named=False)
+
+    def test_sparse_gradient(self) -> None:
+        embedding = torch.nn.Embedding(4, 3, sparse=True)
+        embedding(torch.tensor([1])).sum().backward()
+        self.expect(embedding.weight, RuntimeError, "'layer.bad' has a sparse gradient")
+
+    def test_state_of_another_shape(self) -> None:
+        param = torch.ones(3, requires_grad=True)
+        param.grad = torch.ones(3)
+        optimizer = optim.AdamW([("p", param)])
+        optimizer.step()
+        optimizer.state[param]["exp_avg"] = torch.zeros(4)
+        with pytest.raises(TypeError, match=r"'p': its state 'exp_avg' is Float of shape \[4\].*expected.*\[3\]"):
+            optimizer.step()
+        assert optimizer.state[param]["step"].item() == 1
+
+    def test_device_without_kernels(self) -> None:
+        param = torch.ones(3, device="meta").requires_grad_()
+        param.grad = torch.ones(3, device="meta")
+        with pytest.raises(NotImplementedError, match="'p' is on meta"):
+            optim.AdamW([("p", param)]).step()
+
+
+def test_unknown_instruction_set_is_named() -> None:
+    with pytest.raises(ValueError, match="DRIVETRAIN_ISA is 'sse9', but this processor offers: baseline"):
+        _C.force_isa("sse9")
+
+
+@pytest.mark.gpu
+@cases
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_cuda_gives_the_cpus_bits(case: str, dtype: torch.dtype) -> None:
+    ours, _, _, options = CASES[case]
+    params = make_params(dtype)
+    cuda_params = [p.detach().cuda().requires_grad_() for p in params]
+    optimizer, cuda_optimizer = ours(params, **options), ours(cuda_params, **options)
+    for _ in range(3):
+        set_grads(params, cuda_params)
+        optimizer.step()
+        cuda_optimizer.step()
+    assert_same([p.cpu() for p in cuda_params], params, rtol=0, atol=0)
+
+
+def test_public_names() -> None:
+    assert set(drivetrain.__all__) == {"DistributedDataParallel", "__version__", "install", "optim", "uninstall"}

@@ -1,0 +1,78 @@
+# The front door: every target does its own set-up. `make help` lists them.
+
+# An active environment that has torch is used as it is; otherwise one is made here.
+ACTIVE := $(shell test -n "$$VIRTUAL_ENV" && "$$VIRTUAL_ENV/bin/python" -c "import torch" 2>/dev/null && echo "$$VIRTUAL_ENV")
+ENV := $(or $(ACTIVE),.venv)
+PYTHON := $(ENV)/bin/python
+# The version for which pip finds a CPU build where one is offered; another one: make TORCH=torch==2.14.1 ...
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+STAMPS := $(ENV)/.drivetrain
+SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
+BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja
+
+.PHONY: help train test compare bench doctor format lint sanitize clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on $(RANKS) ranks
+	$(ENV)/bin/torchrun --nproc-per-node $(RANKS) examples/gpt/train.py $(ARGS)
+
+compare: $(STAMPS)/built ## the same training on torch's DDP and AdamW and on ours, in one table
+	$(PYTHON) examples/gpt/compare.py $(ARGS)
+
+test: $(STAMPS)/built $(STAMPS)/test-tools ## the whole test suite
+	$(PYTHON) -m pytest $(ARGS)
+
+bench: $(STAMPS)/built ## the speed and memory tables of the README
+	$(PYTHON) -m drivetrain bench all $(ARGS)
+
+doctor: $(STAMPS)/built ## check this environment
+	$(PYTHON) -m drivetrain doctor $(ARGS)
+
+format: $(STAMPS)/dev-tools ## rewrite sources in the project's format
+	$(ENV)/bin/ruff format python tests examples
+	$(ENV)/bin/ruff check --fix python tests examples
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(ENV)/bin/clang-format -i
+
+lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## what CI checks besides the tests
+	$(ENV)/bin/ruff format --check python tests examples
+	$(ENV)/bin/ruff check python tests examples
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
+	$(PYTHON) -m mypy
+
+sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## the native tests, and the package's, under the sanitizers
+	tests/sanitize.sh $(ENV)/bin/python
+
+clean: ## remove builds and the environment made here
+	rm -rf build .venv
+
+$(ENV)/bin/python:
+	python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "drivetrain needs Python 3.10 or newer; python3 is $$(python3 --version)." >&2; exit 1; }
+	python3 -m venv .venv || { echo "python3 -m venv failed: install your system's venv package (Debian: apt install python3-venv)." >&2; exit 1; }
+
+# torch first and pinned, so that nothing later pulls another build of it.
+$(STAMPS)/torch: | $(ENV)/bin/python
+	mkdir -p $(STAMPS)
+	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install --quiet "$(TORCH)" numpy
+	touch $@
+
+$(STAMPS)/build-tools: $(STAMPS)/torch
+	$(PYTHON) -m pip install --quiet $(BUILD_TOOLS) "rich>=13"
+	touch $@
+
+# Editable, so that a change of Python needs nothing and a change of csrc/ only what it touches.
+$(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+# The extras of pyproject.toml; the package itself is installed already and stays as it is.
+$(STAMPS)/test-tools: pyproject.toml $(STAMPS)/built
+	$(PYTHON) -m pip install --quiet "drivetrain[test]"
+	touch $@
+
+$(STAMPS)/dev-tools: pyproject.toml $(STAMPS)/built
+	$(PYTHON) -m pip install --quiet "drivetrain[dev]"
+	touch $@

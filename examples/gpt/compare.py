@@ -36,6 +36,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     add("--ranks", type=int, default=2, help="processes per run (%(default)s)")
     add("--repeat", type=int, default=1, help="runs per engine, in turns; medians are shown (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds until a run counts as hung (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the metrics of all runs there, by engine")
     add("--plot", type=Path, metavar="FILE.png", help="draw both loss curves there; needs matplotlib")
     return parser.parse_known_args()
 
@@ -169,6 +170,8 @@ def main() -> None:
     table.add_section()
     compare_costs(runs["torch"], runs["drivetrain"], table)
     console.print(table)
+    if args.json:
+        args.json.write_text(json.dumps(runs))
     if args.plot:
         plot(first, args.plot)
     passed = [

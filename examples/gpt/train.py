@@ -311,9 +311,8 @@ def print_header(trainer: Trainer) -> None:
         else torch.cuda.get_device_name(device)
     )
     console.print(f"data    {trainer.corpus.description}")
-    console.print(
-        f"model   {args.preset}, {trainer.num_parameters:,} parameters, {_fields(trainer.gpt.config)}"
-    )
+    console.print(f"model   {args.preset}, {trainer.num_parameters:,} parameters")
+    console.print(f"        {_fields(trainer.gpt.config)}")
     console.print(f"engine  {args.engine} on {trainer.world_size} {device.type} rank(s), {where}")
     console.print(f"plan    {args.steps} steps of {trainer.tokens_per_step:,} bytes, lr {args.lr}", end="")
     console.print(f", at most {args.max_seconds:.0f} s" if args.max_seconds else "")
@@ -336,11 +335,11 @@ def print_summary(metrics: dict[str, Any], total_seconds: float) -> None:
 def main() -> None:
     start = time.monotonic()
     args = parse_arguments()
-    device = start_process_group(args.device)
     try:
-        trainer = Trainer(args, device)
+        engine_classes(args.engine)
     except ImportError as error:
         sys.exit(f"--engine {args.engine}: {error}. Install it with `pip install .`, or pass --engine torch.")
+    trainer = Trainer(args, start_process_group(args.device))
     is_first = trainer.rank == 0
     if is_first:
         print_header(trainer)

@@ -345,14 +345,16 @@ def main() -> None:
         print_header(trainer)
     trainer.fit()
     if is_first and args.sample_bytes:
-        with trainer.autocast():
-            print_sample(PROMPT, trainer.gpt.generate(PROMPT, args.sample_bytes, seed=args.seed))
+        print_sample(PROMPT, trainer.gpt.generate(PROMPT, args.sample_bytes, seed=args.seed))
     total_seconds = time.monotonic() - start
     metrics = trainer.measure()
     if is_first:
         print_summary(metrics, total_seconds)
         if args.json:
             args.json.write_text(json.dumps(metrics))
+    # DDP keeps gloo's threads alive: one that still frees the tensors of a collective while Python shuts down aborts
+    # the process ("terminate called without an active exception"). A barrier owns no tensor and comes after them.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,45 @@
+"""`python -m drivetrain bench`: the README's speed and memory tables, measured against torch in the same process."""
+
+import argparse
+import json
+import platform
+from pathlib import Path
+
+HELP = """Measures drivetrain against torch and prints one table per topic.
+
+Both sides run interleaved in one process; a row gives medians, the median of the paired ratios and its 95 % interval
+(bootstrap). The last column says whether the target that the project set itself was met."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments to its parser."""
+    parser.description = HELP
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("topic", choices=["optim", "ddp", "all"], help="what to measure")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer's CPU step (default: 2)")
+    parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the chosen benchmarks and prints their tables; returns the exit code (0: measured, whatever it showed)."""
+    import torch
+
+    from .. import _C, __version__
+    from . import ddp, optim
+    from .measure import Row, print_table
+
+    topics = ["optim", "ddp"] if args.topic == "all" else [args.topic]
+    results: dict[str, list[Row]] = {}
+    for topic in topics:
+        if topic == "optim":
+            results[topic] = optim.run(threads=args.threads, rounds=args.rounds)
+            print_table(f"Optimizer step on the CPU, {args.threads} threads, {_C.isa()}", results[topic])
+        else:
+            results[topic] = ddp.run(rounds=args.rounds)
+            print_table("DistributedDataParallel, 2 CPU ranks of 1 thread over gloo", results[topic])
+    if args.json:
+        facts = {"torch": torch.__version__, "drivetrain": __version__, "isa": _C.isa(), "machine": platform.machine()}
+        rows = {topic: [row.as_dict() for row in rows] for topic, rows in results.items()}
+        args.json.write_text(json.dumps({**facts, **rows}, indent=2) + "\n")
+    return 0

@@ -1,0 +1,206 @@
+"""DistributedDataParallel against torch's: memory at rest and in a step, and what it adds to a backward."""
+
+import ctypes
+import functools
+import gc
+import importlib
+import os
+import resource
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.progress import track
+from torch import nn
+
+from .measure import Row, median_interval
+from .shapes import gpt2_124m
+
+RANKS = 2
+JOIN_TIMEOUT_S = 600
+MIB = 2**20
+M_MMAP_THRESHOLD = -3  # from malloc.h
+
+
+def run(rounds: int) -> list[Row]:
+    """The rows for memory and for many small parameters; every figure is rank 0's."""
+    engines = ("plain", "torch", "drivetrain")
+    memory = {}
+    for engine in track(engines, description="memory", transient=True):
+        memory[engine] = _on_ranks(functools.partial(_memory, engine))
+    small = _on_ranks(functools.partial(_small_parameters, rounds))
+    return [*_memory_rows(memory), *_small_rows(small)]
+
+
+class _Products(nn.Module):
+    """Parameters whose gradients are the inputs: backward is cheap, so that what the wrapper adds shows."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(w * x).sum() for w in self.weights]).sum()
+
+
+def _wrap(engine: str, module: nn.Module) -> nn.Module:
+    from ..ddp import DistributedDataParallel, TorchDistributedDataParallel
+
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "plain": lambda m: m,
+        "torch": TorchDistributedDataParallel,
+        "drivetrain": DistributedDataParallel,
+    }
+    return wrappers[engine](module)
+
+
+def _memory(engine: str) -> dict[str, float]:
+    """Bytes that this process holds after some steps, gradients included, and the peak of one more step."""
+    # A freed tensor goes back to the system at once; else glibc's heap keeps blocks that no aligned allocation can use
+    # again, and what is measured is its fragmentation.
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    # torch's class imports it when constructed, some 75 MiB of Python: not what a wrapper needs, so in every figure.
+    importlib.import_module("torch._dynamo")
+    model = _wrap(engine, _Products(gpt2_124m()))
+    sizes = [p.nbytes for p in model.parameters()]
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.randn(())).backward()
+
+    for _ in range(4):
+        step()
+    at_rest = _resident_bytes()
+    return {"at_rest": at_rest, "peak": _peak_bytes(step), "gradients": sum(sizes), "largest": max(sizes)}
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return _current_bytes()
+
+
+def _current_bytes() -> int:
+    """This process's resident memory, from Linux's /proc."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _peak_bytes(call: Callable[[], None]) -> int:
+    """The largest resident memory while `call` runs, sampled every millisecond (VmHWM cannot be reset everywhere)."""
+    samples = [_current_bytes()]
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            samples.append(_current_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        call()
+    finally:
+        done.set()
+        thread.join()
+    return max(samples)
+
+
+def _memory_rows(memory: dict[str, dict[str, float]]) -> list[Row]:
+    gradients, largest = memory["plain"]["gradients"], memory["plain"]["largest"]
+    at_rest = {e: (memory[e]["at_rest"] - memory["plain"]["at_rest"]) / MIB for e in memory}
+    peak = {e: (memory[e]["peak"] - memory["plain"]["at_rest"]) / MIB for e in memory}
+    share = {e: 100 * mib / (gradients / MIB) for e, mib in at_rest.items()}
+    return [
+        Row(
+            f"memory at rest beyond parameters and gradients ({gradients / MIB:.0f} MiB of them), GPT-2 124M",
+            "%",
+            share["torch"],
+            share["drivetrain"],
+            target="<= 2 %",
+            met=share["drivetrain"] <= 2,
+        ),
+        Row(
+            "the same at the peak of a step",
+            "MiB",
+            peak["torch"],
+            peak["drivetrain"],
+            target=f"at rest + largest gradient: {at_rest['drivetrain'] + largest / MIB:.0f} MiB",
+            met=peak["drivetrain"] <= at_rest["drivetrain"] + 1.02 * largest / MIB,
+        ),
+    ]
+
+
+def _small_parameters(rounds: int) -> dict[str, list[float]]:
+    """Seconds of backward, per engine and round, with 1,000 parameters of 64 elements."""
+    models = {engine: _wrap(engine, _Products([(64,)] * 1000)) for engine in ("plain", "torch", "drivetrain")}
+    times: dict[str, list[float]] = {engine: [] for engine in models}
+    x = torch.randn(64)
+    for i in range(rounds + 5):
+        for engine in models if i % 2 else reversed(models):
+            model = models[engine]
+            model.zero_grad()
+            loss = model(x)
+            dist.barrier()
+            begin = time.perf_counter()
+            loss.backward()
+            times[engine].append(time.perf_counter() - begin)
+    return {engine: values[5:] for engine, values in times.items()}
+
+
+def _small_rows(times: dict[str, list[float]]) -> list[Row]:
+    added = {
+        engine: [b - a for a, b in zip(times["plain"], times[engine], strict=True)] for engine in ("torch", "drivetrain")
+    }
+    torch_ms, ours_ms = (1e3 * statistics.median(added[engine]) for engine in ("torch", "drivetrain"))
+    # Differences can be near zero: the interval is of ours minus torch's, shown as a ratio to torch's median.
+    gap, low, high = median_interval([b - a for a, b in zip(added["torch"], added["drivetrain"], strict=True)])
+    scale = torch_ms / 1e3
+    return [
+        Row(
+            "backward beyond no DDP, 1,000 x 64",
+            "ms",
+            torch_ms,
+            ours_ms,
+            1 + gap / scale,
+            1 + low / scale,
+            1 + high / scale,
+            "<= 1",
+            ours_ms <= torch_ms,
+        )
+    ]
+
+
+def _on_ranks(measure: Callable[[], Any]) -> Any:
+    """Runs `measure` on fresh ranks and returns rank 0's result."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        ranks = [context.Process(target=_rank, args=(r, folder, measure, queue)) for r in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(JOIN_TIMEOUT_S)
+        failed = [r for r, process in enumerate(ranks) if process.exitcode != 0]
+        for process in ranks:
+            process.kill()
+        if failed:
+            raise RuntimeError(f"the benchmark's ranks {failed} failed or took over {JOIN_TIMEOUT_S} s; see above")
+        return queue.get()
+
+
+def _rank(rank: int, folder: str, measure: Callable[[], Any], queue: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(os.path.join(folder, "store"), RANKS)  # noqa: PTH118 (wants a str)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    result = measure()
+    if rank == 0:
+        queue.put(result)
+    dist.barrier()
+    dist.destroy_process_group()

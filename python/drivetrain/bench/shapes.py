@@ -1,0 +1,31 @@
+"""Parameter shapes of well-known models, written out so that no model library is needed."""
+
+Shape = tuple[int, ...]
+
+
+def gpt2_124m() -> list[Shape]:
+    """GPT-2 small: 148 tensors, 124.4 M parameters."""
+    shapes: list[Shape] = [(50257, 768), (1024, 768)]
+    for _ in range(12):
+        shapes += [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
+        shapes += [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
+    return [*shapes, (768,), (768,)]
+
+
+def resnet50() -> list[Shape]:
+    """ResNet-50: 161 tensors, 25.6 M parameters."""
+    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for out, inner, kernel in ((width, channels, 1), (width, width, 3), (4 * width, width, 1)):
+                shapes += [(out, inner, kernel, kernel), (out,), (out,)]
+            if block == 0:
+                shapes += [(4 * width, channels, 1, 1), (4 * width,), (4 * width,)]
+            channels = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def many_small() -> list[Shape]:
+    """10,000 tensors of 64 elements."""
+    return [(64,)] * 10_000

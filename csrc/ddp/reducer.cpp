@@ -2,9 +2,9 @@
 #include "ddp/reducer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -87,7 +87,10 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
     param.tensor = std::move(params[i]);
     param.name = std::move(names[i]);
   }
-  scale_ = comm_->averages() ? 1.0 : 1.0 / comm_->size();
+  scaled_ = !comm_->averages() && comm_->size() > 1;
+  // As a tensor: the overloads that take a number make a temporary as large as the gradient.
+  scale_ = at::scalar_tensor(1.0 / comm_->size(), at::kDouble);
+  scale_.unsafeGetTensorImpl()->set_wrapped_number(true);
   local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
   build_arena(options);
 }
@@ -209,7 +212,7 @@ void Reducer::on_gradient(size_t index) {
   const bool has_grad = param.tensor.grad().defined();
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
-    if (has_grad) take_gradient(param, 1.0);
+    if (has_grad) take_gradient(param, /*scaled=*/false);
     return;
   }
   if (step_ == Step::kPrepared) begin_backward();
@@ -246,22 +249,29 @@ void Reducer::check_gradient(const Parameter& param, const at::Tensor& grad) con
   }
 }
 
-// Moves .grad, times scale, to its place in the arena and lets .grad be that place.
-void Reducer::take_gradient(Parameter& param, double scale) {
+// One pass from `values` to the parameter's place in the arena.
+void Reducer::fill_view(const Parameter& param, const at::Tensor& values, bool scaled) const {
+  at::Tensor view = param.view;
+  if (scaled) {
+    at::mul_out(view, values, scale_);
+  } else {
+    view.copy_(values);
+  }
+}
+
+// Moves .grad to its place in the arena, divided by the number of ranks if it is about to be summed, and lets .grad be
+// that place.
+void Reducer::take_gradient(Parameter& param, bool scaled) {
   at::Tensor& grad = param.tensor.mutable_grad();
   check_gradient(param, grad);
   const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
   if (grad.data_ptr() == place && grad.strides().equals(param.view.strides())) {
-    if (scale != 1.0) grad.mul_(scale);
+    if (scaled) grad.mul_(scale_);
     return;
   }
   // Someone assigned to .grad.data, and with that to our view: give out a new one.
   if (grad.is_same(param.view)) param.view = view_of(param);
-  if (scale == 1.0) {
-    param.view.copy_(grad);
-  } else {
-    at::mul_out(param.view, grad, at::Scalar(scale));
-  }
+  fill_view(param, grad, scaled);
   grad = param.view;
 }
 
@@ -276,12 +286,12 @@ void Reducer::mark_ready(size_t index) {
   }
   param.ready = true;
   if (!param.without_grad) {
-    take_gradient(param, scale_);
+    take_gradient(param, scaled_);
   } else if (const at::Tensor& kept = param.tensor.grad(); kept.defined()) {
     // Other ranks may have used it: then this rank's share is what it has kept so far.
     check_gradient(param, kept);
     param.untouched = kept.clone();
-    at::mul_out(param.view, param.untouched, at::Scalar(scale_));
+    fill_view(param, param.untouched, scaled_);
   } else {
     param.view.zero_();
   }

@@ -93,7 +93,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_hooks();
   void on_gradient(size_t index);
   at::Tensor view_of(const Parameter& param) const;
-  void take_gradient(Parameter& param, double scale);
+  void take_gradient(Parameter& param, bool scaled);
+  void fill_view(const Parameter& param, const at::Tensor& values, bool scaled) const;
   void check_gradient(const Parameter& param, const at::Tensor& grad) const;
   void mark_ready(size_t index);
   void begin_backward();
@@ -109,7 +110,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::unique_ptr<Comm> comm_;
   const bool find_unused_;
-  double scale_;  // what gradients are multiplied with on their way into the arena
+  bool scaled_ = false;  // whether gradients are multiplied with scale_ on their way into the arena
+  at::Tensor scale_;     // 1 / number of ranks
   int64_t arena_bytes_ = 0;
 
   mutable std::mutex mutex_;

@@ -77,22 +77,16 @@ def difference(ours: list[float], theirs: list[float]) -> float:
 def compare_losses(torch_run: Run, drivetrain_run: Run, table: Table) -> tuple[float, float]:
     """Add sampled losses to the table; return the largest training and the final held-out difference."""
     theirs, ours = torch_run["losses"], drivetrain_run["losses"]
-    points = sorted(
-        {0, min(FIRST_STEPS, len(ours)) - 1, *(len(ours) * k // 4 - 1 for k in range(1, 5))} - {-1}
-    )
+    points = sorted({0, min(FIRST_STEPS, len(ours)) - 1, *(len(ours) * k // 4 - 1 for k in range(1, 5))} - {-1})
     for point in points:
         a, b = theirs[point], ours[point]
         table.add_row(f"training loss, step {point + 1}", f"{a:.5f}", f"{b:.5f}", f"{abs(a - b):.1e}")
     first = difference(theirs[:FIRST_STEPS], ours[:FIRST_STEPS])
     table.add_row(f"largest difference, first {FIRST_STEPS} steps", "", "", f"{first:.1e}")
     table.add_row("largest difference, all steps", "", "", f"{difference(theirs, ours):.1e}")
-    for (step, a), (_, b) in zip(
-        torch_run["held_out_losses"], drivetrain_run["held_out_losses"], strict=True
-    ):
+    for (step, a), (_, b) in zip(torch_run["held_out_losses"], drivetrain_run["held_out_losses"], strict=True):
         table.add_row(f"held-out loss, step {step}", f"{a:.5f}", f"{b:.5f}", f"{abs(a - b):.1e}")
-    return first, difference(
-        [torch_run["held_out_losses"][-1][1]], [drivetrain_run["held_out_losses"][-1][1]]
-    )
+    return first, difference([torch_run["held_out_losses"][-1][1]], [drivetrain_run["held_out_losses"][-1][1]])
 
 
 def compare_costs(torch_runs: list[Run], drivetrain_runs: list[Run], table: Table) -> None:

@@ -58,9 +58,7 @@ def load_corpus(stdlib: Path | None = None, minimum_bytes: int = MINIMUM_BYTES) 
     if total_bytes < minimum_bytes:
         num_stdlib_files = len(texts)
         # In hash order, or the top-up would be the first few folders of the alphabet.
-        for name, path in sorted(
-            python_files(Path(torch.__file__).parent, "torch"), key=lambda item: _hash(item[0])
-        ):
+        for name, path in sorted(python_files(Path(torch.__file__).parent, "torch"), key=lambda item: _hash(item[0])):
             if total_bytes >= minimum_bytes:
                 break
             texts[name] = path.read_bytes()

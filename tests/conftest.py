@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
 
 from drivetrain import _C
+from ranks import RankPool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -101,7 +101,9 @@ def train(options: dict[str, Any], set_to_none: bool) -> int:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+)
 def test_trains_as_torch_does(on_ranks: OnRanks, options: dict[str, Any], set_to_none: bool) -> None:
     buckets = on_ranks(train, options, set_to_none)
     assert buckets[0] > 1 if "bucket_cap_mb" in options else buckets[0] == 1
@@ -380,7 +382,9 @@ def message_of(error: type[Exception], call: Callable[[], object]) -> str:
 def different_models() -> list[str]:
     rank = dist.get_rank()
     shapes = message_of(RuntimeError, lambda: DDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))))
-    extra = message_of(RuntimeError, lambda: DDP(nn.ModuleDict({"a": nn.Linear(2, 2), **({"b": nn.Linear(1, 1)} if rank else {})})))
+    extra = message_of(
+        RuntimeError, lambda: DDP(nn.ModuleDict({"a": nn.Linear(2, 2), **({"b": nn.Linear(1, 1)} if rank else {})}))
+    )
     dtypes = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2).to(torch.float64 if rank else torch.float32)))
     names = ("a", "b") if rank else ("b", "a")
     order = message_of(RuntimeError, lambda: DDP(nn.ModuleDict({name: nn.Linear(2, 2) for name in names})))
@@ -413,7 +417,9 @@ def test_modules_that_cannot_be_wrapped(on_ranks: OnRanks) -> None:
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(ValueError, match="needs a process group and none is initialised: start the script with torchrun"):
+    with pytest.raises(
+        ValueError, match="needs a process group and none is initialised: start the script with torchrun"
+    ):
         DDP(nn.Linear(2, 2))
 
 
@@ -450,7 +456,9 @@ def test_what_is_not_supported_yet_says_so(on_ranks: OnRanks) -> None:
 def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {k: v for k, v in ddp_module._TORCH_ARGUMENTS.items() if k != "forward_sync_buffers"}
     monkeypatch.setattr(ddp_module, "_TORCH_ARGUMENTS", known)
-    with pytest.raises(TypeError, match=r"does not know DistributedDataParallel's argument 'forward_sync_buffers'.*False"):
+    with pytest.raises(
+        TypeError, match=r"does not know DistributedDataParallel's argument 'forward_sync_buffers'.*False"
+    ):
         DDP(nn.Linear(2, 2), forward_sync_buffers=False)
 
 

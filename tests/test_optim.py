@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference.adam import adam
-from reference.sgd import sgd
 from torch import Tensor
 
 import drivetrain
 from drivetrain import _C, optim
+from reference.adam import adam
+from reference.sgd import sgd
 
 # One row per optimizer and set of options: ours, torch's, the twin, options.
 CASES: dict[str, tuple[type, type, Callable[..., Tensor], dict[str, Any]]] = {
@@ -255,7 +255,11 @@ def test_state_of_torchs_fused_class_loads() -> None:
 
 
 def test_is_torchs_class_with_torchs_constructor() -> None:
-    for ours, theirs in ((optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam), (optim.SGD, torch.optim.SGD)):
+    for ours, theirs in (
+        (optim.AdamW, torch.optim.AdamW),
+        (optim.Adam, torch.optim.Adam),
+        (optim.SGD, torch.optim.SGD),
+    ):
         assert issubclass(ours, theirs)
         params = make_params()
         assert ours(params, 0.5).param_groups[0].keys() == theirs(params, 0.5).param_groups[0].keys()

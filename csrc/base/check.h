@@ -8,7 +8,8 @@
 
 namespace drivetrain {
 
-// The caller's mistake, wrong value: ValueError in Python. The message names the argument, what came, what was expected.
+// The caller's mistake, wrong value: ValueError in Python. The message names the argument, what came, what was
+// expected.
 struct UserError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
@@ -23,7 +24,8 @@ struct UnsupportedError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What surrounds us failed (CUDA, a process group, IO): RuntimeError in Python, with the call, the code and its meaning.
+// What surrounds us failed (CUDA, a process group, IO): RuntimeError in Python, with the call, the code and its
+// meaning.
 struct EnvironmentError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -46,5 +48,4 @@ std::string text(const Parts&... parts) {
 }  // namespace drivetrain
 
 // Holds unless there is a bug in drivetrain itself.
-#define DT_INVARIANT(condition) \
-  ((condition) ? void() : ::drivetrain::invariant_failed(#condition, __FILE__, __LINE__))
+#define DT_INVARIANT(condition) ((condition) ? void() : ::drivetrain::invariant_failed(#condition, __FILE__, __LINE__))

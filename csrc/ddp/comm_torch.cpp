@@ -1,7 +1,6 @@
 // The transport over any torch process group: gloo, NCCL, or whatever torch has.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <utility>
 
 #include "ddp/comm.h"
@@ -31,9 +30,7 @@ class TorchComm final : public Comm {
     return start(flat, averages() ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
 
-  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
-    return start(flat, c10d::ReduceOp::SUM);
-  }
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override { return start(flat, c10d::ReduceOp::SUM); }
 
  private:
   std::unique_ptr<PendingReduce> start(const at::Tensor& flat, c10d::ReduceOp::RedOpType op) {

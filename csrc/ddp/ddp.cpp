@@ -1,4 +1,5 @@
-// Python's view of the reducer: the methods that torch's DistributedDataParallel calls on its own, under the same names.
+// Python's view of the reducer: the methods that torch's DistributedDataParallel calls on its own, under the same
+// names.
 #include "ddp/ddp.h"
 
 #include <pybind11/stl.h>

@@ -241,10 +241,12 @@ void Reducer::check_gradient(const Parameter& param, const at::Tensor& grad) con
                                 "' is sparse, which drivetrain's DistributedDataParallel does not support yet: set "
                                 "sparse=False in its Embedding, or use torch's DistributedDataParallel."));
   }
-  if (grad.scalar_type() != tensor.scalar_type() || grad.device() != tensor.device() || !grad.sizes().equals(tensor.sizes())) {
+  if (grad.scalar_type() != tensor.scalar_type() || grad.device() != tensor.device() ||
+      !grad.sizes().equals(tensor.sizes())) {
     throw UserTypeError(text("the gradient of parameter '", param.name, "' is ", grad.scalar_type(), " ", grad.sizes(),
-                             " on ", grad.device().str(), ", expected ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
-                             tensor.device().str(), ": do not assign .grad or set grad_dtype to another type under "
+                             " on ", grad.device().str(), ", expected ", tensor.scalar_type(), " ", tensor.sizes(),
+                             " on ", tensor.device().str(),
+                             ": do not assign .grad or set grad_dtype to another type under "
                              "DistributedDataParallel."));
   }
 }
@@ -349,7 +351,8 @@ void Reducer::finalize_backward() {
       reset();
       throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
                                   " failed; a rank has probably died or hangs, look for the first error in the others' "
-                                  "logs. The process group reports: ", error.what()));
+                                  "logs. The process group reports: ",
+                                  error.what()));
     }
   }
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -373,7 +376,8 @@ void Reducer::fail_incomplete() const {
   }
   throw EnvironmentError(text(
       "Expected to have finished reduction in the prior iteration before starting a new one: these parameters got no "
-      "gradient in it: ", joined(names),
+      "gradient in it: ",
+      joined(names),
       ". If some are not used in every forward, pass find_unused_parameters=True to DistributedDataParallel; make sure "
       "that every output of forward that needs a gradient takes part in the loss."));
 }

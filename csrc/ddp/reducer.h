@@ -1,4 +1,5 @@
-// Reduces gradients while backward runs: autograd hooks fill an arena bucket by bucket, full buckets go to the transport.
+// Reduces gradients while backward runs: autograd hooks fill an arena bucket by bucket, full buckets go to the
+// transport.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -74,9 +75,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     size_t bucket = 0;
     int64_t offset = 0;  // bytes from the bucket's start
     at::Tensor view;     // its place in the arena, strided as the gradient layout contract asks; what .grad becomes
-    bool ready = false;           // in this step
-    bool without_grad = false;    // this rank has no gradient for it in this step
-    at::Tensor untouched;         // copy of a kept .grad of such a parameter, put back if no rank used it
+    bool ready = false;  // in this step
+    bool without_grad = false;  // this rank has no gradient for it in this step
+    at::Tensor untouched;       // copy of a kept .grad of such a parameter, put back if no rank used it
     std::shared_ptr<torch::autograd::Node> accumulator;
     uintptr_t hook = 0;
   };
@@ -122,10 +123,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     kRunning,   // gradients arrive
   };
   Step step_ = Step::kIdle;
-  size_t next_bucket_ = 0;              // the first that has not started
-  std::vector<size_t> unused_;          // found from the outputs, marked when backward begins
-  at::Tensor local_used_;               // int32 [num params], on the CPU
-  at::Tensor global_used_;              // the same summed over ranks; on the parameters' device while under way
+  size_t next_bucket_ = 0;      // the first that has not started
+  std::vector<size_t> unused_;  // found from the outputs, marked when backward begins
+  at::Tensor local_used_;       // int32 [num params], on the CPU
+  at::Tensor global_used_;      // the same summed over ranks; on the parameters' device while under way
   std::unique_ptr<PendingReduce> used_reduce_;
 };
 

@@ -32,11 +32,13 @@ inline void store_float16(const float* from, uint16_t* to, int count) {
   int i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
   }
 #elif defined(__F16C__)
   for (; i + 8 <= count; i += 8) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
   }
 #endif
   for (; i < count; ++i) to[i] = float16_from_float(from[i]);

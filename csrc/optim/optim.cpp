@@ -1,4 +1,5 @@
-// The optimizer step's boundary: checks everything once, turns tensors into plain jobs, picks device and instruction set.
+// The optimizer step's boundary: checks everything once, turns tensors into plain jobs, picks device and instruction
+// set.
 #include "optim/optim.h"
 
 #include <ATen/Parallel.h>
@@ -29,17 +30,20 @@ namespace {
 struct RuleInfo {
   const char* name;
   RuleKind kind;
-  bool counts_steps;                                  // the state holds a tensor "step"
+  bool counts_steps;  // the state holds a tensor "step"
   RuleArgs (*make_args)(const Hypers&, double step);
-  std::vector<PyObject*> state_names;                 // interned, never freed
+  std::vector<PyObject*> state_names;  // interned, never freed
 };
 
 template <template <class> class Rule>
 RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> state_names) {
   using Args = typename Rule<float>::Args;
   DT_INVARIANT(state_names.size() == Rule<float>::kNumStates);
-  RuleInfo info{name, kind, Args::kCountsSteps,
-                [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); }, {}};
+  RuleInfo info{name,
+                kind,
+                Args::kCountsSteps,
+                [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
+                {}};
   for (const char* state : state_names) info.state_names.push_back(PyUnicode_InternFromString(state));
   return info;
 }
@@ -118,9 +122,9 @@ struct Batch {
 struct Footprint {
   static constexpr int kMaxTensors = 3 + kMaxStates;  // parameter, gradient, step, states
   int num_objects = 0, num_tensors = 0;
-  const void* objects[4 + kMaxStates] = {};           // Python's: parameter, state dict and its keys, step, states
-  const void* tensors[kMaxTensors] = {};              // c10::TensorImpl
-  const void* storages[kMaxTensors] = {};             // c10::StorageImpl
+  const void* objects[4 + kMaxStates] = {};  // Python's: parameter, state dict and its keys, step, states
+  const void* tensors[kMaxTensors] = {};     // c10::TensorImpl
+  const void* storages[kMaxTensors] = {};    // c10::StorageImpl
   const void* data[kMaxTensors] = {};
 
   void add_object(const void* object) { objects[num_objects++] = object; }
@@ -177,7 +181,7 @@ class StepReader {
     }
   }
 
-  py::list missing;             // (parameter, index of its group): has a gradient but not all of its state
+  py::list missing;  // (parameter, index of its group): has a gradient but not all of its state
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<std::pair<void*, bool>> steps;  // step counters to advance; true: float64
@@ -257,20 +261,23 @@ class StepReader {
 
   void check_grad(const at::Tensor& param, const at::Tensor& grad, Py_ssize_t index) const {
     if (grad.layout() != at::kStrided) {
-      throw EnvironmentError(text(label(param, index), " has a sparse gradient, which ", rule_->name,
-                                  " does not support: use torch.optim.SparseAdam for it, or sparse=False in its Embedding."));
+      throw EnvironmentError(
+          text(label(param, index), " has a sparse gradient, which ", rule_->name,
+               " does not support: use torch.optim.SparseAdam for it, or sparse=False in its Embedding."));
     }
     if (grad.device() != param.device()) {
       throw UserError(text(label(param, index), " is on ", param.device().str(), " but its gradient is on ",
                            grad.device().str(), ": move them together, with module.to(device)."));
     }
     if (!grad.sizes().equals(param.sizes())) {
-      throw UserError(text(label(param, index), " has a gradient of shape ", grad.sizes(), ", expected ", param.sizes(), "."));
+      throw UserError(
+          text(label(param, index), " has a gradient of shape ", grad.sizes(), ", expected ", param.sizes(), "."));
     }
     if (!format_of(grad.scalar_type()) || grad.is_complex() != param.is_complex() ||
         (grad.scalar_type() == at::kDouble) != (param.scalar_type() == at::kDouble)) {
       throw UserTypeError(text(label(param, index), " is ", param.scalar_type(), " but its gradient is ",
-                               grad.scalar_type(), ": expected ", param.scalar_type(), " (or, for 16-bit parameters, Float)."));
+                               grad.scalar_type(), ": expected ", param.scalar_type(),
+                               " (or, for 16-bit parameters, Float)."));
     }
   }
 
@@ -308,13 +315,15 @@ class StepReader {
   // The counter's value; it is written only once everything is checked.
   double read_step(PyObject* object, const at::Tensor& param, Py_ssize_t index) {
     if (object == nullptr || !THPVariable_Check(object)) {
-      throw UserTypeError(text(label(param, index), ": its state has no tensor 'step'; expected a CPU tensor with one float."));
+      throw UserTypeError(
+          text(label(param, index), ": its state has no tensor 'step'; expected a CPU tensor with one float."));
     }
     const at::Tensor& step = THPVariable_Unpack(object);
     const bool is_double = step.scalar_type() == at::kDouble;
     if (!step.device().is_cpu() || step.numel() != 1 || !(is_double || step.scalar_type() == at::kFloat)) {
       throw UserTypeError(text(label(param, index), ": its state 'step' is ", step.scalar_type(), " of ", step.numel(),
-                               " elements on ", step.device().str(), "; expected one float32 on cpu (load_state_dict converts it)."));
+                               " elements on ", step.device().str(),
+                               "; expected one float32 on cpu (load_state_dict converts it)."));
     }
     footprint_.add_object(object);
     footprint_.add(step);
@@ -341,8 +350,9 @@ class StepReader {
   Stream stream_of(const at::Tensor& tensor) const {
     const std::optional<Format> format = format_of(tensor.scalar_type());
     if (!format) {
-      throw UserTypeError(text("drivetrain's optimizers update float32, float64, bfloat16, float16 and complex parameters; got ",
-                               tensor.scalar_type(), "."));
+      throw UserTypeError(
+          text("drivetrain's optimizers update float32, float64, bfloat16, float16 and complex parameters; got ",
+               tensor.scalar_type(), "."));
     }
     return Stream{tensor.data_ptr(), *format};
   }
@@ -457,15 +467,18 @@ py::list step(const py::list& groups, const std::vector<std::string>& rules, con
 
 void register_optim(py::module_& m) {
   py::class_<Footprints>(m, "Footprints").def(py::init());
-  m.def("optim_step", &step, py::arg("groups"), py::arg("rules"), py::arg("hypers"), py::arg("state"),
-        py::arg("fresh"), py::arg("footprints"));
-  m.def("optim_state_names", [](const std::string& rule) {
-    const RuleInfo& info = find_rule(rule);
-    std::vector<std::string> names;
-    if (info.counts_steps) names.emplace_back("step");
-    for (PyObject* name : info.state_names) names.push_back(py::handle(name).cast<std::string>());
-    return names;
-  }, py::arg("rule"));
+  m.def("optim_step", &step, py::arg("groups"), py::arg("rules"), py::arg("hypers"), py::arg("state"), py::arg("fresh"),
+        py::arg("footprints"));
+  m.def(
+      "optim_state_names",
+      [](const std::string& rule) {
+        const RuleInfo& info = find_rule(rule);
+        std::vector<std::string> names;
+        if (info.counts_steps) names.emplace_back("step");
+        for (PyObject* name : info.state_names) names.push_back(py::handle(name).cast<std::string>());
+        return names;
+      },
+      py::arg("rule"));
   m.def("has_cuda", &has_cuda);
 }
 

@@ -41,10 +41,10 @@ DT_HOST_DEVICE T maximum(T a, T b) {
 // the step is (lr / bias_correction1) * exp_avg / (sqrt(exp_avg_sq) / sqrt(bias_correction2) + eps).
 struct AdamArgs {
   double beta1, beta2, eps;
-  double sign;           // -1 to maximize, else 1
-  double decay;          // parameters are multiplied by it first: 1 - lr * weight_decay if decoupled, else 1
-  double l2;             // added to the gradient, times the parameter: weight_decay if not decoupled, else 0
-  double step_size;      // lr / bias_correction1
+  double sign;       // -1 to maximize, else 1
+  double decay;      // parameters are multiplied by it first: 1 - lr * weight_decay if decoupled, else 1
+  double l2;         // added to the gradient, times the parameter: weight_decay if not decoupled, else 0
+  double step_size;  // lr / bias_correction1
   double bias_correction2_sqrt;
 
   // step counts from 1.
@@ -158,10 +158,10 @@ using SgdMomentum = SgdRule<T, true>;
 #endif
 
 // ---- The table of rules: X(template, name in Python, names of its states in Python).
-#define DT_OPTIM_RULES(X)                                                     \
-  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                    \
-  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")   \
-  X(Sgd, "sgd")                                                               \
+#define DT_OPTIM_RULES(X)                                                   \
+  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                  \
+  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") \
+  X(Sgd, "sgd")                                                             \
   X(SgdMomentum, "sgd_momentum", "momentum_buffer")
 
 enum class RuleKind : int32_t {

@@ -11,19 +11,19 @@ namespace drivetrain::optim {
 // One parameter: where its values live, and which of the step's rules applies to it.
 struct ParamJob {
   Stream param;
-  Stream grad;                // read only
-  Stream state[kMaxStates];   // as many as the rule has, in the rule's order
-  int64_t begin;              // position of this parameter's first element in the step's flat order
+  Stream grad;               // read only
+  Stream state[kMaxStates];  // as many as the rule has, in the rule's order
+  int64_t begin;             // position of this parameter's first element in the step's flat order
   int64_t numel;
-  int32_t rule;               // index into StepJob::rules
+  int32_t rule;  // index into StepJob::rules
 };
 
 // All parameters of one device that one step updates. Elements are numbered 0 .. total over all parameters, so
 // that a thread or a block takes any range of them, whatever the parameters' sizes.
 struct StepJob {
   RuleKind kind;
-  bool in_double;             // compute in double (float64 parameters) instead of float
-  const ParamJob* params;     // sorted by begin, none empty
+  bool in_double;          // compute in double (float64 parameters) instead of float
+  const ParamJob* params;  // sorted by begin, none empty
   int32_t num_params;
   const RuleArgs* rules;
   int64_t total;

@@ -35,9 +35,7 @@ DT_HOST_DEVICE To bits_as(From from) {
   return to;
 }
 
-DT_HOST_DEVICE float float_from_bfloat16(uint16_t bits) {
-  return bits_as<float>(static_cast<uint32_t>(bits) << 16);
-}
+DT_HOST_DEVICE float float_from_bfloat16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
 
 // Round to nearest even; NaN stays NaN (quiet, same sign and leading payload bits).
 DT_HOST_DEVICE uint16_t bfloat16_from_float(float value) {
@@ -55,7 +53,8 @@ DT_HOST_DEVICE float float_from_float16(uint16_t bits) {
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t inf_or_nan = (magnitude << 13) | 0x7f800000u | (magnitude > 0x7c00u ? 0x00400000u : 0u);
   // Subnormal: magnitude * 2^-24, exact in float.
-  const uint32_t subnormal = bits_as<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 5.9604644775390625e-08f);
+  const uint32_t subnormal =
+      bits_as<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 5.9604644775390625e-08f);
   const uint32_t result = magnitude >= 0x7c00u ? inf_or_nan : magnitude >= 0x0400u ? normal : subnormal;
   return bits_as<float>(sign | result);
 }

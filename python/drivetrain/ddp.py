@@ -63,6 +63,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         TypeError: an argument that the installed torch does not know.
     """
 
+    reducer: _C.Reducer  # type: ignore[assignment]  # torch's wrapper wants its methods, not its type
+    logger: "_Logger"
+
     @_with_defaults
     def __init__(
         self,
@@ -101,9 +104,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             _check_same_on_all_ranks(named_params, process_group)
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         size = sum(param.numel() for _, param in named_params) / 1e6
-        constructed.append(
-            f"{type(module).__name__} ({size:.1f} M parameters, {len(self.reducer.buckets())} buckets)"
-        )
+        constructed.append(f"{type(module).__name__} ({size:.1f} M parameters, {len(self.reducer.buckets())} buckets)")
 
     def _ddp_init_helper(
         self,
@@ -129,7 +130,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             find_unused_parameters=self.find_unused_parameters,
         )
         self.logger = _Logger(self)
-        self._passing_sync_batchnorm_handle(self.module)
+        self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     # What torch's class offers and this one does not yet: an error each, never a silent gap.
 
@@ -166,14 +167,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Accepted as torch does; this reducer keeps no sampled runtime statistics."""
         if sample_rate < 1:
-            raise ValueError(
-                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}"
-            )
+            raise ValueError(f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}")
 
     def _lazy_init(self) -> None:
         if self._use_python_reducer:
             raise _unsupported('torch._dynamo.config.optimize_ddp="python_reducer"')
-        super()._lazy_init()
+        super()._lazy_init()  # type: ignore[no-untyped-call]
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
@@ -260,9 +259,7 @@ def _check_devices(named_params: list[tuple[str, nn.Parameter]]) -> None:
         raise _unsupported(f"modules spread over several devices ({where})")
 
 
-def _check_same_on_all_ranks(
-    named_params: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None
-) -> None:
+def _check_same_on_all_ranks(named_params: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None) -> None:
     """Raises RuntimeError on every rank if any two disagree about the parameters, naming the first that differs."""
     mine = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in named_params}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()

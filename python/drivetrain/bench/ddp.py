@@ -4,7 +4,6 @@ import ctypes
 import functools
 import gc
 import importlib
-import os
 import resource
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ import torch.multiprocessing as mp
 from rich.progress import track
 from torch import nn
 
+from ..ddp import DistributedDataParallel
 from .measure import Row, median_interval
 from .shapes import gpt2_124m
 
@@ -51,11 +51,9 @@ class _Products(nn.Module):
 
 
 def _wrap(engine: str, module: nn.Module) -> nn.Module:
-    from ..ddp import DistributedDataParallel, TorchDistributedDataParallel
-
     wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
         "plain": lambda m: m,
-        "torch": TorchDistributedDataParallel,
+        "torch": nn.parallel.DistributedDataParallel,
         "drivetrain": DistributedDataParallel,
     }
     return wrappers[engine](module)
@@ -155,7 +153,8 @@ def _small_parameters(rounds: int) -> dict[str, list[float]]:
 
 def _small_rows(times: dict[str, list[float]]) -> list[Row]:
     added = {
-        engine: [b - a for a, b in zip(times["plain"], times[engine], strict=True)] for engine in ("torch", "drivetrain")
+        engine: [b - a for a, b in zip(times["plain"], times[engine], strict=True)]
+        for engine in ("torch", "drivetrain")
     }
     torch_ms, ours_ms = (1e3 * statistics.median(added[engine]) for engine in ("torch", "drivetrain"))
     # Differences can be near zero: the interval is of ours minus torch's, shown as a ratio to torch's median.
@@ -197,7 +196,7 @@ def _on_ranks(measure: Callable[[], Any]) -> Any:
 def _rank(rank: int, folder: str, measure: Callable[[], Any], queue: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = dist.FileStore(os.path.join(folder, "store"), RANKS)  # noqa: PTH118 (wants a str)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     result = measure()
     if rank == 0:

@@ -75,7 +75,5 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
         verdict = {True: "[green]met", False: "[red]missed", None: ""}[row.met]
-        table.add_row(
-            row.what, f"{row.torch:.2f} {row.unit}", f"{row.ours:.2f} {row.unit}", ratio, row.target, verdict
-        )
+        table.add_row(row.what, f"{row.torch:.2f} {row.unit}", f"{row.ours:.2f} {row.unit}", ratio, row.target, verdict)
     Console(width=None if Console().is_terminal else 140).print(table)

@@ -36,7 +36,7 @@ def _measure(what: str, shapes: list[Shape], target: float, strict_end: bool, ro
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
     steps = torch.optim.AdamW(theirs, fused=True).step, optim.AdamW(ours).step
-    times = interleaved(steps, rounds)
+    torch_s, ours_s = interleaved(steps, rounds)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    return ratio_row(what, *times, target, strict_end=strict_end)
+    return ratio_row(what, torch_s, ours_s, target, strict_end=strict_end)

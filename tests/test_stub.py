@@ -1,0 +1,65 @@
+"""The stub of the native module says what the module has: the same names and the same arguments."""
+
+import ast
+import re
+from pathlib import Path
+
+import drivetrain
+from drivetrain import _C
+
+STUB = Path(drivetrain.__file__).with_name("_C.pyi")
+
+
+def arguments(function: ast.FunctionDef) -> list[str]:
+    names = [a.arg for a in function.args.args + function.args.kwonlyargs]
+    return [name for name in names if name != "self"]
+
+
+def stub_names() -> dict[str, list[str] | None]:
+    """Dotted name -> argument names; None for classes and properties."""
+    names: dict[str, list[str] | None] = {}
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names[node.name] = arguments(node)
+        elif isinstance(node, ast.ClassDef):
+            names[node.name] = None
+            for member in node.body:
+                assert isinstance(member, ast.FunctionDef)
+                is_property = any(getattr(d, "id", "") == "property" for d in member.decorator_list)
+                names[f"{node.name}.{member.name}"] = None if is_property else arguments(member)
+    return names
+
+
+def has_signature(member: str, attribute: object) -> bool:
+    """Whether pybind11 made it: Python's own slots document no types."""
+    return member == "__init__" and (attribute.__doc__ or "").startswith("__init__(self: ")
+
+
+def native_arguments(function: object) -> list[str]:
+    """Argument names out of the signature that pybind11 puts first in a docstring."""
+    signature = re.match(r"\w+\((.*)\) -> ", function.__doc__ or "")
+    assert signature, function
+    flat = re.sub(r"\[[^\[\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", signature[1])))
+    names = [part.split(":")[0].strip() for part in flat.split(",") if ":" in part]
+    return [name for name in names if name != "self" and not re.fullmatch(r"arg\d+", name)]
+
+
+def native_names() -> dict[str, list[str] | None]:
+    names: dict[str, list[str] | None] = {}
+    for name, value in vars(_C).items():
+        if name.startswith("__"):
+            continue
+        if not isinstance(value, type):
+            names[name] = native_arguments(value)
+            continue
+        names[name] = None
+        for member, attribute in vars(value).items():
+            if member.startswith(("__", "_pybind11")) and not has_signature(member, attribute):
+                continue
+            is_property = isinstance(attribute, property)
+            names[f"{name}.{member}"] = None if is_property else native_arguments(attribute)
+    return names
+
+
+def test_stub_and_module_agree() -> None:
+    assert stub_names() == native_names()

@@ -1,0 +1,136 @@
+"""`drivetrain run`: runs an unedited training script with drivetrain's classes under torch's names."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import atexit
+import builtins
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from drivetrain import swap
+from drivetrain.cli import children, report
+
+_WORDS: dict[str, object] = {"true": True, "false": False, "none": None}
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `run`; everything after the script's name is the script's own."""
+    parser.usage = "drivetrain run [-h] [--optim] [--ddp NAME=VALUE]... [-m] script.py [ARGUMENT]..."
+    parser.add_argument("--optim", action="store_true", help="replace torch's optimizers too")
+    parser.add_argument(
+        "--ddp",
+        metavar="NAME=VALUE",
+        type=_ddp_default,
+        action="append",
+        default=[],
+        help="a DistributedDataParallel argument where the script does not pass it; may be repeated",
+    )
+    parser.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("script", help="the script, or the module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script as `python script.py arguments` would, and reports at exit what was swapped.
+
+    Returns:
+        0 when the script ends without `sys.exit`, 2 when there is no such script or no such default.
+
+    Raises:
+        BaseException: whatever the script raises; its traceback begins at the script's own first line.
+    """
+    ddp_defaults = dict(args.ddp)
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    try:
+        swap.install(optim=args.optim, **ddp_defaults)
+        main_module, code = _module(args.script) if args.as_module else _script(args.script)
+    except (OSError, ImportError, TypeError) as error:
+        print(f"drivetrain run: {error}", file=sys.stderr)
+        return 2
+    children.follow(args.optim, ddp_defaults)
+    atexit.register(report.at_exit, args.optim, os.getpid())
+    sys.argv = [args.script if main_module.__spec__ is None else str(main_module.__file__), *args.arguments]
+    _become(main_module)
+    exec(code, main_module.__dict__)
+    return 0
+
+
+def _ddp_default(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
+    if value.lower() in _WORDS:
+        return name, _WORDS[value.lower()]
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _script(name: str) -> tuple[ModuleType, CodeType]:
+    """The `__main__` that `python name` would build, and its code."""
+    path = Path(name).absolute()
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", str(path))
+    module.__dict__.update(__file__=str(path), __loader__=loader, __package__=None, __cached__=None)
+    _set_first_path(os.path.realpath(path.parent))
+    return module, code
+
+
+def _module(name: str) -> tuple[ModuleType, CodeType]:
+    """The `__main__` that `python -m name` would build, and its code."""
+    _set_first_path(str(Path.cwd()))
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    loader = spec and spec.loader
+    code = loader.get_code(spec.name) if spec and isinstance(loader, SourceFileLoader) else None
+    if spec is None or code is None:
+        raise ImportError(f"there is no module '{name}' with Python source to run as a script")
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=spec.origin, __loader__=loader, __package__=spec.parent)
+    module.__dict__.update(__cached__=spec.cached, __spec__=spec)
+    return module, code
+
+
+def _set_first_path(folder: str) -> None:
+    """Puts the folder where `python -m drivetrain` or the `drivetrain` script has its own (none under -P)."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+        sys.path[0] = folder
+
+
+def _become(main_module: ModuleType) -> None:
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    if "__mp_main__" in sys.modules:  # multiprocessing's alias of the main module
+        sys.modules["__mp_main__"] = main_module
+
+
+def _without_our_frames(hook: _Hook) -> _Hook:
+    """Wraps an exception hook so that tracebacks lose the frames above the script's first."""
+
+    def strip(error: BaseException) -> None:
+        last_of_ours, entry = None, error.__traceback__
+        while entry is not None:
+            if entry.tb_frame.f_code.co_filename == __file__:
+                last_of_ours = entry
+            entry = entry.tb_next
+        if last_of_ours is not None:
+            error.__traceback__ = last_of_ours.tb_next
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> object:
+        strip(error)
+        return hook(kind, error, error.__traceback__)
+
+    return show

@@ -1,0 +1,192 @@
+"""`drivetrain doctor`: one line per part of the installation and the process group, OK or with the cure."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import drivetrain
+from drivetrain import _C, _build_info
+from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
+from drivetrain.cli.launch import first_line, read_launch, within
+from drivetrain.cli.ranks import GLOO_CURE, Meeting
+
+_STYLES = {"OK": "green", "--": "dim", "WRONG": "bold red"}
+_REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `doctor`."""
+    parser.epilog = "Under torchrun (torchrun ... -m drivetrain doctor) rank 0 prints for all ranks."
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument(
+        "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks this process and, when it is one of several ranks, all of them together.
+
+    Returns:
+        1 when something is wrong (on rank 0: on any rank), else 0.
+    """
+    findings = [check() for check in _CHECKS]
+    launch, launch_findings = read_launch(os.environ, args.timeout)
+    findings += launch_findings
+    show = partial(_print, as_json=args.json)
+    if launch is None:
+        show(findings)
+    else:
+        findings = Meeting(launch, args.timeout).hold(findings, _versions(), _chosen_isa(), show)
+    return int(_any_wrong(findings))
+
+
+def _versions() -> dict[str, str]:
+    """What all ranks should have in common."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"drivetrain": drivetrain.__version__, "torch": torch.__version__, "Python": python}
+
+
+def _chosen_isa() -> str:
+    try:
+        return str(_C.isa())
+    except ValueError:  # DRIVETRAIN_ISA is wrong, for which there is a finding
+        return "none"
+
+
+def _any_wrong(findings: Sequence[Finding]) -> bool:
+    return any(finding.status == "WRONG" for finding in findings)
+
+
+def _print(findings: Sequence[Finding], as_json: bool) -> None:
+    if as_json:
+        report = {"ok": not _any_wrong(findings), "findings": [finding.as_dict() for finding in findings]}
+        print(json.dumps(report, indent=2), flush=True)
+        return
+    console = Console(file=sys.stdout, highlight=False)
+    for finding in findings:
+        line = Text(str(finding))
+        line.stylize(_STYLES[finding.status], 0, len(finding.status))
+        console.print(line, soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _python() -> Finding:
+    return ok("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _torch() -> Finding:
+    release, cuda = torch.__version__.partition("+")[0], torch.version.cuda or "none"
+    if (release, cuda) == (_build_info.TORCH_VERSION, _build_info.TORCH_CUDA):
+        return ok("torch", f"{torch.__version__}, which drivetrain was built for")
+    built_for = f"{_build_info.TORCH_VERSION} (CUDA {_build_info.TORCH_CUDA})"
+    return wrong("torch", f"{release} (CUDA {cuda}), but drivetrain was built for {built_for}", _REBUILD)
+
+
+def _cuda() -> Finding:
+    gpu = Path("/dev/nvidia0").exists()
+    if torch.version.cuda is None:
+        hint = "; this machine has an NVIDIA GPU, which a CUDA build of torch would use" if gpu else ""
+        return not_applicable("cuda", f"torch is a CPU build{hint}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return _cuda_kernels()
+    if gpu and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        reason = f": {caught[0].message}" if caught else ""
+        cure = f"install a driver for CUDA {torch.version.cuda}, or a torch that suits the driver"
+        return wrong("cuda", f"there is an NVIDIA GPU that torch cannot use{reason}", cure)
+    return not_applicable("cuda", f"torch is built for CUDA {torch.version.cuda}; no GPU is visible")
+
+
+def _cuda_kernels() -> Finding:
+    devices = range(torch.cuda.device_count())
+    found = f"CUDA {torch.version.cuda}, {len(devices)} x {torch.cuda.get_device_name(0)}"
+    if not _C.has_cuda():
+        cure = f"put nvcc on PATH and {_REBUILD}"
+        return wrong("cuda", f"{found}, but drivetrain was built without CUDA", cure)
+    capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
+    for capability in capabilities:
+        if not covers(_build_info.CUDA, capability):
+            number = "{}{}".format(*capability)
+            cure = f"{_REBUILD} -Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={number}"
+            return wrong("cuda", f"{found} (sm_{number}), but the kernels are for {_build_info.CUDA}", cure)
+    return ok("cuda", f"{found}, covered by the kernels ({_build_info.CUDA})")
+
+
+def covers(built: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels built for architectures in CMake's spelling ("13.0 for 80-real;120") run on a GPU.
+
+    Machine code runs on its major version's later minor ones, PTX ("-virtual" or no suffix) on all later.
+    """
+    for digits, kind in re.findall(r"\b(\d{2,3})[af]?(-real|-virtual)?(?=;|$)", built):
+        major, minor = divmod(int(digits), 10)
+        if kind != "-virtual" and major == capability[0] and minor <= capability[1]:
+            return True
+        if kind != "-real" and (major, minor) <= capability:
+            return True
+    return False
+
+
+def _nccl() -> Finding:
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return not_applicable("nccl", "torch is built without it")
+    built = tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:
+        return ok("nccl", f"{_dotted(built)}, linked into torch")
+    loaded = (number.value // 10000, number.value // 100 % 100, number.value % 100)
+    if loaded < built:
+        cure = "take the folder of the older libnccl.so.2 off LD_LIBRARY_PATH"
+        return wrong("nccl", f"{_dotted(loaded)} is loaded, but torch was built for {_dotted(built)}", cure)
+    return ok("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _isa() -> Finding:
+    available = ", ".join(_C.available_isas())
+    forced = os.environ.get("DRIVETRAIN_ISA", "")
+    if forced and forced not in _C.available_isas():
+        text = f"DRIVETRAIN_ISA={forced}, but this processor and build offer: {available}"
+        return wrong("isa", text, "set it to one of these, or unset it for the fastest")
+    return ok("isa", f"{_C.isa()}{' (forced by DRIVETRAIN_ISA)' if forced else ''}; available: {available}")
+
+
+def _build() -> Finding:
+    sanitizer = _build_info.SANITIZE or "none"
+    return ok("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
+
+
+def _gloo() -> Finding:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return wrong("gloo", "torch is built without it", "install torch's official wheel")
+    try:
+        within(6, lambda: dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5)))
+    except (RuntimeError, TimeoutError) as error:
+        return wrong("gloo", f"no group of one process: {first_line(error)}", GLOO_CURE)
+    return ok("gloo", "available, finds a network interface")
+
+
+_CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _cuda, _nccl, _isa, _build, _gloo)

@@ -1,0 +1,178 @@
+"""The doctor's look at what the launcher said and at the way to rank 0. Every wait has a limit."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
+
+LAUNCH_CURE = "start with torchrun, or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process"
+_CONNECT_S = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher told this process, checked."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    agent_store: bool  # torchrun's agent listens at the address already; otherwise rank 0 will
+
+    @property
+    def master(self) -> str:
+        """Where the ranks meet."""
+        return f"{self.master_addr}:{self.master_port}"
+
+    def answers(self) -> bool:
+        """Whether somebody listens there now."""
+        try:
+            socket.create_connection((self.master_addr, self.master_port), _CONNECT_S).close()
+        except OSError:
+            return False
+        return True
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Calls in a thread and gives up on it after a while.
+
+    Raises:
+        TimeoutError: It took longer. The thread is left behind; it is a daemon, so that the process can end.
+        Exception: What the call raised.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no result after {seconds:g} s")
+    return results[0]
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message without the native stack that torch appends."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def read_launch(environ: Mapping[str, str], timeout_s: float) -> tuple[Launch | None, list[Finding]]:
+    """Checks the launcher's variables and whether rank 0's address can be reached.
+
+    Returns:
+        The launch if there is a sane one with more than one rank whose address is right, and the findings.
+    """
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None, [not_applicable("launch", "RANK and WORLD_SIZE are unset: one process, no launcher")]
+    try:
+        launch, text = _parse(environ)
+    except ValueError as error:
+        return None, [wrong("launch", str(error), LAUNCH_CURE)]
+    findings = [ok("launch", text), _check_master(launch, timeout_s)]
+    meets = launch.world_size > 1 and findings[-1].status == "OK"
+    return launch if meets else None, findings
+
+
+def _parse(environ: Mapping[str, str]) -> tuple[Launch, str]:
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+    text = f"rank {rank} of {world_size}"
+    if "LOCAL_RANK" in environ:
+        local_rank = _number(environ, "LOCAL_RANK")
+        _check_local_rank(local_rank, _number(environ, "LOCAL_WORLD_SIZE", default=world_size))
+        text += f", local rank {local_rank}"
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT={port} is no port number")
+    if not environ.get("MASTER_ADDR"):
+        raise ValueError("MASTER_ADDR is unset")
+    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return Launch(rank, world_size, environ["MASTER_ADDR"], port, agent_store), text
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text:
+        raise ValueError(f"{name} is unset")
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text} is not a whole number") from None
+
+
+def _check_local_rank(local_rank: int, local_world_size: int) -> None:
+    if not 0 <= local_rank < local_world_size:
+        raise ValueError(f"LOCAL_RANK={local_rank} is not below this machine's {local_world_size} ranks")
+    if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
+        raise ValueError(f"LOCAL_RANK={local_rank}, but {torch.cuda.device_count()} GPUs are visible")
+
+
+def _check_master(launch: Launch, timeout_s: float) -> Finding:
+    cure = "export MASTER_ADDR=<rank 0's IP address>, the same on every rank"
+    try:
+        found = within(
+            timeout_s,
+            lambda: socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM),
+        )
+    except (OSError, UnicodeError) as error:  # UnicodeError: no valid host name at all
+        return wrong("master", f"MASTER_ADDR={launch.master_addr} does not resolve ({error})", cure)
+    if launch.rank == 0 and not launch.agent_store:
+        return _check_port_is_free(launch)
+    return _check_answers(launch, [str(address[4][0]) for address in found], min(_CONNECT_S, timeout_s))
+
+
+def _check_port_is_free(launch: Launch) -> Finding:
+    """On rank 0 before the job: nobody may listen on the port yet."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+            probe.bind(("", launch.master_port))
+    except OSError as error:
+        what = "another program listens on it" if error.errno == errno.EADDRINUSE else error.strerror
+        cure = f"export MASTER_PORT={_free_port()} (free here) on every rank"
+        return wrong("master", f"rank 0 cannot use port {launch.master_port}: {what}", cure)
+    return ok("master", f"{launch.master} resolves, and the port is free here on rank 0")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_answers(launch: Launch, addresses: Sequence[str], timeout_s: float) -> Finding:
+    failure: OSError = OSError("no address")
+    for address in addresses:
+        try:
+            socket.create_connection((address, launch.master_port), timeout_s).close()
+            return ok("master", f"{launch.master} ({address}) answers")
+        except OSError as error:
+            failure = error
+    if isinstance(failure, ConnectionRefusedError) and not launch.agent_store:
+        return ok("master", f"{launch.master} is reachable; nobody listens yet, as before rank 0 starts")
+    cure = (
+        "check that MASTER_ADDR is rank 0's address on the network the machines share, and that no firewall "
+        f"closes TCP port {launch.master_port} or the unprivileged ports between them"
+    )
+    return wrong("master", f"{launch.master} does not answer ({failure})", cure)

@@ -1,0 +1,194 @@
+"""The doctor's meeting of all ranks: who is there, do versions agree, does a collective pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from drivetrain.cli.finding import Finding, ok, wrong
+from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line, within
+
+GLOO_CURE = "export GLOO_SOCKET_IFNAME=<the network interface that the machines share> (ip addr lists them)"
+_POLL_S = 0.05
+
+Show = Callable[[Sequence[Finding]], None]
+_Cards = dict[int, dict[str, Any]]  # by rank: its versions, its instruction set, its own wrong findings
+
+
+class Meeting:
+    """All ranks around the launcher's store. Rank 0 collects and shows, the others follow it.
+
+    The others wait until rank 0 has shown everything: a launcher ends all ranks when one exits with an error.
+    """
+
+    def __init__(self, launch: Launch, timeout_s: float) -> None:
+        self._launch = launch
+        self._timeout_s = timeout_s
+
+    def hold(self, own: list[Finding], versions: Mapping[str, str], isa: str, show: Show) -> list[Finding]:
+        """Goes through the meeting.
+
+        Args:
+            own: What this rank found by itself.
+            versions: What all ranks must have in common.
+            isa: The instruction set chosen here, which may differ: the kernels give the same bits on all.
+            show: Called on rank 0 with everything, elsewhere only if rank 0 cannot be reached.
+
+        Returns:
+            Everything this rank knows.
+        """
+        own_wrong = [finding.as_dict() for finding in own if finding.status == "WRONG"]
+        card = {"versions": dict(versions), "isa": isa, "wrong": own_wrong}
+        try:
+            store = self._open_store()
+            store.set(f"card/{self._launch.rank}", json.dumps(card))
+        except RuntimeError as error:
+            text = f"no store at {self._launch.master}: {first_line(error)}"
+            findings = [*own, wrong("ranks", text, LAUNCH_CURE)]
+            show(findings)
+            return findings
+        if self._launch.rank == 0:
+            return self._lead(store, own, show)
+        return self._follow(store, own)
+
+    def _open_store(self) -> Store:
+        """Connects to the store; on rank 0 starts it, if torchrun has not.
+
+        Raises:
+            RuntimeError: It is not there in time.
+        """
+        serves = self._launch.rank == 0 and not self._launch.agent_store
+        # TCPStore would wait too, but it writes native stacks to stderr when it gives up.
+        if not serves and not _poll(self._launch.answers, self._timeout_s):
+            raise RuntimeError(f"nobody listens after {self._timeout_s:g} s")
+        store = TCPStore(
+            self._launch.master_addr,
+            self._launch.master_port,
+            self._launch.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,  # so that rank 0 can say who is missing
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+        return PrefixStore(f"drivetrain/doctor/{attempt}", store)
+
+    def _lead(self, store: Store, own: list[Finding], show: Show) -> list[Finding]:
+        world_size = self._launch.world_size
+        cards = self._collect(store)
+        missing = [rank for rank in range(world_size) if rank not in cards]
+        findings = [*own, *_wrong_elsewhere(cards)]
+        store.set("complete", "no" if missing else "yes")
+        if missing:
+            text = f"not here after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
+            cure = f"start them with MASTER_ADDR:MASTER_PORT {self._launch.master}, or lower WORLD_SIZE"
+            findings.append(wrong("ranks", text, cure))
+        else:
+            findings += [*_compare(cards), self._all_reduce(store)]
+        show(findings)
+        store.set("shown", "yes")
+        self._wait(store, [f"done/{rank}" for rank in cards if rank != 0])  # the store may live here
+        return findings
+
+    def _follow(self, store: Store, own: list[Finding]) -> list[Finding]:
+        findings = list(own)
+        # Rank 0 may have begun to wait a timeout after this one, and its collective may take another two.
+        if self._wait(store, ["complete"], 2 * self._timeout_s) and store.get("complete") == b"yes":
+            findings.append(self._all_reduce(store))
+        self._wait(store, ["shown"], 2 * self._timeout_s)
+        with suppress(RuntimeError):  # rank 0 may have left
+            store.set(f"done/{self._launch.rank}", "yes")
+        return findings
+
+    def _collect(self, store: Store) -> _Cards:
+        cards: _Cards = {}
+        deadline = monotonic() + self._timeout_s
+        for rank in range(self._launch.world_size):
+            left = max(deadline - monotonic(), 0.1)
+            if self._wait(store, [f"card/{rank}"], seconds=left):
+                cards[rank] = json.loads(store.get(f"card/{rank}"))
+        return cards
+
+    def _wait(self, store: Store, keys: list[str], seconds: float | None = None) -> bool:
+        """Whether the keys were there in time."""
+        try:
+            return _poll(lambda: store.check(keys), seconds or self._timeout_s)
+        except RuntimeError:  # the store is gone
+            return False
+
+    def _all_reduce(self, store: Store) -> Finding:
+        try:
+            within(2 * self._timeout_s + 1, lambda: self._sum_ones(PrefixStore("gloo", store)))
+        except (RuntimeError, TimeoutError) as error:
+            return wrong("all-reduce", f"over gloo it fails: {first_line(error)}", GLOO_CURE)
+        return ok("all-reduce", f"passes over gloo between {self._launch.world_size} ranks")
+
+    def _sum_ones(self, store: Store) -> None:
+        limit = timedelta(seconds=self._timeout_s)
+        group = dist.ProcessGroupGloo(store, self._launch.rank, self._launch.world_size, limit)
+        ones = torch.ones(1)
+        group.allreduce([ones]).wait()  # type: ignore[attr-defined]
+        if ones.item() != self._launch.world_size:
+            raise RuntimeError(f"{self._launch.world_size} ones add up to {ones.item():g}")
+
+
+def _poll(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    deadline = monotonic() + seconds
+    while not condition():
+        if monotonic() > deadline:
+            return False
+        sleep(_POLL_S)
+    return True
+
+
+def _wrong_elsewhere(cards: _Cards) -> list[Finding]:
+    return [
+        wrong(finding["name"], f"rank {rank}: {finding['text']}", finding["cure"])
+        for rank, card in cards.items()
+        if rank != 0
+        for finding in card["wrong"]
+    ]
+
+
+def _compare(cards: _Cards) -> list[Finding]:
+    """A line for each thing whose versions differ, or one that says that none do."""
+    findings = []
+    for what in cards[0]["versions"]:
+        by_version = _ranks_by({rank: card["versions"][what] for rank, card in cards.items()})
+        if len(by_version) > 1:
+            cure = f"install the same {what} for every rank"
+            findings.append(wrong("versions", f"{what} differs: {_spelled_out(by_version)}", cure))
+    if findings:
+        return findings
+    versions = ", ".join(f"{what} {version}" for what, version in cards[0]["versions"].items())
+    by_isa = _ranks_by({rank: card["isa"] for rank, card in cards.items()})
+    isa = next(iter(by_isa)) if len(by_isa) == 1 else f"differs, which is well ({_spelled_out(by_isa)})"
+    return [ok("versions", f"equal on {len(cards)} ranks: {versions}; isa {isa}")]
+
+
+def _ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _spelled_out(groups: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """At most eight of them by number."""
+    listed = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

@@ -1,0 +1,338 @@
+"""The command line in real processes: help, `run` as a stand-in for python, and the doctor's findings."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.cli import main
+from drivetrain.cli.doctor import covers
+
+TIMEOUT_S = 60
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _environ(**changes: str) -> dict[str, str]:
+    dropped = (*LAUNCH_VARIABLES, "DRIVETRAIN_ISA")
+    plain = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**plain, "OMP_NUM_THREADS": "1", **changes}
+
+
+def _python(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=_environ(**environ),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def _cli(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return _python("-m", "drivetrain", *arguments, cwd=cwd, **environ)
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("bench",), ("doctor",)], ids=" ".join)
+def test_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--help"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith(" ".join(("usage: drivetrain", *command)))
+
+
+def test_unknown_command() -> None:
+    done = _cli("dance")
+    assert done.returncode == 2
+    assert "run" in done.stderr
+
+
+SHOW_SELF = """
+import json, sys
+print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ and __spec__.name]))
+import __main__
+assert __main__.__dict__ is globals()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script beside a module of its own, inside a package."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "__main__.py").write_text(SHOW_SELF)
+    path = tmp_path / "package" / "train.py"
+    path.write_text(SHOW_SELF)
+    return path
+
+
+@pytest.mark.parametrize(
+    "target",
+    [("package/train.py",), ("-m", "package.train"), ("-m", "package")],
+    ids=["file", "module", "package"],
+)
+def test_run_looks_like_python_to_the_script(script: Path, target: tuple[str, ...]) -> None:
+    folder, arguments = script.parent.parent, ("--lr", "1", "--", "--optim", "-m", "")
+    expected = _python(*target, *arguments, cwd=folder)
+    done = _cli("run", *target, *arguments, cwd=folder)
+    assert done.returncode == expected.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(expected.stdout)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def f():\n    raise KeyError('lost')\nf()",
+        "raise SystemExit(7)",
+        "raise SystemExit('said at exit')",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(30)",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('after') from error",
+        "def f(:",
+    ],
+    ids=["exception", "exit-code", "exit-text", "interrupt", "cause", "syntax"],
+)
+def test_run_ends_as_python_does(tmp_path: Path, body: str) -> None:
+    """Same exit code and, before our report, the same text on stderr: no frame of ours in a traceback."""
+    path = tmp_path / "script.py"
+    path.write_text(body)
+    expected, done = _python(str(path)), _cli("run", str(path))
+    assert done.returncode == expected.returncode
+    said = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("drivetrain run: "))
+    assert said == expected.stderr
+
+
+def test_run_dies_of_a_signal_as_python_does(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
+    assert _cli("run", str(path)).returncode == -signal.SIGTERM
+
+
+def test_run_without_a_script_that_exists(tmp_path: Path) -> None:
+    done = _cli("run", str(tmp_path / "none.py"))
+    assert done.returncode == 2
+    assert "none.py" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_run_without_a_module_that_exists() -> None:
+    done = _cli("run", "-m", "no_such_module_anywhere")
+    assert done.returncode == 2
+    assert "no_such_module_anywhere" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [("bucket_cap=1", "it takes: .*bucket_cap_mb"), ("bucket_cap_mb", "not NAME=VALUE")],
+)
+def test_run_refuses_wrong_defaults(tmp_path: Path, option: str, complaint: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("print('ran')")
+    done = _cli("run", "--ddp", option, str(path))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.search(complaint, done.stderr)
+
+
+def test_run_passes_defaults_and_reports_that_nothing_was_wrapped(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("from drivetrain import ddp\nprint(ddp.defaults)")
+    options = ("bucket_cap_mb=1.5", "gradient_as_bucket_view=true", "forward_sync_buffers=none")
+    done = _cli("run", *(word for option in options for word in ("--ddp", option)), str(path))
+    assert ast.literal_eval(done.stdout) == {
+        "bucket_cap_mb": 1.5,
+        "gradient_as_bucket_view": True,
+        "forward_sync_buffers": None,
+    }
+    assert "no model was wrapped" in done.stderr
+    assert "print(type(model))" in done.stderr
+
+
+def test_only_rank_0_reports(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.touch()
+    assert _cli("run", str(path), RANK="1").stderr == ""
+
+
+SPAWNING_SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def work(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+    model = DDP(torch.nn.Linear(2, 2))
+    assert type(model).__module__ == "drivetrain.ddp", type(model)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(work, (sys.argv[2],), nprocs=1, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_run_follows_into_child_processes(tmp_path: Path, start_method: str) -> None:
+    """A spawned child imports the script anew from a bare interpreter, where torch's names would be torch's."""
+    path = tmp_path / "script.py"
+    path.write_text(SPAWNING_SCRIPT)
+    done = _cli("run", str(path), start_method, str(_free_port()))
+    assert done.returncode == 0, done.stderr
+    assert "Process-1: wrapped: Linear (" in done.stderr
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+Findings = dict[str, dict[str, str]]
+Doctor = Callable[[dict[str, str]], Findings]
+
+
+@pytest.fixture
+def sick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """Runs the doctor here, in an environment that it must complain about; gives the findings by name."""
+
+    def findings(environ: dict[str, str]) -> Findings:
+        monkeypatch.setattr(os, "environ", _environ(**environ))
+        assert main(["doctor", "--json", "--timeout", "1"]) == 1
+        report = json.loads(capsys.readouterr().out)
+        assert report["ok"] is False
+        return {finding["name"]: finding for finding in report["findings"]}
+
+    return findings
+
+
+def _launch(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def test_doctor_says_it_in_one_line_and_by_the_exit_code() -> None:
+    done = _cli("doctor", DRIVETRAIN_ISA="neon", **_launch(1, 2, 29500, "no-such-host.invalid"))
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert len(wrong) == 2
+    assert all("; cure: " in line for line in wrong)
+
+
+def test_doctor_on_a_healthy_machine() -> None:
+    done = _cli("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[1]: line for line in done.stdout.splitlines()}
+    assert list(lines) == ["python", "torch", "cuda", "nccl", "isa", "build", "gloo", "launch"]
+    assert all(line.startswith(("OK ", "-- ")) for line in lines.values())
+    assert torch.__version__ in lines["torch"]
+    assert "baseline" in lines["isa"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "text", "cure"),
+    [
+        ({"DRIVETRAIN_ISA": "neon"}, "isa", "neon", "unset it"),
+        ({"RANK": "0"}, "launch", "WORLD_SIZE is unset", "torchrun"),
+        ({"WORLD_SIZE": "2"}, "launch", "RANK is unset", "torchrun"),
+        (_launch(2, 2, 29500), "launch", "RANK=2 is not below WORLD_SIZE=2", "torchrun"),
+        ({**_launch(0, 2, 29500), "RANK": "zero"}, "launch", "RANK=zero", "torchrun"),
+        (
+            {**_launch(1, 4, 29500), "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "launch",
+            "LOCAL_RANK=2",
+            "torchrun",
+        ),
+        (_launch(0, 2, 99999), "launch", "MASTER_PORT=99999", "torchrun"),
+        (_launch(1, 2, 29500, "no-such-host.invalid"), "master", "does not resolve", "MASTER_ADDR="),
+    ],
+    ids=["isa", "no-world", "no-rank", "rank", "number", "local-rank", "port", "host"],
+)
+def test_doctor_names_what_is_wrong_and_its_cure(
+    sick: Doctor, environ: dict[str, str], name: str, text: str, cure: str
+) -> None:
+    findings = sick(environ)
+    assert findings[name]["status"] == "WRONG"
+    assert text in findings[name]["text"]
+    assert cure in findings[name]["cure"]
+    assert [other for other in findings.values() if other["status"] == "WRONG"] == [findings[name]]
+
+
+def test_doctor_on_rank_0_with_its_port_taken(sick: Doctor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        findings = sick(_launch(0, 2, taken.getsockname()[1]))
+    assert "another program listens" in findings["master"]["text"]
+    assert "export MASTER_PORT=" in findings["master"]["cure"]
+
+
+def test_doctor_says_which_rank_is_missing(sick: Doctor) -> None:
+    findings = sick(_launch(0, 3, _free_port()))
+    assert findings["master"]["status"] == "OK"  # nobody listens yet, and nobody should
+    assert "ranks 1, 2 of 3" in findings["ranks"]["text"]
+
+
+def test_doctor_without_rank_0(sick: Doctor) -> None:
+    findings = sick(_launch(1, 2, _free_port()))
+    assert "nobody listens yet" in findings["master"]["text"]
+    assert "no store" in findings["ranks"]["text"]
+
+
+def _torchrun_doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return _python(*torchrun, *arguments, **environ)
+
+
+def test_doctor_under_torchrun() -> None:
+    done = _torchrun_doctor("-m", "drivetrain", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("versions") == 1  # rank 0 speaks for both
+    assert "equal on 2 ranks" in done.stdout
+    assert "passes over gloo between 2 ranks" in done.stdout
+
+
+def test_doctor_under_torchrun_tells_what_differs_and_what_is_wrong_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "one_odd_rank.py"
+    path.write_text(
+        "import os, sys\n"
+        "import drivetrain.cli\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.environ['DRIVETRAIN_ISA'] = 'neon'\n"
+        "    drivetrain.__version__ = '0.0.9'\n"
+        "sys.exit(drivetrain.cli.main(['doctor']))\n"
+    )
+    done = _torchrun_doctor(str(path))
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert len(wrong) == 2
+    assert "rank 1: DRIVETRAIN_ISA=neon" in wrong[0]
+    assert "drivetrain differs: " in wrong[1]
+    assert "0.0.9 on rank 1" in wrong[1]
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "expected"),
+    [
+        ("13.0.88 for 80-real;90-real;100-real;120", (8, 0), True),
+        ("13.0.88 for 80-real;90-real;100-real;120", (8, 9), True),
+        ("13.0.88 for 80-real;90-real;100-real;120", (7, 5), False),
+        ("13.0.88 for 80-real;90-real;100-real;120", (12, 1), True),
+        ("13.0.88 for 80-real;90-real;100-real;120", (13, 0), True),  # PTX of 120
+        ("13.0.88 for 80-real;90-real", (10, 0), False),
+        ("13.0.88 for 90a-real", (9, 0), True),
+        ("13.0.88 for 80-virtual", (9, 0), True),
+        ("none", (9, 0), False),
+    ],
+)
+def test_which_gpus_the_kernels_cover(built: str, capability: tuple[int, int], expected: bool) -> None:
+    assert covers(built, capability) is expected

@@ -35,12 +35,12 @@ doctor: $(STAMPS)/built ## check this environment
 format: $(STAMPS)/dev-tools ## rewrite sources in the project's format
 	$(ENV)/bin/ruff format python tests examples
 	$(ENV)/bin/ruff check --fix python tests examples
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(ENV)/bin/clang-format -i
+	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format -i
 
 lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## what CI checks besides the tests
 	$(ENV)/bin/ruff format --check python tests examples
 	$(ENV)/bin/ruff check python tests examples
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
+	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
 
 sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## the native tests, and the package's, under the sanitizers

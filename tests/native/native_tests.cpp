@@ -1,0 +1,173 @@
+// The torch-free core on its own, mainly for the sanitizers: kernels on exact-sized heap blocks and from several
+// threads, the bucket plan, the choice of instruction set. Exits non-zero and names what failed.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "ddp/plan.h"
+#include "optim/step.h"
+
+namespace {
+
+using namespace drivetrain;
+using optim::Format;
+
+int failures = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  ++failures;
+}
+
+struct FixedHypers final : optim::Hypers {
+  double operator[](const char* name) const override {
+    const std::string key = name;
+    if (key == "lr") return 0.1;
+    if (key == "beta1" || key == "momentum") return 0.9;
+    if (key == "beta2") return 0.99;
+    if (key == "eps") return 1e-8;
+    if (key == "weight_decay") return 0.01;
+    if (key == "decoupled_weight_decay") return 1;
+    return 0;
+  }
+};
+
+size_t bytes_of(Format format) { return format == Format::kFloat64 ? 8 : format == Format::kFloat32 ? 4 : 2; }
+
+// A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
+struct Block {
+  std::vector<unsigned char> bytes;
+  Format format;
+
+  Block(Format f, int64_t numel, int seed) : bytes(numel * bytes_of(f)), format(f) {
+    for (int64_t i = 0; i < numel; ++i) {
+      optim::store_one<double>(stream(), i, static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64);
+    }
+  }
+  optim::Stream stream() { return {bytes.data(), format}; }
+};
+
+using StepCpu = void (*)(const optim::StepJob&, int64_t, int64_t);
+
+StepCpu step_of(Isa isa) {
+  switch (isa) {
+    case Isa::kBaseline:
+      return optim::baseline::step_cpu;
+    case Isa::kAvx2:
+      return optim::avx2::step_cpu;
+    case Isa::kAvx512:
+      return optim::avx512::step_cpu;
+  }
+  return nullptr;
+}
+
+const std::vector<int64_t> kSizes = {1, 15, 16, 17, 511, 512, 513, 3000};
+
+// One step over parameters of all sizes with `threads` threads; returns all bytes that it left.
+std::vector<unsigned char> run_step(optim::RuleKind kind, const optim::RuleArgs& args, int num_states, Format format,
+                                    Isa isa, int threads) {
+  std::vector<std::vector<Block>> blocks;
+  std::vector<optim::ParamJob> params;
+  int64_t total = 0;
+  for (int64_t numel : kSizes) {
+    std::vector<Block>& mine = blocks.emplace_back();
+    for (int b = 0; b < 2 + num_states; ++b) mine.emplace_back(format, numel, b);
+    optim::ParamJob job = {};
+    job.param = mine[0].stream();
+    job.grad = mine[1].stream();
+    for (int s = 0; s < num_states; ++s) job.state[s] = mine[2 + s].stream();
+    job.begin = total;
+    job.numel = numel;
+    total += numel;
+    params.push_back(job);
+  }
+  optim::StepJob job = {};
+  job.kind = kind;
+  job.in_double = format == Format::kFloat64;
+  job.params = params.data();
+  job.num_params = static_cast<int32_t>(params.size());
+  job.rules = &args;
+  job.total = total;
+  std::vector<std::thread> workers;
+  for (int t = 0; t < threads; ++t) {
+    workers.emplace_back([&, t] { step_of(isa)(job, total * t / threads, total * (t + 1) / threads); });
+  }
+  for (std::thread& worker : workers) worker.join();
+  std::vector<unsigned char> result;
+  for (auto& mine : blocks) {
+    for (Block& block : mine) result.insert(result.end(), block.bytes.begin(), block.bytes.end());
+  }
+  return result;
+}
+
+void test_kernels() {
+  struct Rule {
+    const char* name;
+    optim::RuleKind kind;
+    optim::RuleArgs args;
+    int num_states;
+  };
+  const FixedHypers hypers;
+  const Rule rules[] = {
+#define DT_ROW(Rule, name, ...)                                                                    \
+  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, 3)), \
+   optim::Rule<float>::kNumStates},
+      DT_OPTIM_RULES(DT_ROW)
+#undef DT_ROW
+  };
+  for (const Rule& rule : rules) {
+    for (Format format : {Format::kFloat32, Format::kFloat64, Format::kBFloat16, Format::kFloat16}) {
+      const auto expected = run_step(rule.kind, rule.args, rule.num_states, format, Isa::kBaseline, 1);
+      for (Isa isa : available_isas()) {
+        for (int threads : {1, 3}) {
+          const auto found = run_step(rule.kind, rule.args, rule.num_states, format, isa, threads);
+          expect(found == expected, text(rule.name, ", format ", static_cast<int>(format), ", ", name_of(isa), ", ",
+                                         threads, " threads: other bytes than baseline with one thread"));
+        }
+      }
+    }
+  }
+}
+
+void test_plan() {
+  const auto buckets =
+      ddp::plan_buckets({{100, 4, 0}, {0, 4, 0}, {7, 8, 1}, {1000, 4, 0}}, {3, 2, 1, 0}, {64, 1 << 20});
+  int64_t params = 0;
+  for (const ddp::BucketPlan& bucket : buckets) {
+    params += static_cast<int64_t>(bucket.slots.size());
+    expect(bucket.bytes % ddp::kAlignment == 0, "bucket sizes are aligned");
+  }
+  expect(params == 4, "every parameter is planned once");
+  bool threw = false;
+  try {
+    ddp::plan_buckets({{1, 4, 0}}, {}, {1});
+  } catch (const InvariantError&) {
+    threw = true;
+  }
+  expect(threw, "an order that does not fit the sizes is refused");
+}
+
+void test_isa() {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([] { expect(chosen_isa() >= Isa::kBaseline, "an instruction set is chosen"); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  test_kernels();
+  test_plan();
+  test_isa();
+  std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");
+  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

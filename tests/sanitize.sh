@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The package's own tests on builds with the address and undefined-behaviour sanitizers, and the torch-free native tests
+# with all three. Usage: tests/sanitize.sh PYTHON [pytest arguments]; a few minutes per sanitizer.
+set -euo pipefail
+python=$1
+shift
+tests=("$@")
+[ ${#tests[@]} -gt 0 ] || tests=(tests/test_optim.py tests/test_ddp.py tests/test_plan.py)
+site=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+
+"$python" -m pytest tests/test_native.py
+
+declare -A runtime=([address]=libasan.so [undefined]=libubsan.so)
+for sanitizer in address undefined; do
+  folder=build/sanitize-$sanitizer
+  rm -rf "$folder/site"
+  echo "== building with -fsanitize=$sanitizer"
+  "$python" -m pip install --quiet --no-build-isolation --no-deps --target "$folder/site" \
+    -Cbuild-dir="$folder/build" -Ccmake.define.DRIVETRAIN_SANITIZE=$sanitizer -Ccmake.define.DRIVETRAIN_CUDA=off .
+  echo "== testing with -fsanitize=$sanitizer"
+  # -S: without the site module, an editable install in the environment does not come before this build.
+  # Leaks are Python's and torch's business; the runtime must be there before python, which has none.
+  LD_PRELOAD=$(g++ -print-file-name="${runtime[$sanitizer]}") \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "${tests[@]}"
+done

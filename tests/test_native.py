@@ -1,0 +1,26 @@
+"""The torch-free core under every sanitizer: tests/native built and run once for each."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUILD_TIMEOUT_S = 300
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
+def test_native_tests_are_clean(sanitizer: str, repository: Path, tmp_path: Path) -> None:
+    cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    assert cmake, "no cmake: the Makefile installs it into the environment"
+    commands = [
+        [cmake, "-S", repository / "tests/native", "-B", tmp_path, f"-DDRIVETRAIN_SANITIZE={sanitizer}"],
+        [cmake, "--build", tmp_path, "--parallel", "2"],
+        [tmp_path / "native_tests"],
+    ]
+    for command in commands:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "native tests passed" in run.stdout

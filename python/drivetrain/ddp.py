@@ -104,7 +104,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             _check_same_on_all_ranks(named_params, process_group)
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         size = sum(param.numel() for _, param in named_params) / 1e6
-        constructed.append(f"{type(module).__name__} ({size:.1f} M parameters, {len(self.reducer.buckets())} buckets)")
+        count = len(self.reducer.buckets())
+        name = type(module).__name__
+        constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
 
     def _ddp_init_helper(
         self,

@@ -24,8 +24,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(*args, **kwargs)
         # torch's fused classes unscale inside their step; ours do not yet, so GradScaler must do it beforehand.
         self._step_supports_amp_scaling = False
-        count = sum(len(group["params"]) for group in self.param_groups)
-        constructed.append(f"{type(self).__name__} ({count} parameters in {len(self.param_groups)} groups)")
+        count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
+        groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
+        constructed.append(f"{type(self).__name__} ({count} parameters in {groups})")
 
     def _rule(self, group: dict[str, Any]) -> str:
         """The native rule for this group, by its name in csrc/optim/rules.h."""

@@ -172,7 +172,7 @@ class Trainer:
         self.gpt = GPT(replace(config, block_size=args.block_size or config.block_size)).to(device)
         device_ids = [device.index] if device.type == "cuda" else None
         DistributedDataParallel, AdamW = engine_classes(args.engine)
-        self.model = DistributedDataParallel(self.gpt, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(self.gpt, device_ids=device_ids)
         self.optimizer = AdamW(parameter_groups(self.gpt), lr=args.lr, betas=BETAS, fused=True)
         self.num_steps: int = args.steps
         self.losses = torch.zeros(args.steps, device=device)  # read at the end: no step waits for its loss

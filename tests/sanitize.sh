@@ -19,8 +19,9 @@ for sanitizer in address undefined; do
     -Cbuild-dir="$folder/build" -Ccmake.define.DRIVETRAIN_SANITIZE=$sanitizer -Ccmake.define.DRIVETRAIN_CUDA=off .
   echo "== testing with -fsanitize=$sanitizer"
   # -S: without the site module, an editable install in the environment does not come before this build.
-  # Leaks are Python's and torch's business; the runtime must be there before python, which has none.
-  LD_PRELOAD=$(g++ -print-file-name="${runtime[$sanitizer]}") \
+  # Leaks are Python's and torch's business. The runtime must be there before python, which has none, and so must
+  # libstdc++, or the runtime does not find what to call when an exception is thrown.
+  LD_PRELOAD="$(g++ -print-file-name="${runtime[$sanitizer]}") $(g++ -print-file-name=libstdc++.so.6)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "${tests[@]}"
 done

@@ -1,5 +1,4 @@
 // The transport over any torch process group: gloo, NCCL, or whatever torch has.
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -21,14 +20,6 @@ class TorchReduce final : public PendingReduce {
 class TorchComm final : public Comm {
  public:
   explicit TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
-
-  // Possibly the group's last owner: its end joins its threads, which may be waiting for the GIL to free a tensor.
-  ~TorchComm() override {
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      const pybind11::gil_scoped_release no_gil;
-      group_.reset();
-    }
-  }
 
   int size() const override { return group_->getSize(); }
 

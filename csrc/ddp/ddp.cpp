@@ -51,7 +51,6 @@ void register_ddp(py::module_& m) {
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("process_group"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
-      .def("close", &Reducer::close, no_gil())
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
       .def("_check_reducer_finalized", &Reducer::check_finalized, no_gil())

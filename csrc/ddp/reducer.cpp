@@ -174,15 +174,6 @@ void Reducer::remove_autograd_hooks() {
   }
 }
 
-void Reducer::close() {
-  std::unique_ptr<Comm> comm;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    reset();
-    comm = std::move(comm_);
-  }
-}
-
 void Reducer::reset() {
   for (Parameter& param : params_) {
     param.ready = false;
@@ -203,7 +194,6 @@ void Reducer::reset() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (step_ == Step::kRunning) fail_incomplete();
-  if (!comm_) throw EnvironmentError("drivetrain: this DistributedDataParallel was closed at the end of the process");
   reset();
   if (find_unused_) {
     const std::unordered_set<Node*> reachable = reachable_nodes(outputs);

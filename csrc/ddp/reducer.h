@@ -48,9 +48,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void remove_autograd_hooks();
 
-  // Lets go of the transport, for the end of the process: nothing can be reduced afterwards.
-  void close();
-
   struct BucketInfo {
     std::vector<std::string> names;
     int64_t bytes;

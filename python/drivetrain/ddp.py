@@ -1,10 +1,8 @@
 """DistributedDataParallel: torch's class over drivetrain's own reducer and gradient arena."""
 
-import atexit
 import functools
 import hashlib
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -25,8 +23,6 @@ constructed: list[str] = []
 
 _FIRST_BUCKET_BYTES = 1024 * 1024  # as torch: communication starts early in backward
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
-
-_alive: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +132,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             find_unused_parameters=self.find_unused_parameters,
         )
         self.logger = _Logger(self)
-        _alive.add(self)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     # What torch's class offers and this one does not yet: an error each, never a silent gap.
@@ -183,19 +178,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
-
-
-@atexit.register
-def _release_process_groups() -> None:
-    """Lets destroyed process groups end before the interpreter does.
-
-    A wrapper keeps its group, and so gloo's threads, alive after destroy_process_group(). One that still frees a
-    tensor while Python shuts down aborts the process ("terminate called without an active exception"): with torch's
-    class about one in twenty.
-    """
-    for ddp in list(_alive):
-        ddp.reducer.close()
-        ddp.__dict__.pop("process_group", None)
 
 
 class _Logger:

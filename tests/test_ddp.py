@@ -543,6 +543,19 @@ def test_a_rank_that_dies_or_stops_in_mid_step(tmp_path: Path, how: signal.Signa
     assert re.search(r"bucket \d+ of \d+ \[\d\.(weight|bias)", error), error
 
 
+def backend_of_the_device() -> None:
+    group = dist.new_group(backend="cpu:gloo")
+    ours, theirs = pair(make_net(), process_group=group)
+    x = inputs()
+    for model in (ours, theirs):
+        model(x).sum().backward()
+    assert_equal_grads(ours, theirs)
+
+
+def test_a_group_with_a_backend_per_device(on_ranks: OnRanks) -> None:
+    on_ranks(backend_of_the_device)
+
+
 def test_a_graph_may_outlive_the_wrapper(on_ranks: OnRanks) -> None:
     on_ranks(outlive)
 

@@ -28,7 +28,7 @@ class Comm {
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
 };
 
-// Over any torch process group, by the name that torch registered it under.
-std::unique_ptr<Comm> make_torch_comm(const std::string& group_name);
+// Over any torch process group, by the name that torch registered it under, for tensors on that kind of device.
+std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device);
 
 }  // namespace drivetrain::ddp

@@ -19,7 +19,8 @@ namespace {
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       const std::string& process_group, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters) {
-  return Reducer::make(std::move(params), std::move(names), make_torch_comm(process_group),
+  const c10::DeviceType device = params.at(0).device().type();
+  return Reducer::make(std::move(params), std::move(names), make_torch_comm(process_group, device),
                        {std::move(bucket_caps), find_unused_parameters});
 }
 

@@ -33,13 +33,13 @@ doctor: $(STAMPS)/built ## check this environment
 	$(PYTHON) -m drivetrain doctor $(ARGS)
 
 format: $(STAMPS)/dev-tools ## rewrite sources in the project's format
-	$(ENV)/bin/ruff format python tests examples
-	$(ENV)/bin/ruff check --fix python tests examples
+	$(ENV)/bin/ruff format python tests examples notebooks
+	$(ENV)/bin/ruff check --fix python tests examples notebooks
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format -i
 
 lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## what CI checks besides the tests
-	$(ENV)/bin/ruff format --check python tests examples
-	$(ENV)/bin/ruff check python tests examples
+	$(ENV)/bin/ruff format --check python tests examples notebooks
+	$(ENV)/bin/ruff check python tests examples notebooks
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
 

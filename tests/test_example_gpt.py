@@ -53,9 +53,7 @@ def test_every_file_is_on_one_side_of_the_split(stdlib: Path) -> None:
     assert 0 < len(held_out) < 30
 
 
-def test_the_corpus_does_not_depend_on_where_it_lies(
-    stdlib: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_corpus_does_not_depend_on_where_it_lies(stdlib: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "lib"
     stdlib.rename(elsewhere)
     again = data.load_corpus(elsewhere, minimum_bytes=0)
@@ -74,12 +72,8 @@ def test_a_small_standard_library_is_topped_up_and_says_so(stdlib: Path) -> None
 def test_batches_follow_seed_step_and_rank_and_nothing_else() -> None:
     text = torch.randint(256, (100_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-    def batch(
-        seed: int = 0, step: int = 0, rank: int = 0, world_size: int = 2, rows: int = 4
-    ) -> torch.Tensor:
-        inputs, targets = data.train_batch(
-            text, rows, 16, seed=seed, step=step, rank=rank, world_size=world_size
-        )
+    def batch(seed: int = 0, step: int = 0, rank: int = 0, world_size: int = 2, rows: int = 4) -> torch.Tensor:
+        inputs, targets = data.train_batch(text, rows, 16, seed=seed, step=step, rank=rank, world_size=world_size)
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         assert inputs.shape == (rows, 16)
         return inputs
@@ -128,9 +122,7 @@ def test_head_and_embedding_are_one_matrix_and_an_untrained_loss_is_near_that_of
     assert [name for name, parameter in gpt.named_parameters() if len(parameter) == model.VOCAB_SIZE] == [
         "embedding.weight"
     ]
-    assert gpt(torch.randint(256, (4, 32)), torch.randint(256, (4, 32))).item() == pytest.approx(
-        5.545, abs=0.2
-    )
+    assert gpt(torch.randint(256, (4, 32)), torch.randint(256, (4, 32))).item() == pytest.approx(5.545, abs=0.2)
 
 
 def test_generation_goes_past_the_block_size_and_follows_its_seed() -> None:
@@ -151,9 +143,7 @@ def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Metrics by engine of 30 steps on two real ranks, as compare.py wrote them after it passed both."""
     result = tmp_path_factory.mktemp("compare") / "metrics.json"
-    done = run(
-        "compare.py", "--preset=tiny", "--steps=30", "--accumulate=2", "--device=cpu", f"--json={result}"
-    )
+    done = run("compare.py", "--preset=tiny", "--steps=30", "--accumulate=2", "--device=cpu", f"--json={result}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASS") == 2
     return {engine: of_engine[0] for engine, of_engine in json.loads(result.read_text()).items()}
@@ -196,9 +186,7 @@ def call(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -
     return exit_.value.code
 
 
-def test_compare_fails_where_losses_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_fails_where_losses_differ(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stand_in(engine: str, *_: object) -> dict[str, Any]:
         times = dict.fromkeys(("step_ms", "unsynced_step_ms", "exposed_communication_ms"), 1.0)
         losses = {

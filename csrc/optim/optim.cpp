@@ -245,7 +245,7 @@ class StepReader {
 
   // state[param], without Python-level hashing in the usual case that the dict is in the parameters' order.
   PyObject* find_state(PyObject* param) {
-    constexpr int kLookAhead = 8;  // parameters without a gradient leave entries to skip
+    constexpr int kLookAhead = 4;  // parameters without a gradient leave entries to skip
     Py_ssize_t position = state_position_;
     PyObject *key = nullptr, *value = nullptr;
     for (int i = 0; i < kLookAhead && PyDict_Next(state_.ptr(), &position, &key, &value); ++i) {
@@ -273,8 +273,8 @@ class StepReader {
       throw UserError(
           text(label(param, index), " has a gradient of shape ", grad.sizes(), ", expected ", param.sizes(), "."));
     }
-    if (!format_of(grad.scalar_type()) || grad.is_complex() != param.is_complex() ||
-        (grad.scalar_type() == at::kDouble) != (param.scalar_type() == at::kDouble)) {
+    const auto is_double = [](const at::Tensor& t) { return c10::toRealValueType(t.scalar_type()) == at::kDouble; };
+    if (!format_of(grad.scalar_type()) || grad.is_complex() != param.is_complex() || is_double(grad) != is_double(param)) {
       throw UserTypeError(text(label(param, index), " is ", param.scalar_type(), " but its gradient is ",
                                grad.scalar_type(), ": expected ", param.scalar_type(),
                                " (or, for 16-bit parameters, Float)."));

@@ -20,7 +20,7 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
     """Reports for the process that ran the script, on rank 0 only; forked copies of it are silent."""
     if os.getpid() != process_id or not _speaks_for_the_job():
         return
-    names = swap.names_bound_to_ours()
+    names = [name for name in swap.names_bound_to_ours() if _is_worth_showing(name)]
     lines = [f"bound to drivetrain: {', '.join(names) or 'nothing (uninstall() was called)'}"]
     lines.append(f"wrapped: {'; '.join(ddp.constructed)}" if ddp.constructed else _NOTHING_WRAPPED)
     if with_optimizers or optim.constructed:
@@ -36,6 +36,12 @@ def of_child(models_before: int, optimizers_before: int) -> None:
         lines.append(f"optimizers: {'; '.join(optimizers)}")
     if _speaks_for_the_job():
         _say(f"drivetrain run, {current_process().name}", lines)
+
+
+def _is_worth_showing(name: str) -> bool:
+    """The user's own names, and torch's public ones; those inside torch follow from these."""
+    module_name = name.rpartition(".")[0]
+    return module_name.partition(".")[0] != "torch" or module_name in ("torch.nn.parallel", "torch.optim")
 
 
 def _speaks_for_the_job() -> bool:

@@ -14,8 +14,8 @@ inline namespace DRIVETRAIN_ISA {
 constexpr int kTile = 512;
 
 // fp16 goes through the processor's conversion where it has one: the same bits as storage.h's, much faster.
-inline void load_float16(const uint16_t* from, float* to, int count) {
-  int i = 0;
+inline void load_float16(const uint16_t* from, float* to, int64_t count) {
+  int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) {
     _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
@@ -28,8 +28,8 @@ inline void load_float16(const uint16_t* from, float* to, int count) {
   for (; i < count; ++i) to[i] = float_from_float16(from[i]);
 }
 
-inline void store_float16(const float* from, uint16_t* to, int count) {
-  int i = 0;
+inline void store_float16(const float* from, uint16_t* to, int64_t count) {
+  int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
@@ -44,19 +44,20 @@ inline void store_float16(const float* from, uint16_t* to, int count) {
   for (; i < count; ++i) to[i] = float16_from_float(from[i]);
 }
 
+// Whether the rule can work on the memory itself.
 template <class T>
-constexpr Format native_format() {
-  return sizeof(T) == sizeof(float) ? Format::kFloat32 : Format::kFloat64;
+bool is_native(const Stream& stream) {
+  return stream.format == (sizeof(T) == sizeof(float) ? Format::kFloat32 : Format::kFloat64);
 }
 
 // The tile's values as T: in place where they already are, else converted into scratch.
 template <class T>
-T* load_tile(const Stream& stream, int64_t index, int count, T* scratch) {
-  if (stream.format == native_format<T>()) return static_cast<T*>(stream.data) + index;
+T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
+  if (is_native<T>(stream)) return static_cast<T*>(stream.data) + index;
   const uint16_t* halves = static_cast<const uint16_t*>(stream.data) + index;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (stream.format == Format::kBFloat16) {
-      for (int i = 0; i < count; ++i) scratch[i] = float_from_bfloat16(halves[i]);
+      for (int64_t i = 0; i < count; ++i) scratch[i] = float_from_bfloat16(halves[i]);
       return scratch;
     }
     if (stream.format == Format::kFloat16) {
@@ -64,18 +65,18 @@ T* load_tile(const Stream& stream, int64_t index, int count, T* scratch) {
       return scratch;
     }
   }
-  for (int i = 0; i < count; ++i) scratch[i] = load_one<T>(stream, index + i);
+  for (int64_t i = 0; i < count; ++i) scratch[i] = load_one<T>(stream, index + i);
   return scratch;
 }
 
 // Writes a tile back unless load_tile gave the memory itself.
 template <class T>
-void store_tile(const Stream& stream, int64_t index, int count, const T* values) {
-  if (stream.format == native_format<T>()) return;
+void store_tile(const Stream& stream, int64_t index, int64_t count, const T* values) {
+  if (is_native<T>(stream)) return;
   uint16_t* halves = static_cast<uint16_t*>(stream.data) + index;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (stream.format == Format::kBFloat16) {
-      for (int i = 0; i < count; ++i) halves[i] = bfloat16_from_float(values[i]);
+      for (int64_t i = 0; i < count; ++i) halves[i] = bfloat16_from_float(values[i]);
       return;
     }
     if (stream.format == Format::kFloat16) {
@@ -83,15 +84,15 @@ void store_tile(const Stream& stream, int64_t index, int count, const T* values)
       return;
     }
   }
-  for (int i = 0; i < count; ++i) store_one<T>(stream, index + i, values[i]);
+  for (int64_t i = 0; i < count; ++i) store_one<T>(stream, index + i, values[i]);
 }
 
 // The one loop that touches elements: compiles to straight vector code for every rule.
 template <class Rule, class T>
 void update_tile(const Rule& shared_rule, T* __restrict param, const T* __restrict grad, T* __restrict state0,
-                 T* __restrict state1, T* __restrict state2, int count) {
+                 T* __restrict state1, T* __restrict state2, int64_t count) {
   const Rule rule = shared_rule;  // a local copy cannot alias the arrays
-  for (int i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     T p = param[i];
     T s[kMaxStates] = {};
     if constexpr (Rule::kNumStates > 0) s[0] = state0[i];
@@ -109,9 +110,12 @@ template <template <class> class RuleOf, class T>
 void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
+  bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
+  for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
+  const int64_t tile = in_place ? end - begin : kTile;  // without conversion there is nothing to cut it up for
   alignas(64) T scratch[2 + kMaxStates][kTile];
-  for (int64_t i = begin; i < end; i += kTile) {
-    const int count = static_cast<int>(end - i < kTile ? end - i : kTile);
+  for (int64_t i = begin; i < end; i += tile) {
+    const int64_t count = end - i < tile ? end - i : tile;
     T* values = load_tile(param.param, i, count, scratch[0]);
     const T* grad = load_tile(param.grad, i, count, scratch[1]);
     T* state[kMaxStates] = {};

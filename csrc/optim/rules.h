@@ -37,15 +37,17 @@ DT_HOST_DEVICE T maximum(T a, T b) {
   return a != a || a > b ? a : b;
 }
 
-// ---- Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2), in torch's order of operations:
-// the step is (lr / bias_correction1) * exp_avg / (sqrt(exp_avg_sq) / sqrt(bias_correction2) + eps).
+// ---- Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2). The step
+//   lr / bias_correction1 * exp_avg / (sqrt(exp_avg_sq) / sqrt(bias_correction2) + eps)
+// is multiplied out with sqrt(bias_correction2), as section 2 of the first paper suggests: one division per element
+// instead of two, which is what keeps the loop at the speed of memory.
 struct AdamArgs {
-  double beta1, beta2, eps;
+  double beta1, beta2;
   double sign;       // -1 to maximize, else 1
   double decay;      // parameters are multiplied by it first: 1 - lr * weight_decay if decoupled, else 1
   double l2;         // added to the gradient, times the parameter: weight_decay if not decoupled, else 0
-  double step_size;  // lr / bias_correction1
-  double bias_correction2_sqrt;
+  double step_size;  // lr / bias_correction1 * sqrt(bias_correction2)
+  double eps;        // eps * sqrt(bias_correction2)
 
   // step counts from 1.
   static constexpr bool kCountsSteps = true;
@@ -55,12 +57,12 @@ struct AdamArgs {
     AdamArgs args;
     args.beta1 = hyper["beta1"];
     args.beta2 = hyper["beta2"];
-    args.eps = hyper["eps"];
     args.sign = hyper["maximize"] != 0 ? -1 : 1;
     args.decay = decoupled ? 1 - lr * weight_decay : 1;
     args.l2 = decoupled ? 0 : weight_decay;
-    args.step_size = lr / (1 - std::pow(args.beta1, step));
-    args.bias_correction2_sqrt = std::sqrt(1 - std::pow(args.beta2, step));
+    const double bias_correction2_sqrt = std::sqrt(1 - std::pow(args.beta2, step));
+    args.step_size = lr / (1 - std::pow(args.beta1, step)) * bias_correction2_sqrt;
+    args.eps = hyper["eps"] * bias_correction2_sqrt;
     return args;
   }
 };
@@ -69,19 +71,18 @@ template <class T, bool kAmsgrad>
 struct AdamRule {
   using Args = AdamArgs;
   static constexpr int kNumStates = kAmsgrad ? 3 : 2;
-  T beta1, beta2, one_minus_beta1, one_minus_beta2, eps, sign, decay, l2, step_size, bias_correction2_sqrt;
+  T beta1, beta2, one_minus_beta1, one_minus_beta2, sign, decay, l2, step_size, eps;
 
   DT_HOST_DEVICE explicit AdamRule(const Args& a)
       : beta1(T(a.beta1)),
         beta2(T(a.beta2)),
         one_minus_beta1(T(1 - a.beta1)),
         one_minus_beta2(T(1 - a.beta2)),
-        eps(T(a.eps)),
         sign(T(a.sign)),
         decay(T(a.decay)),
         l2(T(a.l2)),
         step_size(T(a.step_size)),
-        bias_correction2_sqrt(T(a.bias_correction2_sqrt)) {}
+        eps(T(a.eps)) {}
 
   DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
     T& exp_avg = state[0];
@@ -93,8 +94,7 @@ struct AdamRule {
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad);
     T second_moment = exp_avg_sq;
     if constexpr (kAmsgrad) second_moment = state[2] = maximum(state[2], exp_avg_sq);
-    const T denominator = square_root(second_moment) / bias_correction2_sqrt + eps;
-    param = param - step_size * (exp_avg / denominator);
+    param = param - step_size * (exp_avg / (square_root(second_moment) + eps));
   }
 };
 template <class T>

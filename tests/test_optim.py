@@ -142,6 +142,15 @@ def test_threads_do_not_change_the_bits(threads: int) -> None:
     assert_same(*results, rtol=0, atol=0)
 
 
+def test_a_large_step_really_runs_on_torchs_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert _C.num_step_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_every_float16_survives_a_load_and_a_store(isa: str) -> None:
     codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):

@@ -11,6 +11,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <deque>
@@ -406,6 +407,13 @@ void run_cpu(const StepJob& job) {
   at::parallel_for(0, job.total, kGrain, [&](int64_t begin, int64_t end) { step(job, begin, end); });
 }
 
+// How many threads a large step really runs on. (1 in a build without OpenMP, whatever torch.get_num_threads() says.)
+int num_step_threads() {
+  std::atomic<int> threads{0};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) { ++threads; });
+  return threads;
+}
+
 // Copies the job's tables to the device, on its current stream, and launches there.
 void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rules) {
   const c10::DeviceGuard guard(batch.device);
@@ -479,6 +487,7 @@ void register_optim(py::module_& m) {
         return names;
       },
       py::arg("rule"));
+  m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);
 }
 

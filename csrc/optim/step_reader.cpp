@@ -1,0 +1,392 @@
+// The three passes of reading a step; see step_reader.h.
+#include "optim/step_reader.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+
+#include "base/check.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::optim {
+namespace {
+
+constexpr size_t kAhead = 8;  // parameters between asking for memory and reading it
+constexpr int kLine = 64;
+
+void prefetch(const void* address, int lines = 1) {
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(static_cast<const char*>(address) + i * kLine);
+}
+
+template <template <class> class Rule>
+RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> state_names) {
+  using Args = typename Rule<float>::Args;
+  DT_INVARIANT(state_names.size() == Rule<float>::kNumStates);
+  RuleInfo info{name,
+                kind,
+                Args::kCountsSteps,
+                [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
+                {}};
+  for (const char* state : state_names) info.state_names.push_back(PyUnicode_InternFromString(state));
+  return info;
+}
+
+// A group's hyper-parameters, read from the dict that the Python class made of them.
+class PyHypers final : public Hypers {
+ public:
+  explicit PyHypers(py::handle values) : values_(values) {}
+
+  double operator[](const char* name) const override {
+    PyObject* value = PyDict_GetItemString(values_.ptr(), name);
+    if (value == nullptr) throw InvariantError(text("the optimizer class gave no hyper-parameter '", name, "'"));
+    const double number = PyFloat_AsDouble(value);
+    if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return number;
+  }
+
+ private:
+  py::handle values_;
+};
+
+std::optional<Format> format_of(at::ScalarType dtype) {
+  switch (c10::toRealValueType(dtype)) {
+    case at::kFloat:
+      return Format::kFloat32;
+    case at::kDouble:
+      return Format::kFloat64;
+    case at::kBFloat16:
+      return Format::kBFloat16;
+    case at::kHalf:
+      return Format::kFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool is_double(const at::Tensor& tensor) { return c10::toRealValueType(tensor.scalar_type()) == at::kDouble; }
+
+// Complex numbers are updated as pairs of real ones.
+int64_t real_numel(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
+
+// Can be walked from its first element to its last.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() &&
+         format_of(tensor.scalar_type()).has_value();
+}
+
+bool is_plain_like(const at::Tensor& param, const at::Tensor& other) {
+  return is_plain(other) && other.device() == param.device() && other.is_complex() == param.is_complex() &&
+         other.sizes().equals(param.sizes());
+}
+
+Stream stream_of(const at::Tensor& tensor) { return {tensor.data_ptr(), *format_of(tensor.scalar_type())}; }
+
+bool is_step_counter(const at::Tensor& step) {
+  return step.device().is_cpu() && step.numel() == 1 &&
+         (step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble);
+}
+
+StepCounter counter_of(const at::Tensor& step) { return {step.data_ptr(), step.scalar_type() == at::kDouble}; }
+
+double steps_done(const StepCounter& counter) {
+  return counter.is_double ? *static_cast<double*>(counter.value) : *static_cast<float*>(counter.value);
+}
+
+const at::Tensor& contiguous_copy(Batch& batch, const at::Tensor& tensor) {
+  batch.copies.push_back({tensor, tensor.detach().clone(at::MemoryFormat::Contiguous)});
+  return batch.copies.back().copy;
+}
+
+// `value` itself if it lies in memory as `like` does, else a copy that does (written back after the step if asked).
+const at::Tensor& laid_out_as(Batch& batch, const at::Tensor& like, const at::Tensor& value, bool write_back) {
+  const bool same = (like.is_contiguous() && value.is_contiguous()) || like.strides().equals(value.strides());
+  if (same && !value.is_conj() && !value.is_neg()) return value;
+  at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), value.options());
+  copy.copy_(value.detach());
+  batch.copies.push_back({write_back ? value : at::Tensor(), copy});
+  return batch.copies.back().copy;
+}
+
+}  // namespace
+
+const RuleInfo& find_rule(const std::string& name) {
+  static const std::vector<RuleInfo> rules = {
+#define DT_ROW(Rule, name, ...) rule_info<Rule>(name, RuleKind::k##Rule, {__VA_ARGS__}),
+      DT_OPTIM_RULES(DT_ROW)
+#undef DT_ROW
+  };
+  for (const RuleInfo& rule : rules) {
+    if (name == rule.name) return rule;
+  }
+  throw UserError(text("drivetrain has no optimizer rule named '", name, "'"));
+}
+
+void Footprint::add(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  tensors[num_tensors] = impl;
+  storages[num_tensors] = impl->unsafe_storage().unsafeGetStorageImpl();
+  data[num_tensors] = tensor.const_data_ptr();
+  ++num_tensors;
+}
+
+// ---- First pass: Python's lists and dicts.
+
+void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers) {
+  groups_.push_back({group, index, &rule, hypers});
+  PyObject* params = PyDict_GetItemString(group.ptr(), "params");
+  DT_INVARIANT(params != nullptr && PyList_Check(params));
+  const size_t first = entries_.size();
+  entries_.resize(first + PyList_GET_SIZE(params));
+  if (footprints_.size() < entries_.size()) footprints_.resize(entries_.size());
+  for (size_t i = first; i < entries_.size(); ++i) {
+    if (i + kAhead < footprints_.size()) {
+      prefetch(footprints_[i + kAhead].state_dict[0]);
+      prefetch(footprints_[i + kAhead].state_dict[1], 3);
+    }
+    Entry& entry = entries_[i];
+    entry = Entry{};
+    entry.index = static_cast<int64_t>(i - first);
+    entry.param = PyList_GET_ITEM(params, entry.index);
+    entry.group = static_cast<uint32_t>(groups_.size() - 1);
+    collect_state(entry, rule, footprints_[i]);
+  }
+}
+
+// state[param], without Python-level hashing in the usual case that the dict is in the parameters' order.
+PyObject* StepReader::find_state(PyObject* param) {
+  constexpr int kLookAhead = 4;  // parameters without a gradient may have no entry, or one to skip
+  Py_ssize_t position = state_position_;
+  PyObject *key = nullptr, *value = nullptr;
+  for (int i = 0; i < kLookAhead && PyDict_Next(state_.ptr(), &position, &key, &value); ++i) {
+    if (key == param) {
+      state_position_ = position;
+      return PyDict_Check(value) ? value : nullptr;
+    }
+  }
+  value = PyDict_GetItemWithError(state_.ptr(), param);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value != nullptr && PyDict_Check(value) ? value : nullptr;
+}
+
+// State counts as there if every entry is: torch's own classes leave some that are None (SGD's first momentum_buffer)
+// or absent (amsgrad switched on later).
+void StepReader::collect_state(Entry& entry, const RuleInfo& rule, Footprint& footprint) {
+  static PyObject* const step_name = PyUnicode_InternFromString("step");
+  entry.has_state = rule.state_names.empty();
+  if (entry.has_state) return;
+  PyObject* values = find_state(entry.param);
+  if (values == nullptr) return;
+  footprint.state_dict[0] = values;
+  footprint.state_dict[1] = reinterpret_cast<PyDictObject*>(values)->ma_keys;
+  entry.has_state = true;
+  for (size_t s = 0; s < rule.state_names.size(); ++s) {
+    entry.states[s] = PyDict_GetItemWithError(values, rule.state_names[s]);
+    if (entry.states[s] == nullptr || entry.states[s] == Py_None) entry.has_state = false;
+  }
+  if (rule.counts_steps) entry.step = PyDict_GetItemWithError(values, step_name);
+}
+
+// ---- Second pass: tensors, on all threads. Calls nothing of Python's, throws nothing.
+
+void StepReader::read() {
+  std::vector<Reading> readings(entries_.size(), Reading{Kind::kOther, false, at::kCPU, {}, 0, {}, nullptr});
+  constexpr int64_t kGrain = 512;  // parameters that are worth a thread
+  at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + static_cast<int64_t>(kAhead) < end) {
+        const Entry& entry = entries_[i + kAhead];
+        const Footprint& footprint = footprints_[i + kAhead];
+        prefetch(entry.param);
+        for (PyObject* state : entry.states) prefetch(state);
+        prefetch(entry.step);
+        for (int t = 0; t < footprint.num_tensors; ++t) {
+          prefetch(footprint.tensors[t], sizeof(c10::TensorImpl) / kLine + 1);
+          prefetch(footprint.storages[t]);
+          prefetch(footprint.data[t]);
+        }
+      }
+      readings[i] = read_plain(entries_[i], footprints_[i]);
+    }
+  });
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (readings[i].kind == Kind::kPlain) add_job(entries_[i], readings[i]);
+    if (readings[i].kind == Kind::kOther) read_other(entries_[i]);
+  }
+}
+
+StepReader::Reading StepReader::read_plain(const Entry& entry, Footprint& footprint) const {
+  Reading reading{Kind::kOther, false, at::kCPU, {}, 0, {}, nullptr};
+  const RuleInfo& rule = *groups_[entry.group].rule;
+  if (!THPVariable_CheckExact(entry.param)) return reading;
+  const at::Tensor& param = THPVariable_Unpack(entry.param);
+  const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
+  if (!grad.defined()) {
+    reading.kind = Kind::kNoGradient;
+    return reading;
+  }
+  if (!entry.has_state || !is_plain(param) || !is_plain_like(param, grad) || is_double(param) != is_double(grad) ||
+      param.numel() == 0 || !(param.is_cpu() || param.is_cuda())) {
+    return reading;
+  }
+  footprint.num_tensors = 0;
+  footprint.add(param);
+  footprint.add(grad);
+  for (size_t s = 0; s < rule.state_names.size(); ++s) {
+    if (!THPVariable_CheckExact(entry.states[s])) return reading;
+    const at::Tensor& state = THPVariable_Unpack(entry.states[s]);
+    if (!is_plain_like(param, state)) return reading;
+    footprint.add(state);
+    reading.job.state[s] = stream_of(state);
+  }
+  if (rule.counts_steps) {
+    if (entry.step == nullptr || !THPVariable_CheckExact(entry.step)) return reading;
+    const at::Tensor& step = THPVariable_Unpack(entry.step);
+    if (!is_step_counter(step)) return reading;
+    footprint.add(step);
+    reading.counter = counter_of(step);
+    reading.steps_done = steps_done(reading.counter);
+  }
+  reading.job.param = stream_of(param);
+  reading.job.grad = stream_of(grad);
+  reading.job.numel = real_numel(param);
+  reading.device = param.device();
+  reading.in_double = is_double(param);
+  reading.param = param.unsafeGetTensorImpl();
+  reading.kind = Kind::kPlain;
+  return reading;
+}
+
+// ---- Third pass: what is not plain, and everything's place in its launch.
+
+void StepReader::add_job(const Entry& entry, const Reading& reading) {
+  Batch& batch = batch_for(entry, reading.device, reading.in_double);
+  ParamJob job = reading.job;
+  job.rule = rule_index(entry, reading.steps_done);
+  job.begin = batch.total;
+  batch.total += job.numel;
+  if (job.numel > 0) batch.params.push_back(job);
+  if (reading.counter.value != nullptr) counters.push_back(reading.counter);
+  written.push_back(reading.param);
+}
+
+void StepReader::read_other(const Entry& entry) {
+  const RuleInfo& rule = *groups_[entry.group].rule;
+  const at::Tensor& param = THPVariable_Unpack(entry.param);
+  const at::Tensor& grad = param.grad();
+  if (!grad.defined()) return;
+  check_grad(entry, param, grad);
+  if (!entry.has_state) {
+    missing.append(py::make_tuple(py::handle(entry.param), groups_[entry.group].index));
+    return;
+  }
+  Batch& batch = batch_for(entry, param.device(), is_double(param));
+  Reading reading{Kind::kPlain, is_double(param), param.device(), {}, 0, {}, param.unsafeGetTensorImpl()};
+  if (rule.counts_steps) {
+    reading.counter = counter_of(checked_step(entry, param));
+    reading.steps_done = steps_done(reading.counter);
+  }
+  const at::Tensor& walked = param.is_non_overlapping_and_dense() ? param : contiguous_copy(batch, param);
+  reading.job.numel = real_numel(param);
+  reading.job.param = stream_of(walked);
+  reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/false));
+  for (size_t s = 0; s < rule.state_names.size(); ++s) {
+    const at::Tensor& state = checked_state(entry, param, s);
+    reading.job.state[s] = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
+  }
+  add_job(entry, reading);
+}
+
+void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const {
+  if (grad.layout() != at::kStrided) {
+    throw EnvironmentError(
+        text(label(entry), " has a sparse gradient, which ", groups_[entry.group].rule->name,
+             " does not support: use torch.optim.SparseAdam for it, or sparse=False in its Embedding."));
+  }
+  if (grad.device() != param.device()) {
+    throw UserError(text(label(entry), " is on ", param.device().str(), " but its gradient is on ", grad.device().str(),
+                         ": move them together, with module.to(device)."));
+  }
+  if (!grad.sizes().equals(param.sizes())) {
+    throw UserError(text(label(entry), " has a gradient of shape ", grad.sizes(), ", expected ", param.sizes(), "."));
+  }
+  if (!format_of(grad.scalar_type()) || grad.is_complex() != param.is_complex() ||
+      is_double(grad) != is_double(param)) {
+    throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but its gradient is ", grad.scalar_type(),
+                             ": expected ", param.scalar_type(), " (or, for 16-bit parameters, Float)."));
+  }
+}
+
+const at::Tensor& StepReader::checked_step(const Entry& entry, const at::Tensor& param) const {
+  if (entry.step == nullptr || !THPVariable_Check(entry.step)) {
+    throw UserTypeError(text(label(entry), ": its state has no tensor 'step'; expected a CPU tensor with one float."));
+  }
+  const at::Tensor& step = THPVariable_Unpack(entry.step);
+  if (!is_step_counter(step)) {
+    throw UserTypeError(text(label(entry), ": its state 'step' is ", step.scalar_type(), " of ", step.numel(),
+                             " elements on ", step.device().str(),
+                             "; expected one float32 on cpu (load_state_dict converts it)."));
+  }
+  return step;
+}
+
+const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor& param, size_t which) const {
+  PyObject* object = entry.states[which];
+  const auto name = [&] { return py::handle(groups_[entry.group].rule->state_names[which]).cast<std::string>(); };
+  if (!THPVariable_Check(object)) {
+    throw UserTypeError(text(label(entry), ": its state '", name(), "' is not a tensor."));
+  }
+  const at::Tensor& value = THPVariable_Unpack(object);
+  if (!value.sizes().equals(param.sizes()) || value.device() != param.device() || value.layout() != at::kStrided ||
+      value.is_complex() != param.is_complex() || !format_of(value.scalar_type())) {
+    throw UserTypeError(text(label(entry), ": its state '", name(), "' is ", value.scalar_type(), " of shape ",
+                             value.sizes(), " on ", value.device().str(), "; expected a floating tensor of shape ",
+                             param.sizes(), " on ", param.device().str(), "."));
+  }
+  return value;
+}
+
+Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_double) {
+  const RuleInfo* rule = groups_[entry.group].rule;
+  for (Batch& batch : batches) {
+    if (batch.rule == rule && batch.device == device && batch.in_double == in_double) return batch;
+  }
+  if (!device.is_cpu() && !device.is_cuda()) {
+    throw UnsupportedError(text(label(entry), " is on ", device.str(),
+                                ": drivetrain's optimizers run on cpu and cuda; use torch.optim there."));
+  }
+  batches.push_back(Batch{rule, device, in_double, {}, {}, 0});
+  return batches.back();
+}
+
+// The index of this parameter's RuleArgs; neighbours nearly always share theirs.
+int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
+  const Group& group = groups_[entry.group];
+  if (!group.rule->counts_steps) {
+    // Such rules are told 1 on a parameter's first step and 2 after it.
+    steps_done = 1;
+    for (const py::handle& fresh : fresh_) {
+      if (fresh.ptr() == entry.param) steps_done = 0;
+    }
+  }
+  if (rule_group_ != entry.group || rule_steps_done_ != steps_done) {
+    rules.push_back(group.rule->make_args(PyHypers(group.hypers), steps_done + 1));
+    rule_group_ = entry.group;
+    rule_steps_done_ = steps_done;
+  }
+  return static_cast<int32_t>(rules.size()) - 1;
+}
+
+// What a user calls the parameter: its name where the optimizer was given named_parameters(), else where it stands.
+std::string StepReader::label(const Entry& entry) const {
+  const Group& group = groups_[entry.group];
+  if (PyObject* names = PyDict_GetItemString(group.dict.ptr(), "param_names"); names != nullptr) {
+    return text("parameter '", py::str(py::handle(names)[py::int_(entry.index)]).cast<std::string>(), "'");
+  }
+  const at::Tensor& param = THPVariable_Unpack(entry.param);
+  return text("parameter ", entry.index, " of param_groups[", group.index, "] (shape ", param.sizes(), ")");
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,146 @@
+// Reads one optimizer step out of Python's objects and checks all of it before anything changes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "optim/step.h"
+
+namespace drivetrain::optim {
+
+struct RuleInfo {
+  const char* name;
+  RuleKind kind;
+  bool counts_steps;  // the state holds a tensor "step"
+  RuleArgs (*make_args)(const Hypers&, double step);
+  std::vector<PyObject*> state_names;  // interned, never freed
+};
+
+// By the name in DT_OPTIM_RULES; throws UserError if there is none.
+const RuleInfo& find_rule(const std::string& name);
+
+// A tensor that cannot be walked as it lies (other strides than its parameter's, holes) is stepped in a copy.
+struct Copy {
+  at::Tensor original;  // gets the result; undefined if the copy is only read
+  at::Tensor copy;
+};
+
+// What one launch updates: all parameters of one rule, device and computing type.
+struct Batch {
+  const RuleInfo* rule;
+  at::Device device;
+  bool in_double;
+  std::vector<ParamJob> params;
+  std::deque<Copy> copies;  // a deque, so that references into it stay good
+  int64_t total = 0;
+};
+
+// A counter of steps, to be advanced.
+struct StepCounter {
+  void* value;
+  bool is_double;  // else float
+};
+
+// Where in memory one parameter's objects lay at the last step. With thousands of small parameters a step is bound by
+// the cache misses of walking them, so their lines are asked for some parameters ahead. Only ever prefetched: an
+// address that is no longer true costs nothing.
+struct Footprint {
+  static constexpr int kMaxTensors = 3 + kMaxStates;  // parameter, gradient, step, states
+  const void* state_dict[2] = {};                     // the Python dict and its table of keys
+  int num_tensors = 0;
+  const void* tensors[kMaxTensors] = {};   // c10::TensorImpl
+  const void* storages[kMaxTensors] = {};  // c10::StorageImpl
+  const void* data[kMaxTensors] = {};
+
+  void add(const at::Tensor& tensor);
+};
+
+// The footprints of all parameters of one optimizer, in the order of its groups.
+struct Footprints {
+  std::vector<Footprint> of_params;
+};
+
+// Three passes: the Python objects are collected (one thread, Python's dicts), plain tensors are read (all threads, no
+// Python), and whatever is not plain is looked at again with every check and its error message (one thread).
+class StepReader {
+ public:
+  // fresh: parameters whose state was initialised for this very step. The GIL must be held throughout.
+  StepReader(const pybind11::dict& state, const pybind11::list& fresh, Footprints& footprints)
+      : state_(state), fresh_(fresh), footprints_(footprints.of_params) {}
+
+  // Collects one element of param_groups; index: its place there.
+  void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers);
+
+  // Reads all that was added. Throws what is wrong with it, naming the parameter; nothing has changed then.
+  void read();
+
+  pybind11::list missing;  // (parameter, index of its group): has a gradient but not all of its state
+  std::vector<Batch> batches;
+  std::vector<RuleArgs> rules;
+  std::vector<StepCounter> counters;
+  std::vector<c10::TensorImpl*> written;  // whose version autograd must see change; Python keeps them alive
+
+ private:
+  struct Group {
+    pybind11::handle dict;
+    size_t index;
+    const RuleInfo* rule;
+    pybind11::handle hypers;
+  };
+
+  // One parameter as Python holds it. Borrowed: the groups and the state keep the objects alive.
+  struct Entry {
+    PyObject* param;
+    int64_t index;  // within its group
+    uint32_t group;
+    bool has_state;  // all that the rule needs
+    PyObject* states[kMaxStates];
+    PyObject* step;
+  };
+
+  enum class Kind : uint8_t {
+    kNoGradient,
+    kPlain,  // contiguous tensors of one shape and device, states there: `job` and the rest hold
+    kOther,  // to be looked at again
+  };
+  struct Reading {
+    Kind kind;
+    bool in_double;
+    at::Device device;
+    ParamJob job;
+    double steps_done;
+    StepCounter counter;
+    c10::TensorImpl* param;
+  };
+
+  PyObject* find_state(PyObject* param);
+  void collect_state(Entry& entry, const RuleInfo& rule, Footprint& footprint);
+  Reading read_plain(const Entry& entry, Footprint& footprint) const;
+  void read_other(const Entry& entry);
+  void add_job(const Entry& entry, const Reading& reading);
+
+  void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
+  const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, size_t which) const;
+  const at::Tensor& checked_step(const Entry& entry, const at::Tensor& param) const;
+  Batch& batch_for(const Entry& entry, at::Device device, bool in_double);
+  int32_t rule_index(const Entry& entry, double steps_done);
+  std::string label(const Entry& entry) const;
+
+  const pybind11::dict& state_;
+  const pybind11::list& fresh_;
+  std::vector<Footprint>& footprints_;
+  std::vector<Group> groups_;
+  std::vector<Entry> entries_;
+  Py_ssize_t state_position_ = 0;
+  // What rules.back() was made for.
+  int64_t rule_group_ = -1;
+  double rule_steps_done_ = 0;
+};
+
+}  // namespace drivetrain::optim

@@ -2,13 +2,18 @@
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import drivetrain
 from drivetrain import _C, optim
@@ -391,6 +396,59 @@ def test_autograd_notices_that_parameters_changed() -> None:
         loss.backward()
 
 
+def test_conjugate_and_negative_views() -> None:
+    for view in (torch.Tensor.conj, lambda x: x.conj().imag):
+        param = view(torch.randn(5, dtype=torch.complex64)).requires_grad_()
+        torch_param = param.detach().clone().resolve_conj().resolve_neg().requires_grad_()
+        param.grad = torch.randn_like(torch_param)
+        torch_param.grad = param.grad.clone()
+        optim.SGD([param], lr=0.1).step()
+        torch.optim.SGD([torch_param], lr=0.1).step()
+        torch.testing.assert_close(param.detach().resolve_conj().resolve_neg(), torch_param.detach())
+
+
+def test_a_wrong_instruction_set_changes_nothing() -> None:
+    code = """
+import torch
+from drivetrain import optim
+param = torch.ones(3, requires_grad=True)
+param.grad = torch.ones(3)
+optimizer = optim.AdamW([param])
+try:
+    optimizer.step()
+except ValueError as error:
+    assert "DRIVETRAIN_ISA is 'bogus'" in str(error), error
+    assert optimizer.state[param]["step"] == 0 and torch.equal(param.detach(), torch.ones(3))
+else:
+    raise SystemExit("no error")
+"""
+    environment = {**os.environ, "DRIVETRAIN_ISA": "bogus"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_gradients_dropped_by_another_thread_during_a_step() -> None:
+    params = [torch.randn(1 << 18).requires_grad_() for _ in range(16)]
+    optimizer = optim.AdamW(params)
+    done = threading.Event()
+
+    def drop() -> None:
+        while not done.is_set():
+            for param in params:
+                param.grad = None
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        for _ in range(30):
+            set_grads(params)
+            optimizer.step()
+    finally:
+        done.set()
+        thread.join()
+    assert all(param.isfinite().all() for param in params)
+
+
 class TestBadInput:
     """Each error names the parameter, what came and what was expected, and leaves everything as it was."""
 
@@ -432,6 +490,17 @@ class TestBadInput:
         with pytest.raises(TypeError, match=r"'p': its state 'exp_avg' is Float of shape \[4\].*expected.*\[3\]"):
             optimizer.step()
         assert optimizer.state[param]["step"].item() == 1
+
+    def test_tensor_subclass_that_wraps_others(self) -> None:
+        with FakeTensorMode():
+            fake = torch.ones(3, requires_grad=True)
+            fake.grad = torch.ones(3)
+        with pytest.raises(NotImplementedError, match="'p': it is a tensor subclass that wraps others"):
+            optim.SGD([("p", fake)]).step()
+
+    def test_option_of_a_group(self) -> None:
+        with pytest.raises(NotImplementedError, match="capturable=True"):
+            optim.AdamW([{"params": make_params(), "capturable": True}])
 
     def test_device_without_kernels(self) -> None:
         param = torch.ones(3, device="meta").requires_grad_()

@@ -51,10 +51,11 @@ void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rule
   const c10::DeviceGuard guard(batch.device);
   const c10::Stream stream = c10::impl::VirtualGuardImpl(batch.device.type()).getStream(batch.device);
   const size_t params_bytes = batch.params.size() * sizeof(ParamJob), rules_bytes = rules.size() * sizeof(RuleArgs);
-  at::Tensor table = at::empty({static_cast<int64_t>(params_bytes + rules_bytes)}, at::kByte);
+  // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
+  const auto bytes = at::TensorOptions(at::kByte).pinned_memory(true);
+  const at::Tensor table = at::empty({static_cast<int64_t>(params_bytes + rules_bytes)}, bytes);
   std::memcpy(table.data_ptr(), batch.params.data(), params_bytes);
   std::memcpy(static_cast<char*>(table.data_ptr()) + params_bytes, rules.data(), rules_bytes);
-  // From pageable memory the copy has left `table` when it returns, without waiting for the device's queue.
   const at::Tensor on_device = table.to(batch.device, /*non_blocking=*/true);
   job.params = static_cast<const ParamJob*>(on_device.data_ptr());
   job.rules = reinterpret_cast<const RuleArgs*>(static_cast<const char*>(on_device.data_ptr()) + params_bytes);
@@ -63,15 +64,22 @@ void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rule
 
 // What has been read and checked, done: counters, versions, launches. Needs no GIL.
 void run(const StepReader& read) {
-  for (const StepCounter& counter : read.counters) {
-    if (counter.is_double) {
-      *static_cast<double*>(counter.value) += 1;
-    } else {
-      *static_cast<float*>(counter.value) += 1;
+  constexpr int64_t kGrain = 512;  // parameters that are worth a thread
+  at::parallel_for(0, static_cast<int64_t>(read.counters.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const StepCounter& counter = read.counters[i];
+      if (counter.is_double) {
+        *static_cast<double*>(counter.value) += 1;
+      } else {
+        *static_cast<float*>(counter.value) += 1;
+      }
     }
-  }
-  for (c10::TensorImpl* tensor : read.written) tensor->bump_version();
+  });
+  at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) read.written[i]->bump_version();
+  });
   for (const Batch& batch : read.batches) {
+    if (batch.total == 0) continue;
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
@@ -90,26 +98,48 @@ void run(const StepReader& read) {
   }
 }
 
-// Makes one step over all groups, rules[i] and hypers[i] being groups[i]'s; or, if parameters lack state, returns them
-// (each with its group's index) and has changed nothing. See optim/base.py, the only caller.
-py::list step(const py::list& groups, const std::vector<std::string>& rules, const py::list& hypers,
-              const py::dict& state, const py::list& fresh, Footprints& footprints) {
-  StepReader reader(state, fresh, footprints);
+py::list read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
+                      const py::list& hypers, const py::dict& state, const py::list& fresh) {
+  reader.begin(state, fresh);
   for (size_t i = 0; i < groups.size(); ++i) reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i]);
   reader.read();
-  if (reader.missing.empty()) {
+  if (!reader.missing.empty()) return reader.missing;
+  int64_t total = 0;
+  for (const Batch& batch : reader.batches) total += batch.total;
+  constexpr int64_t kWorthReleasing = 1 << 20;  // elements; below, a step is over before another thread has the GIL
+  if (total < kWorthReleasing) {
+    run(reader);
+  } else {
+    // Other threads may now drop a gradient or a state that the jobs point into.
+    const auto owners = reader.owners();
     const py::gil_scoped_release no_gil;
     run(reader);
   }
-  return reader.missing;
+  return py::list();
+}
+
+// Makes one step over all groups, rules[i] and hypers[i] being groups[i]'s; or, if parameters lack state, returns them
+// (each with its group's index) and has changed nothing. See optim/base.py, the only caller.
+py::list step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules, const py::list& hypers,
+              const py::dict& state, const py::list& fresh) {
+  if (reader.busy) {  // two threads step one optimizer
+    StepReader own;
+    return read_and_run(own, groups, rules, hypers, state, fresh);
+  }
+  struct Busy {
+    bool& flag;
+    explicit Busy(bool& f) : flag(f) { flag = true; }
+    ~Busy() { flag = false; }
+  } const busy(reader.busy);
+  return read_and_run(reader, groups, rules, hypers, state, fresh);
 }
 
 }  // namespace
 
 void register_optim(py::module_& m) {
-  py::class_<Footprints>(m, "Footprints").def(py::init());
-  m.def("optim_step", &step, py::arg("groups"), py::arg("rules"), py::arg("hypers"), py::arg("state"), py::arg("fresh"),
-        py::arg("footprints"));
+  py::class_<StepReader>(m, "StepReader").def(py::init());
+  m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
+        py::arg("state"), py::arg("fresh"));
   m.def(
       "optim_state_names",
       [](const std::string& rule) {

@@ -8,13 +8,14 @@
 #include <optional>
 
 #include "base/check.h"
+#include "base/cpu_isa.h"
 
 namespace py = pybind11;
 
 namespace drivetrain::optim {
 namespace {
 
-constexpr size_t kAhead = 8;  // parameters between asking for memory and reading it
+constexpr size_t kAhead = 16;  // parameters between asking for memory and reading it
 constexpr int kLine = 64;
 
 void prefetch(const void* address, int lines = 1) {
@@ -71,10 +72,16 @@ bool is_double(const at::Tensor& tensor) { return c10::toRealValueType(tensor.sc
 // Complex numbers are updated as pairs of real ones.
 int64_t real_numel(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
 
+// Not a wrapper around other tensors (DTensor, FakeTensor): its data is where its storage says.
+bool has_own_memory(const at::Tensor& tensor) {
+  return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) &&
+         !tensor.key_set().has(c10::DispatchKey::Functionalize);
+}
+
 // Can be walked from its first element to its last.
 bool is_plain(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() &&
-         format_of(tensor.scalar_type()).has_value();
+  return has_own_memory(tensor) && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
+         !tensor.is_neg() && format_of(tensor.scalar_type()).has_value();
 }
 
 bool is_plain_like(const at::Tensor& param, const at::Tensor& other) {
@@ -130,6 +137,40 @@ void Footprint::add(const at::Tensor& tensor) {
   storages[num_tensors] = impl->unsafe_storage().unsafeGetStorageImpl();
   data[num_tensors] = tensor.const_data_ptr();
   ++num_tensors;
+}
+
+void StepReader::begin(const py::dict& state, const py::list& fresh) {
+  state_ = state;
+  state_position_ = 0;
+  fresh_.clear();
+  for (const py::handle& param : fresh) fresh_.insert(param.ptr());
+  groups_.clear();
+  entries_.clear();
+  missing = py::list();
+  for (Batch& batch : batches) {
+    batch.params.clear();
+    batch.copies.clear();
+    batch.total = 0;
+  }
+  rules.clear();
+  counters.clear();
+  written.clear();
+  rule_group_ = -1;
+}
+
+std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (readings_[i].kind == Kind::kNoGradient) continue;
+    const at::Tensor& param = THPVariable_Unpack(entries_[i].param);
+    owners.push_back(param.getIntrusivePtr());
+    if (param.grad().defined()) owners.push_back(param.grad().getIntrusivePtr());
+    if (entries_[i].step != nullptr) owners.push_back(THPVariable_Unpack(entries_[i].step).getIntrusivePtr());
+    for (PyObject* state : entries_[i].states) {
+      if (state != nullptr) owners.push_back(THPVariable_Unpack(state).getIntrusivePtr());
+    }
+  }
+  return owners;
 }
 
 // ---- First pass: Python's lists and dicts.
@@ -192,7 +233,7 @@ void StepReader::collect_state(Entry& entry, const RuleInfo& rule, Footprint& fo
 // ---- Second pass: tensors, on all threads. Calls nothing of Python's, throws nothing.
 
 void StepReader::read() {
-  std::vector<Reading> readings(entries_.size(), Reading{Kind::kOther, false, at::kCPU, {}, 0, {}, nullptr});
+  readings_.resize(entries_.size(), Reading{Kind::kOther, false, at::kCPU, {}, 0, {}, nullptr});
   constexpr int64_t kGrain = 512;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -208,12 +249,12 @@ void StepReader::read() {
           prefetch(footprint.data[t]);
         }
       }
-      readings[i] = read_plain(entries_[i], footprints_[i]);
+      readings_[i] = read_plain(entries_[i], footprints_[i]);
     }
   });
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (readings[i].kind == Kind::kPlain) add_job(entries_[i], readings[i]);
-    if (readings[i].kind == Kind::kOther) read_other(entries_[i]);
+    if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
+    if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
   }
 }
 
@@ -278,6 +319,8 @@ void StepReader::read_other(const Entry& entry) {
   const at::Tensor& grad = param.grad();
   if (!grad.defined()) return;
   check_grad(entry, param, grad);
+  check_memory(entry, param, "it");
+  check_memory(entry, grad, "its gradient");
   if (!entry.has_state) {
     missing.append(py::make_tuple(py::handle(entry.param), groups_[entry.group].index));
     return;
@@ -288,22 +331,32 @@ void StepReader::read_other(const Entry& entry) {
     reading.counter = counter_of(checked_step(entry, param));
     reading.steps_done = steps_done(reading.counter);
   }
-  const at::Tensor& walked = param.is_non_overlapping_and_dense() ? param : contiguous_copy(batch, param);
+  const bool is_walkable = param.is_non_overlapping_and_dense() && !param.is_conj() && !param.is_neg();
+  const at::Tensor& walked = is_walkable ? param : contiguous_copy(batch, param);
   reading.job.numel = real_numel(param);
   reading.job.param = stream_of(walked);
   reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/false));
   for (size_t s = 0; s < rule.state_names.size(); ++s) {
     const at::Tensor& state = checked_state(entry, param, s);
+    check_memory(entry, state, "its state");
     reading.job.state[s] = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
   }
   add_job(entry, reading);
 }
 
+void StepReader::check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const {
+  if (has_own_memory(tensor) || tensor.device().is_meta()) return;
+  throw UnsupportedError(text(label(entry), ": ", what,
+                              " is a tensor subclass that wraps others (a DTensor of FSDP or tensor parallelism, say), "
+                              "which drivetrain's optimizers do not support: use torch.optim for it."));
+}
+
 void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const {
   if (grad.layout() != at::kStrided) {
     throw EnvironmentError(
-        text(label(entry), " has a sparse gradient, which ", groups_[entry.group].rule->name,
-             " does not support: use torch.optim.SparseAdam for it, or sparse=False in its Embedding."));
+        text(label(entry),
+             " has a sparse gradient, which drivetrain's optimizers do not "
+             "support: use torch.optim.SGD or SparseAdam for it, or sparse=False in its Embedding."));
   }
   if (grad.device() != param.device()) {
     throw UserError(text(label(entry), " is on ", param.device().str(), " but its gradient is on ", grad.device().str(),
@@ -357,6 +410,9 @@ Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_doub
     throw UnsupportedError(text(label(entry), " is on ", device.str(),
                                 ": drivetrain's optimizers run on cpu and cuda; use torch.optim there."));
   }
+  // What would stop the step later must stop it here, before anything changes.
+  if (device.is_cpu()) chosen_isa();
+  if (device.is_cuda() && !has_cuda()) step_cuda({}, nullptr);  // throws what to do about it
   batches.push_back(Batch{rule, device, in_double, {}, {}, 0});
   return batches.back();
 }
@@ -367,9 +423,7 @@ int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
   if (!group.rule->counts_steps) {
     // Such rules are told 1 on a parameter's first step and 2 after it.
     steps_done = 1;
-    for (const py::handle& fresh : fresh_) {
-      if (fresh.ptr() == entry.param) steps_done = 0;
-    }
+    if (fresh_.count(entry.param) > 0) steps_done = 0;
   }
   if (rule_group_ != entry.group || rule_steps_done_ != steps_done) {
     rules.push_back(group.rule->make_args(PyHypers(group.hypers), steps_done + 1));

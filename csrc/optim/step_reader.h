@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -61,18 +62,13 @@ struct Footprint {
   void add(const at::Tensor& tensor);
 };
 
-// The footprints of all parameters of one optimizer, in the order of its groups.
-struct Footprints {
-  std::vector<Footprint> of_params;
-};
-
 // Three passes: the Python objects are collected (one thread, Python's dicts), plain tensors are read (all threads, no
 // Python), and whatever is not plain is looked at again with every check and its error message (one thread).
+// One per optimizer: what it keeps between steps is memory and footprints, no facts. The GIL must be held.
 class StepReader {
  public:
-  // fresh: parameters whose state was initialised for this very step. The GIL must be held throughout.
-  StepReader(const pybind11::dict& state, const pybind11::list& fresh, Footprints& footprints)
-      : state_(state), fresh_(fresh), footprints_(footprints.of_params) {}
+  // Forgets the step before. fresh: parameters whose state was initialised for this very step.
+  void begin(const pybind11::dict& state, const pybind11::list& fresh);
 
   // Collects one element of param_groups; index: its place there.
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers);
@@ -84,7 +80,12 @@ class StepReader {
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<StepCounter> counters;
-  std::vector<c10::TensorImpl*> written;  // whose version autograd must see change; Python keeps them alive
+  std::vector<c10::TensorImpl*> written;  // the parameters, whose version autograd must see change
+
+  // Owners of every tensor that was read, for a step during which other threads may run Python.
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners() const;
+
+  bool busy = false;  // a step of another thread is under way
 
  private:
   struct Group {
@@ -125,6 +126,7 @@ class StepReader {
   void read_other(const Entry& entry);
   void add_job(const Entry& entry, const Reading& reading);
 
+  void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, size_t which) const;
   const at::Tensor& checked_step(const Entry& entry, const at::Tensor& param) const;
@@ -132,12 +134,13 @@ class StepReader {
   int32_t rule_index(const Entry& entry, double steps_done);
   std::string label(const Entry& entry) const;
 
-  const pybind11::dict& state_;
-  const pybind11::list& fresh_;
-  std::vector<Footprint>& footprints_;
+  pybind11::handle state_;  // borrowed for the step
+  std::unordered_set<PyObject*> fresh_;
+  Py_ssize_t state_position_ = 0;
   std::vector<Group> groups_;
   std::vector<Entry> entries_;
-  Py_ssize_t state_position_ = 0;
+  std::vector<Reading> readings_;
+  std::vector<Footprint> footprints_;  // of the entries, in the same order
   // What rules.back() was made for.
   int64_t rule_group_ = -1;
   double rule_steps_done_ = 0;

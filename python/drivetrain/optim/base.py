@@ -61,8 +61,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             TypeError: a gradient's or state's dtype does not fit its parameter; the message names the parameter.
             ValueError: a gradient's shape or device does not fit its parameter.
             RuntimeError: a gradient is sparse.
-            NotImplementedError: the parameters are on a device for which this build has no kernels.
-            In every case no parameter, state or step counter has changed.
+            NotImplementedError: the parameters are on a device for which this build has no kernels, or are tensor
+                subclasses that wrap others (DTensor).
+            ValueError: the environment variable DRIVETRAIN_ISA names no instruction set of this processor.
+            In every case no parameter and no step counter has changed.
         """
         loss = None
         if closure is not None:
@@ -70,15 +72,26 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         rules = [self._rule(group) for group in self.param_groups]
         hypers = [self._hypers(group) for group in self.param_groups]
-        footprints = self.__dict__.setdefault("_footprints", _C.Footprints())  # copies and pickles come without one
+        reader = self.__dict__.get("_reader")
+        if reader is None:  # copies and pickles come without one
+            reader = self._reader = _C.StepReader()
         with torch.no_grad():
-            missing = _C.optim_step(self.param_groups, rules, hypers, self.state, [], footprints)
+            missing = _C.optim_step(reader, self.param_groups, rules, hypers, self.state, [])
             if missing:
                 for param, group_index in missing:
                     self._init_state(param, rules[group_index])
                 fresh = [param for param, _ in missing]
-                _C.optim_step(self.param_groups, rules, hypers, self.state, fresh, footprints)
+                _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh)
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, and refuses the options that the constructor refuses.
+
+        Raises:
+            NotImplementedError: the group sets `capturable` or `differentiable`.
+        """
+        refuse_unsupported(type(self).__name__, param_group)
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""
@@ -89,7 +102,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 values["step"] = step.detach().to("cpu", torch.float32)
 
 
-def refuse_unsupported(name: str, kwargs: dict[str, Any]) -> None:
+def refuse_unsupported(name: str, options: dict[str, Any]) -> None:
     """Raises NotImplementedError for torch's constructor options that would otherwise be ignored in silence.
 
     `foreach` and `fused` choose between torch's implementations; ours is always fused, so they change nothing.
@@ -98,7 +111,7 @@ def refuse_unsupported(name: str, kwargs: dict[str, Any]) -> None:
         ("capturable", "leave it out (steps inside a CUDA graph are not supported yet)"),
         ("differentiable", f"use torch.optim.{name} to differentiate through the step"),
     ):
-        if kwargs.get(option):
+        if options.get(option):
             raise NotImplementedError(f"drivetrain.optim.{name} does not support {option}=True: {instead}")
 
 

@@ -388,14 +388,21 @@ def different_models() -> list[str]:
     dtypes = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2).to(torch.float64 if rank else torch.float32)))
     names = ("a", "b") if rank else ("b", "a")
     order = message_of(RuntimeError, lambda: DDP(nn.ModuleDict({name: nn.Linear(2, 2) for name in names})))
+    frozen = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2).requires_grad_(rank == 1)))
+    assert "parameter 'weight' differs: rank 0: not there; rank 1: (2, 2)" in frozen
+    caps = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2), bucket_cap_mb=1 + rank))
+    assert "argument 'bucket_cap_mb' differs: rank 0: 1; rank 1: 2." in caps
     return [shapes, extra, dtypes, order]
 
 
 def test_ranks_with_different_models_are_told_on_every_rank(on_ranks: OnRanks) -> None:
     for shapes, extra, dtypes, order in on_ranks(different_models):
-        assert "'1.weight' differs: rank 0: (5, 4) torch.float32; rank 1: (6, 4) torch.float32" in shapes
-        assert "'b.weight' differs: rank 0: no such parameter; rank 1: (1, 1) torch.float32" in extra
-        assert "'weight' differs: rank 0: (2, 2) torch.float32; rank 1: (2, 2) torch.float64" in dtypes
+        assert "parameter '1.weight' differs: rank 0: (5, 4) torch.float32, strides (4, 1); rank 1: (6, 4)" in shapes
+        assert "parameter 'b.weight' differs: rank 0: not there; rank 1: (1, 1) torch.float32" in extra
+        assert (
+            "parameter 'weight' differs: rank 0: (2, 2) torch.float32, strides (2, 1); rank 1: (2, 2) torch.float64"
+            in dtypes
+        )
         assert "different orders" in order
 
 
@@ -477,7 +484,7 @@ def bad_backwards() -> None:
     assert "'bias' got a second gradient" in message_of(RuntimeError, lambda: out.sum().backward())
     double = DDP(nn.Linear(10, 10))
     with pytest.warns(UserWarning, match="create_graph=True"):
-        message = message_of(RuntimeError, lambda: double(x).pow(2).sum().backward(create_graph=True))
+        message = message_of(NotImplementedError, lambda: double(x).pow(2).sum().backward(create_graph=True))
     assert "create_graph=True" in message
     assert "'bias'" in message or "'weight'" in message
 
@@ -489,7 +496,7 @@ def test_backwards_that_go_wrong_name_the_parameter(on_ranks: OnRanks) -> None:
 def wrong_grad_dtype() -> None:
     ours = DDP(nn.Linear(10, 10).bfloat16())
     ours.module.weight.grad_dtype = torch.float32
-    message = message_of(RuntimeError, lambda: ours(inputs().bfloat16()).sum().backward())
+    message = message_of(TypeError, lambda: ours(inputs().bfloat16()).sum().backward())
     assert "'weight' is Float [10, 10] on cpu, expected BFloat16" in message
 
 
@@ -554,6 +561,67 @@ def backend_of_the_device() -> None:
 
 def test_a_group_with_a_backend_per_device(on_ranks: OnRanks) -> None:
     on_ranks(backend_of_the_device)
+
+
+def shared_parameters() -> None:
+    """One encoder under two wrappers: both hooks see every gradient, one of them is to reduce it."""
+
+    def build(wrapper: Any) -> list[nn.Module]:
+        torch.manual_seed(dist.get_rank())
+        encoder = nn.Linear(10, 4)
+        return [wrapper(nn.Sequential(encoder)), wrapper(nn.Sequential(encoder, nn.Tanh()))]
+
+    all_ours, all_theirs = build(DDP), build(TorchDDP)
+    for ours, theirs in zip(all_ours, all_theirs, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+        for _ in range(2):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(ours, theirs)
+    twice = DDP(DDP(nn.Linear(10, 4)))
+    for losses in (lambda x: sum(model(x).sum() for model in all_ours), lambda x: twice(x).sum()):
+        message = message_of(NotImplementedError, lambda losses=losses: losses(inputs()).backward())
+        assert "belongs to two DistributedDataParallel wrappers" in message
+
+
+def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:
+    on_ranks(shared_parameters)
+
+
+def interrupted() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("late")
+
+    ours = DDP(nn.Linear(10, 3))
+    x = inputs().requires_grad_()
+    message_of(ValueError, lambda: ours(Fails.apply(x)).sum().backward())  # after the last gradient
+    ours.zero_grad()
+    (ours(x) * float(dist.get_rank() + 1)).sum().backward()
+    assert torch.equal(ours.module.bias.grad, torch.full((3,), 12.0))
+
+
+def test_works_on_after_an_exception_late_in_backward(on_ranks: OnRanks) -> None:
+    on_ranks(interrupted)
+
+
+def converted() -> None:
+    ours = DDP(nn.Linear(10, 3))
+    ours.double()
+    assert "parameter 'weight' was changed after" in message_of(RuntimeError, lambda: ours(inputs().double()))
+    lazy = message_of(RuntimeError, lambda: DDP(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))))
+    assert "Run a dummy forward pass" in lazy
+
+
+def test_modules_converted_after_wrapping_and_lazy_ones(on_ranks: OnRanks) -> None:
+    on_ranks(converted)
 
 
 def test_a_graph_may_outlive_the_wrapper(on_ranks: OnRanks) -> None:

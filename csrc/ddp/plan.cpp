@@ -1,4 +1,5 @@
-// Greedy packing in gradient order: a bucket closes when the next gradient would take it over its cap.
+// Greedy packing in gradient order: a bucket closes with the gradient that fills it, as torch's do. (Closing before it
+// would leave each small parameter between two large ones in a bucket, and so in a collective, of its own.)
 #include "ddp/plan.h"
 
 #include <algorithm>
@@ -37,11 +38,11 @@ std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const 
     const ParamSize& size = sizes.at(order[position]);
     const int64_t bytes = aligned(size.numel * size.element_bytes);
     OpenBucket& bucket = open[size.group];
-    if (bucket.plan.bytes + bytes > caps[std::min(bucket.closed, caps.size() - 1)]) close(bucket);
     bucket.plan.group = size.group;
     bucket.plan.slots.push_back({order[position], bucket.plan.bytes});
     bucket.plan.bytes += bytes;
     bucket.last_position = position;
+    if (bucket.plan.bytes >= caps[std::min(bucket.closed, caps.size() - 1)]) close(bucket);
   }
   for (auto& [group, bucket] : open) close(bucket);
 

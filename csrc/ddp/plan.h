@@ -26,8 +26,8 @@ struct BucketPlan {
   int64_t group = 0;
 };
 
-// Fills buckets in the order given (the expected order of gradients). bucket i of a group holds at most caps[i] bytes,
-// the last cap repeating, except that a parameter larger than its cap has a bucket alone. Buckets come in the order in
+// Fills buckets in the order given (the expected order of gradients). bucket i of a group closes when it has
+// reached caps[i] bytes, the last cap repeating. Buckets come in the order in
 // which they are expected to be complete.
 std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                                      const std::vector<int64_t>& caps);

@@ -12,7 +12,9 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
 #include <map>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -33,6 +35,10 @@ std::string joined(const Names& names) {
   return out;
 }
 
+// Autograd carries errors from hooks to Python: only torch's own kinds keep their kind on the way.
+[[noreturn]] void throw_unsupported(const std::string& message) { C10_THROW_ERROR(NotImplementedError, message); }
+[[noreturn]] void throw_type_error(const std::string& message) { C10_THROW_ERROR(TypeError, message); }
+
 // Strides that a parameter's gradient should have (torch's gradient layout contract): the parameter's own where it is
 // dense, else row-major.
 std::vector<int64_t> grad_strides(const at::Tensor& param) {
@@ -50,6 +56,12 @@ at::Tensor piece_of(const at::Tensor& arena, int64_t offset, at::IntArrayRef siz
   return at::from_blob(static_cast<char*>(arena.data_ptr()) + offset, sizes, strides, keep_arena,
                        arena.options().dtype(dtype), arena.device());
 }
+
+// Which reducer has each parameter's gradient during a synchronised backward: two wrappers around one parameter take
+// turns well, but cannot both reduce it in one backward. Kept only while there are several reducers.
+std::atomic<int> num_reducers{0};
+std::mutex takers_mutex;
+std::unordered_map<const c10::TensorImpl*, const Reducer*> takers;
 
 // Every gradient accumulator that backward from these tensors can reach.
 std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs) {
@@ -93,6 +105,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
   scale_.unsafeGetTensorImpl()->set_wrapped_number(true);
   local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
   build_arena(options);
+  ++num_reducers;
 }
 
 void Reducer::build_arena(const Options& options) {
@@ -161,6 +174,8 @@ void Reducer::add_hooks() {
 }
 
 Reducer::~Reducer() {
+  release_params();
+  --num_reducers;
   for (Parameter& param : params_) {
     if (param.accumulator) param.accumulator->del_post_hook(param.hook);
   }
@@ -174,7 +189,27 @@ void Reducer::remove_autograd_hooks() {
   }
 }
 
+void Reducer::claim(const Parameter& param) const {
+  if (num_reducers == 1) return;
+  const std::lock_guard<std::mutex> lock(takers_mutex);
+  const Reducer* taker = takers.emplace(param.tensor.unsafeGetTensorImpl(), this).first->second;
+  if (taker == this) return;
+  throw_unsupported(text("parameter '", param.name,
+                         "' belongs to two DistributedDataParallel wrappers, and both are to reduce it in the same "
+                         "backward: wrap it once, or use one of the wrappers under no_sync()."));
+}
+
+void Reducer::release_params() const {
+  const std::lock_guard<std::mutex> lock(takers_mutex);
+  if (takers.empty()) return;
+  for (const Parameter& param : params_) {
+    const auto found = takers.find(param.tensor.unsafeGetTensorImpl());
+    if (found != takers.end() && found->second == this) takers.erase(found);
+  }
+}
+
 void Reducer::reset() {
+  release_params();
   for (Parameter& param : params_) {
     param.ready = false;
     param.without_grad = false;
@@ -193,7 +228,8 @@ void Reducer::reset() {
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (step_ == Step::kRunning) fail_incomplete();
+  if (step_ == Step::kRunning) end_interrupted_step();
+  for (const Parameter& param : params_) check_hooked(param);
   reset();
   if (find_unused_) {
     const std::unordered_set<Node*> reachable = reachable_nodes(outputs);
@@ -202,6 +238,25 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
     }
   }
   step_ = Step::kPrepared;
+}
+
+// The step before began and was not finalized. If a gradient is missing, the ranks no longer agree on what is reduced;
+// if none is, backward raised after the last one, and all buckets are with the transport.
+void Reducer::end_interrupted_step() {
+  if (next_bucket_ < buckets_.size()) fail_incomplete();
+  wait_for_buckets();
+}
+
+// module.to(dtype) and the like give a parameter a new gradient accumulator: our hook would sit on the old one, and
+// nothing would be reduced any more.
+void Reducer::check_hooked(const Parameter& param) const {
+  if (!param.accumulator) return;  // hooks were removed on purpose
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param.tensor);
+  if (accumulator.get() == param.accumulator.get()) return;
+  throw EnvironmentError(text("parameter '", param.name,
+                              "' was changed after DistributedDataParallel wrapped it (by .half(), .double(), .to() or "
+                              "an assignment to .data of another type), so that its gradient would no longer be "
+                              "reduced: convert the module first and wrap it then."));
 }
 
 // One gradient has been accumulated into parameter `index`'s .grad, or is known to be none.
@@ -232,22 +287,22 @@ void Reducer::begin_backward() {
 void Reducer::check_gradient(const Parameter& param, const at::Tensor& grad) const {
   const at::Tensor& tensor = param.tensor;
   if (grad.requires_grad()) {
-    throw UnsupportedError(text("the gradient of parameter '", param.name,
-                                "' itself requires a gradient (backward with create_graph=True), which drivetrain's "
-                                "DistributedDataParallel does not support yet: use torch's for double backward."));
+    throw_unsupported(text("the gradient of parameter '", param.name,
+                           "' itself requires a gradient (backward with create_graph=True), which drivetrain's "
+                           "DistributedDataParallel does not support yet: use torch's for double backward."));
   }
   if (grad.layout() != at::kStrided) {
-    throw UnsupportedError(text("the gradient of parameter '", param.name,
-                                "' is sparse, which drivetrain's DistributedDataParallel does not support yet: set "
-                                "sparse=False in its Embedding, or use torch's DistributedDataParallel."));
+    throw_unsupported(text("the gradient of parameter '", param.name,
+                           "' is sparse, which drivetrain's DistributedDataParallel does not support yet: set "
+                           "sparse=False in its Embedding, or use torch's DistributedDataParallel."));
   }
   if (grad.scalar_type() != tensor.scalar_type() || grad.device() != tensor.device() ||
       !grad.sizes().equals(tensor.sizes())) {
-    throw UserTypeError(text("the gradient of parameter '", param.name, "' is ", grad.scalar_type(), " ", grad.sizes(),
-                             " on ", grad.device().str(), ", expected ", tensor.scalar_type(), " ", tensor.sizes(),
-                             " on ", tensor.device().str(),
-                             ": do not assign .grad or set grad_dtype to another type under "
-                             "DistributedDataParallel."));
+    throw_type_error(text("the gradient of parameter '", param.name, "' is ", grad.scalar_type(), " ", grad.sizes(),
+                          " on ", grad.device().str(), ", expected ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
+                          tensor.device().str(),
+                          ": do not assign .grad or set grad_dtype to another type under "
+                          "DistributedDataParallel."));
   }
 }
 
@@ -287,6 +342,7 @@ void Reducer::mark_ready(size_t index) {
         "the wrapped module's forward (call the wrapper, not its .module), or backward ran twice after one forward."));
   }
   param.ready = true;
+  claim(param);
   if (!param.without_grad) {
     take_gradient(param, scaled_);
   } else if (const at::Tensor& kept = param.tensor.grad(); kept.defined()) {
@@ -321,44 +377,47 @@ void Reducer::start_full_buckets() {
   });
 }
 
-bool Reducer::used_by_any_rank(size_t index) {
-  if (!find_unused_) return true;
-  if (used_reduce_) {
-    used_reduce_->wait();
-    used_reduce_.reset();
-    global_used_ = global_used_.cpu();  // the one host wait, and only where something is unused here
-  }
-  return global_used_.data_ptr<int32_t>()[index] > 0;
-}
-
+// Also for parameters that had a gradient: another hook may have re-pointed .grad since (that of a second wrapper
+// around the same parameter does).
 void Reducer::finish_param(Parameter& param, bool used_somewhere) {
   at::Tensor& grad = param.tensor.mutable_grad();
   if (used_somewhere) {
-    grad = param.view;
+    if (!grad.is_same(param.view)) grad = param.view;
   } else if (param.untouched.defined()) {
     grad.copy_(param.untouched);
+  }
+}
+
+void Reducer::wait_for_buckets() {
+  for (Bucket& bucket : buckets_) wait_for(*bucket.reduce, describe(bucket));
+  if (used_reduce_) wait_for(*used_reduce_, "the map of used parameters");
+}
+
+void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
+  try {
+    reduce.wait();
+  } catch (const std::exception& error) {
+    const std::string report = error.what();
+    reset();
+    throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
+                                " failed; a rank has probably died or hangs, look for the first error in the others' "
+                                "logs. The process group reports: ",
+                                report));
   }
 }
 
 void Reducer::finalize_backward() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    try {
-      buckets_[b].reduce->wait();
-    } catch (const std::exception& error) {
-      const std::string what = describe(buckets_[b]);
-      reset();
-      throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
-                                  " failed; a rank has probably died or hangs, look for the first error in the others' "
-                                  "logs. The process group reports: ",
-                                  error.what()));
-    }
-  }
+  wait_for_buckets();
+  bool any_unused = false;
+  for (const Parameter& param : params_) any_unused |= param.without_grad;
+  // The one host wait for a device, and only where something is unused here.
+  if (find_unused_ && any_unused) global_used_ = global_used_.cpu();
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i].without_grad) finish_param(params_[i], used_by_any_rank(i));
+    const bool used_somewhere = !params_[i].without_grad || !find_unused_ || global_used_.data_ptr<int32_t>()[i] > 0;
+    finish_param(params_[i], used_somewhere);
   }
-  if (used_reduce_) used_reduce_->wait();
   local_used_.zero_();
   reset();
 }

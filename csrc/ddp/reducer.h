@@ -97,12 +97,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void take_gradient(Parameter& param, bool scaled);
   void fill_view(const Parameter& param, const at::Tensor& values, bool scaled) const;
   void check_gradient(const Parameter& param, const at::Tensor& grad) const;
+  void claim(const Parameter& param) const;
+  void release_params() const;
   void mark_ready(size_t index);
   void begin_backward();
   void start_full_buckets();
   void finalize_backward();
   void finish_param(Parameter& param, bool used_somewhere);
-  bool used_by_any_rank(size_t index);
+  void wait_for_buckets();
+  void wait_for(PendingReduce& reduce, const std::string& what);
+  void end_interrupted_step();
+  void check_hooked(const Parameter& param) const;
   void reset();
   std::string describe(const Bucket& bucket) const;
   [[noreturn]] void fail_incomplete() const;

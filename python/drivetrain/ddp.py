@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from . import _C
 
@@ -47,7 +48,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     Gradients live in one persistent flat arena in bucket order: after a backward each `.grad` is a view of it, so that
     no second copy exists, whatever `gradient_as_bucket_view` says. Buckets are all-reduced while backward runs, from
-    the first step on. `.grad` is the mean over ranks, as with torch.
+    the first step on. `.grad` is the mean over ranks, as with torch. The arena is reused: a reference kept to a `.grad`
+    shows the next backward's values, so clone what you want to keep.
 
     Args: as torch's. Not supported yet (NotImplementedError when set): `static_graph`, `delay_all_reduce_named_params`,
         `param_to_hook_all_reduce`, `mixed_precision`, `device_mesh`, `skip_all_reduce_unused_params`; likewise
@@ -100,8 +102,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "DistributedDataParallel needs a process group and none is initialised: start the script with "
                 "torchrun and call torch.distributed.init_process_group() first, or pass process_group."
             )
-        if init_sync and named_params:
-            _check_same_on_all_ranks(named_params, process_group)
+        if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch has a word for lazy ones
+            arguments = {
+                name: given[name] for name in ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters")
+            }
+            _check_same_on_all_ranks(module, named_params, arguments, process_group)
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         size = sum(param.numel() for _, param in named_params) / 1e6
         count = len(self.reducer.buckets())
@@ -231,7 +236,7 @@ def _refuse_unsupported(changed: dict[str, object]) -> None:
         "device_mesh",
         "skip_all_reduce_unused_params",
     ):
-        if changed.get(name):
+        if name in changed:
             raise _unsupported(name)
     for name in changed:
         if name not in _TORCH_ARGUMENTS and name != "batched_grad_copy":
@@ -261,21 +266,29 @@ def _check_devices(named_params: list[tuple[str, nn.Parameter]]) -> None:
         raise _unsupported(f"modules spread over several devices ({where})")
 
 
-def _check_same_on_all_ranks(named_params: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None) -> None:
-    """Raises RuntimeError on every rank if any two disagree about the parameters, naming the first that differs."""
-    mine = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in named_params}
+def _check_same_on_all_ranks(
+    module: nn.Module,
+    named_params: list[tuple[str, nn.Parameter]],
+    arguments: dict[str, object],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raises RuntimeError on every rank if any two disagree about what is reduced, naming the first difference."""
+    mine = {f"argument {name!r}": repr(value) for name, value in arguments.items()}
+    for name, param in named_params:
+        mine[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, strides {param.stride()}"
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    device = named_params[0][1].device
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if len(set(_gather(digest, group))) == 1:
             return
         by_rank = _gather(mine, group)
-    for name in dict.fromkeys(name for params in by_rank for name in params):
-        found = [params.get(name, "no such parameter") for params in by_rank]
+    for what in dict.fromkeys(what for facts in by_rank for what in facts):
+        found = [facts.get(what, "not there") for facts in by_rank]
         if len(set(found)) > 1:
-            ranks = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(found))
+            ranks = "; ".join(f"rank {rank}: {fact}" for rank, fact in enumerate(found))
             raise RuntimeError(
-                f"DistributedDataParallel needs the same model on every rank, but parameter {name!r} differs: {ranks}."
+                "DistributedDataParallel needs the same model and arguments on every rank, but "
+                f"{what} differs: {ranks}."
             )
     raise RuntimeError(
         "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "

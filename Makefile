@@ -4,10 +4,14 @@
 ACTIVE := $(shell test -n "$$VIRTUAL_ENV" && "$$VIRTUAL_ENV/bin/python" -c "import torch" 2>/dev/null && echo "$$VIRTUAL_ENV")
 ENV := $(or $(ACTIVE),.venv)
 PYTHON := $(ENV)/bin/python
+RANKS ?= 2
 # The version for which pip finds a CPU build where one is offered; another one: make TORCH=torch==2.14.1 ...
 TORCH ?= torch==2.13.0
-RANKS ?= 2
-STAMPS := $(ENV)/.drivetrain
+ifneq ($(words $(ENV)),1)
+$(error make cannot work with an environment whose path has spaces: "$(ENV)". Deactivate it; one is then made in .venv)
+endif
+# Per checkout and torch: an active environment may serve several.
+STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja
 
@@ -51,12 +55,12 @@ clean: ## remove builds and the environment made here
 
 $(ENV)/bin/python:
 	python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "drivetrain needs Python 3.10 or newer; python3 is $$(python3 --version)." >&2; exit 1; }
-	python3 -m venv .venv || { echo "python3 -m venv failed: install your system's venv package (Debian: apt install python3-venv)." >&2; exit 1; }
+	python3 -m venv .venv || { rm -rf .venv; echo "python3 -m venv failed: install your system's venv package (Debian: apt install python3-venv)." >&2; exit 1; }
 
 # torch first and pinned, so that nothing later pulls another build of it.
 $(STAMPS)/torch: | $(ENV)/bin/python
 	mkdir -p $(STAMPS)
-	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install --quiet "$(TORCH)" numpy
+	$(if $(ACTIVE),$(PYTHON) -m pip --version > /dev/null || $(PYTHON) -m ensurepip,$(PYTHON) -m pip install --quiet "$(TORCH)" numpy)
 	touch $@
 
 $(STAMPS)/build-tools: $(STAMPS)/torch

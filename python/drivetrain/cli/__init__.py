@@ -45,7 +45,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="run | bench | doctor")
     for command, (_, summary) in _COMMANDS.items():
-        subparser = commands.add_parser(command, help=summary, description=f"{summary.capitalize()}.")
+        subparser = commands.add_parser(command, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if command == chosen:
             _command_module(command).add_arguments(subparser)
     return parser

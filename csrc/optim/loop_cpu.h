@@ -126,20 +126,6 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   }
 }
 
-// The parameter that holds flat element `position`.
-inline int32_t find_param(const StepJob& job, int64_t position) {
-  int32_t low = 0, high = job.num_params - 1;
-  while (low < high) {
-    const int32_t middle = (low + high + 1) / 2;
-    if (job.params[middle].begin <= position) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
 template <template <class> class RuleOf>
 void loop_cpu(const StepJob& job, int64_t begin, int64_t end) {
   for (int32_t index = find_param(job, begin); index < job.num_params; ++index) {

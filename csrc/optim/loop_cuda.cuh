@@ -9,20 +9,6 @@ constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 4;  // loads in flight per thread before the first is used
 constexpr int kTileCuda = kThreads * kElementsPerThread;
 
-// The parameter that holds flat element `position` (params sorted by begin, in device memory).
-__device__ inline int find_param(const StepJob& job, int64_t position) {
-  int low = 0, high = job.num_params - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (job.params[middle].begin <= position) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
 // Updates [begin, end) of one parameter, the block's threads side by side.
 template <template <class> class RuleOf, class T>
 __device__ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
@@ -56,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) loop_cuda(StepJob job) {
   for (int64_t tile = blockIdx.x; tile * kTileCuda < job.total; tile += gridDim.x) {
     int64_t position = tile * kTileCuda;
     const int64_t tile_end = position + kTileCuda < job.total ? position + kTileCuda : job.total;
-    for (int index = find_param(job, position); position < tile_end; ++index) {
+    for (int32_t index = find_param(job, position); position < tile_end; ++index) {
       const ParamJob param = job.params[index];
       const int64_t param_end = param.begin + param.numel;
       const int64_t end = param_end < tile_end ? param_end : tile_end;

@@ -29,6 +29,26 @@ struct StepJob {
   int64_t total;
 };
 
+#if defined(DRIVETRAIN_ISA)
+inline namespace DRIVETRAIN_ISA {
+#endif
+// The parameter that holds flat element `position`.
+DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
+  int32_t low = 0, high = job.num_params - 1;
+  while (low < high) {
+    const int32_t middle = (low + high + 1) / 2;
+    if (job.params[middle].begin <= position) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+#if defined(DRIVETRAIN_ISA)
+}  // namespace DRIVETRAIN_ISA
+#endif
+
 // Updates the elements [begin, end) of the flat order. One copy per instruction set.
 namespace baseline {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);

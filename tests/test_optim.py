@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -425,28 +424,6 @@ else:
     environment = {**os.environ, "DRIVETRAIN_ISA": "bogus"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-
-
-def test_gradients_dropped_by_another_thread_during_a_step() -> None:
-    params = [torch.randn(1 << 18).requires_grad_() for _ in range(16)]
-    optimizer = optim.AdamW(params)
-    done = threading.Event()
-
-    def drop() -> None:
-        while not done.is_set():
-            for param in params:
-                param.grad = None
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    try:
-        for _ in range(30):
-            set_grads(params)
-            optimizer.step()
-    finally:
-        done.set()
-        thread.join()
-    assert all(param.isfinite().all() for param in params)
 
 
 class TestBadInput:

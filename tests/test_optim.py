@@ -475,6 +475,18 @@ class TestBadInput:
         with pytest.raises(NotImplementedError, match="'p': it is a tensor subclass that wraps others"):
             optim.SGD([("p", fake)]).step()
 
+    @pytest.mark.parametrize("freed", ["it", "its gradient", "its state"])
+    def test_memory_freed_under_a_tensor(self, freed: str) -> None:
+        param = torch.ones(3, requires_grad=True)
+        param.grad = torch.ones(3)
+        optimizer = optim.AdamW([("p", param)])
+        optimizer.step()
+        tensors = {"it": param, "its gradient": param.grad, "its state": optimizer.state[param]["exp_avg"]}
+        tensors[freed].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"'p': the memory of {freed} has been freed"):
+            optimizer.step()
+        assert optimizer.state[param]["step"].item() == 1
+
     def test_option_of_a_group(self) -> None:
         with pytest.raises(NotImplementedError, match="capturable=True"):
             optim.AdamW([{"params": make_params(), "capturable": True}])

@@ -65,18 +65,17 @@ void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rule
 // What has been read and checked, done: counters, versions, launches. Needs no GIL.
 void run(const StepReader& read) {
   constexpr int64_t kGrain = 512;  // parameters that are worth a thread
-  at::parallel_for(0, static_cast<int64_t>(read.counters.size()), kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const StepCounter& counter = read.counters[i];
+      const auto& [param, counter] = read.written[i];
+      param->bump_version();
+      if (counter.value == nullptr) continue;
       if (counter.is_double) {
         *static_cast<double*>(counter.value) += 1;
       } else {
         *static_cast<float*>(counter.value) += 1;
       }
     }
-  });
-  at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) read.written[i]->bump_version();
   });
   for (const Batch& batch : read.batches) {
     if (batch.total == 0) continue;

@@ -1,10 +1,11 @@
-// The three passes of reading a step; see step_reader.h.
+// The passes of reading a step; see step_reader.h.
 #include "optim/step_reader.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstring>
 #include <optional>
 
 #include "base/check.h"
@@ -78,15 +79,25 @@ bool has_own_memory(const at::Tensor& tensor) {
          !tensor.key_set().has(c10::DispatchKey::Functionalize);
 }
 
-// Can be walked from its first element to its last.
-bool is_plain(const at::Tensor& tensor) {
-  return has_own_memory(tensor) && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
-         !tensor.is_neg() && format_of(tensor.scalar_type()).has_value();
+// The keys of a tensor that is what its memory is: no wrapper, not sparse, no lazy conjugation or negation.
+constexpr c10::DispatchKeySet kPlainKeys =
+    c10::DispatchKeySet(c10::DispatchKey::Dense) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+    c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+
+// Can be walked from its first element to its last; where, in `stream`.
+bool read_contiguous(const c10::TensorImpl& tensor, Stream& stream) {
+  if ((tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0 || !tensor.is_contiguous()) return false;
+  const std::optional<Format> format = format_of(tensor.dtype().toScalarType());
+  c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+  if (!format || storage == nullptr || storage->data() == nullptr) return false;
+  stream.format = *format;
+  stream.data = static_cast<char*>(storage->mutable_data()) + tensor.storage_offset() * tensor.itemsize();
+  return true;
 }
 
-bool is_plain_like(const at::Tensor& param, const at::Tensor& other) {
-  return is_plain(other) && other.device() == param.device() && other.is_complex() == param.is_complex() &&
-         other.sizes().equals(param.sizes());
+bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
+  return other.sizes().equals(param.sizes()) && other.device() == param.device() &&
+         c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());
 }
 
 Stream stream_of(const at::Tensor& tensor) { return {tensor.data_ptr(), *format_of(tensor.scalar_type())}; }
@@ -105,6 +116,15 @@ double steps_done(const StepCounter& counter) {
 const at::Tensor& contiguous_copy(Batch& batch, const at::Tensor& tensor) {
   batch.copies.push_back({tensor, tensor.detach().clone(at::MemoryFormat::Contiguous)});
   return batch.copies.back().copy;
+}
+
+// Whether a dict's key is that interned name. A key that is equal but not interned (an unpickled one may be) differs in
+// address only.
+bool is_name(PyObject* key, PyObject* name) {
+  return key == name || (PyUnicode_CheckExact(key) && PyUnicode_GET_LENGTH(key) == PyUnicode_GET_LENGTH(name) &&
+                         PyUnicode_KIND(key) == PyUnicode_KIND(name) &&
+                         std::memcmp(PyUnicode_DATA(key), PyUnicode_DATA(name),
+                                     PyUnicode_GET_LENGTH(name) * PyUnicode_KIND(name)) == 0);
 }
 
 // `value` itself if it lies in memory as `like` does, else a copy that does (written back after the step if asked).
@@ -131,11 +151,19 @@ const RuleInfo& find_rule(const std::string& name) {
   throw UserError(text("drivetrain has no optimizer rule named '", name, "'"));
 }
 
+void Footprint::prefetch() const {
+  for (int i = 0; i < num_objects; ++i) optim::prefetch(objects[i]);
+  for (int i = 0; i < num_tensors; ++i) {
+    optim::prefetch(tensors[i], sizeof(c10::TensorImpl) / kLine + 1);
+    optim::prefetch(storages[i]);
+  }
+  optim::prefetch(step_value);
+}
+
 void Footprint::add(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   tensors[num_tensors] = impl;
   storages[num_tensors] = impl->unsafe_storage().unsafeGetStorageImpl();
-  data[num_tensors] = tensor.const_data_ptr();
   ++num_tensors;
 }
 
@@ -153,7 +181,6 @@ void StepReader::begin(const py::dict& state, const py::list& fresh) {
     batch.total = 0;
   }
   rules.clear();
-  counters.clear();
   written.clear();
   rule_group_ = -1;
 }
@@ -165,34 +192,22 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
     const at::Tensor& param = THPVariable_Unpack(entries_[i].param);
     owners.push_back(param.getIntrusivePtr());
     if (param.grad().defined()) owners.push_back(param.grad().getIntrusivePtr());
-    if (entries_[i].step != nullptr) owners.push_back(THPVariable_Unpack(entries_[i].step).getIntrusivePtr());
-    for (PyObject* state : entries_[i].states) {
+    const StateValues values = state_values(entries_[i]);
+    if (values.step != nullptr) owners.push_back(THPVariable_Unpack(values.step).getIntrusivePtr());
+    for (PyObject* state : values.states) {
       if (state != nullptr) owners.push_back(THPVariable_Unpack(state).getIntrusivePtr());
     }
   }
   return owners;
 }
 
-// ---- First pass: Python's lists and dicts.
-
 void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers) {
   groups_.push_back({group, index, &rule, hypers});
   PyObject* params = PyDict_GetItemString(group.ptr(), "params");
   DT_INVARIANT(params != nullptr && PyList_Check(params));
-  const size_t first = entries_.size();
-  entries_.resize(first + PyList_GET_SIZE(params));
-  if (footprints_.size() < entries_.size()) footprints_.resize(entries_.size());
-  for (size_t i = first; i < entries_.size(); ++i) {
-    if (i + kAhead < footprints_.size()) {
-      prefetch(footprints_[i + kAhead].state_dict[0]);
-      prefetch(footprints_[i + kAhead].state_dict[1], 3);
-    }
-    Entry& entry = entries_[i];
-    entry = Entry{};
-    entry.index = static_cast<int64_t>(i - first);
-    entry.param = PyList_GET_ITEM(params, entry.index);
-    entry.group = static_cast<uint32_t>(groups_.size() - 1);
-    collect_state(entry, rule, footprints_[i]);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
+    PyObject* param = PyList_GET_ITEM(params, i);
+    entries_.push_back({param, find_state(param), static_cast<uint32_t>(groups_.size() - 1), static_cast<uint32_t>(i)});
   }
 }
 
@@ -204,52 +219,56 @@ PyObject* StepReader::find_state(PyObject* param) {
   for (int i = 0; i < kLookAhead && PyDict_Next(state_.ptr(), &position, &key, &value); ++i) {
     if (key == param) {
       state_position_ = position;
-      return PyDict_Check(value) ? value : nullptr;
+      return value;
     }
   }
   value = PyDict_GetItemWithError(state_.ptr(), param);
   if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return value != nullptr && PyDict_Check(value) ? value : nullptr;
+  return value;
 }
 
 // State counts as there if every entry is: torch's own classes leave some that are None (SGD's first momentum_buffer)
-// or absent (amsgrad switched on later).
-void StepReader::collect_state(Entry& entry, const RuleInfo& rule, Footprint& footprint) {
+// or absent (amsgrad switched on later). Walks the few items of the dict instead of looking names up: that neither
+// hashes nor counts references nor touches the interpreter's thread state, so any thread may do it while one has the
+// GIL.
+StepReader::StateValues StepReader::state_values(const Entry& entry) const {
   static PyObject* const step_name = PyUnicode_InternFromString("step");
-  entry.has_state = rule.state_names.empty();
-  if (entry.has_state) return;
-  PyObject* values = find_state(entry.param);
-  if (values == nullptr) return;
-  footprint.state_dict[0] = values;
-  footprint.state_dict[1] = reinterpret_cast<PyDictObject*>(values)->ma_keys;
-  entry.has_state = true;
-  for (size_t s = 0; s < rule.state_names.size(); ++s) {
-    entry.states[s] = PyDict_GetItemWithError(values, rule.state_names[s]);
-    if (entry.states[s] == nullptr || entry.states[s] == Py_None) entry.has_state = false;
+  const RuleInfo& rule = *groups_[entry.group].rule;
+  StateValues found;
+  size_t num_found = 0;
+  if (entry.state != nullptr && PyDict_Check(entry.state)) {
+    Py_ssize_t position = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    while (PyDict_Next(entry.state, &position, &key, &value)) {
+      if (rule.counts_steps && is_name(key, step_name)) found.step = value;
+      for (size_t s = 0; s < rule.state_names.size(); ++s) {
+        if (!is_name(key, rule.state_names[s]) || value == Py_None) continue;
+        found.states[s] = value;
+        ++num_found;
+      }
+    }
   }
-  if (rule.counts_steps) entry.step = PyDict_GetItemWithError(values, step_name);
+  found.complete = num_found == rule.state_names.size();
+  return found;
 }
 
-// ---- Second pass: tensors, on all threads. Calls nothing of Python's, throws nothing.
+// ---- Plain tensors, on all threads.
 
 void StepReader::read() {
-  readings_.resize(entries_.size(), Reading{Kind::kOther, false, at::kCPU, {}, 0, {}, nullptr});
+  footprints_.resize(entries_.size());
+  readings_.resize(entries_.size());
   constexpr int64_t kGrain = 512;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + static_cast<int64_t>(kAhead) < end) {
-        const Entry& entry = entries_[i + kAhead];
-        const Footprint& footprint = footprints_[i + kAhead];
-        prefetch(entry.param);
-        for (PyObject* state : entry.states) prefetch(state);
-        prefetch(entry.step);
-        for (int t = 0; t < footprint.num_tensors; ++t) {
-          prefetch(footprint.tensors[t], sizeof(c10::TensorImpl) / kLine + 1);
-          prefetch(footprint.storages[t]);
-          prefetch(footprint.data[t]);
-        }
+      if (const int64_t ahead = i + 2 * kAhead; ahead < end) {
+        prefetch(entries_[ahead].state);
+        prefetch(footprints_[ahead].dict_keys, 3);
       }
-      readings_[i] = read_plain(entries_[i], footprints_[i]);
+      if (const int64_t ahead = i + kAhead; ahead < end) {
+        prefetch(entries_[ahead].param);
+        footprints_[ahead].prefetch();
+      }
+      read_plain(entries_[i], footprints_[i], readings_[i]);
     }
   });
   for (size_t i = 0; i < entries_.size(); ++i) {
@@ -258,49 +277,62 @@ void StepReader::read() {
   }
 }
 
-StepReader::Reading StepReader::read_plain(const Entry& entry, Footprint& footprint) const {
-  Reading reading{Kind::kOther, false, at::kCPU, {}, 0, {}, nullptr};
+void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const {
+  reading.kind = Kind::kOther;
   const RuleInfo& rule = *groups_[entry.group].rule;
-  if (!THPVariable_CheckExact(entry.param)) return reading;
-  const at::Tensor& param = THPVariable_Unpack(entry.param);
-  const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
-  if (!grad.defined()) {
+  if (!THPVariable_CheckExact(entry.param)) return;
+  const at::Tensor& param_tensor = THPVariable_Unpack(entry.param);
+  const c10::TensorImpl& param = *param_tensor.unsafeGetTensorImpl();
+  const at::Tensor& grad_tensor = param.grad();
+  if (!grad_tensor.defined()) {
     reading.kind = Kind::kNoGradient;
-    return reading;
+    return;
   }
-  if (!entry.has_state || !is_plain(param) || !is_plain_like(param, grad) || is_double(param) != is_double(grad) ||
-      param.numel() == 0 || !(param.is_cpu() || param.is_cuda())) {
-    return reading;
+  const c10::TensorImpl& grad = *grad_tensor.unsafeGetTensorImpl();
+  reading.device = param.device();
+  if (param.numel() == 0 || !(reading.device.is_cpu() || reading.device.is_cuda()) ||
+      !read_contiguous(param, reading.job.param) || !same_kind(param, grad) ||
+      !read_contiguous(grad, reading.job.grad)) {
+    return;
   }
-  footprint.num_tensors = 0;
-  footprint.add(param);
-  footprint.add(grad);
+  reading.in_double = reading.job.param.format == Format::kFloat64;
+  if (reading.in_double != (reading.job.grad.format == Format::kFloat64)) return;
+  const StateValues values = state_values(entry);
+  if (!values.complete) return;
+  if (!rule.state_names.empty() || rule.counts_steps) {
+    footprint.dict_keys = reinterpret_cast<PyDictObject*>(entry.state)->ma_keys;
+  }
+  footprint.num_objects = footprint.num_tensors = 0;
+  footprint.add(param_tensor);
+  footprint.add(grad_tensor);
   for (size_t s = 0; s < rule.state_names.size(); ++s) {
-    if (!THPVariable_CheckExact(entry.states[s])) return reading;
-    const at::Tensor& state = THPVariable_Unpack(entry.states[s]);
-    if (!is_plain_like(param, state)) return reading;
+    if (!THPVariable_CheckExact(values.states[s])) return;
+    const at::Tensor& state = THPVariable_Unpack(values.states[s]);
+    if (!same_kind(param, *state.unsafeGetTensorImpl()) ||
+        !read_contiguous(*state.unsafeGetTensorImpl(), reading.job.state[s])) {
+      return;
+    }
+    footprint.objects[footprint.num_objects++] = values.states[s];
     footprint.add(state);
-    reading.job.state[s] = stream_of(state);
   }
+  reading.counter = {};
+  reading.steps_done = 0;
   if (rule.counts_steps) {
-    if (entry.step == nullptr || !THPVariable_CheckExact(entry.step)) return reading;
-    const at::Tensor& step = THPVariable_Unpack(entry.step);
-    if (!is_step_counter(step)) return reading;
+    if (values.step == nullptr || !THPVariable_CheckExact(values.step)) return;
+    const at::Tensor& step = THPVariable_Unpack(values.step);
+    if (!is_step_counter(step)) return;
+    footprint.objects[footprint.num_objects++] = values.step;
     footprint.add(step);
     reading.counter = counter_of(step);
+    footprint.step_value = reading.counter.value;
     reading.steps_done = steps_done(reading.counter);
   }
-  reading.job.param = stream_of(param);
-  reading.job.grad = stream_of(grad);
-  reading.job.numel = real_numel(param);
-  reading.device = param.device();
-  reading.in_double = is_double(param);
-  reading.param = param.unsafeGetTensorImpl();
+  reading.job.numel = param.numel() * (param_tensor.is_complex() ? 2 : 1);
+  reading.param = param_tensor.unsafeGetTensorImpl();
   reading.kind = Kind::kPlain;
-  return reading;
 }
 
-// ---- Third pass: what is not plain, and everything's place in its launch.
+// ---- What is not plain, and everything's place in its launch; on one thread.
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {
   Batch& batch = batch_for(entry, reading.device, reading.in_double);
@@ -309,8 +341,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   job.begin = batch.total;
   batch.total += job.numel;
   if (job.numel > 0) batch.params.push_back(job);
-  if (reading.counter.value != nullptr) counters.push_back(reading.counter);
-  written.push_back(reading.param);
+  written.push_back({reading.param, reading.counter});
 }
 
 void StepReader::read_other(const Entry& entry) {
@@ -321,14 +352,18 @@ void StepReader::read_other(const Entry& entry) {
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");
-  if (!entry.has_state) {
+  const StateValues values = state_values(entry);
+  if (!values.complete) {
     missing.append(py::make_tuple(py::handle(entry.param), groups_[entry.group].index));
     return;
   }
   Batch& batch = batch_for(entry, param.device(), is_double(param));
-  Reading reading{Kind::kPlain, is_double(param), param.device(), {}, 0, {}, param.unsafeGetTensorImpl()};
+  Reading reading;
+  reading.in_double = is_double(param);
+  reading.device = param.device();
+  reading.param = param.unsafeGetTensorImpl();
   if (rule.counts_steps) {
-    reading.counter = counter_of(checked_step(entry, param));
+    reading.counter = counter_of(checked_step(entry, values.step));
     reading.steps_done = steps_done(reading.counter);
   }
   const bool is_walkable = param.is_non_overlapping_and_dense() && !param.is_conj() && !param.is_neg();
@@ -337,7 +372,7 @@ void StepReader::read_other(const Entry& entry) {
   reading.job.param = stream_of(walked);
   reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/false));
   for (size_t s = 0; s < rule.state_names.size(); ++s) {
-    const at::Tensor& state = checked_state(entry, param, s);
+    const at::Tensor& state = checked_state(entry, param, values.states[s], s);
     check_memory(entry, state, "its state");
     reading.job.state[s] = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
   }
@@ -345,7 +380,14 @@ void StepReader::read_other(const Entry& entry) {
 }
 
 void StepReader::check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const {
-  if (has_own_memory(tensor) || tensor.device().is_meta()) return;
+  if (tensor.device().is_meta()) return;
+  if (has_own_memory(tensor) && tensor.numel() > 0 && tensor.layout() == at::kStrided &&
+      tensor.storage().data() == nullptr) {
+    throw UserError(text(label(entry), ": the memory of ", what,
+                         " has been freed (its storage was resized to 0, as sharding wrappers do between steps): "
+                         "restore it before optimizer.step()."));
+  }
+  if (has_own_memory(tensor)) return;
   throw UnsupportedError(text(label(entry), ": ", what,
                               " is a tensor subclass that wraps others (a DTensor of FSDP or tensor parallelism, say), "
                               "which drivetrain's optimizers do not support: use torch.optim for it."));
@@ -372,11 +414,11 @@ void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const a
   }
 }
 
-const at::Tensor& StepReader::checked_step(const Entry& entry, const at::Tensor& param) const {
-  if (entry.step == nullptr || !THPVariable_Check(entry.step)) {
+const at::Tensor& StepReader::checked_step(const Entry& entry, PyObject* value) const {
+  if (value == nullptr || !THPVariable_Check(value)) {
     throw UserTypeError(text(label(entry), ": its state has no tensor 'step'; expected a CPU tensor with one float."));
   }
-  const at::Tensor& step = THPVariable_Unpack(entry.step);
+  const at::Tensor& step = THPVariable_Unpack(value);
   if (!is_step_counter(step)) {
     throw UserTypeError(text(label(entry), ": its state 'step' is ", step.scalar_type(), " of ", step.numel(),
                              " elements on ", step.device().str(),
@@ -385,8 +427,8 @@ const at::Tensor& StepReader::checked_step(const Entry& entry, const at::Tensor&
   return step;
 }
 
-const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor& param, size_t which) const {
-  PyObject* object = entry.states[which];
+const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor& param, PyObject* object,
+                                            size_t which) const {
   const auto name = [&] { return py::handle(groups_[entry.group].rule->state_names[which]).cast<std::string>(); };
   if (!THPVariable_Check(object)) {
     throw UserTypeError(text(label(entry), ": its state '", name(), "' is not a tensor."));
@@ -437,7 +479,8 @@ int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
 std::string StepReader::label(const Entry& entry) const {
   const Group& group = groups_[entry.group];
   if (PyObject* names = PyDict_GetItemString(group.dict.ptr(), "param_names"); names != nullptr) {
-    return text("parameter '", py::str(py::handle(names)[py::int_(entry.index)]).cast<std::string>(), "'");
+    return text("parameter '",
+                py::str(py::handle(names)[py::int_(static_cast<size_t>(entry.index))]).cast<std::string>(), "'");
   }
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   return text("parameter ", entry.index, " of param_groups[", group.index, "] (shape ", param.sizes(), ")");

@@ -44,8 +44,14 @@ struct Batch {
 
 // A counter of steps, to be advanced.
 struct StepCounter {
-  void* value;
+  void* value;     // null: the rule has none
   bool is_double;  // else float
+};
+
+// A parameter that the step writes: autograd must see its version change.
+struct Written {
+  c10::TensorImpl* param;
+  StepCounter counter;
 };
 
 // Where in memory one parameter's objects lay at the last step. With thousands of small parameters a step is bound by
@@ -53,24 +59,26 @@ struct StepCounter {
 // address that is no longer true costs nothing.
 struct Footprint {
   static constexpr int kMaxTensors = 3 + kMaxStates;  // parameter, gradient, step, states
-  const void* state_dict[2] = {};                     // the Python dict and its table of keys
-  int num_tensors = 0;
-  const void* tensors[kMaxTensors] = {};   // c10::TensorImpl
-  const void* storages[kMaxTensors] = {};  // c10::StorageImpl
-  const void* data[kMaxTensors] = {};
+  const void* dict_keys = nullptr;                    // of the parameter's state
+  const void* step_value = nullptr;
+  int num_objects = 0, num_tensors = 0;
+  const void* objects[1 + kMaxStates] = {};  // PyObject of step and states
+  const void* tensors[kMaxTensors] = {};     // c10::TensorImpl
+  const void* storages[kMaxTensors] = {};    // c10::StorageImpl
 
+  void prefetch() const;
   void add(const at::Tensor& tensor);
 };
 
-// Three passes: the Python objects are collected (one thread, Python's dicts), plain tensors are read (all threads, no
-// Python), and whatever is not plain is looked at again with every check and its error message (one thread).
+// Two passes over the parameters: plain tensors are read on all threads, by code that only looks at memory; what is
+// not plain is looked at again with every check and its error message, on one thread.
 // One per optimizer: what it keeps between steps is memory and footprints, no facts. The GIL must be held.
 class StepReader {
  public:
   // Forgets the step before. fresh: parameters whose state was initialised for this very step.
   void begin(const pybind11::dict& state, const pybind11::list& fresh);
 
-  // Collects one element of param_groups; index: its place there.
+  // Lists one element of param_groups; index: its place there.
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers);
 
   // Reads all that was added. Throws what is wrong with it, naming the parameter; nothing has changed then.
@@ -79,8 +87,7 @@ class StepReader {
   pybind11::list missing;  // (parameter, index of its group): has a gradient but not all of its state
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
-  std::vector<StepCounter> counters;
-  std::vector<c10::TensorImpl*> written;  // the parameters, whose version autograd must see change
+  std::vector<Written> written;
 
   // Owners of every tensor that was read, for a step during which other threads may run Python.
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners() const;
@@ -98,11 +105,16 @@ class StepReader {
   // One parameter as Python holds it. Borrowed: the groups and the state keep the objects alive.
   struct Entry {
     PyObject* param;
-    int64_t index;  // within its group
+    PyObject* state;  // what the optimizer's state has under the parameter, or null
     uint32_t group;
-    bool has_state;  // all that the rule needs
-    PyObject* states[kMaxStates];
-    PyObject* step;
+    uint32_t index;  // within its group
+  };
+
+  // The values of a parameter's state that its rule needs. Borrowed.
+  struct StateValues {
+    bool complete = false;  // none is absent or None, save `step`, which has errors of its own
+    PyObject* step = nullptr;
+    PyObject* states[kMaxStates] = {};
   };
 
   enum class Kind : uint8_t {
@@ -111,25 +123,25 @@ class StepReader {
     kOther,  // to be looked at again
   };
   struct Reading {
-    Kind kind;
-    bool in_double;
-    at::Device device;
-    ParamJob job;
-    double steps_done;
-    StepCounter counter;
-    c10::TensorImpl* param;
+    Kind kind = Kind::kOther;
+    bool in_double = false;
+    at::Device device = at::kCPU;
+    ParamJob job = {};
+    double steps_done = 0;
+    StepCounter counter = {};
+    c10::TensorImpl* param = nullptr;
   };
 
   PyObject* find_state(PyObject* param);
-  void collect_state(Entry& entry, const RuleInfo& rule, Footprint& footprint);
-  Reading read_plain(const Entry& entry, Footprint& footprint) const;
+  StateValues state_values(const Entry& entry) const;
+  void read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const;
   void read_other(const Entry& entry);
   void add_job(const Entry& entry, const Reading& reading);
 
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
-  const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, size_t which) const;
-  const at::Tensor& checked_step(const Entry& entry, const at::Tensor& param) const;
+  const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
+  const at::Tensor& checked_step(const Entry& entry, PyObject* value) const;
   Batch& batch_for(const Entry& entry, at::Device device, bool in_double);
   int32_t rule_index(const Entry& entry, double steps_done);
   std::string label(const Entry& entry) const;

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .base import FusedOptimizer, as_float
+from .base import FusedOptimizer
 
 
 class Adam(FusedOptimizer, torch.optim.Adam):
@@ -27,9 +27,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": as_float(group["lr"]),
-            "beta1": as_float(beta1),
-            "beta2": as_float(beta2),
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
             "decoupled_weight_decay": group["decoupled_weight_decay"],

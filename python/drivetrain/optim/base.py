@@ -1,6 +1,6 @@
 """What every optimizer here shares: torch's Optimizer contract around one native step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -36,16 +36,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The group's numbers, by the names that the native rule reads."""
         raise NotImplementedError
 
-    def _init_state(self, param: Tensor, rule: str) -> None:
-        """Fills what `param`'s state lacks, with torch's names, dtypes and layout."""
-        state = self.state[param]
+    def _init_states(self, params: Sequence[Tensor], rule: str) -> None:
+        """Fills what the state of `params` lacks, with torch's names, dtypes and layout."""
+        # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
+        step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        # Name by name, so that the steps to come find each name's tensors side by side in memory.
         for name in _C.optim_state_names(rule):
-            if name == "step":
-                # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
-                dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-                state.setdefault(name, torch.zeros((), dtype=dtype))
-            elif state.get(name) is None:
-                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            for param in params:
+                state = self.state[param]
+                if name == "step":
+                    state.setdefault(name, torch.zeros((), dtype=step_dtype))
+                elif state.get(name) is None:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -78,10 +80,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             missing = _C.optim_step(reader, self.param_groups, rules, hypers, self.state, [])
             if missing:
-                for param, group_index in missing:
-                    self._init_state(param, rules[group_index])
+                for rule in dict.fromkeys(rules):
+                    self._init_states([param for param, group in missing if rules[group] == rule], rule)
                 fresh = [param for param, _ in missing]
-                _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh)
+                still_missing = _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh)
+                assert not still_missing, "optim_state_names and optim_step disagree"
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,8 +116,3 @@ def refuse_unsupported(name: str, options: dict[str, Any]) -> None:
     ):
         if options.get(option):
             raise NotImplementedError(f"drivetrain.optim.{name} does not support {option}=True: {instead}")
-
-
-def as_float(value: float | Tensor) -> float:
-    """A hyper-parameter that torch allows as a one-element tensor, as a number."""
-    return float(value)

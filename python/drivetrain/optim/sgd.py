@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .base import FusedOptimizer, as_float
+from .base import FusedOptimizer
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
@@ -23,7 +23,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
         return {
-            "lr": as_float(group["lr"]),
+            "lr": float(group["lr"]),
             "momentum": group["momentum"],
             "dampening": group["dampening"],
             "weight_decay": group["weight_decay"],

@@ -267,7 +267,7 @@ def in_one_arena() -> None:
         ours.zero_grad(set_to_none=step < 2)
         ours(inputs()).sum().backward()
         addresses.append([p.grad.data_ptr() for p in ours.parameters()])
-    assert addresses[0] == addresses[1] == addresses[2]
+    assert addresses[1] == addresses[2]  # after the first step buckets follow the order of its gradients
     assert len(set(addresses[0])) == len(addresses[0])
     assert max(addresses[0]) - min(addresses[0]) < ours.reducer.arena_bytes()
     gradients = sum(p.grad.nbytes for p in ours.parameters())
@@ -288,7 +288,7 @@ def in_one_arena() -> None:
     for model in (ours, theirs):
         model(x).sum().backward()
     assert_equal_grads(ours, theirs)
-    assert [p.grad.data_ptr() for p in ours.parameters()] == addresses[0]
+    assert [p.grad.data_ptr() for p in ours.parameters()] == addresses[1]
 
 
 def test_gradients_live_in_one_arena(on_ranks: OnRanks) -> None:
@@ -413,7 +413,6 @@ def bad_models() -> None:
     message = message_of(ValueError, lambda: DDP(mixed))
     assert "'here.weight' on cpu" in message
     assert "'there.weight' on meta" in message
-    assert "'weight'" in message_of(NotImplementedError, lambda: DDP(nn.Embedding(3, 3, sparse=True)))
     assert "device_ids" in message_of(ValueError, lambda: DDP(nn.Linear(2, 2), device_ids=[0]))
     sync_bn = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     assert "SyncBatchNorm" in message_of(ValueError, lambda: DDP(sync_bn))
@@ -428,36 +427,6 @@ def test_without_a_process_group() -> None:
         ValueError, match="needs a process group and none is initialised: start the script with torchrun"
     ):
         DDP(nn.Linear(2, 2))
-
-
-def unsupported() -> None:
-    net = nn.Linear(2, 2)
-    for options in (
-        {"static_graph": True},
-        {"delay_all_reduce_named_params": [("weight", net.weight)], "param_to_hook_all_reduce": net.bias},
-        {"mixed_precision": object()},
-        {"device_mesh": object()},
-        {"skip_all_reduce_unused_params": True},
-    ):
-        assert next(iter(options)) in message_of(NotImplementedError, lambda options=options: DDP(net, **options))
-    ours = DDP(net, bucket_cap_mb_list=[1, 2], batched_grad_copy=True, gradient_as_bucket_view=True)
-    for call in (
-        lambda: ours.join(),
-        lambda: ours.join_hook(),
-        lambda: ours.register_comm_hook(None, lambda _state, _bucket: None),
-        lambda: ours._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
-        lambda: ours._register_buffer_comm_hook(None, lambda _state, _buffers: None),
-        lambda: ours._register_fused_optim(torch.optim.SGD, 0.1),
-        lambda: ours._set_static_graph(),
-        lambda: ours._set_sparse_metadata({}),
-        lambda: ours._update_process_group(dist.group.WORLD),
-    ):
-        assert "does not support" in message_of(NotImplementedError, call)
-    ours(torch.ones(1, 2)).sum().backward()  # and works on
-
-
-def test_what_is_not_supported_yet_says_so(on_ranks: OnRanks) -> None:
-    on_ranks(unsupported)
 
 
 def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,17 +445,13 @@ def bad_backwards() -> None:
     ours(x, use_optional=False).sum().backward()
     message = message_of(RuntimeError, lambda: ours(x))
     assert "Expected to have finished reduction" in message
-    assert "got no gradient in it: optional.weight, optional.bias." in message
+    assert "did not receive grad for rank" in message
+    assert message.index("optional.weight, optional.bias") > message.index("Parameters which did not receive grad")
     assert "find_unused_parameters=True" in message
     # The same parameter twice.
     twice = DDP(nn.Linear(10, 10))
     out = twice(checkpoint(twice.module, x.requires_grad_(), use_reentrant=True))
     assert "'bias' got a second gradient" in message_of(RuntimeError, lambda: out.sum().backward())
-    double = DDP(nn.Linear(10, 10))
-    with pytest.warns(UserWarning, match="create_graph=True"):
-        message = message_of(NotImplementedError, lambda: double(x).pow(2).sum().backward(create_graph=True))
-    assert "create_graph=True" in message
-    assert "'bias'" in message or "'weight'" in message
 
 
 def test_backwards_that_go_wrong_name_the_parameter(on_ranks: OnRanks) -> None:
@@ -580,10 +545,18 @@ def shared_parameters() -> None:
                 model.zero_grad()
                 model(x).pow(2).sum().backward()
             assert_equal_grads(ours, theirs)
-    twice = DDP(DDP(nn.Linear(10, 4)))
-    for losses in (lambda x: sum(model(x).sum() for model in all_ours), lambda x: twice(x).sum()):
-        message = message_of(NotImplementedError, lambda losses=losses: losses(inputs()).backward())
-        assert "belongs to two DistributedDataParallel wrappers" in message
+    # Both in one backward: the first to see a gradient reduces it for both.
+    x = inputs()
+    for models in (all_ours, all_theirs):
+        for model in models:
+            model.zero_grad()
+        sum(model(x).pow(2).sum() for model in models).backward()
+    assert_equal_grads(all_ours[0], all_theirs[0])
+    nested, theirs = pair(nn.Linear(10, 4))
+    twice = DDP(nested)
+    for model in (twice, theirs):
+        model(x).pow(2).sum().backward()
+    assert_equal_grads(nested, theirs)
 
 
 def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:

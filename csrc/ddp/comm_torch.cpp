@@ -50,6 +50,7 @@ class TorchComm final : public Comm {
   }
 
   int size() const override { return group_->getSize(); }
+  int rank() const override { return group_->getRank(); }
 
   // Only NCCL averages inside the collective; the others get gradients that are divided beforehand.
   bool averages() const override { return backend_ == "nccl"; }
@@ -59,6 +60,11 @@ class TorchComm final : public Comm {
   }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override { return start(flat, c10d::ReduceOp::SUM); }
+
+  void broadcast(const at::Tensor& values) override {
+    std::vector<at::Tensor> tensors = {values};
+    TorchReduce(group_->broadcast(tensors), backend_ == "gloo").wait();
+  }
 
  private:
   std::unique_ptr<PendingReduce> start(const at::Tensor& flat, c10d::ReduceOp::RedOpType op) {

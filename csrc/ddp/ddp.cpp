@@ -3,6 +3,7 @@
 #include "ddp/ddp.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -18,10 +19,32 @@ namespace {
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       const std::string& process_group, std::vector<int64_t> bucket_caps,
-                                      bool find_unused_parameters) {
+                                      bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
+                                      int64_t check_replicas_every) {
   const c10::DeviceType device = params.at(0).device().type();
-  return Reducer::make(std::move(params), std::move(names), make_torch_comm(process_group, device),
-                       {std::move(bucket_caps), find_unused_parameters});
+  return Reducer::make(
+      std::move(params), std::move(names), make_torch_comm(process_group, device),
+      {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every});
+}
+
+// Python's hooks get a real dist.GradBucket: torch's own class makes it.
+void set_python_hook(Reducer& reducer, py::object state, py::object hook) {
+  auto native = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+  const py::gil_scoped_release no_gil;
+  reducer.set_comm_hook(std::move(native));
+}
+
+void add_end_callback(Reducer& reducer, py::function callback) {
+  // Freed under the GIL, wherever the reducer lets go of it.
+  std::shared_ptr<py::function> held(new py::function(std::move(callback)), [](py::function* function) {
+    const py::gil_scoped_acquire gil;
+    delete function;
+  });
+  const py::gil_scoped_release no_gil;
+  reducer.add_end_callback([held] {
+    const py::gil_scoped_acquire gil;
+    (*held)();
+  });
 }
 
 // The plan as plain lists, for tests: [(group, bytes, [(param, offset), ...]), ...].
@@ -48,18 +71,55 @@ void register_ddp(py::module_& m) {
       .def_readonly("names", &Reducer::BucketInfo::names)
       .def_readonly("bytes", &Reducer::BucketInfo::bytes)
       .def_readonly("dtype", &Reducer::BucketInfo::dtype);
+  py::class_<Reducer::Times>(m, "Times")
+      .def_readonly("forward_start", &Reducer::Times::forward_start)
+      .def_readonly("backward_start", &Reducer::Times::backward_start)
+      .def_readonly("backward_end", &Reducer::Times::backward_end)
+      .def_readonly("comm_start", &Reducer::Times::comm_start)
+      .def_readonly("comm_end", &Reducer::Times::comm_end)
+      .def_readonly("buckets_reduced", &Reducer::Times::buckets_reduced);
+  py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
+  // Python's part of it is python/drivetrain/reducer.py.
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("process_group"),
-           py::arg("bucket_caps"), py::arg("find_unused_parameters"), no_gil())
+           py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
+           py::arg("check_replicas_every"), no_gil())
+      .def("set_sync", &Reducer::set_sync, py::arg("sync"))
+      .def("times", &Reducer::times, no_gil())
+      .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
+      .def("add_weight", &Reducer::add_weight, py::arg("weight"), no_gil())
+      .def("clear_weight", &Reducer::clear_weight, no_gil())
+      .def("set_divisor", &Reducer::set_divisor, py::arg("ranks"), no_gil())
+      .def("is_graph_known", &Reducer::is_graph_known, no_gil())
+      .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
+      .def(
+          "set_process_group",
+          [](Reducer& reducer, const std::string& process_group, const at::Tensor& param) {
+            reducer.set_comm(make_torch_comm(process_group, param.device().type()));
+          },
+          py::arg("process_group"), py::arg("param"), no_gil())
+      .def("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets, no_gil())
+      .def("last_error", &Reducer::last_error, no_gil())
+      .def("add_end_callback", &add_end_callback, py::arg("callback"))
+      .def("reduce_zeros", &Reducer::reduce_zeros, py::arg("bucket"), py::arg("as_sum"), no_gil())
+      .def("_push_all_rebuilt_params", &Reducer::count_shadowed_step, no_gil())
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
+      // Under the names by which torch's wrapper calls them.
+      .def("_rebuild_buckets", &Reducer::rebuild_buckets, no_gil())
+      .def("_ddp_graph_static", &Reducer::is_graph_static, no_gil())
+      .def("_set_static_graph", &Reducer::set_static_graph, no_gil())
+      .def("_delay_all_reduce", &Reducer::delay_all_reduce, no_gil())
+      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward, no_gil())
+      .def("_set_mixed_precision_param_dtype", &Reducer::set_mixed_precision, py::arg("dtype"), no_gil())
+      .def(
+          "_autograd_hook", [](Reducer& reducer, size_t index) { reducer.on_gradient(index); }, py::arg("index"),
+          no_gil())
+      .def("_reset_state", &Reducer::reset_state, no_gil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, no_gil())
-      .def("_get_local_used_map", &Reducer::local_used_map, no_gil())
-      .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil())
-      // torch's wrapper calls these two at every forward; there is nothing to do.
-      .def("prepare_for_forward", [](Reducer&) {})
-      .def("_rebuild_buckets", [](Reducer&) { return false; });
+      .def("_get_local_used_map", &Reducer::used_map, no_gil())
+      .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil());
 }
 
 }  // namespace drivetrain::ddp

@@ -5,20 +5,25 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "base/check.h"
+#include "ddp/replicas.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -57,11 +62,32 @@ at::Tensor piece_of(const at::Tensor& arena, int64_t offset, at::IntArrayRef siz
                        arena.options().dtype(dtype), arena.device());
 }
 
-// Which reducer has each parameter's gradient during a synchronised backward: two wrappers around one parameter take
-// turns well, but cannot both reduce it in one backward. Kept only while there are several reducers.
+// Several wrappers may hold one parameter. Which of them has its gradient in a synchronised backward (they take turns
+// well; in one backward the first to come reduces it for both), and how many expect it. Kept only while there are
+// several reducers.
 std::atomic<int> num_reducers{0};
-std::mutex takers_mutex;
-std::unordered_map<const c10::TensorImpl*, const Reducer*> takers;
+std::mutex shared_mutex;
+struct Taker {
+  const void* reducer;
+  int backward;  // autograd's number of it
+};
+std::unordered_map<const c10::TensorImpl*, Taker> takers;
+std::unordered_map<const c10::TensorImpl*, int> wanted;
+
+// A factor as a tensor: the overloads that take a number make a temporary as large as the gradient.
+at::Tensor as_scalar(double value) {
+  at::Tensor scalar = at::scalar_tensor(value, at::kDouble);
+  scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return scalar;
+}
+
+int64_t clock_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// As transports take it.
+at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).flatten() : flat; }
 
 // Every gradient accumulator that backward from these tensors can reach.
 std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs) {
@@ -92,68 +118,133 @@ std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vect
 
 Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
                  const Options& options)
-    : comm_(std::move(comm)), find_unused_(options.find_unused_parameters) {
-  DT_INVARIANT(!params.empty() && params.size() == names.size());
+    : comm_(std::move(comm)), options_(options) {
+  DT_INVARIANT(!params.empty() && params.size() == names.size() && params.size() == options.sparse.size());
   for (size_t i = 0; i < params.size(); ++i) {
     Parameter& param = params_.emplace_back();
     param.tensor = std::move(params[i]);
     param.name = std::move(names[i]);
+    param.sparse = options.sparse[i];
   }
-  scaled_ = !comm_->averages() && comm_->size() > 1;
-  // As a tensor: the overloads that take a number make a temporary as large as the gradient.
-  scale_ = at::scalar_tensor(1.0 / comm_->size(), at::kDouble);
-  scale_.unsafeGetTensorImpl()->set_wrapped_number(true);
   local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
-  build_arena(options);
+  build_arena(plan(registration_order()));
   ++num_reducers;
 }
 
-void Reducer::build_arena(const Options& options) {
-  // Parameters share buckets by device and dtype. The order in which gradients come is, until measured, the reverse of
-  // the order in which modules were registered.
-  std::map<std::pair<std::string, at::ScalarType>, int64_t> groups;
-  std::vector<ParamSize> sizes;
-  std::vector<int64_t> order;
-  for (const Parameter& param : params_) {
-    const auto key = std::make_pair(param.tensor.device().str(), param.tensor.scalar_type());
-    const int64_t group = groups.emplace(key, static_cast<int64_t>(groups.size())).first->second;
-    sizes.push_back({param.tensor.numel(), static_cast<int64_t>(param.tensor.element_size()), group});
-    order.insert(order.begin(), static_cast<int64_t>(order.size()));
-  }
-  const std::vector<BucketPlan> plans = plan_buckets(sizes, order, options.bucket_caps);
+at::ScalarType Reducer::grad_dtype(const Parameter& param) const {
+  return low_precision_ && param.tensor.is_floating_point() ? *low_precision_ : param.tensor.scalar_type();
+}
 
-  std::map<std::string, int64_t> device_bytes;
-  for (const BucketPlan& plan : plans) {
-    device_bytes[params_[plan.slots[0].param].tensor.device().str()] += plan.bytes;
+// Until measured, gradients are expected in the reverse of the order in which modules were registered.
+std::vector<int64_t> Reducer::registration_order() const {
+  std::vector<int64_t> order;
+  for (size_t i = params_.size(); i > 0; --i) order.push_back(static_cast<int64_t>(i) - 1);
+  return order;
+}
+
+// Parameters share buckets by device and dtype; a sparse one shares with none.
+std::vector<BucketPlan> Reducer::plan(const std::vector<int64_t>& order) const {
+  std::map<std::pair<std::string, at::ScalarType>, int64_t> groups;
+  int64_t num_groups = 0;
+  std::vector<ParamSize> sizes;
+  for (const Parameter& param : params_) {
+    const auto key = std::make_pair(param.tensor.device().str(), grad_dtype(param));
+    const int64_t group = param.sparse ? num_groups : groups.try_emplace(key, num_groups).first->second;
+    num_groups = std::max(num_groups, group + 1);
+    sizes.push_back({param.tensor.numel(), static_cast<int64_t>(c10::elementSize(key.second)), group});
   }
-  std::map<std::string, std::pair<at::Tensor, int64_t>> arenas;  // with the bytes given out so far
+  return plan_buckets(sizes, order, options_.bucket_caps);
+}
+
+void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
+  const auto device_of = [&](const BucketPlan& plan) { return params_[plan.slots[0].param].tensor.device(); };
+  const auto is_sparse = [&](const BucketPlan& plan) { return params_[plan.slots[0].param].sparse; };
+  std::map<std::string, int64_t> bytes;
   for (const BucketPlan& plan : plans) {
-    const at::Tensor& first = params_[plan.slots[0].param].tensor;
-    auto [it, is_new] = arenas.try_emplace(first.device().str());
-    auto& [arena, used] = it->second;
-    if (is_new) {
-      const int64_t bytes = device_bytes[it->first];
-      arena = at::zeros({bytes}, first.options().dtype(at::kByte).requires_grad(false));
-      arena_bytes_ += bytes;
-    }
+    if (!is_sparse(plan)) bytes[device_of(plan).str()] += plan.bytes;
+  }
+  buckets_.clear();
+  arena_bytes_ = 0;
+  std::map<std::string, int64_t> used;
+  for (const BucketPlan& plan : plans) {
     Bucket& bucket = buckets_.emplace_back();
-    const at::ScalarType real = c10::toRealValueType(first.scalar_type());
-    bucket.flat = piece_of(arena, used, {plan.bytes / static_cast<int64_t>(c10::elementSize(real))}, {1}, real);
+    bucket.sparse = is_sparse(plan);
+    if (!bucket.sparse) {
+      const std::string device = device_of(plan).str();
+      at::Tensor& arena = arenas_[device];
+      if (!arena.defined() || arena.numel() != bytes[device]) {
+        arena = at::zeros({bytes[device]}, at::TensorOptions(at::kByte).device(device_of(plan)));
+      }
+      const at::ScalarType dtype = grad_dtype(params_[plan.slots[0].param]);
+      const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
+      bucket.flat = piece_of(arena, used[device], {numel}, {1}, dtype);
+      used[device] += plan.bytes;
+      arena_bytes_ += plan.bytes;
+    }
     for (const Slot& slot : plan.slots) {
       Parameter& param = params_[slot.param];
       param.bucket = buckets_.size() - 1;
       param.offset = slot.offset;
-      param.view = view_of(param);
+      param.view = bucket.sparse ? at::Tensor() : view_of(param);
       bucket.params.push_back(slot.param);
     }
-    used += plan.bytes;
   }
+  plans_ = plans;
   reset();
+}
+
+bool Reducer::rebuild_buckets() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_due = !is_rebuilt_ && steps_ > 0 && step_ == Step::kIdle && !low_precision_ &&
+                      !(options_.find_unused_parameters && graph_ == Graph::kDynamic);
+  if (!is_due) return false;
+  const at::NoGradGuard no_grad_tracking;
+  is_rebuilt_ = true;
+  // The last hook of each counts, and what never fired comes last.
+  std::vector<int64_t> order;
+  std::vector<bool> seen(params_.size(), false);
+  const auto add = [&](int64_t index) {
+    if (!seen[index]) order.push_back(index);
+    seen[index] = true;
+  };
+  for (size_t i = fired_.size(); i > 0; --i) add(fired_[i - 1]);
+  std::reverse(order.begin(), order.end());
+  for (int64_t index : registration_order()) add(index);
+  // Ranks may have seen different orders: all take rank 0's.
+  const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
+  comm_->broadcast(shared);
+  const at::Tensor on_host = shared.cpu();
+  order.assign(on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel());
+  fired_ = order;
+  const std::vector<BucketPlan> plans = plan(order);
+  const auto same_slots = [](const BucketPlan& a, const BucketPlan& b) {
+    return std::equal(a.slots.begin(), a.slots.end(), b.slots.begin(), b.slots.end(),
+                      [](const Slot& x, const Slot& y) { return x.param == y.param; });
+  };
+  if (std::equal(plans.begin(), plans.end(), plans_.begin(), plans_.end(), same_slots)) return true;
+  // Gradients that are being accumulated move with their parameters.
+  std::vector<at::Tensor> kept(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& grad = params_[i].tensor.grad();
+    if (grad.defined() && grad.is_same(params_[i].view)) kept[i] = grad.clone();
+  }
+  build_arena(plans);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!kept[i].defined()) continue;
+    params_[i].view.copy_(kept[i]);
+    params_[i].tensor.mutable_grad() = params_[i].view;
+  }
+  return true;
+}
+
+bool Reducer::has_rebuilt_buckets() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_rebuilt_;
 }
 
 at::Tensor Reducer::view_of(const Parameter& param) const {
   return piece_of(buckets_[param.bucket].flat, param.offset, param.tensor.sizes(), grad_strides(param.tensor),
-                  param.tensor.scalar_type());
+                  grad_dtype(param));
 }
 
 void Reducer::add_hooks() {
@@ -162,8 +253,8 @@ void Reducer::add_hooks() {
     auto accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
     // Weak: a graph may outlive the wrapper.
     auto hook = [weak = weak_from_this(), i](const torch::autograd::variable_list& outputs,
-                                             const torch::autograd::variable_list&) {
-      if (const auto self = weak.lock()) self->on_gradient(i);
+                                             const torch::autograd::variable_list& inputs) {
+      if (const auto self = weak.lock()) self->on_gradient(i, inputs.empty() || inputs[0].defined());
       return outputs;
     };
     // Without a function for compiled autograd: that refuses the hook with an error instead of leaving it out.
@@ -187,51 +278,188 @@ void Reducer::remove_autograd_hooks() {
     if (param.accumulator) param.accumulator->del_post_hook(param.hook);
     param.accumulator.reset();
   }
+  reset();
 }
 
-void Reducer::claim(const Parameter& param) const {
-  if (num_reducers == 1) return;
-  const std::lock_guard<std::mutex> lock(takers_mutex);
-  const Reducer* taker = takers.emplace(param.tensor.unsafeGetTensorImpl(), this).first->second;
-  if (taker == this) return;
-  throw_unsupported(text("parameter '", param.name,
-                         "' belongs to two DistributedDataParallel wrappers, and both are to reduce it in the same "
-                         "backward: wrap it once, or use one of the wrappers under no_sync()."));
-}
+// ---- Settings.
 
-void Reducer::release_params() const {
-  const std::lock_guard<std::mutex> lock(takers_mutex);
-  if (takers.empty()) return;
-  for (const Parameter& param : params_) {
-    const auto found = takers.find(param.tensor.unsafeGetTensorImpl());
-    if (found != takers.end() && found->second == this) takers.erase(found);
+// Runs a public operation and keeps the text of what it throws.
+template <class Body>
+auto Reducer::noting_errors(Body&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const c10::Error& error) {
+    error_ = error.what_without_backtrace();
+    throw;
+  } catch (const std::exception& error) {
+    error_ = error.what();
+    throw;
   }
 }
+
+void Reducer::add_weight(double weight) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  weight_ = weight_.value_or(0) + weight;
+}
+
+void Reducer::clear_weight() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  weight_.reset();
+}
+
+void Reducer::set_divisor(int64_t ranks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  divisor_ = ranks;
+}
+
+void Reducer::set_static_graph() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  noting_errors([&] {
+    if (!began_) return;
+    throw EnvironmentError(
+        "_set_static_graph() should be called before training loop starts: pass static_graph=True to "
+        "DistributedDataParallel instead.");
+  });
+  graph_ = Graph::kStaticUnknown;
+}
+
+bool Reducer::is_graph_known() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return graph_ == Graph::kStaticKnown;
+}
+
+void Reducer::set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_hook_) {
+    throw EnvironmentError(
+        "register_comm_hook or register_builtin_comm_hook can only be called once: this DistributedDataParallel has a "
+        "communication hook already.");
+  }
+  comm_hook_ = std::move(hook);
+}
+
+void Reducer::set_optimizer_in_backward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  optimizer_in_backward_ = true;
+}
+
+void Reducer::set_mixed_precision(at::ScalarType dtype) {
+  remove_autograd_hooks();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  low_precision_ = dtype;
+  build_arena(plan(registration_order()));
+}
+
+void Reducer::set_comm(std::unique_ptr<Comm> comm) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reset();
+  comm_ = std::move(comm);
+  arenas_.clear();
+  is_rebuilt_ = false;
+  fired_.clear();
+  steps_ = 0;  // rebuilds after the first of the new group
+  build_arena(plan(registration_order()));
+}
+
+void Reducer::reset_state() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reset();
+  local_used_.zero_();
+}
+
+void Reducer::add_end_callback(std::function<void()> callback) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_callbacks_.push_back(std::move(callback));
+}
+
+// ---- Several wrappers around one parameter.
+
+// False: another wrapper reduces it in this backward.
+bool Reducer::claim(const Parameter& param) const {
+  if (num_reducers == 1) return true;
+  const std::lock_guard<std::mutex> lock(shared_mutex);
+  const int backward = torch::autograd::get_current_graph_task_id();
+  const Taker taker = takers.emplace(param.tensor.unsafeGetTensorImpl(), Taker{this, backward}).first->second;
+  if (taker.reducer == this) return true;
+  if (taker.backward == backward) return false;
+  throw_unsupported(text("parameter '", param.name,
+                         "' belongs to two DistributedDataParallel wrappers, and the other one has a backward under "
+                         "way that has not ended (it was interrupted by an error, or it is a reentrant one): wrap it "
+                         "once, or use one of the wrappers under no_sync()."));
+}
+
+bool Reducer::is_wanted_elsewhere(const Parameter& param) const {
+  if (num_reducers == 1) return false;
+  const std::lock_guard<std::mutex> lock(shared_mutex);
+  const auto found = wanted.find(param.tensor.unsafeGetTensorImpl());
+  return found != wanted.end() && found->second > 0;  // this reducer is idle, so that none of them is its own
+}
+
+void Reducer::release_params() {
+  const std::lock_guard<std::mutex> lock(shared_mutex);
+  for (const Parameter& param : params_) {
+    const c10::TensorImpl* key = param.tensor.unsafeGetTensorImpl();
+    if (is_wanted_) {
+      if (const auto found = wanted.find(key); found != wanted.end() && --found->second == 0) wanted.erase(found);
+    }
+    if (takers.empty()) continue;
+    if (const auto found = takers.find(key); found != takers.end() && found->second.reducer == this)
+      takers.erase(found);
+  }
+  is_wanted_ = false;
+}
+
+// ---- A step's beginning.
 
 void Reducer::reset() {
   release_params();
   for (Parameter& param : params_) {
-    param.ready = false;
-    param.without_grad = false;
-    param.untouched = at::Tensor();
+    param.ready = param.without_grad = param.delegated = false;
+    param.untouched = param.differentiable = at::Tensor();
+    param.fired = 0;
   }
   for (Bucket& bucket : buckets_) {
     bucket.missing = bucket.params.size();
     bucket.phase = Phase::kFilling;
+    bucket.hooked = nullptr;
     bucket.reduce.reset();
+    if (bucket.sparse) bucket.flat = at::Tensor();
   }
   next_bucket_ = 0;
   unused_.clear();
   used_reduce_.reset();
+  weight_reduce_.reset();
+  replica_reduce_.reset();
   step_ = Step::kIdle;
+}
+
+void Reducer::prepare_for_forward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  now_ = Times{clock_ns()};
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  noting_errors([&] { prepare(outputs); });
+}
+
+void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (step_ == Step::kRunning) end_interrupted_step();
-  for (const Parameter& param : params_) check_hooked(param);
+  if (!low_precision_) {
+    for (const Parameter& param : params_) check_hooked(param);
+  }
   reset();
-  if (find_unused_) {
+  began_ = true;
+  ++forwards_;
+  for (Parameter& param : params_) param.version = param.tensor._version();
+  if (num_reducers > 1) {
+    const std::lock_guard<std::mutex> shared_lock(shared_mutex);
+    for (const Parameter& param : params_) ++wanted[param.tensor.unsafeGetTensorImpl()];
+    is_wanted_ = true;
+  }
+  // After several forwards nobody knows whose backward comes first: unused parameters are then found at its end.
+  if (options_.find_unused_parameters && graph_ == Graph::kDynamic && forwards_ == 1) {
+    RECORD_FUNCTION("drivetrain::search_unused_parameters", std::vector<c10::IValue>());
     const std::unordered_set<Node*> reachable = reachable_nodes(outputs);
     for (size_t i = 0; i < params_.size(); ++i) {
       if (reachable.count(params_[i].accumulator.get()) == 0) unused_.push_back(i);
@@ -259,18 +487,33 @@ void Reducer::check_hooked(const Parameter& param) const {
                               "reduced: convert the module first and wrap it then."));
 }
 
-// One gradient has been accumulated into parameter `index`'s .grad, or is known to be none.
-void Reducer::on_gradient(size_t index) {
+// One gradient has been accumulated into parameter `index`'s .grad (came), or is known to be none.
+void Reducer::on_gradient(size_t index, bool came) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
+  noting_errors([&] { handle_gradient(index, came); });
+}
+
+void Reducer::handle_gradient(size_t index, bool came) {
   Parameter& param = params_[index];
   const bool has_grad = param.tensor.grad().defined();
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
-    if (has_grad) take_gradient(param, /*scaled=*/false);
-    return;
+    if (!sync_ || is_wanted_elsewhere(param)) {
+      if (has_grad) take_gradient(param, 1);
+      return;
+    }
+    begin_unprepared_backward();
   }
   if (step_ == Step::kPrepared) begin_backward();
+  check_unconsumed(param, came);
+  ++param.fired;
+  if (steps_ == 0) fired_.push_back(static_cast<int64_t>(index));
+  if (graph_ == Graph::kStaticUnknown) return;  // delay_all_reduce() does the rest
+  if (graph_ == Graph::kStaticKnown) {
+    if (param.fired > param.expected) fail_changed_graph(param);
+    if (param.fired < param.expected) return;
+  }
   param.without_grad = !has_grad;
   mark_ready(index);
   start_full_buckets();
@@ -278,57 +521,156 @@ void Reducer::on_gradient(size_t index) {
 
 void Reducer::begin_backward() {
   step_ = Step::kRunning;
+  began_ = true;
+  if (steps_ == 0) fired_.clear();
+  now_.buckets_reduced = 0;
+  now_.backward_start = clock_ns();
+  // After several forwards the first of several backwards may leave out what the others use.
+  if (forwards_ > 1 && options_.find_unused_parameters) end_unprepared_backward();
+  scaling_ = Scaling{};
+  if (weight_) {
+    weight_sum_ = at::zeros({1}, at::TensorOptions(at::kDouble));
+    weight_sum_.data_ptr<double>()[0] = *weight_;
+    weight_sum_ = weight_sum_.to(params_[0].tensor.device());
+  } else if (divisor_ > 0 && divisor_ != comm_->size()) {
+    scaling_.before = 1.0 / static_cast<double>(divisor_);
+  } else if (comm_->averages()) {
+    scaling_.as_sum = false;
+  } else {
+    scaling_.before = 1.0 / comm_->size();
+  }
+  if (comm_hook_) scaling_.before = 1;  // a hook gets sums, and divides
+  if (graph_ == Graph::kStaticKnown) {
+    unused_.clear();
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (params_[i].expected == 0) unused_.push_back(i);
+    }
+  }
   for (size_t index : unused_) {
     params_[index].without_grad = true;
     mark_ready(index);
   }
+  unused_.clear();
 }
+
+// A gradient came that no forward of the wrapper announced: a second backward after the first was reduced, a forward
+// under no_sync() whose backward is not, or the inner module was called. What is in .grad is then reduced as it is.
+void Reducer::begin_unprepared_backward() {
+  reset();
+  for (Parameter& param : params_) param.version = param.tensor._version();
+  begin_backward();
+  end_unprepared_backward();
+}
+
+// Asks for a look at what is missing when this backward ends.
+void Reducer::end_unprepared_backward() {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (!self) return;
+    if (self->graph_ == Graph::kStaticUnknown) {
+      self->delay_all_reduce();
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(self->mutex_);
+    const at::NoGradGuard no_grad_tracking;
+    if (self->step_ != Step::kRunning || self->next_bucket_ == self->buckets_.size()) return;
+    self->noting_errors([&] {
+      if (!self->options_.find_unused_parameters) self->fail_incomplete();
+      self->mark_rest_unused();
+    });
+  });
+}
+
+void Reducer::mark_rest_unused() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].ready) continue;
+    params_[i].without_grad = !params_[i].tensor.grad().defined() || params_[i].fired == 0;
+    mark_ready(i);
+  }
+  start_full_buckets();
+}
+
+void Reducer::delay_all_reduce() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad_tracking;
+  if (graph_ != Graph::kStaticUnknown || step_ == Step::kIdle) return;  // a backward that does not synchronise
+  if (step_ == Step::kPrepared) begin_backward();
+  for (Parameter& param : params_) param.expected = param.fired;
+  noting_errors([&] { mark_rest_unused(); });
+}
+
+// ---- Gradients.
 
 void Reducer::check_gradient(const Parameter& param, const at::Tensor& grad) const {
   const at::Tensor& tensor = param.tensor;
-  if (grad.requires_grad()) {
-    throw_unsupported(text("the gradient of parameter '", param.name,
-                           "' itself requires a gradient (backward with create_graph=True), which drivetrain's "
-                           "DistributedDataParallel does not support yet: use torch's for double backward."));
+  if (param.sparse != (grad.layout() == at::kSparse) || (grad.layout() != at::kStrided && !param.sparse)) {
+    throw_type_error(text("the gradient of parameter '", param.name, "' is ", grad.layout(), ", expected ",
+                          param.sparse ? "Sparse (its Embedding has sparse=True)" : "Strided",
+                          ": set sparse the same in every Embedding that shares the parameter, and to True only where "
+                          "nothing else uses it."));
   }
-  if (grad.layout() != at::kStrided) {
-    throw_unsupported(text("the gradient of parameter '", param.name,
-                           "' is sparse, which drivetrain's DistributedDataParallel does not support yet: set "
-                           "sparse=False in its Embedding, or use torch's DistributedDataParallel."));
-  }
-  if (grad.scalar_type() != tensor.scalar_type() || grad.device() != tensor.device() ||
+  if (grad.scalar_type() != grad_dtype(param) || grad.device() != tensor.device() ||
       !grad.sizes().equals(tensor.sizes())) {
     throw_type_error(text("the gradient of parameter '", param.name, "' is ", grad.scalar_type(), " ", grad.sizes(),
-                          " on ", grad.device().str(), ", expected ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
+                          " on ", grad.device().str(), ", expected ", grad_dtype(param), " ", tensor.sizes(), " on ",
                           tensor.device().str(),
                           ": do not assign .grad or set grad_dtype to another type under "
                           "DistributedDataParallel."));
   }
 }
 
+// A hook that runs before ours may have stepped the parameter with this rank's own gradient: the replicas would part.
+void Reducer::check_unconsumed(const Parameter& param, bool came) const {
+  if (torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr() != nullptr) {
+    throw_unsupported(
+        "drivetrain's DistributedDataParallel does not support distributed autograd (torch.distributed.autograd over "
+        "RPC), which keeps gradients in a context of its own: use torch's DistributedDataParallel there.");
+  }
+  if (low_precision_ || optimizer_in_backward_ || comm_->size() == 1) return;
+  const bool taken = came && !param.tensor.grad().defined();
+  if (!taken && param.tensor._version() == param.version) return;
+  throw EnvironmentError(text(
+      "parameter '", param.name, taken ? "' lost its gradient" : "' was changed",
+      " during backward, before its gradient was reduced over ranks: a hook (register_post_accumulate_grad_hook, an "
+      "optimizer fused into backward) used this rank's own gradient, and the replicas would part. Step after backward, "
+      "use torch.distributed.optim._apply_optimizer_in_backward before wrapping, or a communication hook."));
+}
+
 // One pass from `values` to the parameter's place in the arena.
-void Reducer::fill_view(const Parameter& param, const at::Tensor& values, bool scaled) const {
-  at::Tensor view = param.view;
-  if (scaled) {
-    at::mul_out(view, values, scale_);
+void Reducer::fill_view(Parameter& param, const at::Tensor& values, double scale) const {
+  const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
+  // Someone may have assigned to .grad.data, and with that to our view: give out a new one.
+  if (param.view.data_ptr() != place && param.view.numel() > 0) param.view = view_of(param);
+  if (scale != 1) {
+    at::mul_out(param.view, values, as_scalar(scale));
   } else {
-    view.copy_(values);
+    param.view.copy_(values);
   }
 }
 
-// Moves .grad to its place in the arena, divided by the number of ranks if it is about to be summed, and lets .grad be
-// that place.
-void Reducer::take_gradient(Parameter& param, bool scaled) {
+// Moves .grad to its place in the arena, scaled for the sum over ranks, and lets .grad be that place.
+void Reducer::take_gradient(Parameter& param, double scale) {
   at::Tensor& grad = param.tensor.mutable_grad();
   check_gradient(param, grad);
-  const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
-  if (grad.data_ptr() == place && grad.strides().equals(param.view.strides())) {
-    if (scaled) grad.mul_(scale_);
+  if (param.sparse) {
+    // Always a sum: transports average flat buckets.
+    if (scale != 1) grad.mul_(as_scalar(scale));
     return;
   }
-  // Someone assigned to .grad.data, and with that to our view: give out a new one.
-  if (grad.is_same(param.view)) param.view = view_of(param);
-  fill_view(param, grad, scaled);
+  if (grad.requires_grad()) {
+    TORCH_WARN_ONCE(
+        "DistributedDataParallel and backward with create_graph=True: the gradients' values are reduced over ranks, "
+        "the gradients of those gradients are not (as with torch's class).");
+    fill_view(param, grad.detach(), scale);
+    param.differentiable = grad;
+    return;
+  }
+  const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
+  if (grad.data_ptr() == place && grad.strides().equals(param.view.strides())) {
+    if (scale != 1) grad.mul_(as_scalar(scale));
+    return;
+  }
+  fill_view(param, grad, scale);
   grad = param.view;
 }
 
@@ -338,65 +680,180 @@ void Reducer::mark_ready(size_t index) {
     throw EnvironmentError(text(
         "Expected to mark a variable ready only once, but parameter '", param.name,
         "' got a second gradient in the same synchronised backward. Either it is used in several reentrant backward "
-        "passes (torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False), or it is used outside "
-        "the wrapped module's forward (call the wrapper, not its .module), or backward ran twice after one forward."));
+        "passes (torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False, or static_graph=True to "
+        "DistributedDataParallel), or it is used outside the wrapped module's forward (call the wrapper, not its "
+        ".module), or backward ran twice after one forward."));
   }
   param.ready = true;
-  claim(param);
-  if (!param.without_grad) {
-    take_gradient(param, scaled_);
+  param.delegated = !claim(param);
+  Bucket& bucket = buckets_[param.bucket];
+  const double scale = param.sparse && !comm_hook_ && !weight_ && divisor_ == 0 ? 1.0 / comm_->size() : scaling_.before;
+  if (param.delegated && !param.sparse) {
+    param.view.zero_();
+  } else if (!param.without_grad) {
+    take_gradient(param, scale);
+    if (param.sparse) bucket.flat = param.tensor.grad();
   } else if (const at::Tensor& kept = param.tensor.grad(); kept.defined()) {
     // Other ranks may have used it: then this rank's share is what it has kept so far.
     check_gradient(param, kept);
     param.untouched = kept.clone();
-    fill_view(param, param.untouched, scaled_);
+    if (param.sparse) {
+      bucket.flat = kept.clone().mul_(as_scalar(scale));
+    } else {
+      fill_view(param, param.untouched, scale);
+    }
+  } else if (param.sparse) {
+    bucket.flat = at::zeros(param.tensor.sizes(), param.tensor.options().layout(at::kSparse).requires_grad(false));
   } else {
     param.view.zero_();
   }
-  Bucket& bucket = buckets_[param.bucket];
   DT_INVARIANT(bucket.missing > 0);
   if (--bucket.missing == 0) bucket.phase = Phase::kFull;
 }
+
+// ---- Buckets.
 
 // Starts buckets strictly in plan order, so that every rank issues the same collectives in the same order.
 void Reducer::start_full_buckets() {
   if (next_bucket_ == buckets_.size()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].phase == Phase::kFull) {
-    Bucket& bucket = buckets_[next_bucket_];
-    bucket.reduce = comm_->start(bucket.flat);
-    bucket.phase = Phase::kReducing;
+    if (next_bucket_ == 0) now_.comm_start = clock_ns();
+    start(buckets_[next_bucket_]);
     ++next_bucket_;
   }
   if (next_bucket_ < buckets_.size()) return;
-  if (find_unused_) {
-    global_used_ = local_used_.to(params_[0].tensor.device(), /*non_blocking=*/false, /*copy=*/true);
+  now_.backward_end = clock_ns();
+  const at::Device device = params_[0].tensor.device();
+  if ((options_.find_unused_parameters && graph_ == Graph::kDynamic) || graph_ == Graph::kStaticUnknown) {
+    global_used_ = local_used_.to(device, /*non_blocking=*/false, /*copy=*/true);
     used_reduce_ = comm_->start_sum(global_used_);
+  }
+  if (weight_) weight_reduce_ = comm_->start_sum(weight_sum_);
+  if (options_.check_replicas_every > 0 && (steps_ + 1) % options_.check_replicas_every == 0) {
+    std::vector<at::Tensor> tensors;
+    for (const Parameter& param : params_) tensors.push_back(param.tensor);
+    replica_hashes_ = at::zeros({comm_->size()}, at::kLong);
+    replica_hashes_.data_ptr<int64_t>()[comm_->rank()] = hash_of(tensors);
+    replica_hashes_ = replica_hashes_.to(device);
+    replica_reduce_ = comm_->start_sum(replica_hashes_);
   }
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->finalize_backward();
   });
 }
 
+bool Reducer::is_skipped(const Bucket& bucket) const {
+  if (!options_.skip_unused_buckets) return false;
+  for (size_t index : bucket.params) {
+    if (!params_[index].without_grad) return false;
+  }
+  return true;
+}
+
+void Reducer::start(Bucket& bucket) {
+  bucket.phase = Phase::kReducing;
+  if (is_skipped(bucket)) return;
+  ++now_.buckets_reduced;
+  if (comm_hook_) {
+    HookBucket seen{static_cast<size_t>(&bucket - buckets_.data()), buckets_.size(), bucket.flat, {}, {}};
+    for (size_t index : bucket.params) {
+      const Parameter& param = params_[index];
+      seen.offsets.push_back(bucket.sparse ? 0 : param.offset / bucket.flat.element_size());
+      seen.params.push_back(param.tensor);
+    }
+    auto reduce = std::make_unique<HookReduce>(*comm_hook_, seen);
+    bucket.hooked = reduce.get();
+    bucket.reduce = std::move(reduce);
+  } else if (comm_->size() > 1) {
+    bucket.reduce =
+        scaling_.as_sum || bucket.sparse ? comm_->start_sum(as_real(bucket.flat)) : comm_->start(as_real(bucket.flat));
+  }
+}
+
+std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Bucket& bucket = buckets_.at(index);
+  const Parameter& first = params_[bucket.params[0]];
+  if (bucket.sparse) {
+    bucket.flat = at::zeros(first.tensor.sizes(), first.tensor.options().layout(at::kSparse).requires_grad(false));
+  } else {
+    bucket.flat.zero_();
+  }
+  scaling_ = Scaling{1, as_sum || !comm_->averages()};
+  start(bucket);
+  return std::move(bucket.reduce);
+}
+
+void Reducer::count_shadowed_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reset();
+  ++steps_;
+}
+
+// ---- A step's end.
+
 // Also for parameters that had a gradient: another hook may have re-pointed .grad since (that of a second wrapper
 // around the same parameter does).
 void Reducer::finish_param(Parameter& param, bool used_somewhere) {
+  if (param.delegated) return;
   at::Tensor& grad = param.tensor.mutable_grad();
-  if (used_somewhere) {
-    if (!grad.is_same(param.view)) grad = param.view;
-  } else if (param.untouched.defined()) {
-    grad.copy_(param.untouched);
+  if (!used_somewhere) {
+    if (param.untouched.defined()) grad.copy_(param.untouched);
+    return;
+  }
+  if (param.differentiable.defined()) {
+    param.differentiable.detach().copy_(param.view);
+    grad = param.differentiable;
+    return;
+  }
+  const at::Tensor& result = param.sparse ? buckets_[param.bucket].flat : param.view;
+  if (!grad.is_same(result)) grad = result;
+}
+
+// What a hook returned, where the transport would have left it.
+void Reducer::finish_bucket(Bucket& bucket) {
+  if (bucket.hooked == nullptr) return;
+  const at::Tensor& result = bucket.hooked->result();
+  if (result.is_same(bucket.flat)) return;
+  if (result.numel() != bucket.flat.numel()) {
+    throw_type_error(text("the communication hook returned a tensor of ", result.numel(), " elements for ",
+                          describe(bucket), ", expected as many as bucket.buffer() has: ", bucket.flat.numel()));
+  }
+  // In mixed precision the hook has made the gradients full precision again: they get the sum as it came.
+  if (low_precision_) {
+    for (size_t index : bucket.params) {
+      Parameter& param = params_[index];
+      at::Tensor& grad = param.tensor.mutable_grad();
+      if (!grad.defined() || grad.scalar_type() == grad_dtype(param)) continue;
+      const int64_t first = param.offset / bucket.flat.element_size();
+      const at::Tensor piece = result.narrow(0, first, param.tensor.numel());
+      grad.copy_(piece.as_strided(param.tensor.sizes(), grad_strides(param.tensor), piece.storage_offset()));
+      param.differentiable = at::Tensor();
+    }
+    return;
+  }
+  if (bucket.sparse || !result.is_alias_of(bucket.flat) || result.scalar_type() != bucket.flat.scalar_type()) {
+    bucket.flat.copy_(bucket.sparse ? result : result.reshape({-1}));
   }
 }
 
 void Reducer::wait_for_buckets() {
-  for (Bucket& bucket : buckets_) wait_for(*bucket.reduce, describe(bucket));
+  for (Bucket& bucket : buckets_) {
+    if (bucket.reduce) wait_for(*bucket.reduce, describe(bucket));
+  }
   if (used_reduce_) wait_for(*used_reduce_, "the map of used parameters");
+  if (weight_reduce_) wait_for(*weight_reduce_, "the weights");
+  if (replica_reduce_) wait_for(*replica_reduce_, "the replicas' checksums");
 }
 
 void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
   try {
     reduce.wait();
   } catch (const std::exception& error) {
+    if (comm_hook_) {  // the hook's own error, in its own kind
+      reset();
+      throw;
+    }
     const std::string report = error.what();
     reset();
     throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
@@ -409,18 +866,90 @@ void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
 void Reducer::finalize_backward() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
-  wait_for_buckets();
-  bool any_unused = false;
-  for (const Parameter& param : params_) any_unused |= param.without_grad;
-  // The one host wait for a device, and only where something is unused here.
-  if (find_unused_ && any_unused) global_used_ = global_used_.cpu();
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const bool used_somewhere = !params_[i].without_grad || !find_unused_ || global_used_.data_ptr<int32_t>()[i] > 0;
-    finish_param(params_[i], used_somewhere);
-  }
-  local_used_.zero_();
-  reset();
+  noting_errors([&] { finalize(); });
 }
+
+void Reducer::finalize() {
+  wait_for_buckets();
+  now_.comm_end = clock_ns();
+  last_ = now_;
+  for (Bucket& bucket : buckets_) finish_bucket(bucket);
+  if (weight_) {
+    const double total = weight_sum_.cpu().data_ptr<double>()[0];
+    if (!(total > 0)) {
+      weight_.reset();
+      reset();
+      throw UserError(text("the weights given to backward(loss, weight=...) sum to ", total,
+                           " over all ranks, expected a sum above 0."));
+    }
+    for (Bucket& bucket : buckets_) bucket.flat.mul_(as_scalar(1 / total));
+  }
+  bool any_unused = false;
+  std::vector<bool> unused;
+  for (const Parameter& param : params_) {
+    unused.push_back(param.without_grad);
+    any_unused |= param.without_grad;
+  }
+  if (steps_ > 0 && unused != last_unused_) is_graph_static_ = false;
+  last_unused_ = std::move(unused);
+  // The one host wait for a device, and only where something is unused here.
+  if (used_reduce_ && (any_unused || graph_ == Graph::kStaticUnknown)) global_used_ = global_used_.cpu();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Parameter& param = params_[i];
+    bool used_somewhere = !param.without_grad || param.used_somewhere;
+    if (param.without_grad && used_reduce_) used_somewhere = global_used_.data_ptr<int32_t>()[i] > 0;
+    if (param.without_grad && is_skipped(buckets_[param.bucket])) used_somewhere = false;
+    if (graph_ == Graph::kStaticUnknown) param.used_somewhere = used_somewhere;
+    if (!optimizer_in_backward_ && !low_precision_) finish_param(param, used_somewhere);
+  }
+  if (graph_ == Graph::kStaticUnknown) graph_ = Graph::kStaticKnown;
+  local_used_.zero_();
+  weight_.reset();
+  divisor_ = 0;
+  forwards_ = 0;
+  ++steps_;
+  const bool compare = replica_reduce_ != nullptr;
+  std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);
+  end_callbacks_.clear();
+  reset();
+  for (const auto& callback : callbacks) callback();
+  if (compare) compare_replicas();
+}
+
+// Names the first parameter that is not the same everywhere.
+void Reducer::compare_replicas() {
+  const int64_t ranks = comm_->size(), count = static_cast<int64_t>(params_.size());
+  const at::Tensor hashes = replica_hashes_.cpu();
+  const auto differs = [&](const int64_t* values, int64_t stride) {
+    for (int64_t r = 1; r < ranks; ++r) {
+      if (values[r * stride] != values[0]) return true;
+    }
+    return false;
+  };
+  if (!differs(hashes.data_ptr<int64_t>(), 1)) return;
+  at::Tensor each = at::zeros({ranks, count}, at::kLong);
+  for (int64_t i = 0; i < count; ++i) {
+    each.data_ptr<int64_t>()[comm_->rank() * count + i] = hash_of({params_[i].tensor});
+  }
+  each = each.to(params_[0].tensor.device());
+  wait_for(*comm_->start_sum(each), "the parameters' checksums");
+  each = each.cpu();
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t* values = each.data_ptr<int64_t>() + i;
+    if (!differs(values, count)) continue;
+    std::map<int64_t, std::vector<std::string>> groups;
+    for (int64_t r = 0; r < ranks; ++r) groups[values[r * count]].push_back(std::to_string(r));
+    std::string who;
+    for (const auto& [hash, members] : groups) who += (who.empty() ? "ranks {" : ", {") + joined(members) + "}";
+    throw EnvironmentError(text(
+        "replicas have parted: parameter '", params_[i].name, "' is not the same on all ranks (equal within ", who,
+        "), seen in synchronised step ", steps_,
+        ". Something changed it on some ranks only: a step that not all ranks made, another optimizer state, a loaded "
+        "checkpoint, or code that writes to parameters with rank-dependent values."));
+  }
+}
+
+// ---- Messages.
 
 std::string Reducer::describe(const Bucket& bucket) const {
   std::vector<std::string> names;
@@ -428,22 +957,52 @@ std::string Reducer::describe(const Bucket& bucket) const {
   return text("bucket ", &bucket - buckets_.data(), " of ", buckets_.size(), " [", joined(names), "]");
 }
 
+// Says what torch's reducer says where others look for it, and always gives the names.
 void Reducer::fail_incomplete() const {
-  std::vector<std::string> names;
-  for (const Parameter& param : params_) {
-    if (!param.ready) names.push_back(param.name);
+  std::string names, indices;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].ready) continue;
+    names += (names.empty() ? "" : ", ") + params_[i].name;
+    indices += text(indices.empty() ? "" : " ", i);
   }
+  std::string cause;
+  if (graph_ == Graph::kStaticKnown) {
+    cause =
+        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+        "first iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+        "True.";
+  } else {
+    cause =
+        "Some parameters got no gradient although backward was to be reduced over ranks. If a forward may leave "
+        "parameters unused, say so by passing the keyword argument `find_unused_parameters=True` to "
+        "DistributedDataParallel; make sure that all `forward` function outputs participate in calculating loss, and "
+        "that forward goes through the wrapper, not its .module.";
+    if (options_.find_unused_parameters) {
+      cause +=
+          " Since `find_unused_parameters=True` is enabled, some output that reaches them is probably not in the "
+          "outputs that `forward` returned (which may hold tensors in lists, tuples, dicts and dataclasses).";
+    }
+  }
+  throw EnvironmentError(
+      text("Expected to have finished reduction in the prior iteration before starting a new one. ", cause,
+           "\nParameter indices which did not receive grad for rank ", comm_->rank(), ": ", indices,
+           "\nParameters which did not receive grad for rank ", comm_->rank(), ": ", names,
+           "\n(For torch's own log of the step, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+           "DETAIL.)"));
+}
+
+void Reducer::fail_changed_graph(const Parameter& param) const {
   throw EnvironmentError(text(
-      "Expected to have finished reduction in the prior iteration before starting a new one: these parameters got no "
-      "gradient in it: ",
-      joined(names),
-      ". If some are not used in every forward, pass find_unused_parameters=True to DistributedDataParallel; make sure "
-      "that every output of forward that needs a gradient takes part in the loss."));
+      "Your training graph has changed in this iteration, which static_graph=True does not allow: parameter '",
+      param.name, "' got ", param.fired, param.fired == 1 ? " gradient" : " gradients", ", expected ", param.expected,
+      " as in the first iteration. Leave static_graph out, or pass find_unused_parameters=True instead."));
 }
 
 void Reducer::check_finalized() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (step_ == Step::kRunning) fail_incomplete();
+  noting_errors([&] {
+    if (step_ == Step::kRunning) fail_incomplete();
+  });
 }
 
 std::vector<Reducer::BucketInfo> Reducer::buckets() const {
@@ -451,16 +1010,34 @@ std::vector<Reducer::BucketInfo> Reducer::buckets() const {
   for (const Bucket& bucket : buckets_) {
     BucketInfo info;
     for (size_t index : bucket.params) info.names.push_back(params_[index].name);
-    info.bytes = static_cast<int64_t>(bucket.flat.nbytes());
-    info.dtype = c10::toString(params_[bucket.params[0]].tensor.scalar_type());
+    for (size_t index : bucket.params) {
+      info.bytes += params_[index].tensor.numel() * static_cast<int64_t>(c10::elementSize(grad_dtype(params_[index])));
+    }
+    info.dtype = c10::toString(grad_dtype(params_[bucket.params[0]]));
     infos.push_back(std::move(info));
   }
   return infos;
 }
 
-at::Tensor Reducer::local_used_map() {
+Reducer::Times Reducer::times() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return local_used_.clone();
+  return last_;
+}
+
+bool Reducer::is_graph_static() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_graph_static_;
+}
+
+std::string Reducer::last_error() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return error_;
+}
+
+at::Tensor Reducer::used_map() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return (global_used_.defined() ? global_used_ : local_used_)
+      .to(params_[0].tensor.device(), /*non_blocking=*/false, /*copy=*/true);
 }
 
 }  // namespace drivetrain::ddp

@@ -5,24 +5,35 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ddp/comm.h"
+#include "ddp/comm_hook.h"
 #include "ddp/plan.h"
 
 namespace drivetrain::ddp {
 
 // One per wrapped module. Every parameter's gradient has a fixed place in one flat allocation per device (the arena)
 // for the reducer's life; after a backward, `.grad` is a view of that place. Gradients move into the arena one by one
-// as they appear, so that at most one exists twice.
+// as they appear, so that at most one exists twice. Sparse gradients have no place there: each is a bucket of its own.
 //
 // Life of a synchronised step: prepare_for_backward() -> a hook per parameter -> a bucket whose last gradient came is
 // reduced (in plan order on every rank) -> after the last bucket has started, a callback at the end of backward waits
-// for all. Hooks outside such a step (no_sync) only move the gradient into the arena.
+// for all. Hooks in a backward that does not synchronise (no_sync) only move the gradient into the arena.
+//
+// Which backward synchronises: one after a forward that prepared it, and any other that begins while set_sync(true)
+// holds. Reducing what was reduced before does no harm: the mean of equal means is the mean.
+//
+// A static graph's first synchronised step counts how often each parameter's hook fires and reduces everything at the
+// end of backward; later steps wait for as many.
 //
 // Thread safety: one mutex guards everything; hooks run on autograd's threads, without the GIL.
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -30,6 +41,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Options {
     std::vector<int64_t> bucket_caps;  // bytes, in the expected order of buckets; the last repeats
     bool find_unused_parameters = false;
+    bool skip_unused_buckets = false;  // those that no parameter of which this rank uses; as on every rank
+    std::vector<bool> sparse;          // per parameter: it gets sparse gradients
+    int64_t check_replicas_every = 0;  // synchronised steps between two comparisons of the ranks' parameters; 0: never
   };
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
@@ -39,9 +53,61 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
+  // Whether a backward synchronises although no forward prepared it.
+  void set_sync(bool sync) { sync_ = sync; }
+
+  // Before a forward whose backward shall synchronise.
+  void prepare_for_forward();
+
+  // Before a forward: once, after the first synchronised step, plans the buckets anew in the order in which rank 0's
+  // gradients came, and says so. Not where parameters may be unused: their order means nothing.
+  bool rebuild_buckets();
+  bool has_rebuilt_buckets();
+
   // After a forward whose backward shall synchronise. outputs: the forward's tensors, from which unused parameters are
   // found. Throws if the step before was left incomplete, naming the parameters that got no gradient.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+
+  // Adds this rank's weight (tokens, say) to the next synchronised backward, whose gradients are then the sum over
+  // ranks divided by the sum of weights, not by the number of ranks.
+  void add_weight(double weight);
+  void clear_weight();
+
+  // Divides by that many ranks instead of all in the next step (0: all again): others have run out of inputs.
+  void set_divisor(int64_t ranks);
+
+  // Counts from the next synchronised step on; see above.
+  void set_static_graph();
+  bool is_graph_known();
+  // At the end of a static graph's first synchronised backward.
+  void delay_all_reduce();
+
+  // Gives every bucket to a hook instead of the transport. Throws if there is one already.
+  void set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  // The hook steps the parameters and keeps or drops their gradients as it likes.
+  void set_optimizer_in_backward();
+  // Parameters have that dtype in forward and backward only; gradients arrive through on_gradient(), in that dtype.
+  void set_mixed_precision(at::ScalarType dtype);
+  // Another set of ranks from the next step on.
+  void set_comm(std::unique_ptr<Comm> comm);
+  // Forgets a step that was interrupted.
+  void reset_state();
+  // Whether the same parameters were used in every synchronised step so far.
+  bool is_graph_static();
+  // The last error that this reducer raised; empty: none.
+  std::string last_error();
+  // Called, once, at the end of the synchronised backward under way or next.
+  void add_end_callback(std::function<void()> callback);
+
+  // What parameter `index`'s hook does.
+  void on_gradient(size_t index, bool came = true);
+
+  // Takes part in the reduction of bucket `index` with zeros, for a rank that has run out of inputs. as_sum: the
+  // others' divisor is not the number of ranks.
+  std::unique_ptr<PendingReduce> reduce_zeros(size_t index, bool as_sum);
+
+  // Such a rank's counterpart of a finished step.
+  void count_shadowed_step();
 
   // Throws if a synchronised backward has begun and not ended.
   void check_finalized();
@@ -50,14 +116,26 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   struct BucketInfo {
     std::vector<std::string> names;
-    int64_t bytes;
+    int64_t bytes = 0;  // of gradients, padding not counted
     std::string dtype;
   };
   std::vector<BucketInfo> buckets() const;
   int64_t arena_bytes() const { return arena_bytes_; }
 
-  // 1 for each parameter that this rank used since the last synchronised backward.
-  at::Tensor local_used_map();
+  // When the last synchronised step did what; nanoseconds of the monotonic clock, 0: not yet.
+  struct Times {
+    int64_t forward_start = 0;
+    int64_t backward_start = 0;  // the first gradient came
+    int64_t backward_end = 0;    // the last gradient came
+    int64_t comm_start = 0;      // the first bucket was given to the transport
+    int64_t comm_end = 0;        // the last was back
+    int64_t buckets_reduced = 0;
+  };
+  Times times();
+
+  // For each parameter how many ranks used it in the last synchronised backward, if that was found out; else whether
+  // this rank has used it since.
+  at::Tensor used_map();
 
  private:
   Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
@@ -72,53 +150,98 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Parameter {
     at::Tensor tensor;
     std::string name;
+    bool sparse = false;
     size_t bucket = 0;
     int64_t offset = 0;  // bytes from the bucket's start
     at::Tensor view;     // its place in the arena, strided as the gradient layout contract asks; what .grad becomes
     bool ready = false;  // in this step
-    bool without_grad = false;  // this rank has no gradient for it in this step
-    at::Tensor untouched;       // copy of a kept .grad of such a parameter, put back if no rank used it
+    bool without_grad = false;   // this rank has no gradient for it in this step
+    bool delegated = false;      // another wrapper around the same parameter reduces it in this backward
+    at::Tensor untouched;        // copy of a kept .grad of such a parameter, put back if no rank used it
+    at::Tensor differentiable;   // its .grad in a backward with create_graph: stays .grad, gets the mean's values
+    uint32_t version = 0;        // of the tensor, when its backward was prepared
+    int fired = 0;               // hooks in this step
+    int expected = 1;            // hooks that make it ready; a static graph's first step counts them
+    bool used_somewhere = true;  // by any rank, in a static graph
     std::shared_ptr<torch::autograd::Node> accumulator;
     uintptr_t hook = 0;
   };
 
   struct Bucket {
     std::vector<size_t> params;
-    at::Tensor flat;  // all of it, as the transport gets it: real, one-dimensional, padding included
+    bool sparse = false;
+    // All of it, padding included, one-dimensional and in the parameters' dtype; or the sparse gradient.
+    at::Tensor flat;
     size_t missing = 0;
     Phase phase = Phase::kFilling;
-    std::unique_ptr<PendingReduce> reduce;
+    std::unique_ptr<PendingReduce> reduce;  // null: there is nothing to wait for
+    HookReduce* hooked = nullptr;           // the same, where a hook reduces
   };
 
-  void build_arena(const Options& options);
+  // How a step's gradients become means.
+  struct Scaling {
+    double before = 1;   // factor on the way into the arena
+    bool as_sum = true;  // else the transport leaves the mean
+  };
+
+  template <class Body>
+  auto noting_errors(Body&& body) -> decltype(body());
+  std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
+  void build_arena(const std::vector<BucketPlan>& plans);
+  std::vector<int64_t> registration_order() const;
+  void handle_gradient(size_t index, bool came);
+  void prepare(const std::vector<at::Tensor>& outputs);
+  void finalize();
   void add_hooks();
-  void on_gradient(size_t index);
+  at::ScalarType grad_dtype(const Parameter& param) const;
   at::Tensor view_of(const Parameter& param) const;
-  void take_gradient(Parameter& param, bool scaled);
-  void fill_view(const Parameter& param, const at::Tensor& values, bool scaled) const;
+  void take_gradient(Parameter& param, double scale);
+  void fill_view(Parameter& param, const at::Tensor& values, double scale) const;
   void check_gradient(const Parameter& param, const at::Tensor& grad) const;
-  void claim(const Parameter& param) const;
-  void release_params() const;
+  void check_unconsumed(const Parameter& param, bool came) const;
+  bool claim(const Parameter& param) const;
+  void release_params();
+  bool is_wanted_elsewhere(const Parameter& param) const;
   void mark_ready(size_t index);
+  void mark_rest_unused();
   void begin_backward();
+  void begin_unprepared_backward();
+  void end_unprepared_backward();
   void start_full_buckets();
+  void start(Bucket& bucket);
+  bool is_skipped(const Bucket& bucket) const;
   void finalize_backward();
+  void finish_bucket(Bucket& bucket);
   void finish_param(Parameter& param, bool used_somewhere);
   void wait_for_buckets();
   void wait_for(PendingReduce& reduce, const std::string& what);
+  void compare_replicas();
   void end_interrupted_step();
   void check_hooked(const Parameter& param) const;
   void reset();
   std::string describe(const Bucket& bucket) const;
   [[noreturn]] void fail_incomplete() const;
+  [[noreturn]] void fail_changed_graph(const Parameter& param) const;
 
   std::vector<Parameter> params_;
   std::vector<Bucket> buckets_;
+  std::map<std::string, at::Tensor> arenas_;  // by device
+  std::vector<BucketPlan> plans_;
   std::unique_ptr<Comm> comm_;
-  const bool find_unused_;
-  bool scaled_ = false;  // whether gradients are multiplied with scale_ on their way into the arena
-  at::Tensor scale_;     // 1 / number of ranks
+  const Options options_;
   int64_t arena_bytes_ = 0;
+
+  std::unique_ptr<c10d::CommHookInterface> comm_hook_;
+  bool optimizer_in_backward_ = false;
+  std::optional<at::ScalarType> low_precision_;
+  std::atomic<bool> sync_{true};
+
+  enum class Graph {
+    kDynamic,
+    kStaticUnknown,  // counting, or about to
+    kStaticKnown,
+  };
+  Graph graph_ = Graph::kDynamic;
 
   mutable std::mutex mutex_;
   // The synchronised step under way.
@@ -128,11 +251,29 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     kRunning,   // gradients arrive
   };
   Step step_ = Step::kIdle;
+  bool is_wanted_ = false;      // this reducer's parameters are entered as wanted
+  int forwards_ = 0;            // prepared since the last synchronised backward
   size_t next_bucket_ = 0;      // the first that has not started
   std::vector<size_t> unused_;  // found from the outputs, marked when backward begins
-  at::Tensor local_used_;       // int32 [num params], on the CPU
-  at::Tensor global_used_;      // the same summed over ranks; on the parameters' device while under way
+  Scaling scaling_;
+  int64_t divisor_ = 0;           // ranks to divide by; 0: all
+  std::optional<double> weight_;  // this rank's, added up
+  at::Tensor weight_sum_;         // float64 [1], on the parameters' device
+  std::unique_ptr<PendingReduce> weight_reduce_;
+  at::Tensor local_used_;   // int32 [num params], on the CPU
+  at::Tensor global_used_;  // the same summed over ranks; on the parameters' device while under way
   std::unique_ptr<PendingReduce> used_reduce_;
+  Times now_, last_;           // of the step under way and the last finished one
+  int64_t steps_ = 0;          // synchronised, finished
+  at::Tensor replica_hashes_;  // int64 [ranks], this rank's at its place; summed over ranks
+  std::unique_ptr<PendingReduce> replica_reduce_;
+  std::vector<std::function<void()>> end_callbacks_;
+  std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step
+  bool is_rebuilt_ = false;
+  bool began_ = false;  // a synchronised forward or backward has begun
+  bool is_graph_static_ = true;
+  std::vector<bool> last_unused_;
+  std::string error_;
 };
 
 }  // namespace drivetrain::ddp

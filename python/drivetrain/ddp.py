@@ -3,18 +3,20 @@
 import functools
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from . import _C
+from .ddp_logger import Logger
+from .reducer import Reducer
 
 # Applied to arguments that the caller does not pass; install(**ddp_defaults) fills it.
 defaults: dict[str, object] = {}
@@ -23,6 +25,16 @@ defaults: dict[str, object] = {}
 constructed: list[str] = []
 
 _FIRST_BUCKET_BYTES = 1024 * 1024  # as torch: communication starts early in backward
+# Arguments on which all ranks must agree.
+_SAME_EVERYWHERE = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "find_unused_parameters",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "check_replicas_every",
+)
+_OURS_ALONE = ("check_replicas_every",)
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 P = ParamSpec("P")
@@ -51,22 +63,25 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     the first step on. `.grad` is the mean over ranks, as with torch. The arena is reused: a reference kept to a `.grad`
     shows the next backward's values, so clone what you want to keep.
 
-    Args: as torch's. Not supported yet (NotImplementedError when set): `static_graph`, `delay_all_reduce_named_params`,
-        `param_to_hook_all_reduce`, `mixed_precision`, `device_mesh`, `skip_all_reduce_unused_params`; likewise
-        communication hooks, `join`, sparse gradients and backward with `create_graph=True`. An argument that the
-        installed torch does not know may be given its default only.
-        `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
+    Every backward outside `no_sync()` ends with the mean over ranks in `.grad`, or raises: also a second one after the
+    first, one whose forward ran under `no_sync()`, and one through `.module`. What would let replicas part in silence
+    (a hook that steps on a gradient before it is reduced) raises and names the parameter.
+
+    Args:
+        ...: as torch's, by position and by keyword. An argument that the installed torch does not know may be given its
+            default only. `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
+        check_replicas_every: keyword only. Compare a checksum of all parameters over ranks in every so many
+            synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
-            the CPU and has a SyncBatchNorm or `device_ids`.
+            the CPU and has a SyncBatchNorm or `device_ids`, or check_replicas_every is negative.
         RuntimeError: nothing requires a gradient, or the ranks' parameters differ (on every rank, naming the first).
-        NotImplementedError: see above.
         TypeError: an argument that the installed torch does not know.
     """
 
-    reducer: _C.Reducer  # type: ignore[assignment]  # torch's wrapper wants its methods, not its type
-    logger: "_Logger"
+    reducer: Reducer  # type: ignore[assignment]  # torch's wrapper wants its methods, not its type
+    logger: Logger
 
     @_with_defaults
     def __init__(
@@ -91,27 +106,89 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        check_replicas_every: int = 0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
-        _refuse_unsupported(changed)
-        named_params = _trained_parameters(module)
-        _check_devices(named_params)
-        if process_group is None and not dist.is_initialized():
+        _refuse_unknown(changed)
+        if check_replicas_every < 0:
+            raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
+        _check_devices(_trained_parameters(module))
+        if process_group is None and device_mesh is None and not dist.is_initialized():
             raise ValueError(
                 "DistributedDataParallel needs a process group and none is initialised: start the script with "
                 "torchrun and call torch.distributed.init_process_group() first, or pass process_group."
             )
         if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch has a word for lazy ones
-            arguments = {
-                name: given[name] for name in ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters")
-            }
-            _check_same_on_all_ranks(module, named_params, arguments, process_group)
+            arguments = {name: given[name] for name in _SAME_EVERYWHERE}
+            group = process_group
+            if device_mesh is not None and device_mesh.ndim == 1:
+                group = device_mesh.get_group()
+            _check_same_on_all_ranks(module, _trained_parameters(module), arguments, group)
+        self._check_replicas_every = check_replicas_every
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
-        size = sum(param.numel() for _, param in named_params) / 1e6
-        count = len(self.reducer.buckets())
+        if self._use_python_reducer:  # then torch's own Python hooks reduce, compiled into backward
+            self.reducer._remove_autograd_hooks()
+        size = sum(param.numel() for _, param in _trained_parameters(module)) / 1e6
+        count = len(self.reducer.buckets()) if self._has_reducer() else 0  # none where every all-reduce is delayed
         name = type(module).__name__
         constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
+
+    def _has_reducer(self) -> bool:
+        return "reducer" in self.__dict__
+
+    # Torch reads this flag at forward only. The reducer must know it at backward too: a backward that begins while it
+    # is set is reduced, whatever it was at forward.
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        return bool(self.__dict__.get("_require_backward_grad_sync", True))
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self.__dict__["_require_backward_grad_sync"] = sync
+        if self._has_reducer():
+            self.reducer.set_sync(sync)
+
+    # Torch sets it when the first backward, synchronised or not, enqueues what counts a static graph's gradients. We
+    # want that until they are counted.
+    @property
+    def _static_graph_delay_allreduce_enqueued(self) -> bool:
+        return self.reducer.is_graph_known()
+
+    @_static_graph_delay_allreduce_enqueued.setter
+    def _static_graph_delay_allreduce_enqueued(self, enqueued: bool) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None, **kwargs: Any) -> None:
+        """`loss.backward()`, weighted: the gradients become the mean over everything that the weights count.
+
+        With a mean loss over a micro-batch and the number of tokens (samples, ...) in it as weight, `.grad` after the
+        synchronised backward is the mean over all tokens of all ranks, and of all micro-batches since the last
+        synchronised backward (under `no_sync()`), each given with its weight here. Without weights, torch's mean of
+        means gives tokens on short batches more to say.
+
+        Args:
+            loss: as for `torch.Tensor.backward`.
+            weight: of this rank's micro-batch, finite and >= 0. None: plain `loss.backward()`.
+            **kwargs: for `torch.Tensor.backward`.
+
+        Raises:
+            ValueError: the weight is negative or not finite, or all ranks' weights sum to 0 (on every rank).
+        """
+        if weight is None:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            return
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of"
+            )
+        self.reducer.add_weight(float(weight))
+        try:
+            (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.reducer.clear_weight()
+            raise
 
     def _ddp_init_helper(
         self,
@@ -123,123 +200,80 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """The one place where torch builds its reducer and logger; builds ours instead."""
         names_of = {id(param): name for name, param in self.module.named_parameters()}
         names = [names_of[id(param)] for param in parameters]
-        sparse = [name for name, is_sparse in zip(names, expect_sparse_gradient, strict=True) if is_sparse]
-        if sparse:
-            raise _unsupported(f"sparse gradients (an Embedding with sparse=True holds {sparse[0]!r})")
+        if self.mixed_precision is not None:
+            for index, param in enumerate(parameters):  # torch's hooks pass it to reducer._autograd_hook
+                param._idx = index  # type: ignore[attr-defined]
         caps = list(self.bucket_bytes_cap_list) or [self.bucket_bytes_cap]
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
-        self.reducer = _C.Reducer(
+        self.reducer = Reducer(
             params=parameters,
             names=names,
-            process_group=self.process_group.group_name,
+            process_group=self.process_group,
             bucket_caps=caps,
+            sparse=expect_sparse_gradient,
             find_unused_parameters=self.find_unused_parameters,
+            skip_unused_buckets=self.skip_all_reduce_unused_params,
+            check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
         )
-        self.logger = _Logger(self)
+        self.reducer.set_sync(self.require_backward_grad_sync)
+        self.logger = Logger(self, names, static_graph)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
-    # What torch's class offers and this one does not yet: an error each, never a silent gap.
+    # Torch's own versions hand the reducer to C++ that is typed for torch's.
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        raise _unsupported("join() (uneven inputs)")
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As torch's: `hook(state, bucket)` gets each full bucket, a `dist.GradBucket` not divided by the number of
+        ranks, and returns a future of the tensor whose values the gradients shall have.
 
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        raise _unsupported("join_hook() (uneven inputs)")
+        Raises:
+            TypeError: the hook is not callable, or returns something else.
+            ValueError: its annotations are not those of a communication hook.
+            RuntimeError: a hook is registered already.
+        """
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        self.reducer.set_python_hook(state, hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Not supported yet; this includes optimizers that run inside backward."""
-        raise _unsupported("communication hooks (register_comm_hook, optimizers in backward)")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        raise _unsupported("communication hooks (_register_builtin_comm_hook)")
-
-    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _unsupported("buffer communication hooks")
-
-    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _unsupported("optimizers fused into backward (_register_fused_optim)")
-
-    def _set_static_graph(self) -> NoReturn:
-        raise _unsupported("static_graph=True")
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
-        raise _unsupported("sparse gradients")
-
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
-        raise _unsupported("changing the process group of a wrapped module")
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        name = getattr(comm_hook_type, "name", None)
+        if name not in builtin:
+            raise ValueError(
+                f"comm_hook_type is {comm_hook_type!r}, expected a dist.BuiltinCommHookType: {', '.join(builtin)}"
+            )
+        self.reducer.set_python_hook(self.process_group, builtin[name])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accepted as torch does; this reducer keeps no sampled runtime statistics."""
+        """As torch's: times are kept of the first ten steps and of every `sample_rate`-th after them."""
         if sample_rate < 1:
-            raise ValueError(f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}")
+            self._log_and_throw(  # type: ignore[no-untyped-call]
+                ValueError,
+                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}",
+            )
+        self.logger.set_sample_rate(sample_rate)
 
-    def _lazy_init(self) -> None:
-        if self._use_python_reducer:
-            raise _unsupported('torch._dynamo.config.optimize_ddp="python_reducer"')
-        super()._lazy_init()  # type: ignore[no-untyped-call]
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """What a rank that has run out of inputs does in the others' backward; its own `.grad` become their mean."""
+        as_sum = not self._divide_by_initial_world_size
+        reduces = [self.reducer._run_comm_hook(i, as_sum) for i in self.reducer._get_zeros_like_grad_buckets()]
+        for reduce in reduces:
+            reduce.wait()
+
+    def _match_unused_params_allreduce(self) -> None:
+        used = torch.zeros(len(self.reducer._get_local_used_map()), dtype=torch.int32, device=self.device)
+        dist.all_reduce(used, group=self.process_group)
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
 
 
-class _Logger:
-    """What torch's wrapper expects of its logger: facts for _get_ddp_logging_data(), and nothing else to do."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        buckets = ddp.reducer.buckets()
-        self._ints = {
-            "world_size": dist.get_world_size(ddp.process_group),
-            "rank": dist.get_rank(ddp.process_group),
-            "num_parameter_tensors": sum(len(bucket.names) for bucket in buckets),
-            "total_parameter_size_bytes": sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad),
-            "bucket_cap_bytes": ddp.bucket_bytes_cap,
-            "find_unused_parameters": int(ddp.find_unused_parameters),
-            "gradient_as_bucket_view": 1,
-            "static_graph": 0,
-            "can_set_static_graph": 0,
-        }
-        self._strs = {
-            "module_name": type(ddp.module).__name__,
-            "backend_name": dist.get_backend(ddp.process_group),
-            "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in buckets),
-            "comm_hook": "",
-        }
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Called at every synchronised forward; timings come with the monitor."""
-
-    def set_error_and_log(self, message: str) -> None:
-        """Called right before the wrapper raises; keeps the text for _get_ddp_logging_data()."""
-        self._strs["error"] = message
-
-    def _get_ddp_logging_data(self) -> SimpleNamespace:
-        return SimpleNamespace(strs_map=dict(self._strs), ints_map=dict(self._ints))
-
-
-def _unsupported(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"drivetrain's DistributedDataParallel does not support {what} yet: use "
-        "torch.nn.parallel.DistributedDataParallel for this model."
-    )
-
-
-def _refuse_unsupported(changed: dict[str, object]) -> None:
-    """Raises for arguments, given as something else than their default, that would otherwise be ignored."""
-    for name in (
-        "static_graph",
-        "delay_all_reduce_named_params",
-        "param_to_hook_all_reduce",
-        "mixed_precision",
-        "device_mesh",
-        "skip_all_reduce_unused_params",
-    ):
-        if name in changed:
-            raise _unsupported(name)
+def _refuse_unknown(changed: dict[str, object]) -> None:
+    """Raises for arguments, given as something else than their default, that the installed torch does not have."""
     for name in changed:
-        if name not in _TORCH_ARGUMENTS and name != "batched_grad_copy":
+        if name not in _TORCH_ARGUMENTS and name not in _OURS_ALONE and name != "batched_grad_copy":
             raise TypeError(
                 f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
                 f"{changed[name]!r}): leave it out, or upgrade torch."
@@ -248,7 +282,7 @@ def _refuse_unsupported(changed: dict[str, object]) -> None:
 
 def _trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that will be reduced, with their names."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
 
 
@@ -262,8 +296,6 @@ def _check_devices(named_params: list[tuple[str, nn.Parameter]]) -> None:
             "DistributedDataParallel's input module must be on the same type of devices, but its parameters are "
             f"spread: {where}. Move the module to one device with module.to(device)."
         )
-    if len(first_on) > 1:
-        raise _unsupported(f"modules spread over several devices ({where})")
 
 
 def _check_same_on_all_ranks(

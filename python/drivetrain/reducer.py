@@ -1,0 +1,87 @@
+"""The reducer as torch's DistributedDataParallel calls it: the native one, plus what needs torch's Python objects."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C
+
+
+class Reducer(_C.Reducer):
+    """Stands where torch's wrapper expects a `dist.Reducer`; see csrc/ddp/reducer.h for what it does.
+
+    Args:
+        params: the parameters that require a gradient, in registration order.
+        names: theirs, for messages.
+        process_group: the ranks to reduce over.
+        bucket_caps: bytes per bucket, in the expected order of buckets; the last repeats.
+        sparse: per parameter, whether its gradient is sparse.
+        find_unused_parameters: some parameters may get no gradient.
+        skip_unused_buckets: do not reduce buckets that no parameter of which is used (on any rank: a promise).
+        check_replicas_every: synchronised steps between two comparisons of the ranks' parameters; 0: never.
+    """
+
+    def __init__(
+        self,
+        *,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        process_group: dist.ProcessGroup,
+        bucket_caps: Sequence[int],
+        sparse: Sequence[bool],
+        find_unused_parameters: bool,
+        skip_unused_buckets: bool,
+        check_replicas_every: int,
+    ) -> None:
+        super().__init__(
+            params=params,
+            names=names,
+            process_group=process_group.group_name,
+            bucket_caps=bucket_caps,
+            sparse=sparse,
+            find_unused_parameters=find_unused_parameters,
+            skip_unused_buckets=skip_unused_buckets,
+            check_replicas_every=check_replicas_every,
+        )
+        self._process_group = process_group
+        self._first_param = params[0]
+        self._divides_by_all = True
+
+    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = process_group
+        self.set_process_group(process_group.group_name, self._first_param)
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        raise NotImplementedError(
+            "drivetrain's DistributedDataParallel does not support _set_sparse_metadata (sparse gradients over NCCL): "
+            "use torch.nn.parallel.DistributedDataParallel for this model."
+        )
+
+    def _install_post_backward_futures(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
+        for future in futures:
+            self.add_end_callback(future.wait)
+
+    # A hook that wants the plain sum.
+
+    def _run_allreduce_hook(self, bucket: Any) -> Any:
+        """bucket: a `dist.GradBucket`."""
+        work = dist.all_reduce(bucket.buffer(), group=self._process_group, async_op=True)
+        assert work is not None
+        return work.get_future()
+
+    # Uneven inputs: ranks that have run out shadow what the others do.
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, divide_by_initial_world_size: bool) -> None:
+        """work: the all-reduce that counts the ranks which still have inputs."""
+        work.wait()
+        if not divide_by_initial_world_size:
+            self.set_divisor(int(work.get_future().value()[0].item()))
+
+    def _get_zeros_like_grad_buckets(self) -> list[int]:
+        return list(range(len(self.buckets())))
+
+    def _run_comm_hook(self, bucket: int, as_sum: bool = False) -> _C.PendingReduce:
+        return self.reduce_zeros(bucket, as_sum)

@@ -1,4 +1,4 @@
-"""What torch's own class does in these tests on a CPU; `python -m torch_ddp.baseline` measures it and writes the file."""
+"""What torch's own class does in these tests on a CPU; `python -m torch_ddp.baseline` measures and records it."""
 
 import re
 import sys

@@ -126,7 +126,10 @@ def on_cpu(tests: ModuleType, ddp_class: type[nn.Module], rank: int, world_size:
 
     `tests` is the module under test: helpers that it has bound by name are replaced there.
     """
+    from torch.distributed import device_mesh
+
     current = _CurrentDevice(rank)
+    init_device_mesh = device_mesh.init_device_mesh
     module_to = nn.Module.to
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -134,9 +137,9 @@ def on_cpu(tests: ModuleType, ddp_class: type[nn.Module], rank: int, world_size:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return module_to(self, *map(_on_cpu, args), **kwargs)
 
-    from torch.distributed import device_mesh
+    def mesh(device_type: str, *args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
+        return init_device_mesh(str(_on_cpu(device_type)), *args, **kwargs)
 
-    init_mesh = device_mesh.init_device_mesh
     with (
         mock.patch.object(nn.Module, "to", to),
         mock.patch.object(nn.Module, "cuda", lambda self, device=None: self),
@@ -155,11 +158,9 @@ def on_cpu(tests: ModuleType, ddp_class: type[nn.Module], rank: int, world_size:
         ),
         mock.patch.multiple(torch, Stream=_done(), Event=_done()),
         mock.patch.object(torch.accelerator, "current_stream", _done()),
-        mock.patch.object(tests, "init_multigpu_helper", lambda size, backend: {r: [r] for r in range(world_size)}),
+        mock.patch.object(tests, "init_multigpu_helper", return_value={rank: [rank] for rank in range(world_size)}),
         mock.patch.object(tests, "DDPUnevenTestInput", _smaller_images(tests.DDPUnevenTestInput)),
-        mock.patch.object(
-            device_mesh, "init_device_mesh", lambda kind, *a, **k: init_mesh(str(_on_cpu(kind)), *a, **k)
-        ),
+        mock.patch.object(device_mesh, "init_device_mesh", mesh),
         _DevicesBecomeCpu(),
     ):
         yield

@@ -16,7 +16,18 @@ class Difference(NamedTuple):
     fails_at: str
 
 
-EXCEPTIONS: dict[str, Difference] = {}
+_NO_BROADCAST = Difference(
+    "asserts a broadcast among the first training steps: torch rebuilds its buckets there, ours are planned once",
+    "self.assertGreaterEqual(event_count, 1)",
+)
+EXCEPTIONS = {
+    "test_ddp_profiling_autograd_profiler": _NO_BROADCAST,
+    "test_ddp_profiling_torch_profiler": _NO_BROADCAST,
+    "test_compute_bucket_assignment_by_size_sparse_error_with_logger": Difference(
+        "hands the logger to a private function of torch's that takes no other object than torch's own logger",
+        "dist._compute_bucket_assignment_by_size(",
+    ),
+}
 
 _RECORDED = baseline.recorded()
 
@@ -52,12 +63,15 @@ def test_passes_what_torchs_class_passes(name: str, torchs: Pool, ours: Pool) ->
         pytest.skip(theirs)
     outcome = ours.run(name)
     assert "torch" not in outcome.built, "a module of torch's class was built: the name it was built by is not ours"
-    if name not in EXCEPTIONS:
-        assert outcome.status == "passed", f"{outcome.why}\n\n{outcome.detail}"
+    difference = EXCEPTIONS.get(name)
+    if difference is None:
+        if outcome.status != "passed":
+            pytest.fail(f"{outcome.status}: {outcome.why}\n\n{outcome.detail}", pytrace=False)
         return
-    difference = EXCEPTIONS[name]
-    assert outcome.status == "failed", f"ours passes: take it off the list of exceptions ({difference.reason})"
-    assert difference.fails_at in outcome.detail, f"fails, but not where it may\n\n{outcome.detail}"
+    if outcome.status == "passed":
+        pytest.fail(f"passes: take it off the list of exceptions ({difference.reason})", pytrace=False)
+    if difference.fails_at not in outcome.detail:
+        pytest.fail(f"fails elsewhere than at {difference.fails_at!r}\n\n{outcome.detail}", pytrace=False)
     pytest.xfail(difference.reason)
 
 

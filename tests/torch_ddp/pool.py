@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 WORLD_SIZE = 2
+RPC_RANKS = 4  # tests with remote parts: two trainers, a worker that holds the remote parts, and a master
 START_TIMEOUT_S = 120
 TEST_TIMEOUT_S = 90
 _STUCK = "Stuck while the other rank failed"
@@ -46,6 +47,7 @@ class Outcome:
         return (errors or lines or [""])[-1].strip()
 
 
+_Rank = tuple[Any, Connection]  # a process and the pipe to it
 _Answer = tuple[str, str, dict[str, int]]  # status, traceback or reason, what was built
 
 
@@ -54,34 +56,37 @@ class Pool:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._ranks: list[tuple[Any, Connection]] = []
+        self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="torch-ddp-"))
         self._count = 0
         self._last = ""
 
     def names(self) -> list[str]:
         """The DDP tests of the installed torch."""
-        self._start()
+        self._start(WORLD_SIZE)
         self._ranks[0][1].send(("names",))
         return self._ranks[0][1].recv()
 
     def run(self, name: str) -> Outcome:
         dead = next((process.exitcode for process, _ in self._ranks if not process.is_alive()), None)
         if dead is not None:
-            log = "\n".join(self._log(rank) for rank in range(WORLD_SIZE))
+            log = "\n".join(self._log(rank) for rank in range(len(self._ranks)))
             self._stop()
             return Outcome(name, "failed", f"Died with exit code {dead} before this test, after {self._last}\n{log}")
-        self._start()
+        is_rpc_test = "." in name
+        if is_rpc_test:  # RPC cannot be relied on to start a second time in a process
+            self._stop()
+        ranks = self._start(RPC_RANKS if name.startswith("DdpUnderDistAutogradTest.") else WORLD_SIZE)
         self._count += 1
         self._last = name
         folder = self._folder / str(self._count)
         for part in ("barrier", "test_dir", "init_dir"):
             (folder / part).mkdir(parents=True)
         started = time.monotonic()
-        for _, connection in self._ranks:
+        for _, connection in ranks:
             connection.send(("run", name, str(folder)))
-        answers, intact = self._collect(started + TEST_TIMEOUT_S)
-        if not intact:
+        answers, intact = self._collect(ranks, started + TEST_TIMEOUT_S)
+        if is_rpc_test or not intact:
             self._stop()
         seconds = time.monotonic() - started
         failures = [(text, rank) for rank, (status, text, _) in sorted(answers.items()) if status == "failed"]
@@ -97,10 +102,10 @@ class Pool:
         self._stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _collect(self, deadline: float) -> tuple[dict[int, _Answer], bool]:
+    def _collect(self, ranks: list[_Rank], deadline: float) -> tuple[dict[int, _Answer], bool]:
         """The ranks' answers, and whether the ranks can go on. A rank that does not answer counts as failed."""
         answers: dict[int, _Answer] = {}
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
         intact = True
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -134,24 +139,25 @@ class Pool:
     def _log(self, rank: int) -> str:
         return (self._folder / f"rank{rank}.log").read_text(errors="replace")[-4000:]
 
-    def _start(self) -> None:
-        if self._ranks:
-            return
+    def _start(self, count: int) -> list[_Rank]:
+        """The first `count` ranks; starts those that are missing."""
         context = multiprocessing.get_context("spawn")
-        for rank in range(WORLD_SIZE):
+        running = len(self._ranks)
+        for rank in range(running, count):
             here, there = context.Pipe()
             log = str(self._folder / f"rank{rank}.log")
             process = context.Process(target=_serve, args=(there, rank, self._kind, log), daemon=True)
             process.start()
             there.close()
             self._ranks.append((process, here))
-        for rank, (_, connection) in enumerate(self._ranks):
+        for rank, (_, connection) in list(enumerate(self._ranks))[running:]:
             if not connection.poll(START_TIMEOUT_S):
                 raise RuntimeError(f"rank {rank} did not import torch's tests within {START_TIMEOUT_S} s")
             try:
                 connection.recv()
             except EOFError:
                 raise RuntimeError(f"rank {rank} could not import torch's tests:\n{self._log(rank)}") from None
+        return self._ranks[:count]
 
     def _stop(self) -> None:
         for process, connection in self._ranks:
@@ -214,8 +220,31 @@ def _import_tests(kind: str) -> tuple[ModuleType, Any]:
     return distributed_test, ddp_class
 
 
+def _test_class(tests: ModuleType, suite: str) -> Any:
+    """The class of torch's that holds the tests of `suite`, made a test case that two ranks on gloo can run."""
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as tensorpipe
+
+    if suite:
+        bases = tensorpipe.TensorPipeRpcAgentTestFixture, getattr(_rpc_tests(), suite)
+        return type(suite, (common_utils.TestCase, *bases), {})
+    bases = common_utils.TestCase, tests.DistributedTest._DistTestBase
+    return type("GlooTest", bases, {"world_size": str(WORLD_SIZE)})  # a string in torch's own class, too
+
+
+def _rpc_tests() -> ModuleType:
+    """torch's module of DDP tests with remote parts, for two trainers instead of four."""
+    from torch.testing._internal.distributed import ddp_under_dist_autograd_test as module
+
+    module.NUM_TRAINERS = WORLD_SIZE
+    module.TRAINER_RANKS = list(range(WORLD_SIZE))
+    module.REMOTE_WORKER_RANK, module.MASTER_RANK = range(WORLD_SIZE, RPC_RANKS)
+    module.WORLD_SIZE = RPC_RANKS
+    return module
+
+
 def _ddp_tests(tests: ModuleType) -> list[str]:
-    """Tests that mention DistributedDataParallel or DDP, themselves or in a helper method they call."""
+    """All tests of DDP with remote parts, and of the others those that mention it, themselves or in a helper method."""
     base = tests.DistributedTest._DistTestBase
 
     def mentions(name: str, seen: set[str]) -> bool:
@@ -227,7 +256,11 @@ def _ddp_tests(tests: ModuleType) -> list[str]:
         helpers = set(re.findall(r"self\.(_\w+)\(", source)) - seen
         return any(mentions(helper, seen) for helper in helpers if hasattr(base, helper))
 
-    return [name for name in vars(base) if name.startswith("test") and mentions(name, set())]
+    names = [name for name in vars(base) if name.startswith("test") and mentions(name, set())]
+    rpc_tests = _rpc_tests()
+    for suite in ("DdpComparisonTest", "CudaDdpComparisonTest", "DdpUnderDistAutogradTest"):
+        names += [f"{suite}.{name}" for name in vars(getattr(rpc_tests, suite)) if name.startswith("test")]
+    return names
 
 
 def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -> _Answer:
@@ -237,33 +270,33 @@ def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -
 
     from .on_cpu import on_cpu, opened
 
-    class GlooTest(common_utils.TestCase, tests.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
-        world_size = str(WORLD_SIZE)  # a string in torch's class for these tests, too
-        init_method = f"file://{folder}/group"
-
     environment = dict(os.environ)
     os.environ["TEMP_DIR"] = tempfile.tempdir = folder
     tests.Barrier.barrier_id = 0
     built: dict[str, int] = {}
     try:
-        case = GlooTest(name)
+        suite, _, method = name.rpartition(".")
+        case = _test_class(tests, suite)(method)
         case.rank, case.file_name = rank, f"{folder}/group"
-        test, is_for_gpus = opened(getattr(GlooTest, name))
-        dist.init_process_group(
-            "gloo",
-            init_method=case.init_method,
-            world_size=WORLD_SIZE,
-            rank=rank,
-            timeout=timedelta(seconds=tests.CUSTOM_PG_TIMEOUT.get(name, GROUP_TIMEOUT_S)),
-        )
-        case._barrier()
+        test, is_for_gpus = opened(getattr(type(case), method))
+        with_group = not suite  # the others make theirs themselves
+        if with_group:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{case.file_name}",
+                world_size=WORLD_SIZE,
+                rank=rank,
+                timeout=timedelta(seconds=tests.CUSTOM_PG_TIMEOUT.get(name, GROUP_TIMEOUT_S)),
+            )
+            case._barrier()
         common_utils.set_rng_seed()
         with (
             _counting(ddp_class, built),
             on_cpu(tests, ddp_class, rank, WORLD_SIZE) if is_for_gpus else contextlib.nullcontext(),
         ):
             test(case)
-        case._barrier()
+        if with_group:
+            case._barrier()
         return "passed", "", built
     except unittest.SkipTest as skip:
         return "skipped", str(skip), built

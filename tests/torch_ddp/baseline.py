@@ -16,7 +16,7 @@ _REASONS = {
     r"SyncBatchNorm layers only work with GPU modules": "SyncBatchNorm has GPU kernels only",
     r"None is not [01]$|String comparison failed: '' != '[01]'": "compares the index of the GPU that a tensor is on",
     r"String comparison failed: 'gloo' != 'nccl'": "reads NCCL's part of the profiler's trace",
-    r"Timed out waiting 5000ms|Application timeout": "needs a backward that does not wait for the other rank, as NCCL's",
+    r"Timed out waiting|Application timeout": "needs a backward that does not wait for the other rank, as NCCL's",
 }
 
 

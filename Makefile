@@ -72,9 +72,11 @@ $(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
-# The extras of pyproject.toml; the package itself is installed already and stays as it is.
+# The extras of pyproject.toml; the package itself is installed already and stays as it is, and so does torch: what
+# the frameworks that tests use ask for must not replace it.
 $(STAMPS)/test-tools: pyproject.toml $(STAMPS)/built
-	$(PYTHON) -m pip install --quiet "drivetrain[test]"
+	$(PYTHON) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(STAMPS)/constraints.txt
+	$(PYTHON) -m pip install --quiet --constraint $(STAMPS)/constraints.txt "drivetrain[test,frameworks]"
 	touch $@
 
 $(STAMPS)/dev-tools: pyproject.toml $(STAMPS)/built

@@ -16,17 +16,28 @@ class Difference(NamedTuple):
     fails_at: str
 
 
-_NO_BROADCAST = Difference(
-    "asserts a broadcast among the first training steps: torch rebuilds its buckets there, ours are planned once",
-    "self.assertGreaterEqual(event_count, 1)",
+_RPC = Difference(
+    "distributed autograd over RPC keeps gradients in a context of its own; ours refuses it with an error that says so",
+    "does not support distributed autograd",
 )
 EXCEPTIONS = {
-    "test_ddp_profiling_autograd_profiler": _NO_BROADCAST,
-    "test_ddp_profiling_torch_profiler": _NO_BROADCAST,
+    "test_skip_all_reduce_unused_parameters": Difference(
+        "counts buckets: torch first fills them in registration order, which leaves the unused small layer alone in one; "
+        "ours are filled in the expected order of gradients, where it shares the large layer's",
+        "Expected 2 but got 1.",
+    ),
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": Difference(
         "hands the logger to a private function of torch's that takes no other object than torch's own logger",
         "dist._compute_bucket_assignment_by_size(",
     ),
+    "DdpComparisonTest.test_ddp_comparison": _RPC,
+    "DdpComparisonTest.test_ddp_comparison_uneven_inputs": _RPC,
+    "DdpComparisonTest.test_ddp_dist_autograd_sparse_grads": _RPC,
+    "DdpComparisonTest.test_ddp_dist_autograd_local_vs_remote": _RPC,
+    "CudaDdpComparisonTest.test_ddp_dist_autograd_local_vs_remote_gpu": _RPC,
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside": _RPC,
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs": _RPC,
+    "DdpUnderDistAutogradTest.test_backward_ddp_inside": _RPC,
 }
 
 _RECORDED = baseline.recorded()

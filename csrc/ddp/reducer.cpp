@@ -2,6 +2,7 @@
 #include "ddp/reducer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -42,6 +43,7 @@ std::string joined(const Names& names) {
 
 // Autograd carries errors from hooks to Python: only torch's own kinds keep their kind on the way.
 [[noreturn]] void throw_unsupported(const std::string& message) { C10_THROW_ERROR(NotImplementedError, message); }
+[[noreturn]] void throw_value_error(const std::string& message) { C10_THROW_ERROR(ValueError, message); }
 [[noreturn]] void throw_type_error(const std::string& message) { C10_THROW_ERROR(TypeError, message); }
 
 // Strides that a parameter's gradient should have (torch's gradient layout contract): the parameter's own where it is
@@ -84,6 +86,12 @@ at::Tensor as_scalar(double value) {
 int64_t clock_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// An empty sparse gradient, sparse in its first dimension as an Embedding's is.
+at::Tensor no_rows(const at::Tensor& param) {
+  const auto options = at::TensorOptions(param.scalar_type()).device(param.device()).layout(at::kSparse);
+  return at::_sparse_coo_tensor_with_dims(1, param.dim() - 1, param.sizes(), options);
 }
 
 // As transports take it.
@@ -500,7 +508,7 @@ void Reducer::handle_gradient(size_t index, bool came) {
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
     if (!sync_ || is_wanted_elsewhere(param)) {
-      if (has_grad) take_gradient(param, 1);
+      if (has_grad && !param.sparse) take_gradient(param, 1);
       return;
     }
     begin_unprepared_backward();
@@ -653,8 +661,8 @@ void Reducer::take_gradient(Parameter& param, double scale) {
   at::Tensor& grad = param.tensor.mutable_grad();
   check_gradient(param, grad);
   if (param.sparse) {
-    // Always a sum: transports average flat buckets.
-    if (scale != 1) grad.mul_(as_scalar(scale));
+    // A tensor of its own: autograd lets sparse gradients of several parameters share their values.
+    grad = scale != 1 ? grad.mul(as_scalar(scale)) : grad.clone();
     return;
   }
   if (grad.requires_grad()) {
@@ -703,7 +711,7 @@ void Reducer::mark_ready(size_t index) {
       fill_view(param, param.untouched, scale);
     }
   } else if (param.sparse) {
-    bucket.flat = at::zeros(param.tensor.sizes(), param.tensor.options().layout(at::kSparse).requires_grad(false));
+    bucket.flat = no_rows(param.tensor);
   } else {
     param.view.zero_();
   }
@@ -775,7 +783,7 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
   Bucket& bucket = buckets_.at(index);
   const Parameter& first = params_[bucket.params[0]];
   if (bucket.sparse) {
-    bucket.flat = at::zeros(first.tensor.sizes(), first.tensor.options().layout(at::kSparse).requires_grad(false));
+    bucket.flat = no_rows(first.tensor);
   } else {
     bucket.flat.zero_();
   }
@@ -879,8 +887,8 @@ void Reducer::finalize() {
     if (!(total > 0)) {
       weight_.reset();
       reset();
-      throw UserError(text("the weights given to backward(loss, weight=...) sum to ", total,
-                           " over all ranks, expected a sum above 0."));
+      throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", total,
+                             " over all ranks, expected a sum above 0."));
     }
     for (Bucket& bucket : buckets_) bucket.flat.mul_(as_scalar(1 / total));
   }

@@ -1,0 +1,467 @@
+"""What DistributedDataParallel keeps beyond torch's own DDP tests: no replicas that part in silence, hooks, weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import DistributedDataParallel as DDP
+from test_ddp import (
+    SMALL_BUCKETS,
+    OnRanks,
+    TorchDDP,
+    assert_equal_grads,
+    assert_equal_on_ranks,
+    inputs,
+    make_net,
+    message_of,
+    pair,
+)
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def mean_over_ranks(tensors: list[Tensor]) -> list[Tensor]:
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+    return tensors
+
+
+def local_grads(model: DDP, *batches: Tensor) -> list[Tensor]:
+    """This rank's own gradients of the summed losses, without any reduction; the model is left as it was."""
+    with model.no_sync():
+        for x in batches:
+            model.module(x).pow(2).sum().backward()
+    grads = grads_of(model)
+    model.zero_grad()
+    return grads
+
+
+def assert_means(model: DDP, expected: list[Tensor]) -> None:
+    for got, want in zip(grads_of(model), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert_equal_on_ranks(grads_of(model))
+
+
+def linear_chain() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+# ---- Which backward is reduced.
+
+
+def flag_set_after_forward() -> None:
+    """As in build-nanogpt: the last micro-step's flag is set between its forward and its backward."""
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    for _ in range(2):
+        batches = [inputs() for _ in range(3)]
+        expected = mean_over_ranks(local_grads(model, *batches))
+        for i, x in enumerate(batches):
+            loss = model(x).pow(2).sum()
+            model.require_backward_grad_sync = i == len(batches) - 1
+            loss.backward()
+        assert_means(model, expected)
+        model.zero_grad()
+
+
+def forward_alone_under_no_sync() -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x, y = inputs(), inputs()
+    expected = mean_over_ranks(local_grads(model, x, y))
+    with model.no_sync():
+        loss = model(x).pow(2).sum()
+    loss.backward()
+    assert_equal_on_ranks(grads_of(model))
+    model(y).pow(2).sum().backward()
+    assert_means(model, expected)
+
+
+def several_backwards() -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x, y = inputs(), inputs()
+    expected = mean_over_ranks(local_grads(model, x, y))
+    losses = [model(x).pow(2).sum(), model(y).pow(2).sum()]
+    for loss in losses:
+        loss.backward()
+    assert_means(model, expected)
+    # And one backward over the same graph twice.
+    model.zero_grad()
+    expected = mean_over_ranks(local_grads(model, x, x))
+    loss = model(x).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_means(model, expected)
+
+
+def several_backwards_with_unused_parameters() -> None:
+    model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
+    model.eval()  # so that batch norm adds no noise of its own
+    for _ in range(3):
+        x, y = inputs(), inputs()
+        with model.no_sync():
+            model.module(x, use_optional=False).pow(2).sum().backward()
+            model.module(y).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(model))
+        model.zero_grad()
+        losses = [model(x, use_optional=False).pow(2).sum(), model(y).pow(2).sum()]
+        for loss in losses:
+            loss.backward()
+        assert_means(model, expected)
+        model.zero_grad()
+
+
+def inner_module() -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x = inputs()
+    expected = mean_over_ranks(local_grads(model, x))
+    model.module(x).pow(2).sum().backward()
+    assert_means(model, expected)
+    partial = model.module[2](torch.ones(4, 7)).sum()
+    message = message_of(RuntimeError, partial.backward)
+    assert "0.weight, 0.bias" in message
+    assert "not its .module" in message
+
+
+def consumed_gradients() -> None:
+    x = inputs()
+    for consume in (
+        lambda p: setattr(p, "grad", None),
+        lambda p: torch.optim.SGD([p], lr=0.1).step(),
+    ):
+        model = DDP(linear_chain())
+        model.module[2].weight.register_post_accumulate_grad_hook(consume)
+        with model.no_sync():  # where nothing is reduced hooks may do what they like
+            model(x).sum().backward()
+        loss = model(x).sum()
+        message = message_of(RuntimeError, loss.backward)
+        assert "parameter '2.weight'" in message
+        assert "before its gradient was reduced over ranks" in message
+
+
+def static_graph_and_no_sync() -> None:
+    model = DDP(linear_chain(), static_graph=True, **SMALL_BUCKETS)
+    for first_is_local in (True, False, True):
+        batches = [inputs() for _ in range(2 + first_is_local)]
+        expected = mean_over_ranks(local_grads(model, *batches))
+        if first_is_local:
+            with model.no_sync():
+                model(batches[0]).pow(2).sum().backward()
+        for x in batches[int(first_is_local) : -1]:
+            with model.no_sync():
+                model(x).pow(2).sum().backward()
+        model(batches[-1]).pow(2).sum().backward()
+        assert_means(model, expected)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        flag_set_after_forward,
+        forward_alone_under_no_sync,
+        several_backwards,
+        several_backwards_with_unused_parameters,
+        inner_module,
+        consumed_gradients,
+        static_graph_and_no_sync,
+    ],
+)
+def test_replicas_never_part_in_silence(on_ranks: OnRanks, function: Callable[[], None]) -> None:
+    on_ranks(function)
+
+
+# ---- Checks and weights.
+
+
+def parted_replicas() -> list[str]:
+    model = DDP(linear_chain(), check_replicas_every=3)
+    step = lambda: model(inputs()).sum().backward()  # noqa: E731
+    for _ in range(3):
+        step()
+    if dist.get_rank() == 1:
+        model.module[2].bias.data[1] += 1e-6
+    step()
+    step()
+    message = message_of(RuntimeError, step)
+    with torch.no_grad():
+        model.module[2].bias.zero_()
+    for _ in range(3):
+        step()
+    return [message]
+
+
+def test_replicas_that_part_are_named_on_every_rank(on_ranks: OnRanks) -> None:
+    for (message,) in on_ranks(parted_replicas):
+        assert "replicas have parted: parameter '2.bias' is not the same on all ranks" in message
+        assert "ranks {" in message
+        assert "synchronised step 6" in message
+
+
+def weighted_mean(hooked: bool) -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    if hooked:
+        model.register_comm_hook(None, sum_hook)
+    rank = dist.get_rank()
+    counts = [[3, 11], [8, 1]][rank]  # tokens per micro-step
+    for _ in range(2):
+        everything = torch.randn(23, 10, generator=torch.Generator().manual_seed(1))
+        model.zero_grad()
+        with model.no_sync():
+            model.module(everything).pow(2).mean(0).sum().backward()
+        expected = grads_of(model)
+        model.zero_grad()
+        start = [0, 14][rank]
+        for i, count in enumerate(counts):
+            x = everything[start : start + count]
+            start += count
+            model.require_backward_grad_sync = i == 1
+            model.backward(model(x).pow(2).mean(0).sum(), weight=count)
+        assert_means(model, expected)
+    assert "weight is -1" in message_of(ValueError, lambda: model.backward(model(inputs()).sum(), weight=-1))
+    loss = model(inputs()).sum()
+    assert "sum to 0 over all ranks" in message_of(ValueError, lambda: model.backward(loss, weight=0))
+    model.zero_grad()
+    x = inputs()
+    expected = mean_over_ranks(local_grads(model, x))
+    if not hooked:
+        model.backward(model(x).pow(2).sum())
+        assert_means(model, expected)
+
+
+def sum_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_exact_mean_over_tokens(on_ranks: OnRanks, hooked: bool) -> None:
+    on_ranks(weighted_mean, hooked)
+
+
+# ---- Communication hooks.
+
+
+def hooks_see_buckets() -> None:
+    model = DDP(make_net(), **SMALL_BUCKETS)
+    seen: list[tuple[int, bool]] = []
+
+    def hook(state: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append((bucket.index(), bucket.is_last()))
+        for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert grad.shape == param.shape
+            torch.testing.assert_close(grad, param.grad)
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    model.register_comm_hook(seen, hook)
+    assert "only be called once" in message_of(RuntimeError, lambda: model.register_comm_hook(None, hook))
+    model(inputs()).sum().backward()
+    assert seen == [(i, i == len(seen) - 1) for i in range(len(model.reducer.buckets()))]
+    assert len(seen) > 2
+    assert model._get_ddp_logging_data()["comm_hook"] == hook.__qualname__
+
+
+def torchs_hooks() -> None:
+    """Each of torch's own hooks that runs over gloo does on our buckets what it does on torch's.
+
+    (The quantised ones read a future that gloo fills otherwise, and fail with torch's class too; bf16's asks for NCCL.)
+    """
+    power = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+    for make_hook in (
+        lambda: (None, default_hooks.allreduce_hook),
+        lambda: (None, default_hooks.fp16_compress_hook),
+        lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        lambda: (powerSGD_hook.PowerSGDState(None, **power), powerSGD_hook.powerSGD_hook),
+    ):
+        ours, theirs = pair(linear_chain(), bucket_cap_mb=1)
+        for model in (ours, theirs):
+            state, hook = make_hook()
+            model.register_comm_hook(dist.group.WORLD if state is None else state, hook)
+        name = hook.__name__
+        for _ in range(4):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            if "power" in name:  # its approximation depends on which tensors share a bucket, and on random starts
+                assert_equal_on_ranks(grads_of(ours))
+            else:
+                assert_equal_grads(ours, theirs)
+
+
+def failing_hooks() -> None:
+    def raises(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise KeyError("mine")
+
+    def wrong_size(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer()[:-1])
+        return future
+
+    for hook, error, words in (
+        (raises, Exception, "mine"),
+        (wrong_size, TypeError, "the communication hook returned a tensor of"),
+    ):
+        model = DDP(linear_chain())
+        model.register_comm_hook(None, hook)
+        loss = model(inputs()).sum()
+        assert words in message_of(error, loss.backward)
+    assert "must be callable" in message_of(TypeError, lambda: DDP(linear_chain()).register_comm_hook(None, 3))
+
+
+@pytest.mark.parametrize("function", [hooks_see_buckets, torchs_hooks, failing_hooks])
+def test_communication_hooks(on_ranks: OnRanks, function: Callable[[], None]) -> None:
+    on_ranks(function)
+
+
+# ---- Kinds of parameters and of backward.
+
+
+class Sparse(nn.Module):
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=sparse)
+        self.more = nn.Embedding(20, 4, sparse=sparse)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, index: Tensor, use_more: bool = True) -> Tensor:
+        x = self.words(index)
+        return self.out(x + self.more(index) if use_more else x)
+
+
+def sparse_gradients() -> None:
+    torch.manual_seed(dist.get_rank())
+    model, dense = DDP(Sparse(), **SMALL_BUCKETS), Sparse(sparse=False)
+    for _ in range(3):
+        index = torch.randint(0, 20, (6,))
+        # Not torch's class: it scales in place, and the two embeddings' gradients share their values.
+        dense.load_state_dict(model.module.state_dict())
+        dense.zero_grad()
+        dense(index).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(dense))
+        model.zero_grad()
+        model(index).pow(2).sum().backward()
+        for p, want in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad.to_dense(), want)
+        assert model.module.words.weight.grad.layout == torch.sparse_coo
+    # Used on one rank only, and on none.
+    model = DDP(Sparse(), find_unused_parameters=True)
+    model(torch.tensor([1, 2]), use_more=dist.get_rank() == 0).sum().backward()
+    assert model.module.more.weight.grad.to_dense()[1].sum() != 0
+    model.zero_grad()
+    model(torch.tensor([1, 2]), use_more=False).sum().backward()
+    assert model.module.more.weight.grad is None
+
+
+def double_backward() -> None:
+    """(torch's class fails on this model: it writes in place to a gradient that is a leaf.)"""
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x = inputs()
+    expected = mean_over_ranks(local_grads(model, x))
+    model(x).pow(2).sum().backward(create_graph=True)
+    assert_means(model, expected)
+    assert all(p.grad.requires_grad for p in model.parameters())
+
+
+def recomputed() -> None:
+    """Both kinds of activation checkpointing, the reentrant one twice over one parameter with a static graph."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool, times: int) -> None:
+            super().__init__()
+            self.lin, self.out = nn.Linear(10, 10), nn.Linear(10, 2)
+            self.reentrant, self.times = reentrant, times
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = checkpoint(self.lin, x, use_reentrant=self.reentrant)
+            return self.out(x)
+
+    for reentrant, times, options in ((False, 2, {}), (True, 1, {}), (True, 2, {"static_graph": True})):
+        torch.manual_seed(0)
+        ours, theirs = pair(Checkpointed(reentrant, times), **options, **SMALL_BUCKETS)
+        for _ in range(3):
+            x = inputs().requires_grad_()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(ours, theirs)
+
+
+class Backwards(nn.Module):
+    """Its layers run in the reverse of the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 9) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return x
+
+
+def measured_order() -> None:
+    torch.manual_seed(dist.get_rank())
+    ours, theirs = pair(Backwards(), **SMALL_BUCKETS)
+    first = [bucket.names for bucket in ours.reducer.buckets()]
+    x = torch.randn(4, 9)
+    for model in (ours, theirs):
+        for _ in range(3):  # gradients accumulate over the change of plan
+            model(x).pow(2).sum().backward()
+    assert_equal_grads(ours, theirs)
+    second = [bucket.names for bucket in ours.reducer.buckets()]
+    assert first[0][0].startswith("layers.5")
+    assert second[0][0].startswith("layers.0")
+    assert sorted(sum(first, [])) == sorted(sum(second, []))
+    assert ours._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
+
+
+def sharded_optimizer() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
+    ours, theirs = pair(linear_chain())
+    optimizers = [
+        ZeroRedundancyOptimizer(m.parameters(), torch.optim.AdamW, lr=0.1, overlap_with_ddp=False)
+        for m in (ours, theirs)
+    ]
+    for _ in range(3):
+        x = inputs()
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def compiled() -> None:
+    for wrap in (
+        lambda m, cls: torch.compile(cls(m), backend="aot_eager"),
+        lambda m, cls: cls(torch.compile(m, backend="aot_eager")),
+    ):
+        torch.manual_seed(0)
+        nets = [linear_chain(), linear_chain()]
+        ours, theirs = wrap(nets[0], DDP), wrap(nets[1], TorchDDP)
+        for _ in range(3):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(nets[0], nets[1])
+            assert_equal_on_ranks(grads_of(nets[0]))
+
+
+@pytest.mark.parametrize(
+    "function", [sparse_gradients, double_backward, recomputed, measured_order, sharded_optimizer, compiled]
+)
+def test_as_torchs_class(on_ranks: OnRanks, function: Callable[[], None]) -> None:
+    on_ranks(function)

@@ -84,13 +84,13 @@ std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs
 }  // namespace
 
 std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vector<std::string> names,
-                                       std::unique_ptr<Comm> comm, const Options& options) {
+                                       std::shared_ptr<Comm> comm, const Options& options) {
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(params), std::move(names), std::move(comm), options));
   reducer->add_hooks();
   return reducer;
 }
 
-Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
+Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
                  const Options& options)
     : comm_(std::move(comm)), find_unused_(options.find_unused_parameters) {
   DT_INVARIANT(!params.empty() && params.size() == names.size());
@@ -99,12 +99,12 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
     param.tensor = std::move(params[i]);
     param.name = std::move(names[i]);
   }
-  scaled_ = !comm_->averages() && comm_->size() > 1;
   // As a tensor: the overloads that take a number make a temporary as large as the gradient.
   scale_ = at::scalar_tensor(1.0 / comm_->size(), at::kDouble);
   scale_.unsafeGetTensorImpl()->set_wrapped_number(true);
   local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
   build_arena(options);
+  scaled_ = !comm_->averages() && comm_->size() > 1;
   ++num_reducers;
 }
 
@@ -133,7 +133,7 @@ void Reducer::build_arena(const Options& options) {
     auto& [arena, used] = it->second;
     if (is_new) {
       const int64_t bytes = device_bytes[it->first];
-      arena = at::zeros({bytes}, first.options().dtype(at::kByte).requires_grad(false));
+      arena = comm_->allocate(bytes, first.device());
       arena_bytes_ += bytes;
     }
     Bucket& bucket = buckets_.emplace_back();

@@ -34,7 +34,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
   static std::shared_ptr<Reducer> make(std::vector<at::Tensor> params, std::vector<std::string> names,
-                                       std::unique_ptr<Comm> comm, const Options& options);
+                                       std::shared_ptr<Comm> comm, const Options& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -60,7 +60,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor local_used_map();
 
  private:
-  Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
+  Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
           const Options& options);
 
   enum class Phase {
@@ -114,7 +114,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::vector<Parameter> params_;
   std::vector<Bucket> buckets_;
-  std::unique_ptr<Comm> comm_;
+  std::shared_ptr<Comm> comm_;
   const bool find_unused_;
   bool scaled_ = false;  // whether gradients are multiplied with scale_ on their way into the arena
   at::Tensor scale_;     // 1 / number of ranks

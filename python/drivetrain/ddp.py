@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from . import _C
+from . import transport as transports
 
 # Applied to arguments that the caller does not pass; install(**ddp_defaults) fills it.
 defaults: dict[str, object] = {}
@@ -56,9 +57,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         communication hooks, `join`, sparse gradients and backward with `create_graph=True`. An argument that the
         installed torch does not know may be given its default only.
         `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
+        transport: what carries the gradients: "torch" (the process group), "shm" (shared memory between the CPU ranks of
+            a host, the process group between hosts), or "auto", which takes the environment variable
+            DRIVETRAIN_TRANSPORT if that is set, else "shm" for CPU parameters over gloo where ranks share a host, else
+            "torch". Where memory cannot be shared, rank 0 warns and the process group is used.
 
     Raises:
-        ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
+        ValueError: `transport` is unknown, no process group is initialised, parameters are on devices of several types, or the module is on
             the CPU and has a SyncBatchNorm or `device_ids`.
         RuntimeError: nothing requires a gradient, or the ranks' parameters differ (on every rank, naming the first).
         NotImplementedError: see above.
@@ -91,10 +96,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        transport: str = "auto",
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
         _refuse_unsupported(changed)
+        self._transport = transports.requested(transport)
         named_params = _trained_parameters(module)
         _check_devices(named_params)
         if process_group is None and not dist.is_initialized():
@@ -106,6 +114,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             arguments = {
                 name: given[name] for name in ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters")
             }
+            arguments["transport"] = self._transport
             _check_same_on_all_ranks(module, named_params, arguments, process_group)
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         size = sum(param.numel() for _, param in named_params) / 1e6
@@ -129,14 +138,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         caps = list(self.bucket_bytes_cap_list) or [self.bucket_bytes_cap]
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
+        comm = transports.make_comm(self._transport, self.process_group, parameters[0].device)
         self.reducer = _C.Reducer(
             params=parameters,
             names=names,
-            process_group=self.process_group.group_name,
+            comm=comm,
             bucket_caps=caps,
             find_unused_parameters=self.find_unused_parameters,
         )
-        self.logger = _Logger(self)
+        transports.warn_of_fallback(comm, self.process_group)
+        self.logger = _Logger(self, comm.name)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     # What torch's class offers and this one does not yet: an error each, never a silent gap.
@@ -188,7 +199,7 @@ _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).p
 class _Logger:
     """What torch's wrapper expects of its logger: facts for _get_ddp_logging_data(), and nothing else to do."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, transport: str) -> None:
         buckets = ddp.reducer.buckets()
         self._ints = {
             "world_size": dist.get_world_size(ddp.process_group),
@@ -206,6 +217,7 @@ class _Logger:
             "backend_name": dist.get_backend(ddp.process_group),
             "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in buckets),
             "comm_hook": "",
+            "transport": transport,
         }
 
     def set_runtime_stats_and_log(self) -> None:
@@ -239,7 +251,7 @@ def _refuse_unsupported(changed: dict[str, object]) -> None:
         if name in changed:
             raise _unsupported(name)
     for name in changed:
-        if name not in _TORCH_ARGUMENTS and name != "batched_grad_copy":
+        if name not in _TORCH_ARGUMENTS and name not in ("batched_grad_copy", "transport"):
             raise TypeError(
                 f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
                 f"{changed[name]!r}): leave it out, or upgrade torch."

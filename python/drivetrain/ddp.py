@@ -57,14 +57,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         communication hooks, `join`, sparse gradients and backward with `create_graph=True`. An argument that the
         installed torch does not know may be given its default only.
         `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
-        transport: what carries the gradients: "torch" (the process group), "shm" (shared memory between the CPU ranks of
-            a host, the process group between hosts), or "auto", which takes the environment variable
+        transport: what carries the gradients: "torch" (the process group), "shm" (shared memory between the CPU ranks
+            of a host, the process group between hosts), or "auto", which takes the environment variable
             DRIVETRAIN_TRANSPORT if that is set, else "shm" for CPU parameters over gloo where ranks share a host, else
             "torch". Where memory cannot be shared, rank 0 warns and the process group is used.
 
     Raises:
-        ValueError: `transport` is unknown, no process group is initialised, parameters are on devices of several types, or the module is on
-            the CPU and has a SyncBatchNorm or `device_ids`.
+        ValueError: `transport` is unknown, no process group is initialised, parameters are on devices of several types,
+            or the module is on the CPU and has a SyncBatchNorm or `device_ids`.
         RuntimeError: nothing requires a gradient, or the ranks' parameters differ (on every rank, naming the first).
         NotImplementedError: see above.
         TypeError: an argument that the installed torch does not know.

@@ -1,4 +1,4 @@
-// The transport through shared memory: finds the host's ranks, shares memory with them, and hands tensors to the exchange.
+// The transport through shared memory: shares memory with the ranks of the same host and hands tensors to the exchange.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <poll.h>
@@ -308,7 +308,8 @@ class ShmComm final : public Comm {
       for (int place = 0; place < num_places(); ++place) {
         const Announcement& other = all[host_[place]];
         if (other.bytes != bytes) {
-          throw EnvironmentError(text("allocates ", bytes, " bytes where rank ", host_[place], " allocates ", other.bytes));
+          throw EnvironmentError(
+              text("allocates ", bytes, " bytes where rank ", host_[place], " allocates ", other.bytes));
         }
         if (place != place_) arena->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
         arena->base.push_back(place == place_ ? arena->own->data() : arena->others.back().data());

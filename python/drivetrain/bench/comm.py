@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 
 from .. import transport
 from .measure import Row, median_interval
@@ -24,7 +25,10 @@ CASES = (
 
 def run(rounds: int) -> list[Row]:
     """Rows per size: the times, and from them the bandwidths; raises if a result of a timed all-reduce was wrong."""
-    return [row for case in CASES for row in _rows(*case, on_ranks(functools.partial(_measure, case[1], rounds)))]
+    rows = []
+    for what, numel, target in track(CASES, description="all-reduce", transient=True):
+        rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, numel, rounds)))
+    return rows
 
 
 def _measure(numel: int, rounds: int) -> list[list[float]]:

@@ -270,6 +270,8 @@ void ShmExchange::spin_or_sleep(uint32_t event) {
         if (moved()) return;
         pause();
       }
+      // What is waited for may be waiting for this very core.
+      ::sched_yield();
     } while (Clock::now() < end);
   }
   const std::chrono::nanoseconds sleep = polls ? std::chrono::nanoseconds(kLinkPoll) : kSleep;

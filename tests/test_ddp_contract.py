@@ -1,6 +1,7 @@
 """What DistributedDataParallel keeps beyond torch's own DDP tests: no replicas that part in silence, hooks, weights."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -421,7 +422,7 @@ def measured_order() -> None:
     second = [bucket.names for bucket in ours.reducer.buckets()]
     assert first[0][0].startswith("layers.5")
     assert second[0][0].startswith("layers.0")
-    assert sorted(sum(first, [])) == sorted(sum(second, []))
+    assert sorted(chain(*first)) == sorted(chain(*second))
     assert ours._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
 
 

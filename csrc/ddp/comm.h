@@ -3,7 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 namespace drivetrain::ddp {
 
@@ -14,6 +17,8 @@ class PendingReduce {
   // Returns when the result may be used (on CUDA: by work enqueued on the current stream after this). Throws what the
   // transport reports, within its timeout.
   virtual void wait() = 0;
+  // Whether wait() would return, or throw, at once.
+  virtual bool is_done() = 0;
 };
 
 class Comm {
@@ -21,12 +26,17 @@ class Comm {
   virtual ~Comm() = default;
   virtual int size() const = 0;
   virtual int rank() const = 0;
-  // Whether start() leaves the mean over ranks; else it leaves the sum.
+  // What carries the values, and, where that is not what was asked for, why.
+  virtual std::string name() const = 0;
+  virtual std::string why_not() const { return ""; }
+  // Zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.
+  virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
+  // Whether start() leaves the mean over ranks; else it leaves the sum. Fixed once all memory is allocated.
   virtual bool averages() const = 0;
   // Begins an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
   // order.
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) = 0;
-  // The same as a sum, whatever averages() says.
+  // The same as a sum, whatever averages() says (counts).
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
   // Gives every rank rank 0's values, in place; waits for them.
   virtual void broadcast(const at::Tensor& values) = 0;
@@ -34,5 +44,17 @@ class Comm {
 
 // Over any torch process group, by the name that torch registered it under, for tensors on that kind of device.
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device);
+
+// Through shared memory between the ranks of one host, through a torch process group between hosts.
+struct ShmOptions {
+  std::string group_name;
+  std::vector<int64_t> hosts;  // of every rank of the group: a number that is the same on the same host
+  std::string leaders;         // the process group of every host's first rank; "" with one host, and for other ranks
+  double timeout_s = 0;
+};
+
+// Every rank of the group must call it. Where memory cannot be shared on any rank, all agree on the torch process
+// group, and why_not() says why; allocate() may still find that out.
+std::unique_ptr<Comm> make_shm_comm(const ShmOptions& options);
 
 }  // namespace drivetrain::ddp

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <cstddef>
 #include <memory>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "ddp/comm.h"
@@ -15,9 +15,9 @@ namespace drivetrain::ddp {
 // What a hook gets to see of a bucket.
 struct HookBucket {
   size_t index;
-  size_t count;                   // of buckets
-  at::Tensor flat;                // in the parameters' dtype; the gradient itself if it is sparse
-  std::vector<size_t> offsets;    // elements, into flat
+  size_t count;                 // of buckets
+  at::Tensor flat;              // in the parameters' dtype; the gradient itself if it is sparse
+  std::vector<size_t> offsets;  // elements, into flat
   std::vector<at::Tensor> params;
 };
 
@@ -28,6 +28,7 @@ class HookReduce final : public PendingReduce {
   // Runs the hook; it may raise, and it takes the GIL if it is a Python function.
   HookReduce(c10d::CommHookInterface& hook, const HookBucket& bucket);
   void wait() override;
+  bool is_done() override { return result_.defined() || future_->completed(); }
   const at::Tensor& result() const { return result_; }
 
  private:

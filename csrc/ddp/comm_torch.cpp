@@ -1,4 +1,5 @@
 // The transport over any torch process group: gloo, NCCL, or whatever torch has.
+#include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
 
 #include <chrono>
@@ -19,6 +20,8 @@ constexpr std::chrono::microseconds kLetGo(2000);
 class TorchReduce final : public PendingReduce {
  public:
   TorchReduce(c10::intrusive_ptr<c10d::Work> work, bool is_gloo) : work_(std::move(work)), is_gloo_(is_gloo) {}
+
+  bool is_done() override { return work_->isCompleted(); }
 
   void wait() override {
     work_->wait();
@@ -51,6 +54,12 @@ class TorchComm final : public Comm {
 
   int size() const override { return group_->getSize(); }
   int rank() const override { return group_->getRank(); }
+
+  std::string name() const override { return "torch"; }
+
+  at::Tensor allocate(int64_t bytes, c10::Device device) override {
+    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  }
 
   // Only NCCL averages inside the collective; the others get gradients that are divided beforehand.
   bool averages() const override { return backend_ == "nccl"; }

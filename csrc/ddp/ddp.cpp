@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "base/check.h"
 #include "ddp/comm.h"
 #include "ddp/plan.h"
 #include "ddp/reducer.h"
@@ -18,12 +19,11 @@ namespace drivetrain::ddp {
 namespace {
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
-                                      const std::string& process_group, std::vector<int64_t> bucket_caps,
+                                      std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
                                       int64_t check_replicas_every) {
-  const c10::DeviceType device = params.at(0).device().type();
   return Reducer::make(
-      std::move(params), std::move(names), make_torch_comm(process_group, device),
+      std::move(params), std::move(names), std::move(comm),
       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every});
 }
 
@@ -45,6 +45,26 @@ void add_end_callback(Reducer& reducer, py::function callback) {
     const py::gil_scoped_acquire gil;
     (*held)();
   });
+}
+
+std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& device) {
+  return make_torch_comm(process_group, c10::Device(device).type());
+}
+
+std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int64_t> hosts, const std::string& leaders,
+                               double timeout_s) {
+  return make_shm_comm({process_group, std::move(hosts), leaders, timeout_s});
+}
+
+void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
+  if (flat.dim() != 1 || !flat.is_contiguous() || flat.is_complex()) {
+    throw UserError(
+        text("tensor is ", flat.scalar_type(), " ", flat.sizes(), ", expected a flat, real, contiguous one"));
+  }
+  if (mean && (!comm.averages() || !flat.is_floating_point())) {
+    throw UserError(text("the mean of ", flat.scalar_type(), " by transport '", comm.name(), "' is not to be had"));
+  }
+  (mean ? comm.start(flat) : comm.start_sum(flat))->wait();
 }
 
 // The plan as plain lists, for tests: [(group, bytes, [(param, offset), ...]), ...].
@@ -71,6 +91,17 @@ void register_ddp(py::module_& m) {
       .def_readonly("names", &Reducer::BucketInfo::names)
       .def_readonly("bytes", &Reducer::BucketInfo::bytes)
       .def_readonly("dtype", &Reducer::BucketInfo::dtype);
+  py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm")
+      .def_property_readonly("name", &Comm::name)
+      .def_property_readonly("why_not", &Comm::why_not)
+      .def_property_readonly("averages", &Comm::averages)
+      .def(
+          "allocate", [](Comm& comm, int64_t bytes) { return comm.allocate(bytes, at::kCPU); }, py::arg("bytes"),
+          no_gil())
+      .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil());
+  m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"), no_gil());
+  m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("leaders"), py::arg("timeout_s"),
+        no_gil());
   py::class_<Reducer::Times>(m, "Times")
       .def_readonly("forward_start", &Reducer::Times::forward_start)
       .def_readonly("backward_start", &Reducer::Times::backward_start)
@@ -81,7 +112,7 @@ void register_ddp(py::module_& m) {
   py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
   // Python's part of it is python/drivetrain/reducer.py.
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
-      .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("process_group"),
+      .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
            py::arg("check_replicas_every"), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
@@ -93,12 +124,8 @@ void register_ddp(py::module_& m) {
       .def("set_divisor", &Reducer::set_divisor, py::arg("ranks"), no_gil())
       .def("is_graph_known", &Reducer::is_graph_known, no_gil())
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
-      .def(
-          "set_process_group",
-          [](Reducer& reducer, const std::string& process_group, const at::Tensor& param) {
-            reducer.set_comm(make_torch_comm(process_group, param.device().type()));
-          },
-          py::arg("process_group"), py::arg("param"), no_gil())
+      .def("set_comm", &Reducer::set_comm, py::arg("comm"), no_gil())
+      .def("add_zeros_to_used_map", &Reducer::add_zeros_to_used_map, no_gil())
       .def("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets, no_gil())
       .def("last_error", &Reducer::last_error, no_gil())
       .def("add_end_callback", &add_end_callback, py::arg("callback"))

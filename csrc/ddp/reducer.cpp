@@ -9,6 +9,7 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -118,13 +119,13 @@ std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs
 }  // namespace
 
 std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vector<std::string> names,
-                                       std::unique_ptr<Comm> comm, const Options& options) {
+                                       std::shared_ptr<Comm> comm, const Options& options) {
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(params), std::move(names), std::move(comm), options));
   reducer->add_hooks();
   return reducer;
 }
 
-Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
+Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
                  const Options& options)
     : comm_(std::move(comm)), options_(options) {
   DT_INVARIANT(!params.empty() && params.size() == names.size() && params.size() == options.sparse.size());
@@ -181,7 +182,7 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       const std::string device = device_of(plan).str();
       at::Tensor& arena = arenas_[device];
       if (!arena.defined() || arena.numel() != bytes[device]) {
-        arena = at::zeros({bytes[device]}, at::TensorOptions(at::kByte).device(device_of(plan)));
+        arena = comm_->allocate(bytes[device], device_of(plan));
       }
       const at::ScalarType dtype = grad_dtype(params_[plan.slots[0].param]);
       const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
@@ -358,7 +359,7 @@ void Reducer::set_mixed_precision(at::ScalarType dtype) {
   build_arena(plan(registration_order()));
 }
 
-void Reducer::set_comm(std::unique_ptr<Comm> comm) {
+void Reducer::set_comm(std::shared_ptr<Comm> comm) {
   const std::lock_guard<std::mutex> lock(mutex_);
   reset();
   comm_ = std::move(comm);
@@ -792,6 +793,11 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
   return std::move(bucket.reduce);
 }
 
+void Reducer::add_zeros_to_used_map() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  wait_for(*comm_->start_sum(at::zeros_like(local_used_, params_[0].tensor.device())), "the map of used parameters");
+}
+
 void Reducer::count_shadowed_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   reset();
@@ -866,7 +872,7 @@ void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
     reset();
     throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
                                 " failed; a rank has probably died or hangs, look for the first error in the others' "
-                                "logs. The process group reports: ",
+                                "logs. The transport reports: ",
                                 report));
   }
 }

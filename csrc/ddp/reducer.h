@@ -48,7 +48,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
   static std::shared_ptr<Reducer> make(std::vector<at::Tensor> params, std::vector<std::string> names,
-                                       std::unique_ptr<Comm> comm, const Options& options);
+                                       std::shared_ptr<Comm> comm, const Options& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -89,7 +89,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameters have that dtype in forward and backward only; gradients arrive through on_gradient(), in that dtype.
   void set_mixed_precision(at::ScalarType dtype);
   // Another set of ranks from the next step on.
-  void set_comm(std::unique_ptr<Comm> comm);
+  void set_comm(std::shared_ptr<Comm> comm);
   // Forgets a step that was interrupted.
   void reset_state();
   // Whether the same parameters were used in every synchronised step so far.
@@ -106,6 +106,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // others' divisor is not the number of ranks.
   std::unique_ptr<PendingReduce> reduce_zeros(size_t index, bool as_sum);
 
+  // And in that of the map of used parameters.
+  void add_zeros_to_used_map();
   // Such a rank's counterpart of a finished step.
   void count_shadowed_step();
 
@@ -138,7 +140,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor used_map();
 
  private:
-  Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::unique_ptr<Comm> comm,
+  Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
           const Options& options);
 
   enum class Phase {
@@ -227,7 +229,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::map<std::string, at::Tensor> arenas_;  // by device
   std::vector<BucketPlan> plans_;
-  std::unique_ptr<Comm> comm_;
+  std::shared_ptr<Comm> comm_;
   const Options options_;
   int64_t arena_bytes_ = 0;
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from . import transport as transports
 from .ddp_logger import Logger
 from .reducer import Reducer
 
@@ -34,7 +35,7 @@ _SAME_EVERYWHERE = (
     "skip_all_reduce_unused_params",
     "check_replicas_every",
 )
-_OURS_ALONE = ("check_replicas_every",)
+_OURS_ALONE = ("transport", "check_replicas_every")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 P = ParamSpec("P")
@@ -70,12 +71,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     Args:
         ...: as torch's, by position and by keyword. An argument that the installed torch does not know may be given its
             default only. `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
+        transport: keyword only. What carries the gradients: "torch" (the process group), "shm" (shared memory between
+            the CPU ranks of a host, the process group between hosts), or "auto", which takes the environment variable
+            DRIVETRAIN_TRANSPORT if that is set, else "shm" for CPU parameters over gloo where ranks share a host, else
+            "torch". Where memory cannot be shared, rank 0 warns and the process group is used.
         check_replicas_every: keyword only. Compare a checksum of all parameters over ranks in every so many
             synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
-            the CPU and has a SyncBatchNorm or `device_ids`, or check_replicas_every is negative.
+            the CPU and has a SyncBatchNorm or `device_ids`; transport is unknown, or check_replicas_every negative.
         RuntimeError: nothing requires a gradient, or the ranks' parameters differ (on every rank, naming the first).
         TypeError: an argument that the installed torch does not know.
     """
@@ -107,6 +112,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        transport: str = "auto",
         check_replicas_every: int = 0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
@@ -114,6 +120,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         _refuse_unknown(changed)
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
+        self._transport = transports.requested(transport)
         _check_devices(_trained_parameters(module))
         if process_group is None and device_mesh is None and not dist.is_initialized():
             raise ValueError(
@@ -121,7 +128,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "torchrun and call torch.distributed.init_process_group() first, or pass process_group."
             )
         if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch has a word for lazy ones
-            arguments = {name: given[name] for name in _SAME_EVERYWHERE}
+            arguments = {name: given[name] for name in _SAME_EVERYWHERE} | {"transport": self._transport}
             group = process_group
             if device_mesh is not None and device_mesh.ndim == 1:
                 group = device_mesh.get_group()
@@ -206,10 +213,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         caps = list(self.bucket_bytes_cap_list) or [self.bucket_bytes_cap]
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
+        comm = transports.make_comm(self._transport, self.process_group, parameters[0].device)
         self.reducer = Reducer(
             params=parameters,
             names=names,
             process_group=self.process_group,
+            comm=comm,
+            transport=self._transport,
             bucket_caps=caps,
             sparse=expect_sparse_gradient,
             find_unused_parameters=self.find_unused_parameters,
@@ -217,7 +227,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
-        self.logger = Logger(self, names, static_graph)
+        transports.warn_of_fallback(comm, self.process_group)
+        self.logger = Logger(self, names, comm.name, static_graph)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     # Torch's own versions hand the reducer to C++ that is typed for torch's.
@@ -263,8 +274,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             reduce.wait()
 
     def _match_unused_params_allreduce(self) -> None:
-        used = torch.zeros(len(self.reducer._get_local_used_map()), dtype=torch.int32, device=self.device)
-        dist.all_reduce(used, group=self.process_group)
+        self.reducer.add_zeros_to_used_map()
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])

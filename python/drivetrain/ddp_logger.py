@@ -39,7 +39,7 @@ class Logger:
     gradient, backward from there to the last gradient, communication from the first bucket's start to the last's end.
     """
 
-    def __init__(self, ddp: "DistributedDataParallel", names: list[str], static_graph: bool) -> None:
+    def __init__(self, ddp: "DistributedDataParallel", names: list[str], transport: str, static_graph: bool) -> None:
         self._reducer = ddp.reducer
         self._steps = 0
         self._samples = 0
@@ -65,6 +65,7 @@ class Logger:
         self._strs: dict[str, str] = {
             "module_name": type(ddp.module).__name__,
             "backend_name": backend,
+            "transport": transport,
             "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in trained})),
             "device_ids": ", ".join(map(str, ddp.device_ids or ())),
             "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in buckets),

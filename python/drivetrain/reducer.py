@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _C
+from . import transport as transports
 
 
 class Reducer(_C.Reducer):
@@ -17,6 +18,8 @@ class Reducer(_C.Reducer):
         params: the parameters that require a gradient, in registration order.
         names: theirs, for messages.
         process_group: the ranks to reduce over.
+        comm: what carries gradients between them.
+        transport: what was asked for, for when the group is replaced.
         bucket_caps: bytes per bucket, in the expected order of buckets; the last repeats.
         sparse: per parameter, whether its gradient is sparse.
         find_unused_parameters: some parameters may get no gradient.
@@ -30,6 +33,8 @@ class Reducer(_C.Reducer):
         params: Sequence[nn.Parameter],
         names: Sequence[str],
         process_group: dist.ProcessGroup,
+        comm: _C.Comm,
+        transport: str,
         bucket_caps: Sequence[int],
         sparse: Sequence[bool],
         find_unused_parameters: bool,
@@ -39,7 +44,7 @@ class Reducer(_C.Reducer):
         super().__init__(
             params=params,
             names=names,
-            process_group=process_group.group_name,
+            comm=comm,
             bucket_caps=bucket_caps,
             sparse=sparse,
             find_unused_parameters=find_unused_parameters,
@@ -47,12 +52,12 @@ class Reducer(_C.Reducer):
             check_replicas_every=check_replicas_every,
         )
         self._process_group = process_group
+        self._transport = transport
         self._first_param = params[0]
-        self._divides_by_all = True
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
-        self.set_process_group(process_group.group_name, self._first_param)
+        self.set_comm(transports.make_comm(self._transport, process_group, self._first_param.device))
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError(

@@ -1,5 +1,9 @@
 // The torch-free core on its own, mainly for the sanitizers: kernels on exact-sized heap blocks and from several
-// threads, the bucket plan, the choice of instruction set. Exits non-zero and names what failed.
+// threads, the bucket plan, the choice of instruction set, and (shm_tests.cpp) shared memory. Exits non-zero and names
+// what failed.
+#include "native_tests.h"
+
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,18 +17,22 @@
 #include "ddp/plan.h"
 #include "optim/step.h"
 
-namespace {
+namespace drivetrain {
 
-using namespace drivetrain;
-using optim::Format;
-
-int failures = 0;
+static std::atomic<int> failures{0};
 
 void expect(bool holds, const std::string& what) {
   if (holds) return;
   std::fprintf(stderr, "FAILED: %s\n", what.c_str());
   ++failures;
 }
+
+}  // namespace drivetrain
+
+namespace {
+
+using namespace drivetrain;
+using optim::Format;
 
 struct FixedHypers final : optim::Hypers {
   double operator[](const char* name) const override {
@@ -168,6 +176,7 @@ int main() {
   test_kernels();
   test_plan();
   test_isa();
+  test_shared_memory();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

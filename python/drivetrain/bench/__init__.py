@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments to its parser."""
     parser.description = HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("topic", choices=["optim", "ddp", "all"], help="what to measure")
+    parser.add_argument("topic", choices=["optim", "ddp", "comm", "all"], help="what to measure")
     parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer's CPU step (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
@@ -26,18 +26,21 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import ddp, optim
+    from . import comm, ddp, optim
     from .measure import Row, print_table
 
-    topics = ["optim", "ddp"] if args.topic == "all" else [args.topic]
+    topics = ["optim", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:
         if topic == "optim":
             results[topic] = optim.run(threads=args.threads, rounds=args.rounds)
             print_table(f"Optimizer step on the CPU, {args.threads} threads, {_C.isa()}", results[topic])
-        else:
+        elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
-            print_table("DistributedDataParallel, 2 CPU ranks of 1 thread over gloo", results[topic])
+            print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])
+        else:
+            results[topic] = comm.run(rounds=args.rounds)
+            print_table("All-reduce between 2 CPU ranks of a host: gloo, and shared memory", results[topic])
     if args.json:
         facts = {"torch": torch.__version__, "drivetrain": __version__, "isa": _C.isa(), "machine": platform.machine()}
         rows = {topic: [row.as_dict() for row in rows] for topic, rows in results.items()}

@@ -4,27 +4,22 @@ import ctypes
 import functools
 import gc
 import importlib
-import resource
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.progress import track
 from torch import nn
 
 from ..ddp import DistributedDataParallel
 from .measure import Row, median_interval
+from .ranks import on_ranks
 from .shapes import gpt2_124m
 
-RANKS = 2
-JOIN_TIMEOUT_S = 600
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # from malloc.h
 
@@ -34,8 +29,8 @@ def run(rounds: int) -> list[Row]:
     engines = ("plain", "torch", "drivetrain")
     memory = {}
     for engine in track(engines, description="memory", transient=True):
-        memory[engine] = _on_ranks(functools.partial(_memory, engine))
-    small = _on_ranks(functools.partial(_small_parameters, rounds))
+        memory[engine] = on_ranks(functools.partial(_memory, engine))
+    small = on_ranks(functools.partial(_small_parameters, rounds))
     return [*_memory_rows(memory), *_small_rows(small)]
 
 
@@ -86,8 +81,9 @@ def _resident_bytes() -> int:
 
 
 def _current_bytes() -> int:
-    """This process's resident memory, from Linux's /proc."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    """This process's memory; a page that n processes share counts as 1/n (Linux's PSS), so that none counts twice."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
 
 
 def _peak_bytes(call: Callable[[], None]) -> int:
@@ -173,33 +169,3 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
             ours_ms <= torch_ms,
         )
     ]
-
-
-def _on_ranks(measure: Callable[[], Any]) -> Any:
-    """Runs `measure` on fresh ranks and returns rank 0's result."""
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(r, folder, measure, queue)) for r in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(JOIN_TIMEOUT_S)
-        failed = [r for r, process in enumerate(ranks) if process.exitcode != 0]
-        for process in ranks:
-            process.kill()
-        if failed:
-            raise RuntimeError(f"the benchmark's ranks {failed} failed or took over {JOIN_TIMEOUT_S} s; see above")
-        return queue.get()
-
-
-def _rank(rank: int, folder: str, measure: Callable[[], Any], queue: Any) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    result = measure()
-    if rank == 0:
-        queue.put(result)
-    dist.barrier()
-    dist.destroy_process_group()

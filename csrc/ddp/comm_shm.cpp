@@ -1,0 +1,356 @@
+// The transport through shared memory: shares memory with the ranks of the same host and hands tensors to the exchange.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <poll.h>
+#include <pybind11/pybind11.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "base/check.h"
+#include "ddp/comm.h"
+#include "ddp/shm_exchange.h"
+#include "ddp/shm_segment.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+// For small tensors that live elsewhere, such as the map of used parameters.
+constexpr int64_t kStagingBytes = 64 << 10;
+constexpr int64_t kPage = 4096;
+
+std::optional<ElementType> element_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ElementType::kFloat32;
+    case at::kDouble:
+      return ElementType::kFloat64;
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    case at::kHalf:
+      return ElementType::kFloat16;
+    case at::kInt:
+      return ElementType::kInt32;
+    case at::kLong:
+      return ElementType::kInt64;
+    default:
+      return std::nullopt;
+  }
+}
+
+at::ScalarType scalar_type(ElementType type) {
+  for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt}) {
+    if (element_type(dtype) == type) return dtype;
+  }
+  return at::kLong;
+}
+
+int num_cores() {
+  cpu_set_t cores;
+  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+// What a rank tells the others when memory is shared.
+struct Announcement {
+  int64_t pid = 0;
+  int64_t fd = -1;
+  uint64_t nonce = 0;
+  int64_t bytes = 0;
+  char error[192] = "";  // why it cannot; "" if it can
+};
+
+// The sum over hosts, by the first rank of each.
+class TorchLink final : public HostLink {
+ public:
+  // owner_of: what keeps the memory at that address mapped; the process group may use it for longer than anybody waits.
+  TorchLink(std::unique_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
+      : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
+
+  void start(char* values, ElementType type, int64_t numel) override {
+    const auto keep = [owner = owner_of_(values)](void*) {};
+    started_.push_back(leaders_->start_sum(at::from_blob(values, {numel}, keep, at::dtype(scalar_type(type)))));
+  }
+
+  bool finish_oldest() override {
+    if (!started_.front()->is_done()) return false;
+    started_.front()->wait();
+    started_.pop_front();
+    return true;
+  }
+
+ private:
+  std::unique_ptr<Comm> leaders_;
+  std::function<std::shared_ptr<void>(const char*)> owner_of_;
+  std::deque<std::unique_ptr<PendingReduce>> started_;
+};
+
+// A sum by the process group that becomes the mean.
+class MeanOfSum final : public PendingReduce {
+ public:
+  MeanOfSum(std::unique_ptr<PendingReduce> sum, at::Tensor flat, int size)
+      : sum_(std::move(sum)), flat_(std::move(flat)), size_(size) {}
+  bool is_done() override { return sum_->is_done(); }
+  void wait() override {
+    sum_->wait();
+    flat_.div_(size_);
+  }
+
+ private:
+  std::unique_ptr<PendingReduce> sum_;
+  at::Tensor flat_;
+  int size_;
+};
+
+class ShmComm final : public Comm {
+ public:
+  explicit ShmComm(const ShmOptions& options)
+      : torch_(make_torch_comm(options.group_name, c10::DeviceType::CPU)),
+        group_(c10d::resolve_process_group(options.group_name)) {
+    const int rank = group_->getRank();
+    if (static_cast<int>(options.hosts.size()) != group_->getSize()) {
+      throw UserError(text("hosts has ", options.hosts.size(), " entries, expected one for each of the group's ",
+                           group_->getSize(), " ranks"));
+    }
+    bool several_hosts = false;
+    for (int other = 0; other < group_->getSize(); ++other) {
+      several_hosts |= options.hosts[other] != options.hosts[rank];
+      if (options.hosts[other] == options.hosts[rank]) host_.push_back(other);
+    }
+    if (several_hosts && host_[0] == rank) {
+      link_ = std::make_unique<TorchLink>(make_torch_comm(options.leaders, c10::DeviceType::CPU),
+                                          [this](const char* values) { return owner_of(values); });
+    }
+    while (host_[place_] != rank) ++place_;
+    const int64_t board_bytes = ShmExchange::board_bytes(num_places());
+    staging_offset_ = (board_bytes + kPage - 1) / kPage * kPage;
+    control_ = share(staging_offset_ + kStagingBytes);
+    if (!control_) return;
+
+    ShmExchange::Options exchange;
+    exchange.rank = place_;
+    exchange.size = num_places();
+    exchange.several_hosts = several_hosts;
+    exchange.link = link_.get();
+    exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
+    exchange.spin = num_cores() >= num_places();
+    for (int other : host_) exchange.rank_names.push_back(text("rank ", other));
+    exchange.is_dead = [this](int place) {
+      pollfd process = {processes_[place].get(), POLLIN, 0};
+      return ::poll(&process, 1, 0) > 0;
+    };
+    exchange_.emplace(control_->base[0], std::move(exchange));
+  }
+
+  // Possibly the groups' last owner: their end joins threads that may be waiting for the GIL to free a tensor.
+  ~ShmComm() override {
+    exchange_.reset();
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      const pybind11::gil_scoped_release no_gil;
+      release_groups();
+    } else {
+      release_groups();
+    }
+  }
+
+  int size() const override { return torch_->size(); }
+  int rank() const override { return torch_->rank(); }
+  void broadcast(const at::Tensor& values) override { torch_->broadcast(values); }
+  std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
+  std::string why_not() const override { return why_not_; }
+  bool averages() const override { return exchange_ ? true : torch_->averages(); }
+
+  at::Tensor allocate(int64_t bytes, c10::Device device) override {
+    if (!exchange_ || !device.is_cpu()) return torch_->allocate(bytes, device);
+    std::shared_ptr<Arena> arena = share(bytes);
+    if (!arena) {
+      exchange_.reset();
+      arenas_.clear();
+      control_.reset();
+      processes_.clear();
+      return torch_->allocate(bytes, device);
+    }
+    arenas_.push_back(arena);
+    // The tensor holds this rank's mapping, and not the others'.
+    const auto keep = [own = arena->own](void*) {};
+    return at::from_blob(arena->base[place_], {bytes}, keep, at::dtype(at::kByte));
+  }
+
+  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override {
+    if (!exchange_) return torch_->start(flat);
+    if (auto reduce = start_shared(flat, 1.0 / size())) return reduce;
+    return std::make_unique<MeanOfSum>(torch_->start_sum(flat), flat, size());
+  }
+
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
+    if (!exchange_) return torch_->start_sum(flat);
+    if (auto reduce = start_shared(flat, 1)) return reduce;
+    return torch_->start_sum(flat);
+  }
+
+ private:
+  // The same allocation of all ranks of this host.
+  struct Arena {
+    std::shared_ptr<Segment> own;
+    std::vector<Segment> others;
+    std::vector<char*> base;  // [places]
+    int64_t bytes;
+  };
+
+  class ShmReduce final : public PendingReduce {
+   public:
+    ShmReduce(ShmComm& comm, uint64_t number, at::Tensor staged)
+        : comm_(comm), number_(number), staged_(std::move(staged)) {}
+    bool is_done() override { return comm_.exchange_->is_done(number_); }
+    void wait() override {
+      comm_.exchange_->wait(number_);
+      if (!staged_.defined()) return;
+      std::memcpy(staged_.data_ptr(), comm_.staging(comm_.place_), staged_.nbytes());
+      comm_.staging_is_used_ = false;
+    }
+
+   private:
+    ShmComm& comm_;
+    uint64_t number_;
+    at::Tensor staged_;
+  };
+
+  int num_places() const { return static_cast<int>(host_.size()); }
+  char* staging(int place) const { return control_->base[place] + staging_offset_; }
+
+  std::shared_ptr<void> owner_of(const char* values) const {
+    for (const auto& arena : arenas_) {
+      if (values >= arena->base[place_] && values < arena->base[place_] + arena->bytes) return arena->own;
+    }
+    return control_->own;
+  }
+
+  void release_groups() {
+    link_.reset();
+    torch_.reset();
+    group_.reset();
+  }
+
+  // Null where it is for the process group: a tensor of another type, or one that lies elsewhere and is large.
+  std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale) {
+    const std::optional<ElementType> type = element_type(flat.scalar_type());
+    if (flat.layout() != at::kStrided) return nullptr;  // sparse: for the process group
+    DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
+    if (!type || !flat.is_cpu()) return nullptr;
+    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale};
+    char* const begin = static_cast<char*>(flat.data_ptr());
+    const int64_t bytes = static_cast<int64_t>(flat.nbytes());
+    for (const auto& arena : arenas_) {
+      const int64_t offset = begin - arena->base[place_];
+      if (offset < 0 || offset + bytes > arena->bytes) continue;
+      for (char* base : arena->base) operation.values.push_back(base + offset);
+      return std::make_unique<ShmReduce>(*this, exchange_->start(std::move(operation)), at::Tensor());
+    }
+    if (bytes > kStagingBytes || staging_is_used_) return nullptr;
+    staging_is_used_ = true;
+    std::memcpy(staging(place_), begin, bytes);
+    for (int place = 0; place < num_places(); ++place) operation.values.push_back(staging(place));
+    return std::make_unique<ShmReduce>(*this, exchange_->start(std::move(operation)), flat);
+  }
+
+  std::vector<Announcement> gather(const Announcement& mine) {
+    std::vector<at::Tensor> input = {at::empty({sizeof(Announcement)}, at::kByte)};
+    std::memcpy(input[0].data_ptr(), &mine, sizeof(mine));
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (int rank = 0; rank < size(); ++rank) outputs[0].push_back(at::empty_like(input[0]));
+    group_->allgather(outputs, input)->wait();
+    std::vector<Announcement> all(size());
+    for (int rank = 0; rank < size(); ++rank) {
+      std::memcpy(&all[rank], outputs[0][rank].data_ptr(), sizeof(Announcement));
+    }
+    return all;
+  }
+
+  // Whether no rank reports an error; else why_not_ says which.
+  bool agree(const std::vector<Announcement>& all) {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (all[rank].error[0] == '\0') continue;
+      why_not_ = text("rank ", rank, ": ", all[rank].error);
+      return false;
+    }
+    return true;
+  }
+
+  // New memory of every rank of the host, mapped; null if that fails on any rank of any host. Every rank must call it.
+  std::shared_ptr<Arena> share(int64_t bytes) {
+    auto arena = std::make_shared<Arena>();
+    arena->bytes = bytes;
+    Announcement mine;
+    const auto attempt = [&](auto&& what) {
+      try {
+        what();
+      } catch (const std::exception& error) {
+        std::strncpy(mine.error, error.what(), sizeof(mine.error) - 1);
+      }
+    };
+    attempt([&] {
+      arena->own = std::make_shared<Segment>(Segment::create(bytes));
+      mine.pid = ::getpid();
+      mine.fd = arena->own->fd();
+      mine.nonce = arena->own->nonce();
+      mine.bytes = bytes;
+    });
+    const std::vector<Announcement> all = gather(mine);
+    if (!agree(all)) return nullptr;
+    attempt([&] {
+      if (processes_.empty()) watch(all);
+      for (int place = 0; place < num_places(); ++place) {
+        const Announcement& other = all[host_[place]];
+        if (other.bytes != bytes) {
+          throw EnvironmentError(
+              text("allocates ", bytes, " bytes where rank ", host_[place], " allocates ", other.bytes));
+        }
+        if (place != place_) arena->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
+        arena->base.push_back(place == place_ ? arena->own->data() : arena->others.back().data());
+      }
+    });
+    // Also tells that everybody has opened what it needs.
+    if (!agree(gather(mine))) return nullptr;
+    arena->own->close_file();
+    return arena;
+  }
+
+  // Before their memory is opened: that it has the right nonce proves then that the process is still the one meant.
+  void watch(const std::vector<Announcement>& all) {
+    for (int rank : host_) {
+      Descriptor process(static_cast<int>(::syscall(SYS_pidfd_open, all[rank].pid, 0)));
+      if (process.get() < 0) {
+        throw EnvironmentError(text("pidfd_open of process ", all[rank].pid, ": ", std::strerror(errno)));
+      }
+      processes_.push_back(std::move(process));
+    }
+  }
+
+  std::unique_ptr<Comm> torch_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<int> host_;  // the ranks of this host; an index into it is a place
+  int place_ = 0;
+  std::unique_ptr<TorchLink> link_;
+  std::vector<Descriptor> processes_;  // [places]
+  std::shared_ptr<Arena> control_;     // the board (the first place's) and everyone's staging
+  int64_t staging_offset_ = 0;
+  bool staging_is_used_ = false;
+  std::vector<std::shared_ptr<Arena>> arenas_;
+  std::optional<ShmExchange> exchange_;
+  std::string why_not_;
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> make_shm_comm(const ShmOptions& options) { return std::make_unique<ShmComm>(options); }
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,105 @@
+// The protocol of the shared-memory transport: the ranks of one host add up their buckets together, without a helper
+// thread. Needs no torch header.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ddp/shm_reduce.h"
+
+namespace drivetrain::ddp {
+
+struct Board;
+
+// The way to the other hosts; only the first rank of a host has one.
+class HostLink {
+ public:
+  virtual ~HostLink() = default;
+  // Begins to add up the values of all hosts in place. Every host starts the same ones in the same order.
+  virtual void start(char* values, ElementType type, int64_t numel) = 0;
+  // Whether the oldest of those that were started is complete; forgets it then. Throws what went wrong.
+  virtual bool finish_oldest() = 0;
+};
+
+// One rank's side. All ranks start the same operations in the same order; operation n is known by its number. What they
+// share (the board, zeroed before its first use) holds for each rank how many operations it has published, and for each
+// operation under way which chunk is the next to be added up and how many are done. Whoever has time takes chunks: a
+// chunk's values of all ranks are added in rank order and written back to all ranks at once, so that all have the same
+// bits, whoever computed. An operation's memory belongs to the ranks together from start() until wait() returns.
+//
+// With several hosts a chunk's sum goes to the host's first rank alone; that rank adds up the hosts through its link,
+// and then the chunks are copied to the other ranks, again by whoever has time.
+//
+// Not thread safe: one call at a time.
+class ShmExchange {
+ public:
+  struct Options {
+    int rank = 0;  // within the host
+    int size = 1;
+    bool several_hosts = false;
+    HostLink* link = nullptr;  // for the first rank, where there are several hosts
+    std::chrono::nanoseconds timeout{0};
+    bool spin = true;                     // before sleeping; of use where every rank has a core
+    std::vector<std::string> rank_names;  // for messages
+    std::function<bool(int)> is_dead;     // whether that rank's process has ended
+  };
+
+  struct Operation {
+    std::vector<char*> values;  // every rank's, [size]
+    ElementType type;
+    int64_t numel = 0;
+    double scale = 1;
+  };
+
+  static int64_t board_bytes(int size);
+  ShmExchange(void* board, Options options);
+  // The others learn that this rank takes no further part.
+  ~ShmExchange();
+  ShmExchange(const ShmExchange&) = delete;
+  ShmExchange& operator=(const ShmExchange&) = delete;
+
+  // Publishes this rank's values and does its share of what can be done without waiting. Returns the number.
+  uint64_t start(Operation operation);
+  // Until the operation is complete. Throws EnvironmentError, naming the ranks, when one has died or the timeout
+  // passed.
+  void wait(uint64_t number);
+  // Whether wait() would end at once.
+  bool is_done(uint64_t number) { return !failure_.empty() || is_complete(number); }
+
+ private:
+  struct Running {
+    Operation operation;
+    uint64_t number;
+    uint32_t num_chunks;
+    int64_t chunk_numel;
+  };
+
+  bool is_complete(const Running& running) const;
+  bool is_complete(uint64_t number);
+  uint64_t published_by_all() const;
+  bool work(uint32_t max_chunks);
+  bool work_on(const Running& running, int stage, uint32_t& max_chunks);
+  void compute(const Running& running, int stage, uint32_t chunk) const;
+  bool relay();
+  void announce();
+  void spin_or_sleep(uint32_t event);
+  void check_ranks(uint64_t number);
+  [[noreturn]] void fail(const std::string& message);
+  std::string missing_ranks(uint64_t number) const;
+
+  Board& board_;
+  const Options options_;
+  const int last_stage_;
+  const int64_t creator_;  // the process; a forked child has the same board and no part in it
+  uint64_t started_ = 0;
+  std::deque<Running> running_;    // not known to be complete, by number
+  uint64_t relayed_ = 0;           // the last that went to the link
+  std::deque<uint64_t> relaying_;  // with the link
+  std::string failure_;            // after which nothing works any more
+};
+
+}  // namespace drivetrain::ddp

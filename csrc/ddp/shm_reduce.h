@@ -1,0 +1,52 @@
+// The arithmetic of the shared-memory transport: adds up the ranks' values of a range. Needs no torch header.
+#pragma once
+
+#include <cstdint>
+
+namespace drivetrain::ddp {
+
+enum class ElementType : uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64 };
+
+constexpr int64_t bytes_of(ElementType type) {
+  switch (type) {
+    case ElementType::kBFloat16:
+    case ElementType::kFloat16:
+      return 2;
+    case ElementType::kFloat32:
+    case ElementType::kInt32:
+      return 4;
+    case ElementType::kFloat64:
+    case ElementType::kInt64:
+      return 8;
+  }
+  return 0;
+}
+
+// The elements [begin, end) of all inputs are added in the order of the inputs, multiplied with `scale` and written to
+// all outputs, which may be inputs too. 16-bit floats are added in float and rounded once. Integers wrap around and
+// are not scaled.
+struct SumJob {
+  ElementType type;
+  const char* const* inputs;
+  int num_inputs;
+  char* const* outputs;
+  int num_outputs;
+  int64_t begin;
+  int64_t end;
+  double scale;
+};
+
+// With the chosen instruction set; every one gives the same bits.
+void sum_range(const SumJob& job);
+
+namespace baseline {
+void sum_range(const SumJob& job);
+}
+namespace avx2 {
+void sum_range(const SumJob& job);
+}
+namespace avx512 {
+void sum_range(const SumJob& job);
+}
+
+}  // namespace drivetrain::ddp

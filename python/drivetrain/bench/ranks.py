@@ -1,0 +1,43 @@
+"""Fresh ranks over gloo, with one thread each, for a benchmark that needs several."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RANKS = 2
+JOIN_TIMEOUT_S = 600
+
+
+def on_ranks(measure: Callable[[], Any]) -> Any:
+    """Runs `measure` on fresh ranks and returns rank 0's result."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        ranks = [context.Process(target=_rank, args=(r, folder, measure, queue)) for r in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(JOIN_TIMEOUT_S)
+        failed = [r for r, process in enumerate(ranks) if process.exitcode != 0]
+        for process in ranks:
+            process.kill()
+        if failed:
+            raise RuntimeError(f"the benchmark's ranks {failed} failed or took over {JOIN_TIMEOUT_S} s; see above")
+        return queue.get()
+
+
+def _rank(rank: int, folder: str, measure: Callable[[], Any], queue: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    result = measure()
+    if rank == 0:
+        queue.put(result)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,136 @@
+"""What carries gradients between ranks: the choice, and what a rank must know of the others before it is made."""
+
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+
+CHOICES = ("auto", "torch", "shm", "nccl")
+VARIABLE = "DRIVETRAIN_TRANSPORT"
+
+# Per process group: the group of every host's first rank, made once however many modules are wrapped.
+_leaders: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def requested(argument: str) -> str:
+    """The transport asked for: the argument, or, where that is "auto", the environment variable if it is set."""
+    source, choice = "transport", argument
+    if argument == "auto" and os.environ.get(VARIABLE):
+        source, choice = VARIABLE, os.environ[VARIABLE]
+    if choice not in CHOICES:
+        raise ValueError(f"{source} is {choice!r}, expected one of: {', '.join(map(repr, CHOICES))}.")
+    if choice == "nccl":
+        raise NotImplementedError(
+            f"{source} is 'nccl', which drivetrain does not support yet: over an NCCL process group, 'torch' uses NCCL."
+        )
+    return choice
+
+
+def make_comm(choice: str, group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
+    """The transport for parameters on that device. Every rank of the group must call it.
+
+    Args:
+        choice: what `requested` returned; must be the same on every rank.
+        group: the ranks.
+        device: the parameters'.
+
+    Raises:
+        RuntimeError: the ranks ask for different transports.
+    """
+    hosts, why_not = _hosts(choice, group, device)
+    if not hosts:
+        if choice == "shm" and why_not and dist.get_rank(group) == 0:
+            _warn(why_not)
+        return _C.torch_comm(process_group=group.group_name, device=str(device))
+    leaders = _leaders_of(group, hosts) if len(set(hosts)) > 1 else None
+    return _C.shm_comm(
+        process_group=group.group_name,
+        hosts=hosts,
+        leaders=leaders.group_name if leaders else "",
+        timeout_s=_timeout(group).total_seconds(),
+    )
+
+
+def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
+    """Warns on rank 0 if memory was to be shared and could not be. To be called once all memory is allocated."""
+    if comm.why_not and dist.get_rank(group) == 0:
+        _warn(comm.why_not)
+
+
+def _warn(why_not: str) -> None:
+    warnings.warn(
+        f"drivetrain: gradients go through the process group, not through shared memory: {why_not}. This is slower and "
+        f"otherwise the same; transport='torch' or {VARIABLE}=torch says that it is meant.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _hosts(choice: str, group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], str]:
+    """Each rank's host as a number, if memory is to be shared; else nothing, and why not ("": there is no need)."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [], ""
+    if device.type != "cpu":
+        return [], f"the parameters are on {device}, shared memory is for the CPU"
+    if (backend := _cpu_backend(group)) != "gloo":
+        return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
+    facts: list[Any] = [None] * size
+    dist.all_gather_object(facts, (choice, _host_identity()), group=group)
+    choices = [fact[0] for fact in facts]
+    if len(set(choices)) > 1:
+        by_rank = "; ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(choices))
+        raise RuntimeError(
+            f"DistributedDataParallel needs the same transport on every rank, but it differs: {by_rank}. Pass the same "
+            f"one everywhere, or set {VARIABLE} everywhere."
+        )
+    if choice == "torch":
+        return [], ""
+    identities = [fact[1] for fact in facts]
+    if len(set(identities)) == size:
+        return [], "no two ranks are on the same host, in the same container and of the same user"
+    return [identities.index(identity) for identity in identities], ""
+
+
+def _host_identity() -> tuple[str, ...]:
+    """The same for ranks that can share memory, and different for others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (str(Path("/proc/self/ns", space).readlink()) for space in ("net", "pid"))
+    return (boot, *spaces, str(os.getuid()))
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> str | None:
+    try:
+        return str(group._get_backend(torch.device("cpu")).name())
+    except RuntimeError:  # torch's word for: none for that device
+        return None
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The group's, for operations on the CPU."""
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+def _leaders_of(group: dist.ProcessGroup, hosts: list[int]) -> dist.ProcessGroup | None:
+    """The group of every host's first rank; None on the other ranks."""
+    if group not in _leaders:
+        first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
+        ranks = [dist.get_global_rank(group, rank) for rank in first_ranks]
+        is_leader = dist.get_rank(group) in first_ranks
+        # All ranks of the job take part in making a group, unless told that only its own do.
+        is_whole_job = dist.get_world_size(group) == dist.get_world_size()
+        made = None
+        if is_whole_job or is_leader:
+            made = dist.new_group(
+                ranks, timeout=_timeout(group), backend="gloo", use_local_synchronization=not is_whole_job
+            )
+        _leaders[group] = made if is_leader else None
+    return _leaders[group]

@@ -1,0 +1,13 @@
+// What the files of the native tests share.
+#pragma once
+
+#include <string>
+
+namespace drivetrain {
+
+// Notes a failure, from any thread.
+void expect(bool holds, const std::string& what);
+
+void test_shared_memory();
+
+}  // namespace drivetrain

@@ -1,0 +1,325 @@
+// The shared-memory transport without torch: the sum kernels, the segments, and the exchange with threads as ranks,
+// where the thread sanitizer sees every access of every rank.
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "ddp/shm_exchange.h"
+#include "ddp/shm_reduce.h"
+#include "ddp/shm_segment.h"
+#include "native_tests.h"
+#include "optim/storage.h"
+
+namespace drivetrain {
+namespace {
+
+using ddp::ElementType;
+using ddp::ShmExchange;
+using namespace std::chrono_literals;
+
+using SumRange = void (*)(const ddp::SumJob&);
+
+SumRange sum_range_of(Isa isa) {
+  switch (isa) {
+    case Isa::kBaseline:
+      return ddp::baseline::sum_range;
+    case Isa::kAvx2:
+      return ddp::avx2::sum_range;
+    case Isa::kAvx512:
+      return ddp::avx512::sum_range;
+  }
+  return nullptr;
+}
+
+// A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
+using Block = std::vector<char>;
+
+double value_of(int rank, int64_t i) { return static_cast<double>((i * 37 + rank * 11) % 101 - 50) / 64; }
+
+optim::Format format_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat64:
+      return optim::Format::kFloat64;
+    case ElementType::kBFloat16:
+      return optim::Format::kBFloat16;
+    case ElementType::kFloat16:
+      return optim::Format::kFloat16;
+    default:
+      return optim::Format::kFloat32;
+  }
+}
+
+void store(ElementType type, Block& block, int64_t i, double value) {
+  if (type == ElementType::kInt32) {
+    const int32_t integer = static_cast<int32_t>(64 * value);
+    std::memcpy(block.data() + 4 * i, &integer, 4);
+  } else if (type == ElementType::kInt64) {
+    const int64_t integer = static_cast<int64_t>(64 * value);
+    std::memcpy(block.data() + 8 * i, &integer, 8);
+  } else {
+    optim::store_one<double>({block.data(), format_of(type)}, i, value);
+  }
+}
+
+Block make_block(ElementType type, int64_t numel, int rank) {
+  Block block(numel * ddp::bytes_of(type));
+  for (int64_t i = 0; i < numel; ++i) store(type, block, i, value_of(rank, i));
+  return block;
+}
+
+// What all ranks must hold: these values add up without an error, and one rounding follows.
+Block expected_block(ElementType type, int64_t numel, int ranks, double scale) {
+  Block block(numel * ddp::bytes_of(type));
+  const bool in_float = type != ElementType::kFloat64;
+  for (int64_t i = 0; i < numel; ++i) {
+    double sum = 0;
+    for (int rank = 0; rank < ranks; ++rank) sum += value_of(rank, i);
+    const double scaled = in_float ? static_cast<float>(sum) * static_cast<float>(scale) : sum * scale;
+    const bool is_integer = type == ElementType::kInt32 || type == ElementType::kInt64;
+    store(type, block, i, is_integer ? sum : scaled);
+  }
+  return block;
+}
+
+const std::vector<ElementType> kTypes = {ElementType::kFloat32, ElementType::kFloat64, ElementType::kBFloat16,
+                                         ElementType::kFloat16, ElementType::kInt32,   ElementType::kInt64};
+
+void test_sums() {
+  for (ElementType type : kTypes) {
+    for (int ranks : {1, 2, 3, 5}) {
+      for (int64_t numel : {1, 15, 16, 17, 511, 512, 513, 3000}) {
+        const double scale = 1.0 / ranks;
+        const Block expected = expected_block(type, numel, ranks, scale);
+        for (Isa isa : available_isas()) {
+          std::vector<Block> blocks;
+          std::vector<char*> values;
+          for (int rank = 0; rank < ranks; ++rank) blocks.push_back(make_block(type, numel, rank));
+          for (Block& block : blocks) values.push_back(block.data());
+          const int64_t middle = numel / 3;
+          for (auto [begin, end] : {std::pair(middle, numel), std::pair(int64_t{0}, middle)}) {
+            sum_range_of(isa)({type, values.data(), ranks, values.data(), ranks, begin, end, scale});
+          }
+          for (const Block& block : blocks) {
+            expect(block == expected, text("sum of type ", static_cast<int>(type), ", ", ranks, " ranks of ", numel,
+                                           " elements, ", name_of(isa)));
+          }
+        }
+      }
+    }
+  }
+}
+
+void test_segments() {
+  ddp::Segment mine = ddp::Segment::create(10000);
+  mine.data()[9999] = 7;
+  ddp::Segment same = ddp::Segment::open(::getpid(), mine.fd(), mine.nonce(), 10000);
+  expect(same.data()[9999] == 7 && same.data()[0] == 0, "an opened segment is the same memory, zeroed at first");
+  for (auto [nonce, bytes] : {std::pair(mine.nonce() + 1, int64_t{10000}), std::pair(mine.nonce(), int64_t{20000})}) {
+    bool threw = false;
+    try {
+      ddp::Segment::open(::getpid(), mine.fd(), nonce, bytes);
+    } catch (const EnvironmentError&) {
+      threw = true;
+    }
+    expect(threw, "a segment with another nonce or size is refused");
+  }
+}
+
+// Memory that all ranks of one host see.
+struct Host {
+  explicit Host(int num_ranks)
+      : size(num_ranks), board(::operator new(ShmExchange::board_bytes(num_ranks), std::align_val_t(64))) {
+    std::memset(board, 0, ShmExchange::board_bytes(num_ranks));
+  }
+  ~Host() { ::operator delete(board, std::align_val_t(64)); }
+  Host(const Host&) = delete;
+
+  ShmExchange::Options options(int rank) const {
+    ShmExchange::Options options;
+    options.rank = rank;
+    options.size = size;
+    options.timeout = 60s;
+    options.spin = false;
+    for (int i = 0; i < size; ++i) options.rank_names.push_back(text("rank ", i));
+    options.is_dead = [](int) { return false; };
+    return options;
+  }
+
+  int size;
+  void* board;
+};
+
+// Adds up the leaders' values at once when all have come; what a process group between hosts does.
+class Hub {
+ public:
+  explicit Hub(int hosts) : hosts_(hosts) {}
+
+  void add(size_t index, char* values, int64_t numel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (sums_.size() <= index) sums_.resize(index + 1);
+    std::vector<float*>& parts = sums_[index];
+    parts.push_back(reinterpret_cast<float*>(values));
+    if (static_cast<int>(parts.size()) < hosts_) return;
+    for (int64_t i = 0; i < numel; ++i) {
+      float sum = 0;
+      for (float* part : parts) sum += part[i];
+      for (float* part : parts) part[i] = sum;
+    }
+  }
+
+  bool is_done(size_t index) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<int>(sums_[index].size()) == hosts_;
+  }
+
+ private:
+  const int hosts_;
+  std::mutex mutex_;
+  std::vector<std::vector<float*>> sums_;
+};
+
+class HubLink final : public ddp::HostLink {
+ public:
+  explicit HubLink(Hub& hub) : hub_(hub) {}
+  void start(char* values, ElementType, int64_t numel) override { hub_.add(started_++, values, numel); }
+  bool finish_oldest() override { return hub_.is_done(finished_) && (++finished_, true); }
+
+ private:
+  Hub& hub_;
+  size_t started_ = 0;
+  size_t finished_ = 0;
+};
+
+// Many steps of several buckets on threads that dawdle at random; more buckets under way than the board has slots for.
+void test_exchange(int num_hosts, int ranks_per_host) {
+  constexpr int kSteps = 30;
+  const std::vector<int64_t> numels = {1, 70000, 0, 17, 12345};
+  const int num_buckets = 80;
+  const int world = num_hosts * ranks_per_host;
+  std::deque<Host> hosts;
+  for (int host = 0; host < num_hosts; ++host) hosts.emplace_back(ranks_per_host);
+  Hub hub(num_hosts);
+  // [world][bucket]
+  std::vector<std::vector<std::vector<float>>> values(world);
+  for (auto& mine : values) {
+    for (int bucket = 0; bucket < num_buckets; ++bucket) mine.emplace_back(numels[bucket % numels.size()]);
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      const int host = rank / ranks_per_host;
+      const int place = rank % ranks_per_host;
+      HubLink link(hub);
+      ShmExchange::Options options = hosts[host].options(place);
+      options.several_hosts = num_hosts > 1;
+      options.link = num_hosts > 1 && place == 0 ? &link : nullptr;
+      options.spin = rank % 2 == 0;
+      ShmExchange exchange(hosts[host].board, options);
+      std::minstd_rand random(rank + 1);
+      for (int step = 0; step < kSteps; ++step) {
+        std::vector<uint64_t> numbers;
+        for (int bucket = 0; bucket < num_buckets; ++bucket) {
+          if (random() % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+          std::vector<float>& mine = values[rank][bucket];
+          for (size_t i = 0; i < mine.size(); ++i) mine[i] = static_cast<float>((rank + 1) * (step + bucket + i % 7));
+          ShmExchange::Operation operation = {{}, ElementType::kFloat32, static_cast<int64_t>(mine.size()), 1.0};
+          for (int other = 0; other < ranks_per_host; ++other) {
+            operation.values.push_back(reinterpret_cast<char*>(values[host * ranks_per_host + other][bucket].data()));
+          }
+          numbers.push_back(exchange.start(std::move(operation)));
+        }
+        for (int bucket = 0; bucket < num_buckets; ++bucket) {
+          exchange.wait(numbers[bucket]);
+          bool equal = true;
+          const std::vector<float>& mine = values[rank][bucket];
+          for (size_t i = 0; i < mine.size(); ++i) {
+            equal &= mine[i] == static_cast<float>(world * (world + 1) / 2 * (step + bucket + i % 7));
+          }
+          expect(equal, text(num_hosts, " hosts of ", ranks_per_host, " ranks: step ", step, ", bucket ", bucket));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::string error_of_wait(ShmExchange& exchange, uint64_t number) {
+  try {
+    exchange.wait(number);
+  } catch (const EnvironmentError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+void test_exchange_errors() {
+  float value = 1;
+  const ShmExchange::Operation operation = {
+      {reinterpret_cast<char*>(&value), reinterpret_cast<char*>(&value)}, ElementType::kFloat32, 1, 1.0};
+  {
+    Host host(2);
+    ShmExchange::Options options = host.options(0);
+    options.timeout = 100ms;
+    ShmExchange exchange(host.board, options);
+    const std::string error = error_of_wait(exchange, exchange.start(operation));
+    expect(error == "not complete within the process group's timeout of 0.1 s; not there: rank 1", error);
+    ShmExchange late(host.board, host.options(1));
+    const std::string others = error_of_wait(late, late.start(operation));
+    expect(others == "no error", "the late rank finds all values there: " + others);
+    const std::string next = error_of_wait(late, late.start(operation));
+    expect(next == "rank 0 has failed before; see its own error", next);
+  }
+  {
+    Host host(2);
+    ShmExchange::Options options = host.options(0);
+    options.is_dead = [](int rank) { return rank == 1; };
+    ShmExchange exchange(host.board, options);
+    const std::string error = error_of_wait(exchange, exchange.start(operation));
+    expect(error == "rank 1 has died", error);
+    bool threw = false;
+    try {
+      exchange.start(operation);
+    } catch (const EnvironmentError&) {
+      threw = true;
+    }
+    expect(threw, "nothing can be started after a failure");
+  }
+  {
+    Host host(2);
+    auto left = std::make_unique<ShmExchange>(host.board, host.options(1));
+    left->start(operation);
+    left.reset();
+    ShmExchange exchange(host.board, host.options(0));
+    const std::string first = error_of_wait(exchange, exchange.start(operation));
+    expect(first == "no error", "what a rank published before it left is added up: " + first);
+    const std::string error = error_of_wait(exchange, exchange.start(operation));
+    expect(error == "rank 1 has already deleted its DistributedDataParallel", error);
+  }
+}
+
+}  // namespace
+
+void test_shared_memory() {
+  test_sums();
+  test_segments();
+  test_exchange(1, 2);
+  test_exchange(1, 3);
+  test_exchange(2, 2);
+  test_exchange(3, 1);
+  test_exchange_errors();
+}
+
+}  // namespace drivetrain

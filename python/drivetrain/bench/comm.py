@@ -12,7 +12,7 @@ from rich.progress import track
 
 from .. import transport
 from .measure import Row, median_interval
-from .ranks import RANKS, on_ranks
+from .ranks import RANKS, meet, on_ranks
 
 # what, elements of fp32, how many times as fast it should be
 CASES = (
@@ -51,7 +51,7 @@ def _measure(numel: int, rounds: int) -> list[list[float]]:
         for which in (0, 1) if i % 2 else (1, 0):
             values, call = calls[which]
             values.copy_(inputs[rank])
-            _meet()
+            meet()
             begin = time.perf_counter()
             call()
             seconds = time.perf_counter() - begin
@@ -63,14 +63,6 @@ def _measure(numel: int, rounds: int) -> list[list[float]]:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[which].append(slowest.item())
     return [values[5:] for values in times]
-
-
-def _meet() -> None:
-    """All ranks leave this within about a microsecond where each has a core: a barrier, then a common time."""
-    start = torch.tensor([time.monotonic() + 200e-6], dtype=torch.float64)
-    dist.all_reduce(start, dist.ReduceOp.MAX)
-    while time.monotonic() < start.item():
-        pass
 
 
 def _rows(what: str, numel: int, target: float | None, times: list[list[float]]) -> list[Row]:

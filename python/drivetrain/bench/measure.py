@@ -51,6 +51,21 @@ def median_interval(values: Sequence[float], resamples: int = 2000) -> tuple[flo
     return statistics.median(values), medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
 
+def ratio_of_medians(
+    below: Sequence[float], above: Sequence[float], resamples: int = 2000
+) -> tuple[float, float, float]:
+    """median(above) / median(below) of paired values that may be near zero, and its 95 % bootstrap interval."""
+    rng = random.Random(0)
+    indices = range(len(below))
+    ratios = []
+    for _ in range(resamples):
+        chosen = rng.choices(indices, k=len(below))
+        ratios.append(statistics.median(above[i] for i in chosen) / statistics.median(below[i] for i in chosen))
+    ratios.sort()
+    ratio = statistics.median(above) / statistics.median(below)
+    return ratio, ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
+
+
 def ratio_row(what: str, torch_s: Sequence[float], ours_s: Sequence[float], target: float, *, strict_end: bool) -> Row:
     """A row of times in ms. strict_end: the interval's upper end must reach the target, not only the median."""
     ratio, low, high = median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)])

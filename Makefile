@@ -15,7 +15,7 @@ STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja
 
-.PHONY: help train test compare bench doctor format lint sanitize clean
+.PHONY: help train test faults compare bench doctor format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +29,9 @@ compare: $(STAMPS)/built ## the same training on torch's DDP and AdamW and on ou
 
 test: $(STAMPS)/built $(STAMPS)/test-tools ## the whole test suite
 	$(PYTHON) -m pytest $(ARGS)
+
+faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip a step, bring another model
+	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
 
 bench: $(STAMPS)/built ## the speed and memory tables of the README
 	$(PYTHON) -m drivetrain bench all $(ARGS)

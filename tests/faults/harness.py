@@ -1,0 +1,351 @@
+"""Runs rounds: starts the ranks, waits for what must happen, and looks for what must not be left."""
+
+import inspect
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from drivetrain import DistributedDataParallel
+
+from . import room
+from .plan import Round, clean, draw
+
+START_S = 60.0  # for the zygote to import torch, and for a run without a fault
+# Beyond the process group's timeout, for ranks that share busy cores.
+MARGIN_S = 10.0
+
+OUR_ERROR = r"drivetrain: the all-reduce of (bucket \d+ of \d+ \[.+\]|the [a-z' ]+) failed"
+# torch's own collectives, by the function of torch's that called them; what gloo says of a dead and of a silent rank.
+TORCH_CALLS = ("_sync_buffers", "_sync_module_states", "_verify_param_shape_across_processes", "init_process_group")
+TORCH_ERROR = r"Connection (reset|closed) by (remote )?peer|Timed out waiting|Broken pipe|Application timeout"
+
+
+def transports() -> list[str]:
+    """Those that the installed class knows, of the ones that ranks of one host over gloo can use."""
+    known = "transport" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return ["torch", "shm"] if known else ["torch"]
+
+
+@dataclass
+class Outcome:
+    """What a round came to."""
+
+    round: Round
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # from the fault to the slowest survivor's error, or the whole training where none is due
+    errors: list[str] = field(default_factory=list)  # the survivors'
+
+    def report(self) -> str:
+        """The problems, and how to see them again."""
+        repeat = (
+            f"make faults ARGS='--fault {self.round.fault} --seed {self.round.seed} --rounds 1 "
+            f"--transport {self.round.transport} --ranks {self.round.ranks}'"
+        )
+        return "\n".join([f"{self.round}", *(f"* {problem}" for problem in self.problems), f"Again: {repeat}"])
+
+
+@dataclass
+class Exit:
+    code: int
+    ended: float  # by the monotonic clock, which all processes of a machine share
+
+
+class Harness:
+    """The zygote, and the rounds that are run by it. To be used in a `with` statement."""
+
+    def __init__(self) -> None:
+        self._exits: dict[int, Exit] = {}
+        self._answers: list[int] = []
+        self._pending = b""
+        self._values: dict[int, str] = {}  # by number of ranks: what a clean run trains to
+        tests = str(Path(__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "faults.zygote"],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def __enter__(self) -> "Harness":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._zygote.stdin
+        assert self._zygote.stdout
+        self._zygote.stdin.close()
+        try:
+            self._zygote.wait(timeout=MARGIN_S)
+        finally:
+            self._zygote.kill()  # its ranks die with it
+            self._zygote.wait()
+            self._zygote.stdout.close()
+
+    def why_not(self, fault: str) -> str:
+        """Why that fault cannot be made on this machine; "" where it can."""
+        if fault != "full-shm":
+            return ""
+        with _folder() as folder:
+            try:
+                self._kill([self._open_room(folder, 4096)])
+            except PermissionError as error:
+                return str(error)
+        return ""
+
+    def run(self, fault: str, seed: int, transport: str, ranks: int = 2) -> Outcome:
+        """The round of that fault and seed, and a clean run after it."""
+        outcome = Outcome(draw(fault, seed, transport, ranks))
+        self._run(outcome)
+        after = Outcome(clean(transport, ranks))
+        self._run(after)
+        outcome.problems += [f"the next run: {problem}" for problem in after.problems]
+        return outcome
+
+    def _run(self, outcome: Outcome) -> None:
+        plan, problems = outcome.round, outcome.problems
+        shm_before = _files_in_shm()
+        with _folder() as folder:
+            holder = self._open_room(folder, plan.shm_bytes) if plan.fault == "full-shm" else None
+            ranks: list[int] = []
+            try:
+                for rank in range(plan.ranks):
+                    ranks.append(self._fork(folder=str(folder), rank=rank, plan=asdict(plan), room=holder))
+                if plan.fault in ("", "full-shm"):
+                    self._check_training(outcome, folder, ranks)
+                else:
+                    self._check_survivors(outcome, folder, ranks)
+                if plan.fault and not (folder / "fault").exists():
+                    problems.append("the fault never came")
+                if holder is not None and (left := room.left_behind(holder)):
+                    problems.append(f"left in the full {room.SHM}: {', '.join(left)}")
+            finally:
+                self._kill([pid for pid in [*ranks, *([holder] if holder else [])] if pid not in self._exits])
+            # A memfd lives as long as a process that has it: where none is left, none is.
+            if alive := _processes_of([*ranks, *([holder] if holder else [])]):
+                problems.append(f"processes are left: {', '.join(alive)}")
+            if left := _ownerless(_files_in_shm() - shm_before):
+                problems.append(f"files are left in {room.SHM}: {', '.join(left)}")
+            if problems:
+                problems += [f"rank {rank}'s output:\n{_output(folder, rank)}" for rank in range(plan.ranks)]
+
+    def _check_training(self, outcome: Outcome, folder: Path, ranks: list[int]) -> None:
+        """All ranks must train to the values that every other clean run comes to."""
+        begin = time.monotonic()
+        self._wait_for_exits(ranks, begin + START_S)
+        values = []
+        for rank, pid in enumerate(ranks):
+            code = self._exits[pid].code if pid in self._exits else None
+            if code != 0:
+                outcome.problems.append(
+                    f"rank {rank} {_ended(code)}, expected a training to the end within {START_S:g} s"
+                )
+                continue
+            values.append((folder / f"done-{rank}").read_text().split()[1])
+            outcome.seconds = max(outcome.seconds, self._exits[pid].ended - begin)
+            # That memory cannot be shared is worth a warning.
+            if (said := _output(folder, rank)) and outcome.round.fault != "full-shm":
+                outcome.problems.append(f"rank {rank} should have nothing to say, but did: {said}")
+        expected = self._values.setdefault(len(ranks), values[0]) if values else ""
+        if any(value != expected for value in values):
+            outcome.problems.append(f"the ranks trained to {values}, expected {expected} everywhere")
+
+    def _check_survivors(self, outcome: Outcome, folder: Path, ranks: list[int]) -> None:
+        plan, problems = outcome.round, outcome.problems
+        survivors = [rank for rank in range(plan.ranks) if rank != plan.faulty or plan.fault == "extra-parameter"]
+        limit = plan.timeout_s + MARGIN_S
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if (folder / "fault").exists():  # may be noted anew, later
+                deadline = _noted(folder, "fault")[0] + limit
+            if self._wait_for_exits([ranks[rank] for rank in survivors], min(deadline, time.monotonic() + 0.1)):
+                break
+        fault_at = _noted(folder, "fault")[0] if (folder / "fault").exists() else deadline
+        for rank in survivors:
+            exit_ = self._exits.get(ranks[rank])
+            if exit_ is None or exit_.code != 1:
+                problems.append(
+                    f"rank {rank} {_ended(exit_ and exit_.code)}, expected exit code 1 after an error within the "
+                    f"process group's timeout of {plan.timeout_s:g} s and {MARGIN_S:g} s more"
+                )
+                continue
+            if not (folder / f"error-{rank}").exists():
+                problems.append(f"rank {rank} ended by an error outside of its training")
+                continue
+            at, error = _noted(folder, f"error-{rank}")
+            outcome.seconds = max(outcome.seconds, at - fault_at)
+            outcome.errors.append(error)
+            if problem := _what_is_wrong_with(error, _output(folder, rank), plan):
+                problems.append(f"rank {rank}: {problem}")
+        if plan.fault != "extra-parameter":
+            self._check_faulty(outcome, folder, ranks[plan.faulty])
+
+    def _check_faulty(self, outcome: Outcome, folder: Path, pid: int) -> None:
+        """The fault must have been the one that was meant."""
+        plan, problems = outcome.round, outcome.problems
+        if plan.fault.startswith("kill-"):
+            expected, is_met = "killed", self._wait_for_exits([pid], time.monotonic() + MARGIN_S)
+            is_met = is_met and self._exits[pid].code == -signal.SIGKILL
+        elif plan.fault == "stop":
+            expected, is_met = "stopped", pid not in self._exits and _state(pid) == "T"
+        else:
+            self._wait_for_exits([pid], time.monotonic() + (MARGIN_S if plan.leaves else 0))
+            code = self._exits[pid].code if pid in self._exits else None
+            # Where the ranks' collectives do not match, it too may be the one to find out.
+            if code == 1 and (folder / f"error-{plan.faulty}").exists():
+                error = _noted(folder, f"error-{plan.faulty}")[1]
+                if problem := _what_is_wrong_with(error, _output(folder, plan.faulty), plan):
+                    problems.append(f"rank {plan.faulty}, which skipped: {problem}")
+                return
+            expected, is_met = ("at its end", code == 0) if plan.leaves else ("lingering", code is None)
+        if not is_met:
+            code = self._exits[pid].code if pid in self._exits else None
+            problems.append(f"rank {plan.faulty}, the faulty one, {_ended(code)}, expected to find it {expected}")
+
+    # ---- Processes.
+
+    def _open_room(self, folder: Path, size: int) -> int:
+        """The process that holds a /dev/shm of that size; PermissionError where that is not allowed."""
+        pid = self._fork(folder=str(folder), room_bytes=size)
+        deadline = time.monotonic() + START_S
+        while not (folder / "room").exists():
+            if self._wait_for_exits([pid], min(deadline, time.monotonic() + 0.01)):
+                why = (folder / "no-room").read_text() if (folder / "no-room").exists() else _output(folder, "room")
+                raise PermissionError(f"no private {room.SHM} can be mounted here, which takes root: {why}")
+            if time.monotonic() >= deadline:
+                self._kill([pid])
+                raise TimeoutError(f"no private {room.SHM} within {START_S:g} s")
+        return pid
+
+    def _fork(self, **request: Any) -> int:
+        assert self._zygote.stdin
+        self._zygote.stdin.write(json.dumps(request).encode() + b"\n")
+        deadline = time.monotonic() + START_S
+        while not self._answers:
+            self._read(deadline)
+        return self._answers.pop(0)
+
+    def _wait_for_exits(self, pids: Iterable[int], deadline: float) -> bool:
+        """Whether all of them have ended, at the deadline at the latest."""
+        wanted = set(pids)
+        while not wanted <= self._exits.keys():
+            try:
+                self._read(deadline)
+            except TimeoutError:
+                return False
+        return True
+
+    def _kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)  # not reaped before its end is read below, so that the number is still its own
+        if not self._wait_for_exits(pids, time.monotonic() + START_S):
+            raise TimeoutError(f"killed processes did not end within {START_S:g} s: {pids}")
+
+    def _read(self, deadline: float) -> None:
+        """Takes in what the zygote says next; TimeoutError at the deadline."""
+        assert self._zygote.stdout
+        if not select.select([self._zygote.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError(f"the process that forks ranks (pid {self._zygote.pid}) said nothing in time")
+        data = self._zygote.stdout.read(65536)
+        if not data:
+            raise RuntimeError(f"the process that forks ranks ended with exit code {self._zygote.wait(START_S)}")
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            facts = json.loads(line)
+            if "code" in facts:
+                self._exits[facts["pid"]] = Exit(facts["code"], facts["ended"])
+            else:
+                self._exits.pop(facts["pid"], None)  # of an earlier process of that number
+                self._answers.append(facts["pid"])
+
+
+def _what_is_wrong_with(error: str, output: str, plan: Round) -> str:
+    """Whether the error names what the rank waited for, or what is wrong with the model."""
+    if plan.fault == "extra-parameter":
+        name = f"parameter 'layers.{plan.layer}.extra' differs"
+        return "" if name in error and f"rank {plan.faulty}: (3,)" in error else f"expected {name!r}, got {error!r}"
+    if re.search(OUR_ERROR, error):
+        return ""
+    if re.search(TORCH_ERROR, error) and any(f", in {call}" in output for call in TORCH_CALLS):
+        return ""
+    return f"its error does not name what it waited for: {error!r}"
+
+
+def _noted(folder: Path, name: str) -> tuple[float, str]:
+    at, _, text = (folder / name).read_text().partition(" ")
+    return float(at), text
+
+
+def _output(folder: Path, rank: int | str) -> str:
+    path = folder / (f"rank-{rank}.txt" if isinstance(rank, int) else f"{rank}.txt")
+    return path.read_text(errors="replace")[-6000:] if path.exists() else ""
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "is still there"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields after the name, which may contain anything; none where the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _state(pid: int) -> str:
+    return (_stat(pid) or [""])[0]
+
+
+def _processes_of(leaders: list[int]) -> list[str]:
+    """Living processes of the sessions that these led, as "number name"; every rank leads one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(entry.name)) and int(fields[3]) in leaders and fields[0] != "Z":
+            found.append(f"{entry.name} in state {fields[0]}")
+    return found
+
+
+def _files_in_shm() -> set[str]:
+    return {path.name for path in room.SHM.iterdir()}
+
+
+def _ownerless(names: set[str]) -> list[str]:
+    """Those files in /dev/shm that no living process has open or mapped: others on this machine use it too."""
+    if not names:
+        return []
+    used = set()
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            used |= {os.path.basename(os.readlink(entry)) for entry in (process / "fd").iterdir()}  # noqa: PTH115, PTH119
+            used |= {line.rpartition("/")[2].strip() for line in (process / "maps").read_text().splitlines()}
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # has gone, or is another user's
+    return sorted(name for name in names - used if (room.SHM / name).exists())
+
+
+class _folder:
+    """A folder for what the processes of a round leave; gone with the `with` statement."""
+
+    def __enter__(self) -> Path:
+        self._path = Path(tempfile.mkdtemp(prefix="drivetrain-faults-"))
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._path)

@@ -1,0 +1,83 @@
+"""The faults, and where a round's fault strikes: drawn from the round's seed alone, so that it can be repeated."""
+
+import random
+from dataclasses import dataclass
+
+FAULTS = {
+    "kill-forward": "SIGKILL of a rank in forward",
+    "kill-backward": "SIGKILL of a rank in backward",
+    "kill-reduction": "SIGKILL of a rank inside a reduction",
+    "stop": "SIGSTOP of a rank in any of these",
+    "full-shm": "/dev/shm is full, or fills up",
+    "skip-step": "a rank skips a step, or a backward",
+    "extra-parameter": "a rank has one parameter more",
+}
+LAYERS = 6
+FAULTY_STEPS = 8  # the fault comes in one of these
+CLEAN_STEPS = 3
+
+# A rank that dies is noticed when its connections close, so that the timeout may be long; one that stops, only by the
+# timeout, which every such round waits for.
+TIMEOUT_S = 20.0
+SHORT_TIMEOUT_S = 2.5
+
+
+@dataclass(frozen=True)
+class Round:
+    """Everything that the ranks of one run must know; without a fault it is a clean run."""
+
+    fault: str  # one of FAULTS, or "": none
+    seed: int
+    transport: str
+    ranks: int
+    timeout_s: float  # the process group's
+    steps: int
+    faulty: int = -1  # the rank
+    step: int = -1  # in which the fault comes; -1: before the first
+    point: str = ""  # where in the step; one of those in training.py
+    layer: int = 0  # of the model, where the point is one layer's
+    delay_s: float = 0.0  # after the point
+    leaves: bool = True  # a rank that has skipped a step ends after its last one; else it lingers
+    shm_bytes: int = 0  # size of the /dev/shm that is filled up
+    buffers: bool = False  # the model has some, which torch broadcasts in every forward
+    find_unused: bool = False
+    check_replicas_every: int = 0
+
+
+def draw(fault: str, seed: int, transport: str, ranks: int) -> Round:
+    """The round of that fault and seed: the same at every call, the same for every transport."""
+    rng = random.Random(f"{fault} {seed}")
+    point = fault.removeprefix("kill-")
+    if fault == "stop":
+        point = rng.choice(("forward", "backward", "reduction"))
+    if point == "reduction":
+        point = rng.choice(("last bucket", "after the last gradient"))
+    if fault == "skip-step":
+        point = rng.choice(("the step", "the backward"))
+    step = rng.randrange(FAULTY_STEPS)
+    if fault == "full-shm":
+        step = rng.choice((-1, rng.randrange(CLEAN_STEPS)))  # before anything is allocated, or in mid training
+    return Round(
+        fault,
+        seed,
+        transport,
+        ranks,
+        timeout_s=SHORT_TIMEOUT_S if fault in ("stop", "skip-step") else TIMEOUT_S,
+        # More than fit into any delay; a full /dev/shm must train to the values of a clean run.
+        steps={"skip-step": step + rng.randint(1, 4), "full-shm": CLEAN_STEPS}.get(fault, 1000),
+        faulty=rng.randrange(ranks),
+        step=step,
+        point=point,
+        layer=rng.randrange(LAYERS),
+        delay_s=rng.uniform(0, 1e-3),
+        leaves=rng.random() < 0.5,
+        shm_bytes=rng.choice((1, 16, 256)) * 4096,
+        buffers=fault != "full-shm" and rng.random() < 0.3,
+        find_unused=rng.random() < 0.3,
+        check_replicas_every=rng.choice((0, 0, 1, 3)),
+    )
+
+
+def clean(transport: str, ranks: int) -> Round:
+    """A run in which nothing goes wrong."""
+    return Round("", 0, transport, ranks, timeout_s=TIMEOUT_S, steps=CLEAN_STEPS)

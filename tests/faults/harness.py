@@ -26,7 +26,7 @@ START_S = 60.0  # for the zygote to import torch, and for a run without a fault
 # Beyond the process group's timeout, for ranks that share busy cores.
 MARGIN_S = 10.0
 
-OUR_ERROR = r"drivetrain: the all-reduce of (bucket \d+ of \d+ \[.+\]|the [a-z' ]+) failed"
+OUR_ERROR = r"drivetrain: the (all-reduce|broadcast) of (bucket \d+ of \d+ \[.+\]|[a-z' ]+) failed"
 # torch's own collectives, by the function of torch's that called them; what gloo says of a dead and of a silent rank.
 TORCH_CALLS = ("_sync_buffers", "_sync_module_states", "_verify_param_shape_across_processes", "init_process_group")
 TORCH_ERROR = r"Connection (reset|closed) by (remote )?peer|Timed out waiting|Broken pipe|Application timeout"
@@ -106,12 +106,16 @@ class Harness:
         return ""
 
     def run(self, fault: str, seed: int, transport: str, ranks: int = 2) -> Outcome:
-        """The round of that fault and seed, and a clean run after it."""
+        """The round of that fault and seed, and a clean run after it; before the first, one to compare with."""
+        before = Outcome(clean(transport, ranks))
+        if ranks not in self._values:
+            self._run(before)
         outcome = Outcome(draw(fault, seed, transport, ranks))
         self._run(outcome)
         after = Outcome(clean(transport, ranks))
         self._run(after)
-        outcome.problems += [f"the next run: {problem}" for problem in after.problems]
+        for when, run in (("before", before), ("after", after)):
+            outcome.problems += [f"the run {when} it: {problem}" for problem in run.problems]
         return outcome
 
     def _run(self, outcome: Outcome) -> None:
@@ -135,7 +139,9 @@ class Harness:
                 self._kill([pid for pid in [*ranks, *([holder] if holder else [])] if pid not in self._exits])
             # A memfd lives as long as a process that has it: where none is left, none is.
             if alive := _processes_of([*ranks, *([holder] if holder else [])]):
-                problems.append(f"processes are left: {', '.join(alive)}")
+                problems.append(f"processes are left, and killed now: {', '.join(map(str, alive))}")
+                for pid in alive:
+                    os.kill(pid, signal.SIGKILL)
             if left := _ownerless(_files_in_shm() - shm_before):
                 problems.append(f"files are left in {room.SHM}: {', '.join(left)}")
             if problems:
@@ -299,7 +305,7 @@ def _ended(code: int | None) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _stat(pid: int | str) -> list[str]:
+def _stat(pid: int) -> list[str]:
     """The fields after the name, which may contain anything; none where the process has gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -311,13 +317,10 @@ def _state(pid: int) -> str:
     return (_stat(pid) or [""])[0]
 
 
-def _processes_of(leaders: list[int]) -> list[str]:
-    """Living processes of the sessions that these led, as "number name"; every rank leads one."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(entry.name)) and int(fields[3]) in leaders and fields[0] != "Z":
-            found.append(f"{entry.name} in state {fields[0]}")
-    return found
+def _processes_of(leaders: list[int]) -> list[int]:
+    """Living processes of the sessions that these led; every rank leads one."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[3]) in leaders and fields[0] != "Z"]
 
 
 def _files_in_shm() -> set[str]:

@@ -221,7 +221,13 @@ bool Reducer::rebuild_buckets() {
   for (int64_t index : registration_order()) add(index);
   // Ranks may have seen different orders: all take rank 0's.
   const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
-  comm_->broadcast(shared);
+  noting_errors([&] {
+    try {
+      comm_->broadcast(shared);
+    } catch (const std::exception& error) {
+      fail_collective("broadcast of the buckets' order", error.what());
+    }
+  });
   const at::Tensor on_host = shared.cpu();
   order.assign(on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel());
   fired_ = order;
@@ -870,11 +876,15 @@ void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
     }
     const std::string report = error.what();
     reset();
-    throw EnvironmentError(text("drivetrain: the all-reduce of ", what,
-                                " failed; a rank has probably died or hangs, look for the first error in the others' "
-                                "logs. The transport reports: ",
-                                report));
+    fail_collective("all-reduce of " + what, report);
   }
+}
+
+void Reducer::fail_collective(const std::string& what, const std::string& report) const {
+  throw EnvironmentError(text("drivetrain: the ", what, " failed in synchronised step ", steps_ + 1,
+                              "; a rank has probably died, hangs or has left out a step: look for the first error in "
+                              "the others' logs, and whether they name the same step. The transport reports: ",
+                              report));
 }
 
 void Reducer::finalize_backward() {

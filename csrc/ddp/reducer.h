@@ -217,6 +217,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_param(Parameter& param, bool used_somewhere);
   void wait_for_buckets();
   void wait_for(PendingReduce& reduce, const std::string& what);
+  [[noreturn]] void fail_collective(const std::string& what, const std::string& report) const;
   void compare_replicas();
   void end_interrupted_step();
   void check_hooked(const Parameter& param) const;

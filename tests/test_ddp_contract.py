@@ -210,7 +210,7 @@ def test_replicas_that_part_are_named_on_every_rank(on_ranks: OnRanks) -> None:
 def weighted_mean(hooked: bool) -> None:
     model = DDP(linear_chain(), **SMALL_BUCKETS)
     if hooked:
-        model.register_comm_hook(None, sum_hook)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     rank = dist.get_rank()
     counts = [[3, 11], [8, 1]][rank]  # tokens per micro-step
     for _ in range(2):
@@ -228,19 +228,27 @@ def weighted_mean(hooked: bool) -> None:
             model.backward(model(x).pow(2).mean(0).sum(), weight=count)
         assert_means(model, expected)
     assert "weight is -1" in message_of(ValueError, lambda: model.backward(model(inputs()).sum(), weight=-1))
+    model.zero_grad()
     loss = model(inputs()).sum()
     assert "sum to 0 over all ranks" in message_of(ValueError, lambda: model.backward(loss, weight=0))
     model.zero_grad()
     x = inputs()
     expected = mean_over_ranks(local_grads(model, x))
-    if not hooked:
-        model.backward(model(x).pow(2).sum())
-        assert_means(model, expected)
-
-
-def sum_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    model.backward(model(x).pow(2).sum())
+    assert_means(model, expected)
+    # What is in .grad now has no weight; and what gets one takes none without.
+    assert "zero_grad" in message_of(ValueError, lambda: model.backward(model(x).sum(), weight=1))
+    model.zero_grad()
+    with model.no_sync():
+        model.backward(model(x).sum(), weight=1000)
+    model.zero_grad()  # and the weight is forgotten with the gradients
+    model.backward(model(x).pow(2).sum(), weight=3)
+    assert_means(model, expected)
+    model.zero_grad()
+    with model.no_sync():
+        model.backward(model(x).sum(), weight=2)
+        loss = model(x).sum()
+        assert "has no weight" in message_of(ValueError, loss.backward)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -426,6 +434,34 @@ def measured_order() -> None:
     assert ours._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
 
 
+def gradients_behind_another_tensor() -> None:
+    """.grad may be replaced by another tensor over the same memory before the buckets are planned anew."""
+    torch.manual_seed(dist.get_rank())
+    model = DDP(Backwards(), **SMALL_BUCKETS)
+    x = torch.randn(4, 9)
+    expected = mean_over_ranks(local_grads(model, x, x))
+    for _ in range(2):
+        model(x).pow(2).sum().backward()
+        for p in model.parameters():
+            p.grad = p.grad.detach()
+    assert_means(model, expected)
+    assert "assign=True" in message_of(ValueError, lambda: model.load_state_dict(model.state_dict(), assign=True))
+
+
+def uneven_sparse() -> None:
+    model = DDP(Sparse())
+    index = torch.tensor([1, 2])
+    dense = Sparse(sparse=False)
+    dense.load_state_dict(model.module.state_dict())
+    dense(index).pow(2).sum().backward()
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + dist.get_rank()):
+            model.zero_grad()
+            model(index).pow(2).sum().backward()
+            if dist.get_rank() == 1:
+                torch.testing.assert_close(model.module.words.weight.grad.to_dense(), dense.words.weight.grad)
+
+
 def sharded_optimizer() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
 
@@ -462,7 +498,17 @@ def compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [sparse_gradients, double_backward, recomputed, measured_order, sharded_optimizer, compiled]
+    "function",
+    [
+        sparse_gradients,
+        double_backward,
+        recomputed,
+        measured_order,
+        gradients_behind_another_tensor,
+        uneven_sparse,
+        sharded_optimizer,
+        compiled,
+    ],
 )
 def test_as_torchs_class(on_ranks: OnRanks, function: Callable[[], None]) -> None:
     on_ranks(function)

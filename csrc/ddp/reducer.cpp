@@ -203,7 +203,7 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
 }
 
 bool Reducer::rebuild_buckets() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const bool is_due = !is_rebuilt_ && steps_ > 0 && step_ == Step::kIdle && !low_precision_ &&
                       !(options_.find_unused_parameters && graph_ == Graph::kDynamic);
   if (!is_due) return false;
@@ -237,11 +237,11 @@ bool Reducer::rebuild_buckets() {
                       [](const Slot& x, const Slot& y) { return x.param == y.param; });
   };
   if (std::equal(plans.begin(), plans.end(), plans_.begin(), plans_.end(), same_slots)) return true;
-  // Gradients that are being accumulated move with their parameters.
+  // Gradients that are being accumulated move with their parameters: those in the arena, whatever tensor shows them.
   std::vector<at::Tensor> kept(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& grad = params_[i].tensor.grad();
-    if (grad.defined() && grad.is_same(params_[i].view)) kept[i] = grad.clone();
+    if (grad.defined() && !params_[i].sparse && lies_in_arena(grad)) kept[i] = grad.clone();
   }
   build_arena(plans);
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -252,8 +252,17 @@ bool Reducer::rebuild_buckets() {
   return true;
 }
 
+bool Reducer::lies_in_arena(const at::Tensor& tensor) const {
+  const char* place = static_cast<const char*>(tensor.const_data_ptr());
+  for (const auto& [device, arena] : arenas_) {
+    const char* begin = static_cast<const char*>(arena.const_data_ptr());
+    if (tensor.device() == arena.device() && place >= begin && place < begin + arena.numel()) return true;
+  }
+  return false;
+}
+
 bool Reducer::has_rebuilt_buckets() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return is_rebuilt_;
 }
 
@@ -288,7 +297,7 @@ Reducer::~Reducer() {
 }
 
 void Reducer::remove_autograd_hooks() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (Parameter& param : params_) {
     if (param.accumulator) param.accumulator->del_post_hook(param.hook);
     param.accumulator.reset();
@@ -312,23 +321,42 @@ auto Reducer::noting_errors(Body&& body) -> decltype(body()) {
   }
 }
 
-void Reducer::add_weight(double weight) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+void Reducer::begin_weighted(double weight) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (optimizer_in_backward_ || low_precision_) {
+    throw UnsupportedError(
+        "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
+        "mixed_precision: both use gradients before the sum of weights is known.");
+  }
+  bool is_clean = true;
+  for (const Parameter& param : params_) {
+    const at::Tensor& grad = param.tensor.grad();
+    is_clean = is_clean && (!grad.defined() || grad.count_nonzero().item<int64_t>() == 0);
+  }
+  if (is_clean) weight_.reset();  // gradients were zeroed, and with them what their weights counted
+  if (!is_clean && !weight_) {
+    throw UserError(
+        "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised backward, "
+        "of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
+  }
   weight_ = weight_.value_or(0) + weight;
+  is_weighted_ = true;
 }
 
-void Reducer::clear_weight() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  weight_.reset();
+void Reducer::end_weighted(bool failed) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  is_weighted_ = false;
+  if (failed) weight_.reset();
 }
 
-void Reducer::set_divisor(int64_t ranks) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  divisor_ = ranks;
+void Reducer::set_joining(int64_t divisor) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  is_joining_ = true;
+  divisor_ = divisor;
 }
 
 void Reducer::set_static_graph() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   noting_errors([&] {
     if (!began_) return;
     throw EnvironmentError(
@@ -339,12 +367,12 @@ void Reducer::set_static_graph() {
 }
 
 bool Reducer::is_graph_known() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return graph_ == Graph::kStaticKnown;
 }
 
 void Reducer::set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (comm_hook_) {
     throw EnvironmentError(
         "register_comm_hook or register_builtin_comm_hook can only be called once: this DistributedDataParallel has a "
@@ -354,19 +382,19 @@ void Reducer::set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
 }
 
 void Reducer::set_optimizer_in_backward() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   optimizer_in_backward_ = true;
 }
 
 void Reducer::set_mixed_precision(at::ScalarType dtype) {
   remove_autograd_hooks();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   low_precision_ = dtype;
   build_arena(plan(registration_order()));
 }
 
 void Reducer::set_comm(std::shared_ptr<Comm> comm) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   reset();
   comm_ = std::move(comm);
   arenas_.clear();
@@ -377,13 +405,13 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
 }
 
 void Reducer::reset_state() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  reset();
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  forget_step();
   local_used_.zero_();
 }
 
 void Reducer::add_end_callback(std::function<void()> callback) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   end_callbacks_.push_back(std::move(callback));
 }
 
@@ -449,12 +477,12 @@ void Reducer::reset() {
 }
 
 void Reducer::prepare_for_forward() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   now_ = Times{clock_ns()};
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   noting_errors([&] { prepare(outputs); });
 }
 
@@ -504,13 +532,18 @@ void Reducer::check_hooked(const Parameter& param) const {
 
 // One gradient has been accumulated into parameter `index`'s .grad (came), or is known to be none.
 void Reducer::on_gradient(size_t index, bool came) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
   noting_errors([&] { handle_gradient(index, came); });
 }
 
 void Reducer::handle_gradient(size_t index, bool came) {
   Parameter& param = params_[index];
+  if (weight_ && !is_weighted_) {
+    throw_value_error(
+        "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): "
+        "give every backward of an accumulation a weight, or call optimizer.zero_grad() first.");
+  }
   const bool has_grad = param.tensor.grad().defined();
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
@@ -582,11 +615,11 @@ void Reducer::end_unprepared_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     const auto self = weak.lock();
     if (!self) return;
+    const std::lock_guard<std::recursive_mutex> lock(self->mutex_);
     if (self->graph_ == Graph::kStaticUnknown) {
       self->delay_all_reduce();
       return;
     }
-    const std::lock_guard<std::mutex> lock(self->mutex_);
     const at::NoGradGuard no_grad_tracking;
     if (self->step_ != Step::kRunning || self->next_bucket_ == self->buckets_.size()) return;
     self->noting_errors([&] {
@@ -606,7 +639,7 @@ void Reducer::mark_rest_unused() {
 }
 
 void Reducer::delay_all_reduce() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
   if (graph_ != Graph::kStaticUnknown || step_ == Step::kIdle) return;  // a backward that does not synchronise
   if (step_ == Step::kPrepared) begin_backward();
@@ -702,7 +735,9 @@ void Reducer::mark_ready(size_t index) {
   param.ready = true;
   param.delegated = !claim(param);
   Bucket& bucket = buckets_[param.bucket];
-  const double scale = param.sparse && !comm_hook_ && !weight_ && divisor_ == 0 ? 1.0 / comm_->size() : scaling_.before;
+  double scale = scaling_.before;
+  // Sparse gradients are always summed.
+  if (param.sparse && !comm_hook_ && !weight_) scale = 1.0 / (divisor_ > 0 ? divisor_ : comm_->size());
   if (param.delegated && !param.sparse) {
     param.view.zero_();
   } else if (!param.without_grad) {
@@ -744,7 +779,7 @@ void Reducer::start_full_buckets() {
     used_reduce_ = comm_->start_sum(global_used_);
   }
   if (weight_) weight_reduce_ = comm_->start_sum(weight_sum_);
-  if (options_.check_replicas_every > 0 && (steps_ + 1) % options_.check_replicas_every == 0) {
+  if (options_.check_replicas_every > 0 && !is_joining_ && (steps_ + 1) % options_.check_replicas_every == 0) {
     std::vector<at::Tensor> tensors;
     for (const Parameter& param : params_) tensors.push_back(param.tensor);
     replica_hashes_ = at::zeros({comm_->size()}, at::kLong);
@@ -786,7 +821,7 @@ void Reducer::start(Bucket& bucket) {
 }
 
 std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   Bucket& bucket = buckets_.at(index);
   const Parameter& first = params_[bucket.params[0]];
   if (bucket.sparse) {
@@ -800,12 +835,12 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
 }
 
 void Reducer::add_zeros_to_used_map() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   wait_for(*comm_->start_sum(at::zeros_like(local_used_, params_[0].tensor.device())), "the map of used parameters");
 }
 
 void Reducer::count_shadowed_step() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   reset();
   ++steps_;
 }
@@ -870,14 +905,41 @@ void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
   try {
     reduce.wait();
   } catch (const std::exception& error) {
-    if (comm_hook_) {  // the hook's own error, in its own kind
-      reset();
+    if (comm_hook_) {  // the hook's own error, in its own kind; the other ranks go on, so that the rest ends
+      drain();
+      forget_step();
       throw;
     }
     const std::string report = error.what();
-    reset();
+    forget_step();
     fail_collective("all-reduce of " + what, report);
   }
+}
+
+// Waits for what is under way beside the reduction that failed. A second failure says nothing that the first did not.
+void Reducer::drain() {
+  const auto finish = [](const std::unique_ptr<PendingReduce>& reduce) {
+    if (!reduce) return;
+    try {
+      reduce->wait();
+    } catch (const std::exception& error) {
+      TORCH_WARN("drivetrain: after a communication hook failed, another reduction failed too: ", error.what());
+    }
+  };
+  for (const Bucket& bucket : buckets_) finish(bucket.reduce);
+  finish(used_reduce_);
+  finish(weight_reduce_);
+  finish(replica_reduce_);
+}
+
+// reset(), and what was given for this step alone.
+void Reducer::forget_step() {
+  reset();
+  weight_.reset();
+  divisor_ = 0;
+  forwards_ = 0;
+  is_joining_ = false;
+  end_callbacks_.clear();
 }
 
 void Reducer::fail_collective(const std::string& what, const std::string& report) const {
@@ -888,7 +950,7 @@ void Reducer::fail_collective(const std::string& what, const std::string& report
 }
 
 void Reducer::finalize_backward() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
   noting_errors([&] { finalize(); });
 }
@@ -901,12 +963,13 @@ void Reducer::finalize() {
   if (weight_) {
     const double total = weight_sum_.cpu().data_ptr<double>()[0];
     if (!(total > 0)) {
-      weight_.reset();
-      reset();
+      forget_step();
       throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", total,
                              " over all ranks, expected a sum above 0."));
     }
-    for (Bucket& bucket : buckets_) bucket.flat.mul_(as_scalar(1 / total));
+    // A hook has divided by the number of ranks already.
+    const double scale = (comm_hook_ ? comm_->size() : 1) / total;
+    for (Bucket& bucket : buckets_) bucket.flat.mul_(as_scalar(scale));
   }
   bool any_unused = false;
   std::vector<bool> unused;
@@ -931,6 +994,7 @@ void Reducer::finalize() {
   weight_.reset();
   divisor_ = 0;
   forwards_ = 0;
+  is_joining_ = false;
   ++steps_;
   const bool compare = replica_reduce_ != nullptr;
   std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);
@@ -1000,7 +1064,9 @@ void Reducer::fail_incomplete() const {
         "Some parameters got no gradient although backward was to be reduced over ranks. If a forward may leave "
         "parameters unused, say so by passing the keyword argument `find_unused_parameters=True` to "
         "DistributedDataParallel; make sure that all `forward` function outputs participate in calculating loss, and "
-        "that forward goes through the wrapper, not its .module.";
+        "that forward goes through the wrapper, not its .module. An exception in the middle of that backward has the "
+        "same "
+        "effect, on every rank that it interrupts.";
     if (options_.find_unused_parameters) {
       cause +=
           " Since `find_unused_parameters=True` is enabled, some output that reaches them is probably not in the "
@@ -1023,7 +1089,7 @@ void Reducer::fail_changed_graph(const Parameter& param) const {
 }
 
 void Reducer::check_finalized() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   noting_errors([&] {
     if (step_ == Step::kRunning) fail_incomplete();
   });
@@ -1044,22 +1110,22 @@ std::vector<Reducer::BucketInfo> Reducer::buckets() const {
 }
 
 Reducer::Times Reducer::times() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return last_;
 }
 
 bool Reducer::is_graph_static() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return is_graph_static_;
 }
 
 std::string Reducer::last_error() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return error_;
 }
 
 at::Tensor Reducer::used_map() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return (global_used_.defined() ? global_used_ : local_used_)
       .to(params_[0].tensor.device(), /*non_blocking=*/false, /*copy=*/true);
 }

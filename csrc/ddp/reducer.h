@@ -68,13 +68,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // found. Throws if the step before was left incomplete, naming the parameters that got no gradient.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
 
-  // Adds this rank's weight (tokens, say) to the next synchronised backward, whose gradients are then the sum over
-  // ranks divided by the sum of weights, not by the number of ranks.
-  void add_weight(double weight);
-  void clear_weight();
+  // Around a backward whose loss was multiplied with this rank's weight (tokens, say). The gradients of the next
+  // synchronised backward are then the sum over ranks divided by the sum of weights, not by the number of ranks. Throws
+  // if .grad holds what no weight counts.
+  void begin_weighted(double weight);
+  void end_weighted(bool failed);
 
-  // Divides by that many ranks instead of all in the next step (0: all again): others have run out of inputs.
-  void set_divisor(int64_t ranks);
+  // The next step is one of ranks that may run out of inputs; divides by that many (0: all) instead of all.
+  void set_joining(int64_t divisor);
 
   // Counts from the next synchronised step on; see above.
   void set_static_graph();
@@ -216,6 +217,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_bucket(Bucket& bucket);
   void finish_param(Parameter& param, bool used_somewhere);
   void wait_for_buckets();
+  void drain();
+  void forget_step();
+  bool lies_in_arena(const at::Tensor& tensor) const;
   void wait_for(PendingReduce& reduce, const std::string& what);
   [[noreturn]] void fail_collective(const std::string& what, const std::string& report) const;
   void compare_replicas();
@@ -246,7 +250,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
   Graph graph_ = Graph::kDynamic;
 
-  mutable std::mutex mutex_;
+  mutable std::recursive_mutex mutex_;  // a communication hook may ask this reducer something
   // The synchronised step under way.
   enum class Step {
     kIdle,      // none: hooks only collect
@@ -259,7 +263,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t next_bucket_ = 0;      // the first that has not started
   std::vector<size_t> unused_;  // found from the outputs, marked when backward begins
   Scaling scaling_;
-  int64_t divisor_ = 0;           // ranks to divide by; 0: all
+  int64_t divisor_ = 0;  // ranks to divide by; 0: all
+  bool is_joining_ = false;
+  bool is_weighted_ = false;      // the backward under way has a weight
   std::optional<double> weight_;  // this rank's, added up
   at::Tensor weight_sum_;         // float64 [1], on the parameters' device
   std::unique_ptr<PendingReduce> weight_reduce_;

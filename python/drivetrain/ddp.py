@@ -4,7 +4,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -175,13 +175,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         synchronised backward (under `no_sync()`), each given with its weight here. Without weights, torch's mean of
         means gives tokens on short batches more to say.
 
+        Every rank must give a weight in the same backwards. The loss is multiplied with it before backward: in float16
+        large weights overflow (give them as shares of a usual batch).
+
         Args:
             loss: as for `torch.Tensor.backward`.
             weight: of this rank's micro-batch, finite and >= 0. None: plain `loss.backward()`.
             **kwargs: for `torch.Tensor.backward`.
 
         Raises:
-            ValueError: the weight is negative or not finite, or all ranks' weights sum to 0 (on every rank).
+            ValueError: the weight is negative or not finite, all ranks' weights sum to 0 (on every rank), `.grad` holds
+                gradients that no weight counts, or the ranks are in `join()`.
+            NotImplementedError: with optimizers that run inside backward, or with `mixed_precision`.
         """
         if weight is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -190,12 +195,28 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise ValueError(
                 f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of"
             )
-        self.reducer.add_weight(float(weight))
+        if self._join_config.enable:
+            raise ValueError("weight does not go together with join(): ranks without inputs take no part in it")
+        self.reducer.begin_weighted(float(weight))
+        failed = True
         try:
             (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
-        except BaseException:
-            self.reducer.clear_weight()
-            raise
+            failed = False
+        finally:
+            self.reducer.end_weighted(failed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's.
+
+        Raises:
+            ValueError: `assign=True`: the reducer would go on with the old parameters.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would put new parameters in place of those that DistributedDataParallel "
+                "reduces: load without it, or assign before wrapping."
+            )
+        return super().load_state_dict(state_dict, strict)
 
     def _ddp_init_helper(
         self,

@@ -82,8 +82,7 @@ class Reducer(_C.Reducer):
     def _set_forward_pass_work_handle(self, work: dist.Work, divide_by_initial_world_size: bool) -> None:
         """work: the all-reduce that counts the ranks which still have inputs."""
         work.wait()
-        if not divide_by_initial_world_size:
-            self.set_divisor(int(work.get_future().value()[0].item()))
+        self.set_joining(0 if divide_by_initial_world_size else int(work.get_future().value()[0].item()))
 
     def _get_zeros_like_grad_buckets(self) -> list[int]:
         return list(range(len(self.buckets())))

@@ -53,9 +53,21 @@ enum class State : uint32_t { kOpen, kClosed, kFailed };
 struct alignas(64) RankLine {
   std::atomic<uint64_t> published;  // the number of the rank's last operation
   std::atomic<State> state;
+  alignas(64) std::atomic<uint64_t> kind[kSlots];  // of its operations, written before they are published
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::is_always_lock_free);
+
+// What must be the same on all ranks, in one word. The scale itself is not: it is the ranks' number or nothing.
+uint64_t kind_of(const ShmExchange::Operation& operation) {
+  return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.type) << 1 |
+         (operation.scale != 1 ? 1 : 0);
+}
+
+std::string describe_kind(uint64_t kind) {
+  constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
+  return text("the ", kind & 1 ? "mean" : "sum", " of ", kind >> 8, " ", kTypes[kind >> 1 & 0x7f]);
+}
 
 void pause() { __builtin_ia32_pause(); }
 
@@ -126,6 +138,8 @@ uint64_t ShmExchange::start(Operation operation) {
   const int64_t chunk_numel = chunk_bytes / element;
   const int64_t num_chunks = (operation.numel + chunk_numel - 1) / chunk_numel;
   DT_INVARIANT(num_chunks < int64_t{1} << kCountBits);
+  RankLine& line = line_of(board_, options_.rank);
+  line.kind[number % kSlots].store(kind_of(operation), std::memory_order_release);
   running_.push_back({std::move(operation), number, static_cast<uint32_t>(num_chunks), chunk_numel});
 
   Slot& slot = slot_of(board_, number);
@@ -133,7 +147,7 @@ uint64_t ShmExchange::start(Operation operation) {
     move_to(slot.done[stage], number);
     move_to(slot.claimed[stage], number);
   }
-  line_of(board_, options_.rank).published.store(number, std::memory_order_release);
+  line.published.store(number, std::memory_order_release);
   announce();
   // A share only: the rank that comes last finds everything ready to be added up, and has the least time for it.
   work(static_cast<uint32_t>((num_chunks + options_.size - 1) / options_.size));
@@ -173,6 +187,7 @@ bool ShmExchange::work(uint32_t max_chunks) {
   const uint64_t shared = board_.shared.load(std::memory_order_acquire);
   for (const Running& running : running_) {
     if (max_chunks == 0 || running.number > published) break;
+    if (running.number > compared_) compare_kinds(running);
     worked |= work_on(running, kSum, max_chunks);
     if (options_.several_hosts && running.number <= shared) worked |= work_on(running, kCopy, max_chunks);
   }
@@ -193,6 +208,21 @@ bool ShmExchange::work_on(const Running& running, int stage, uint32_t& max_chunk
     claimed = slot.claimed[stage].load(std::memory_order_relaxed);
   }
   return worked;
+}
+
+// Before anything is added up: else ranks that reduce different things would get each other's numbers.
+void ShmExchange::compare_kinds(const Running& running) {
+  const uint64_t mine = kind_of(running.operation);
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const uint64_t theirs = line_of(board_, rank).kind[running.number % kSlots].load(std::memory_order_acquire);
+    if (theirs == mine) continue;
+    if (is_complete(running)) break;  // others have compared and added up; that word is a later operation's by now
+    fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe_kind(mine), ", ",
+              options_.rank_names[rank], " ", describe_kind(theirs),
+              ". They have taken different ways through the script: another number of backwards, a weight on some "
+              "ranks only, another model"));
+  }
+  compared_ = running.number;
 }
 
 void ShmExchange::compute(const Running& running, int stage, uint32_t chunk) const {

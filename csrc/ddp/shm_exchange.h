@@ -83,6 +83,7 @@ class ShmExchange {
   uint64_t published_by_all() const;
   bool work(uint32_t max_chunks);
   bool work_on(const Running& running, int stage, uint32_t& max_chunks);
+  void compare_kinds(const Running& running);
   void compute(const Running& running, int stage, uint32_t chunk) const;
   bool relay();
   void announce();
@@ -97,6 +98,7 @@ class ShmExchange {
   const int64_t creator_;  // the process; a forked child has the same board and no part in it
   uint64_t started_ = 0;
   std::deque<Running> running_;    // not known to be complete, by number
+  uint64_t compared_ = 0;          // the last that is known to be the same on all ranks
   uint64_t relayed_ = 0;           // the last that went to the link
   std::deque<uint64_t> relaying_;  // with the link
   std::string failure_;            // after which nothing works any more

@@ -308,6 +308,25 @@ void test_exchange_errors() {
     const std::string error = error_of_wait(exchange, exchange.start(operation));
     expect(error == "rank 1 has already deleted its DistributedDataParallel", error);
   }
+  {
+    Host host(2);
+    ShmExchange first(host.board, host.options(0));
+    ShmExchange second(host.board, host.options(1));
+    const float before = value;
+    const uint64_t number = first.start(operation);
+    ShmExchange::Operation other = operation;
+    other.scale = 0.5;
+    std::string error = "no error";
+    try {
+      second.start(other);
+    } catch (const EnvironmentError& thrown) {
+      error = thrown.what();
+    }
+    expect(error.find("rank 1 the mean of 1 float32, rank 0 the sum of 1 float32") != std::string::npos, error);
+    const std::string others = error_of_wait(first, number);
+    expect(others.find("rank 0 the sum of 1 float32, rank 1 the mean of 1 float32") != std::string::npos, others);
+    expect(value == before, "nothing was added up");
+  }
 }
 
 }  // namespace

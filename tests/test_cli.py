@@ -194,6 +194,36 @@ def test_run_follows_into_child_processes(tmp_path: Path, start_method: str) -> 
     assert "Process-1: wrapped: Linear (" in done.stderr
 
 
+RERUNNING_SCRIPT = """
+import os, subprocess, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+rank = int(os.environ.setdefault("RANK", "0"))
+if rank == 0:
+    import __main__
+    script = [sys.argv[0]] if __main__.__spec__ is None else ["-m", __main__.__spec__.name]
+    child = subprocess.Popen([sys.executable, *script, *sys.argv[1:]], env=os.environ | {"RANK": "1"})
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+dist.init_process_group("gloo", rank=rank, world_size=2)
+model = DDP(torch.nn.Linear(2, 2))
+assert type(model).__module__ == "drivetrain.ddp", type(model)
+assert model.bucket_bytes_cap == 3 * 2**20
+model(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+if rank == 0:
+    assert child.wait() == 0
+"""
+
+
+@pytest.mark.parametrize("target", [("script.py",), ("-m", "script")], ids=" ".join)
+def test_run_follows_a_script_that_starts_itself_as_the_other_ranks(tmp_path: Path, target: tuple[str, ...]) -> None:
+    (tmp_path / "script.py").write_text(RERUNNING_SCRIPT)
+    done = _cli("run", "--ddp", "bucket_cap_mb=3", *target, str(_free_port()), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

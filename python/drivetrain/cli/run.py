@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"drivetrain run: {error}", file=sys.stderr)
         return 2
     children.follow(args.optim, ddp_defaults)
+    spec = main_module.__spec__
+    main = ["-m", spec.name] if spec else [str(Path(args.script).absolute())]
+    children.follow_reruns(main, args.optim, ddp_defaults)
     atexit.register(report.at_exit, args.optim, os.getpid())
     sys.argv = [args.script if main_module.__spec__ is None else str(main_module.__file__), *args.arguments]
     _become(main_module)

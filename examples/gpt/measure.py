@@ -45,11 +45,16 @@ class StepTimer:
         return 1e3 * statistics.median(self._seconds[skip:] or [float("nan")])
 
 
-def _proc_status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _proc_bytes(file: str, key: str) -> int:
+    for line in Path("/proc/self", file).read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no line {key}")
+    raise RuntimeError(f"/proc/self/{file} has no line {key}")
+
+
+def _counted_for_others_bytes() -> int:
+    """Return how much of this process's resident memory is shared with other ranks, and their part of it."""
+    return _proc_bytes("status", "RssShmem:") - _proc_bytes("smaps_rollup", "Pss_Shmem:")
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -65,14 +70,15 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _proc_status_bytes("VmHWM:")
+    # What ranks share is there from the first step on.
+    return _proc_bytes("status", "VmHWM:") - _counted_for_others_bytes()
 
 
 def memory_at_rest_bytes(device: torch.device) -> int:
     """Return what stays allocated between two steps: weights, optimizer state, gradients if they are kept."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _proc_status_bytes("VmRSS:")
+    return _proc_bytes("status", "VmRSS:") - _counted_for_others_bytes()
 
 
 def exposed_communication_ms(

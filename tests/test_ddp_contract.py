@@ -148,6 +148,32 @@ def consumed_gradients() -> None:
         assert "before its gradient was reduced over ranks" in message
 
 
+def unfrozen_parameter() -> None:
+    net = linear_chain()
+    net[2].weight.requires_grad_(False)
+    net[0].bias.requires_grad_(False)
+    net._ddp_params_and_buffers_to_ignore = ["0.bias"]  # whose own business it stays
+    model = DDP(net)
+    model(inputs()).sum().backward()
+    net[0].bias.requires_grad_(True)
+    model(inputs()).sum().backward()
+    net[2].weight.requires_grad_(True)
+    message = message_of(RuntimeError, lambda: model(inputs()))
+    assert "parameter '2.weight' was frozen" in message
+    with model.no_sync():  # where nothing is reduced
+        model(inputs())
+
+
+def weight_on_some_ranks() -> None:
+    """Through shared memory the ranks see that they reduce different things."""
+    model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
+    loss = model(inputs()).mean()
+    weight = 3 if dist.get_rank() == 0 else None
+    message = message_of(RuntimeError, lambda: model.backward(loss, weight))
+    assert "the all-reduce of bucket 0 of" in message
+    assert "a weight on some ranks only" in message or "has failed before" in message
+
+
 def static_graph_and_no_sync() -> None:
     model = DDP(linear_chain(), static_graph=True, **SMALL_BUCKETS)
     for first_is_local in (True, False, True):
@@ -173,6 +199,8 @@ def static_graph_and_no_sync() -> None:
         several_backwards_with_unused_parameters,
         inner_module,
         consumed_gradients,
+        unfrozen_parameter,
+        weight_on_some_ranks,
         static_graph_and_no_sync,
     ],
 )

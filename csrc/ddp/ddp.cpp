@@ -21,10 +21,11 @@ namespace {
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
-                                      int64_t check_replicas_every) {
-  return Reducer::make(
-      std::move(params), std::move(names), std::move(comm),
-      {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every});
+                                      int64_t check_replicas_every,
+                                      std::vector<std::pair<std::string, at::Tensor>> frozen) {
+  return Reducer::make(std::move(params), std::move(names), std::move(comm),
+                       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse),
+                        check_replicas_every, std::move(frozen)});
 }
 
 // Python's hooks get a real dist.GradBucket: torch's own class makes it.
@@ -114,7 +115,7 @@ void register_ddp(py::module_& m) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
-           py::arg("check_replicas_every"), no_gil())
+           py::arg("check_replicas_every"), py::arg("frozen"), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("times", &Reducer::times, no_gil())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())

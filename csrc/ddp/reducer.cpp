@@ -491,6 +491,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (!low_precision_) {
     for (const Parameter& param : params_) check_hooked(param);
   }
+  check_frozen();
   reset();
   began_ = true;
   ++forwards_;
@@ -528,6 +529,16 @@ void Reducer::check_hooked(const Parameter& param) const {
                               "' was changed after DistributedDataParallel wrapped it (by .half(), .double(), .to() or "
                               "an assignment to .data of another type), so that its gradient would no longer be "
                               "reduced: convert the module first and wrap it then."));
+}
+
+void Reducer::check_frozen() const {
+  for (const auto& [name, tensor] : options_.frozen) {
+    if (!tensor.requires_grad()) continue;
+    throw EnvironmentError(text("parameter '", name,
+                                "' was frozen when DistributedDataParallel wrapped the module and requires a gradient "
+                                "now, which would not be reduced: set requires_grad before wrapping, or wrap the "
+                                "module anew after unfreezing."));
+  }
 }
 
 // One gradient has been accumulated into parameter `index`'s .grad (came), or is known to be none.
@@ -815,8 +826,15 @@ void Reducer::start(Bucket& bucket) {
     bucket.hooked = reduce.get();
     bucket.reduce = std::move(reduce);
   } else if (comm_->size() > 1) {
-    bucket.reduce =
-        scaling_.as_sum || bucket.sparse ? comm_->start_sum(as_real(bucket.flat)) : comm_->start(as_real(bucket.flat));
+    const bool as_sum = scaling_.as_sum || bucket.sparse;
+    const at::Tensor flat = as_real(bucket.flat);
+    try {
+      bucket.reduce = as_sum ? comm_->start_sum(flat) : comm_->start(flat);
+    } catch (const std::exception& error) {
+      const std::string what = describe(bucket), report = error.what();
+      forget_step();
+      fail_collective("all-reduce of " + what, report);
+    }
   }
 }
 

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ddp/comm.h"
@@ -44,6 +45,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool skip_unused_buckets = false;  // those that no parameter of which this rank uses; as on every rank
     std::vector<bool> sparse;          // per parameter: it gets sparse gradients
     int64_t check_replicas_every = 0;  // synchronised steps between two comparisons of the ranks' parameters; 0: never
+    std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters, which must stay so
   };
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
@@ -225,6 +227,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void compare_replicas();
   void end_interrupted_step();
   void check_hooked(const Parameter& param) const;
+  void check_frozen() const;
   void reset();
   std::string describe(const Bucket& bucket) const;
   [[noreturn]] void fail_incomplete() const;

@@ -234,6 +234,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         caps = list(self.bucket_bytes_cap_list) or [self.bucket_bytes_cap]
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
+        ignored = self.parameters_to_ignore
         comm = transports.make_comm(self._transport, self.process_group, parameters[0].device)
         self.reducer = Reducer(
             params=parameters,
@@ -246,6 +247,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             find_unused_parameters=self.find_unused_parameters,
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
+            frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
         transports.warn_of_fallback(comm, self.process_group)

@@ -25,6 +25,7 @@ class Reducer(_C.Reducer):
         find_unused_parameters: some parameters may get no gradient.
         skip_unused_buckets: do not reduce buckets that no parameter of which is used (on any rank: a promise).
         check_replicas_every: synchronised steps between two comparisons of the ranks' parameters; 0: never.
+        frozen: the module's other parameters with their names; one that requires a gradient later raises.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Reducer(_C.Reducer):
         find_unused_parameters: bool,
         skip_unused_buckets: bool,
         check_replicas_every: int,
+        frozen: Sequence[tuple[str, nn.Parameter]],
     ) -> None:
         super().__init__(
             params=params,
@@ -50,6 +52,7 @@ class Reducer(_C.Reducer):
             find_unused_parameters=find_unused_parameters,
             skip_unused_buckets=skip_unused_buckets,
             check_replicas_every=check_replicas_every,
+            frozen=frozen,
         )
         self._process_group = process_group
         self._transport = transport

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -206,6 +209,59 @@ def static_graph_and_no_sync() -> None:
 )
 def test_replicas_never_part_in_silence(on_ranks: OnRanks, function: Callable[[], None]) -> None:
     on_ranks(function)
+
+
+# ---- Distributed autograd, which keeps gradients in a context instead of .grad.
+
+
+def gradients_in_a_context(folder: str) -> None:
+    rank = dist.get_rank()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
+    model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
+    model.eval()
+
+    def backward(use_optional: bool) -> list[Tensor]:
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(x, use_optional=use_optional).pow(2).sum()])
+            grads = dist_autograd.get_gradients(context)
+        return [grads[p].clone() for p in model.parameters() if p in grads]
+
+    for use_optional in (True, False, True):
+        x = inputs()
+        model.module(x, use_optional=use_optional).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(model.module))
+        model.module.zero_grad()
+        for got, want in zip(backward(use_optional), expected, strict=True):
+            torch.testing.assert_close(got, want)
+        assert all(p.grad is None for p in model.parameters())
+        if use_optional and rank == 1:  # there the context has no entry that could take the others' gradients
+            message = message_of(RuntimeError, lambda: backward(use_optional=False))
+            assert "got a gradient on other ranks and none on this one" in message
+        elif use_optional:
+            backward(use_optional=True)
+    rpc.shutdown()
+
+
+def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(gradients_in_a_context, str(tmp_path))
+
+
+# ---- Profiles.
+
+
+def profiled() -> None:
+    """Also where no process group carries the buckets, a profile shows what they take."""
+    model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(inputs()).sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["drivetrain::all_reduce"] == len(model.reducer.buckets())
+    assert counts["drivetrain::wait_for_all_reduces"] == 1
+
+
+def test_profile_shows_reductions(on_ranks: OnRanks) -> None:
+    on_ranks(profiled)
 
 
 # ---- Checks and weights.

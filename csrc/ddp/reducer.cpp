@@ -473,6 +473,7 @@ void Reducer::reset() {
   used_reduce_.reset();
   weight_reduce_.reset();
   replica_reduce_.reset();
+  rpc_context_.reset();
   step_ = Step::kIdle;
 }
 
@@ -555,15 +556,17 @@ void Reducer::handle_gradient(size_t index, bool came) {
         "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): "
         "give every backward of an accumulation a weight, or call optimizer.zero_grad() first.");
   }
-  const bool has_grad = param.tensor.grad().defined();
+  auto rpc_context = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  const bool has_grad = rpc_context ? came : param.tensor.grad().defined();
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
     if (!sync_ || is_wanted_elsewhere(param)) {
-      if (has_grad && !param.sparse) take_gradient(param, 1);
+      if (has_grad && !param.sparse && !rpc_context) take_gradient(param, 1);
       return;
     }
     begin_unprepared_backward();
   }
+  rpc_context_ = std::move(rpc_context);
   if (step_ == Step::kPrepared) begin_backward();
   check_unconsumed(param, came);
   ++param.fired;
@@ -643,7 +646,7 @@ void Reducer::end_unprepared_backward() {
 void Reducer::mark_rest_unused() {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_[i].ready) continue;
-    params_[i].without_grad = !params_[i].tensor.grad().defined() || params_[i].fired == 0;
+    params_[i].without_grad = params_[i].fired == 0 || !(rpc_context_ || params_[i].tensor.grad().defined());
     mark_ready(i);
   }
   start_full_buckets();
@@ -680,12 +683,7 @@ void Reducer::check_gradient(const Parameter& param, const at::Tensor& grad) con
 
 // A hook that runs before ours may have stepped the parameter with this rank's own gradient: the replicas would part.
 void Reducer::check_unconsumed(const Parameter& param, bool came) const {
-  if (torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr() != nullptr) {
-    throw_unsupported(
-        "drivetrain's DistributedDataParallel does not support distributed autograd (torch.distributed.autograd over "
-        "RPC), which keeps gradients in a context of its own: use torch's DistributedDataParallel there.");
-  }
-  if (low_precision_ || optimizer_in_backward_ || comm_->size() == 1) return;
+  if (low_precision_ || optimizer_in_backward_ || comm_->size() == 1 || rpc_context_) return;
   const bool taken = came && !param.tensor.grad().defined();
   if (!taken && param.tensor._version() == param.version) return;
   throw EnvironmentError(text(
@@ -707,9 +705,25 @@ void Reducer::fill_view(Parameter& param, const at::Tensor& values, double scale
   }
 }
 
-// Moves .grad to its place in the arena, scaled for the sum over ranks, and lets .grad be that place.
+// Lets `body` read and replace the gradient that this backward accumulates into. The context's entry is written back.
+template <class Body>
+void Reducer::with_grad(Parameter& param, Body&& body) {
+  if (!rpc_context_) {
+    body(param.tensor.mutable_grad());
+    return;
+  }
+  rpc_context_->runGradCallbackForVariable(param.tensor, [&](at::Tensor& grad) {
+    body(grad);
+    return true;
+  });
+}
+
+// Moves the gradient to its place in the arena, scaled for the sum over ranks, and lets .grad be that place.
 void Reducer::take_gradient(Parameter& param, double scale) {
-  at::Tensor& grad = param.tensor.mutable_grad();
+  with_grad(param, [&](at::Tensor& grad) { move_gradient(param, grad, scale); });
+}
+
+void Reducer::move_gradient(Parameter& param, at::Tensor& grad, double scale) {
   check_gradient(param, grad);
   if (param.sparse) {
     // A tensor of its own: autograd lets sparse gradients of several parameters share their values.
@@ -753,8 +767,8 @@ void Reducer::mark_ready(size_t index) {
     param.view.zero_();
   } else if (!param.without_grad) {
     take_gradient(param, scale);
-    if (param.sparse) bucket.flat = param.tensor.grad();
-  } else if (const at::Tensor& kept = param.tensor.grad(); kept.defined()) {
+    if (param.sparse) with_grad(param, [&](at::Tensor& grad) { bucket.flat = grad; });
+  } else if (const at::Tensor& kept = param.tensor.grad(); kept.defined() && !rpc_context_) {
     // Other ranks may have used it: then this rank's share is what it has kept so far.
     check_gradient(param, kept);
     param.untouched = kept.clone();
@@ -814,6 +828,7 @@ bool Reducer::is_skipped(const Bucket& bucket) const {
 void Reducer::start(Bucket& bucket) {
   bucket.phase = Phase::kReducing;
   if (is_skipped(bucket)) return;
+  RECORD_FUNCTION("drivetrain::all_reduce", std::vector<c10::IValue>());
   ++now_.buckets_reduced;
   if (comm_hook_) {
     HookBucket seen{static_cast<size_t>(&bucket - buckets_.data()), buckets_.size(), bucket.flat, {}, {}};
@@ -869,18 +884,25 @@ void Reducer::count_shadowed_step() {
 // around the same parameter does).
 void Reducer::finish_param(Parameter& param, bool used_somewhere) {
   if (param.delegated) return;
-  at::Tensor& grad = param.tensor.mutable_grad();
   if (!used_somewhere) {
-    if (param.untouched.defined()) grad.copy_(param.untouched);
+    if (param.untouched.defined()) param.tensor.mutable_grad().copy_(param.untouched);
     return;
+  }
+  if (rpc_context_ && param.without_grad) {
+    forget_step();
+    throw_unsupported(text("parameter '", param.name,
+                           "' got a gradient on other ranks and none on this one: a context of distributed autograd "
+                           "(torch.distributed.autograd) has no place for it. Use every parameter on every rank."));
   }
   if (param.differentiable.defined()) {
     param.differentiable.detach().copy_(param.view);
-    grad = param.differentiable;
+    param.tensor.mutable_grad() = param.differentiable;
     return;
   }
   const at::Tensor& result = param.sparse ? buckets_[param.bucket].flat : param.view;
-  if (!grad.is_same(result)) grad = result;
+  with_grad(param, [&](at::Tensor& grad) {
+    if (!grad.is_same(result)) grad = result;
+  });
 }
 
 // What a hook returned, where the transport would have left it.
@@ -911,6 +933,7 @@ void Reducer::finish_bucket(Bucket& bucket) {
 }
 
 void Reducer::wait_for_buckets() {
+  RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
   for (Bucket& bucket : buckets_) {
     if (bucket.reduce) wait_for(*bucket.reduce, describe(bucket));
   }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <atomic>
 #include <cstdint>
@@ -200,7 +201,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_hooks();
   at::ScalarType grad_dtype(const Parameter& param) const;
   at::Tensor view_of(const Parameter& param) const;
+  template <class Body>
+  void with_grad(Parameter& param, Body&& body);
   void take_gradient(Parameter& param, double scale);
+  void move_gradient(Parameter& param, at::Tensor& grad, double scale);
   void fill_view(Parameter& param, const at::Tensor& values, double scale) const;
   void check_gradient(const Parameter& param, const at::Tensor& grad) const;
   void check_unconsumed(const Parameter& param, bool came) const;
@@ -261,6 +265,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     kRunning,   // gradients arrive
   };
   Step step_ = Step::kIdle;
+  // Of distributed autograd over RPC, which keeps gradients by itself instead of in .grad; null: not under it.
+  std::shared_ptr<torch::distributed::autograd::DistAutogradContext> rpc_context_;
   bool is_wanted_ = false;      // this reducer's parameters are entered as wanted
   int forwards_ = 0;            // prepared since the last synchronised backward
   size_t next_bucket_ = 0;      // the first that has not started

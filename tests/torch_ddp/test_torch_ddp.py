@@ -16,12 +16,9 @@ class Difference(NamedTuple):
     fails_at: str
 
 
-_RPC = Difference(
-    "distributed autograd over RPC keeps gradients in a context of its own; ours refuses it with an error that says so",
-    "does not support distributed autograd",
-)
 _SHARED_MEMORY = Difference(
-    "looks for the process group's all-reduce in a profile: on one host ours goes through shared memory instead",
+    "looks for the process group's all-reduce in a profile: on one host ours goes through shared memory instead, "
+    "which shows as drivetrain::all_reduce",
     "self.assertEqual(event_count, num_iters)",
 )
 EXCEPTIONS = {
@@ -36,14 +33,6 @@ EXCEPTIONS = {
         "hands the logger to a private function of torch's that takes no other object than torch's own logger",
         "dist._compute_bucket_assignment_by_size(",
     ),
-    "DdpComparisonTest.test_ddp_comparison": _RPC,
-    "DdpComparisonTest.test_ddp_comparison_uneven_inputs": _RPC,
-    "DdpComparisonTest.test_ddp_dist_autograd_sparse_grads": _RPC,
-    "DdpComparisonTest.test_ddp_dist_autograd_local_vs_remote": _RPC,
-    "CudaDdpComparisonTest.test_ddp_dist_autograd_local_vs_remote_gpu": _RPC,
-    "DdpUnderDistAutogradTest.test_backward_ddp_outside": _RPC,
-    "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs": _RPC,
-    "DdpUnderDistAutogradTest.test_backward_ddp_inside": _RPC,
 }
 
 _RECORDED = baseline.recorded()

@@ -546,6 +546,24 @@ def uneven_sparse() -> None:
                 torch.testing.assert_close(model.module.words.weight.grad.to_dense(), dense.words.weight.grad)
 
 
+def uneven_static_graph() -> None:
+    """A rank may have no input at all while the others learn the graph (torch's class dies there)."""
+    ours, _ = pair(make_net(), static_graph=True, find_unused_parameters=True, **SMALL_BUCKETS)
+    _, theirs = pair(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
+    for count in (3 * dist.get_rank(), 3):
+        for model in (ours, theirs):
+            model.eval()
+            model.zero_grad()
+            torch.manual_seed(dist.get_rank())
+            with model.join():
+                for _ in range(count):
+                    model(inputs(), use_optional=False).pow(2).sum().backward()
+        if count:
+            assert_equal_grads(ours, theirs)
+    assert_equal_on_ranks(grads_of(ours))
+    assert any(p.grad is None for p in ours.parameters())
+
+
 def sharded_optimizer() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
 
@@ -590,6 +608,7 @@ def compiled() -> None:
         measured_order,
         gradients_behind_another_tensor,
         uneven_sparse,
+        uneven_static_graph,
         sharded_optimizer,
         compiled,
     ],

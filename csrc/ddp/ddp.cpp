@@ -126,7 +126,7 @@ void register_ddp(py::module_& m) {
       .def("is_graph_known", &Reducer::is_graph_known, no_gil())
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
       .def("set_comm", &Reducer::set_comm, py::arg("comm"), no_gil())
-      .def("add_zeros_to_used_map", &Reducer::add_zeros_to_used_map, no_gil())
+      .def("shadow_used_map", &Reducer::shadow_used_map, no_gil())
       .def("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets, no_gil())
       .def("last_error", &Reducer::last_error, no_gil())
       .def("add_end_callback", &add_end_callback, py::arg("callback"))

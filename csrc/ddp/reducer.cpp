@@ -799,7 +799,7 @@ void Reducer::start_full_buckets() {
   if (next_bucket_ < buckets_.size()) return;
   now_.backward_end = clock_ns();
   const at::Device device = params_[0].tensor.device();
-  if ((options_.find_unused_parameters && graph_ == Graph::kDynamic) || graph_ == Graph::kStaticUnknown) {
+  if (shares_used_map()) {
     global_used_ = local_used_.to(device, /*non_blocking=*/false, /*copy=*/true);
     used_reduce_ = comm_->start_sum(global_used_);
   }
@@ -867,9 +867,19 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
   return std::move(bucket.reduce);
 }
 
-void Reducer::add_zeros_to_used_map() {
+// The same on all ranks, although one that has run out of inputs has not seen a static graph.
+bool Reducer::shares_used_map() const {
+  return graph_ == Graph::kDynamic ? options_.find_unused_parameters : steps_ == 0;
+}
+
+void Reducer::shadow_used_map() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  wait_for(*comm_->start_sum(at::zeros_like(local_used_, params_[0].tensor.device())), "the map of used parameters");
+  if (!shares_used_map()) return;
+  at::Tensor used = at::zeros_like(local_used_, params_[0].tensor.device());
+  wait_for(*comm_->start_sum(used), "the map of used parameters");
+  if (graph_ == Graph::kDynamic) return;
+  used = used.cpu();
+  for (size_t i = 0; i < params_.size(); ++i) params_[i].used_somewhere = used.data_ptr<int32_t>()[i] > 0;
 }
 
 void Reducer::count_shadowed_step() {

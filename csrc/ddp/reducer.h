@@ -110,8 +110,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // others' divisor is not the number of ranks.
   std::unique_ptr<PendingReduce> reduce_zeros(size_t index, bool as_sum);
 
-  // And in that of the map of used parameters.
-  void add_zeros_to_used_map();
+  // And in that of the map of used parameters, where there is one.
+  void shadow_used_map();
   // Such a rank's counterpart of a finished step.
   void count_shadowed_step();
 
@@ -219,6 +219,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void start_full_buckets();
   void start(Bucket& bucket);
   bool is_skipped(const Bucket& bucket) const;
+  bool shares_used_map() const;
   void finalize_backward();
   void finish_bucket(Bucket& bucket);
   void finish_param(Parameter& param, bool used_somewhere);

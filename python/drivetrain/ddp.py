@@ -295,9 +295,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         reduces = [self.reducer._run_comm_hook(i, as_sum) for i in self.reducer._get_zeros_like_grad_buckets()]
         for reduce in reduces:
             reduce.wait()
+        self.reducer.shadow_used_map()
 
     def _match_unused_params_allreduce(self) -> None:
-        self.reducer.add_zeros_to_used_map()
+        """Nothing: torch's wrapper calls it by another rule than the one by which our reducer shares that map."""
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])

@@ -99,16 +99,7 @@ void move_to(std::atomic<uint64_t>& word, uint64_t number) {
 
 }  // namespace
 
-void sum_range(const SumJob& job) {
-  switch (chosen_isa()) {
-    case Isa::kBaseline:
-      return baseline::sum_range(job);
-    case Isa::kAvx2:
-      return avx2::sum_range(job);
-    case Isa::kAvx512:
-      return avx512::sum_range(job);
-  }
-}
+void sum_range(const SumJob& job) { for_chosen_isa(baseline::sum_range, avx2::sum_range, avx512::sum_range)(job); }
 
 int64_t ShmExchange::board_bytes(int size) { return sizeof(Board) + size * sizeof(RankLine); }
 

@@ -8,13 +8,17 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "grad/norm.h"
 #include "optim/step_reader.h"
 
 namespace py = pybind11;
@@ -23,18 +27,7 @@ namespace drivetrain::optim {
 namespace {
 
 void run_cpu(const StepJob& job) {
-  void (*step)(const StepJob&, int64_t, int64_t) = nullptr;
-  switch (chosen_isa()) {
-    case Isa::kBaseline:
-      step = baseline::step_cpu;
-      break;
-    case Isa::kAvx2:
-      step = avx2::step_cpu;
-      break;
-    case Isa::kAvx512:
-      step = avx512::step_cpu;
-      break;
-  }
+  const auto step = for_chosen_isa(baseline::step_cpu, avx2::step_cpu, avx512::step_cpu);
   constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
   at::parallel_for(0, job.total, kGrain, [&](int64_t begin, int64_t end) { step(job, begin, end); });
 }
@@ -63,12 +56,13 @@ void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rule
 }
 
 // What has been read and checked, done: counters, versions, launches. Needs no GIL.
-void run(const StepReader& read) {
+void run(const StepReader& read, const GradTreatment& treatment) {
   constexpr int64_t kGrain = 512;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto& [param, counter] = read.written[i];
+      const auto& [param, grad, counter] = read.written[i];
       param->bump_version();
+      if (treatment.after != GradAfter::kKeep) grad->bump_version();
       if (counter.value == nullptr) continue;
       if (counter.is_double) {
         *static_cast<double*>(counter.value) += 1;
@@ -82,6 +76,7 @@ void run(const StepReader& read) {
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
+    job.treatment = treatment;
     job.params = batch.params.data();
     job.num_params = static_cast<int32_t>(batch.params.size());
     job.rules = read.rules.data();
@@ -97,48 +92,112 @@ void run(const StepReader& read) {
   }
 }
 
-py::list read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
-                      const py::list& hypers, const py::dict& state, const py::list& fresh) {
-  reader.begin(state, fresh);
+// Of all gradients that the step has read, as they are.
+double norm_of_gradients(const StepReader& read) {
+  std::vector<grad::Gradient> gradients;
+  for (const Batch& batch : read.batches) {
+    for (const ParamJob& job : batch.params) gradients.push_back({job.grad, job.numel});
+  }
+  return std::sqrt(grad::sum_of_squares(gradients));
+}
+
+// What a step does besides its rules: unscaling, clipping, looking for overflows, zeroing.
+struct StepOptions {
+  double grad_scale = 1;  // gradients are divided by it
+  double found_inf = 0;   // above 0: nothing is updated
+  std::optional<double> max_grad_norm;
+  bool check_finite = false;  // as max_grad_norm does: nothing is updated if a gradient is not finite
+  bool zero_grads = false;
+
+  bool treats_grads() const { return zero_grads || grad_scale != 1 || max_grad_norm || check_finite; }
+};
+
+struct StepResult {
+  py::list missing;  // (parameter, index of its group): lacks state; nothing has happened then
+  std::optional<double> grad_norm;
+  bool skipped = false;
+};
+
+// The norm's share: what to multiply gradients by; none if the step must not be made.
+std::optional<double> grad_factor(const StepReader& read, const StepOptions& options, StepResult& result) {
+  if (options.found_inf > 0) return std::nullopt;
+  double factor = 1 / options.grad_scale;
+  if (!options.max_grad_norm && !options.check_finite) return factor;
+  result.grad_norm = norm_of_gradients(read) / options.grad_scale;
+  if (!std::isfinite(*result.grad_norm)) return std::nullopt;
+  // As torch.nn.utils.clip_grad_norm_ does it.
+  if (options.max_grad_norm) factor *= std::min(1.0, *options.max_grad_norm / (*result.grad_norm + 1e-6));
+  return factor;
+}
+
+void run(const StepReader& reader, const StepOptions& options, StepResult& result) {
+  const std::optional<double> factor = grad_factor(reader, options, result);
+  result.skipped = !factor;
+  if (factor) {
+    const GradAfter unless_zeroed = *factor == 1 ? GradAfter::kKeep : GradAfter::kTreated;
+    run(reader, {*factor, options.zero_grads ? GradAfter::kZero : unless_zeroed});
+  } else if (options.zero_grads) {  // else the next backward would add to what is not finite
+    for (const Written& written : reader.written) {
+      at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
+    }
+  }
+}
+
+StepResult read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
+                        const py::list& hypers, const py::dict& state, const py::list& fresh,
+                        const StepOptions& options) {
+  StepResult result;
+  reader.begin(state, fresh, options.treats_grads());
   for (size_t i = 0; i < groups.size(); ++i) reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i]);
   reader.read();
-  if (!reader.missing.empty()) return reader.missing;
+  result.missing = reader.missing;
+  if (!reader.missing.empty()) return result;
   int64_t total = 0;
   for (const Batch& batch : reader.batches) total += batch.total;
   constexpr int64_t kWorthReleasing = 1 << 20;  // elements; below, a step is over before another thread has the GIL
   if (total < kWorthReleasing) {
-    run(reader);
+    run(reader, options, result);
   } else {
     // Other threads may now drop a gradient or a state that the jobs point into.
     const auto owners = reader.owners();
     const py::gil_scoped_release no_gil;
-    run(reader);
+    run(reader, options, result);
   }
-  return py::list();
+  return result;
 }
 
-// Makes one step over all groups, rules[i] and hypers[i] being groups[i]'s; or, if parameters lack state, returns them
-// (each with its group's index) and has changed nothing. See optim/base.py, the only caller.
-py::list step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules, const py::list& hypers,
-              const py::dict& state, const py::list& fresh) {
+// Makes one step over all groups, rules[i] and hypers[i] being groups[i]'s. See optim/base.py, the only caller.
+StepResult step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
+                const py::list& hypers, const py::dict& state, const py::list& fresh, const StepOptions& options) {
   if (reader.busy) {  // two threads step one optimizer
     StepReader own;
-    return read_and_run(own, groups, rules, hypers, state, fresh);
+    return read_and_run(own, groups, rules, hypers, state, fresh, options);
   }
   struct Busy {
     bool& flag;
     explicit Busy(bool& f) : flag(f) { flag = true; }
     ~Busy() { flag = false; }
   } const busy(reader.busy);
-  return read_and_run(reader, groups, rules, hypers, state, fresh);
+  return read_and_run(reader, groups, rules, hypers, state, fresh, options);
 }
 
 }  // namespace
 
 void register_optim(py::module_& m) {
   py::class_<StepReader>(m, "StepReader").def(py::init());
+  py::class_<StepOptions>(m, "StepOptions")
+      .def(py::init([](double grad_scale, double found_inf, std::optional<double> max_grad_norm, bool check_finite,
+                       bool zero_grads) {
+             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite, zero_grads};
+           }),
+           py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
+           py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false);
+  py::class_<StepResult>(m, "StepResult")
+      .def_readonly("missing", &StepResult::missing)
+      .def_readonly("grad_norm", &StepResult::grad_norm)
+      .def_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
-        py::arg("state"), py::arg("fresh"));
+        py::arg("state"), py::arg("fresh"), py::arg("options"));
   m.def(
       "optim_state_names",
       [](const std::string& rule) {

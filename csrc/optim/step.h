@@ -8,10 +8,21 @@
 
 namespace drivetrain::optim {
 
+// What a step does with gradients besides reading them.
+enum class GradAfter : uint8_t {
+  kKeep,     // as they came
+  kTreated,  // what the rule was given: times the factor
+  kZero,
+};
+struct GradTreatment {
+  double factor = 1;  // every gradient is multiplied by it first: unscaled and clipped
+  GradAfter after = GradAfter::kKeep;
+};
+
 // One parameter: where its values live, and which of the step's rules applies to it.
 struct ParamJob {
   Stream param;
-  Stream grad;               // read only
+  Stream grad;               // written only where the treatment says so
   Stream state[kMaxStates];  // as many as the rule has, in the rule's order
   int64_t begin;             // position of this parameter's first element in the step's flat order
   int64_t numel;
@@ -22,7 +33,8 @@ struct ParamJob {
 // that a thread or a block takes any range of them, whatever the parameters' sizes.
 struct StepJob {
   RuleKind kind;
-  bool in_double;          // compute in double (float64 parameters) instead of float
+  bool in_double;  // compute in double (float64 parameters) instead of float
+  GradTreatment treatment;
   const ParamJob* params;  // sorted by begin, none empty
   int32_t num_params;
   const RuleArgs* rules;

@@ -1,6 +1,7 @@
 // The passes of reading a step; see step_reader.h.
 #include "optim/step_reader.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -167,8 +168,9 @@ void Footprint::add(const at::Tensor& tensor) {
   ++num_tensors;
 }
 
-void StepReader::begin(const py::dict& state, const py::list& fresh) {
+void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats_grads) {
   state_ = state;
+  treats_grads_ = treats_grads;
   state_position_ = 0;
   fresh_.clear();
   for (const py::handle& param : fresh) fresh_.insert(param.ptr());
@@ -329,6 +331,7 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
   }
   reading.job.numel = param.numel() * (param_tensor.is_complex() ? 2 : 1);
   reading.param = param_tensor.unsafeGetTensorImpl();
+  reading.grad = grad_tensor.unsafeGetTensorImpl();
   reading.kind = Kind::kPlain;
 }
 
@@ -341,7 +344,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   job.begin = batch.total;
   batch.total += job.numel;
   if (job.numel > 0) batch.params.push_back(job);
-  written.push_back({reading.param, reading.counter});
+  written.push_back({reading.param, reading.grad, reading.counter});
 }
 
 void StepReader::read_other(const Entry& entry) {
@@ -362,6 +365,7 @@ void StepReader::read_other(const Entry& entry) {
   reading.in_double = is_double(param);
   reading.device = param.device();
   reading.param = param.unsafeGetTensorImpl();
+  reading.grad = grad.unsafeGetTensorImpl();
   if (rule.counts_steps) {
     reading.counter = counter_of(checked_step(entry, values.step));
     reading.steps_done = steps_done(reading.counter);
@@ -370,7 +374,7 @@ void StepReader::read_other(const Entry& entry) {
   const at::Tensor& walked = is_walkable ? param : contiguous_copy(batch, param);
   reading.job.numel = real_numel(param);
   reading.job.param = stream_of(walked);
-  reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/false));
+  reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/treats_grads_));
   for (size_t s = 0; s < rule.state_names.size(); ++s) {
     const at::Tensor& state = checked_state(entry, param, values.states[s], s);
     check_memory(entry, state, "its state");
@@ -403,6 +407,11 @@ void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const a
   if (grad.device() != param.device()) {
     throw UserError(text(label(entry), " is on ", param.device().str(), " but its gradient is on ", grad.device().str(),
                          ": move them together, with module.to(device)."));
+  }
+  if (treats_grads_ && at::has_internal_overlap(grad) == at::MemOverlap::Yes) {
+    throw UserError(text(label(entry),
+                         " has an expanded gradient, whose elements share memory, and this step writes gradients "
+                         "(max_grad_norm, zero_grads_in_step or grad_scale): give it one of its own with .clone()."));
   }
   if (!grad.sizes().equals(param.sizes())) {
     throw UserError(text(label(entry), " has a gradient of shape ", grad.sizes(), ", expected ", param.sizes(), "."));
@@ -455,6 +464,11 @@ Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_doub
   // What would stop the step later must stop it here, before anything changes.
   if (device.is_cpu()) chosen_isa();
   if (device.is_cuda() && !has_cuda()) step_cuda({}, nullptr);  // throws what to do about it
+  if (device.is_cuda() && treats_grads_) {
+    throw UnsupportedError(text(label(entry), " is on ", device.str(),
+                                ": max_grad_norm, zero_grads_in_step and a grad_scale inside the step work on the CPU "
+                                "only so far; there use torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler."));
+  }
   batches.push_back(Batch{rule, device, in_double, {}, {}, 0});
   return batches.back();
 }

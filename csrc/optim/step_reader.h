@@ -48,9 +48,10 @@ struct StepCounter {
   bool is_double;  // else float
 };
 
-// A parameter that the step writes: autograd must see its version change.
+// A parameter that the step writes, and its gradient, which it may: autograd must see their versions change.
 struct Written {
   c10::TensorImpl* param;
+  c10::TensorImpl* grad;
   StepCounter counter;
 };
 
@@ -75,8 +76,9 @@ struct Footprint {
 // One per optimizer: what it keeps between steps is memory and footprints, no facts. The GIL must be held.
 class StepReader {
  public:
-  // Forgets the step before. fresh: parameters whose state was initialised for this very step.
-  void begin(const pybind11::dict& state, const pybind11::list& fresh);
+  // Forgets the step before. fresh: parameters whose state was initialised for this very step. treats_grads: the step
+  // does more with gradients than to read them once.
+  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool treats_grads);
 
   // Lists one element of param_groups; index: its place there.
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers);
@@ -130,6 +132,7 @@ class StepReader {
     double steps_done = 0;
     StepCounter counter = {};
     c10::TensorImpl* param = nullptr;
+    c10::TensorImpl* grad = nullptr;
   };
 
   PyObject* find_state(PyObject* param);
@@ -148,6 +151,7 @@ class StepReader {
 
   pybind11::handle state_;  // borrowed for the step
   std::unordered_set<PyObject*> fresh_;
+  bool treats_grads_ = false;
   Py_ssize_t state_position_ = 0;
   std::vector<Group> groups_;
   std::vector<Entry> entries_;

@@ -1,5 +1,6 @@
 """What every optimizer here shares: torch's Optimizer contract around one native step."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -15,18 +16,65 @@ constructed: list[str] = []
 class FusedOptimizer(torch.optim.Optimizer):
     """Mix-in placed before a torch.optim class: keeps its constructor, state and checks, and replaces its step.
 
+    Every class takes two keyword arguments beside torch's. They, and a GradScaler's unscaling, cost no pass of their
+    own over parameters or state: gradients are read once for the norm where one is asked for, and once for the step.
+
+    * max_grad_norm: clips the 2-norm of all gradients of the optimizer together, as torch.nn.utils.clip_grad_norm_
+      does; inf only measures it. A step whose gradients are not all finite is left out, with a warning.
+    * zero_grads_in_step: leaves zeros in every `.grad` instead of calling zero_grad(set_to_none=False) later.
+
+    Both are attributes too, and may be changed between steps. Otherwise `.grad` holds what the step used, unscaled and
+    clipped, as after torch's own functions. `grad_scale` and `found_inf` are read from attributes of that name, as
+    torch's fused optimizers read them: gradients are divided by the one, nothing is updated where the other is above 0.
+
     A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`). The
     arithmetic, and the names of each rule's states, are in csrc/optim/rules.h.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    zero_grads_in_step: bool = False
+    _max_grad_norm: float | None = None
+    _grad_norm: float | None = None
+    _skipped = False
+    _overflow_flag: Tensor | None = None  # where drivetrain.amp.GradScaler wants to be told of the next step's
+
+    def __init__(
+        self, *args: Any, max_grad_norm: float | None = None, zero_grads_in_step: bool = False, **kwargs: Any
+    ) -> None:
         refuse_unsupported(type(self).__name__, kwargs)
+        self.max_grad_norm = max_grad_norm
+        self.zero_grads_in_step = zero_grads_in_step
         super().__init__(*args, **kwargs)
-        # torch's fused classes unscale inside their step; ours do not yet, so GradScaler must do it beforehand.
-        self._step_supports_amp_scaling = False
+        # On CUDA GradScaler must unscale beforehand.
+        self._step_supports_amp_scaling = self.is_on_cpu
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         constructed.append(f"{type(self).__name__} ({count} parameters in {groups})")
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm that gradients are clipped to; None: they are not."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not value > 0:
+            raise ValueError(f"max_grad_norm is {value}, expected a number above 0 (inf: only measure), or None")
+        self._max_grad_norm = value
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the last step's gradients, unscaled and before clipping; None: it was not asked for."""
+        return self._grad_norm
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step() left everything as it was because a gradient was not finite."""
+        return self._skipped
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether all parameters are on the CPU."""
+        return all(param.device.type == "cpu" for group in self.param_groups for param in group["params"])
 
     def _rule(self, group: dict[str, Any]) -> str:
         """The native rule for this group, by its name in csrc/optim/rules.h."""
@@ -77,15 +125,39 @@ class FusedOptimizer(torch.optim.Optimizer):
         reader = self.__dict__.get("_reader")
         if reader is None:  # copies and pickles come without one
             reader = self._reader = _C.StepReader()
+        options = self._options()
+
+        def run(fresh: list[Tensor]) -> _C.StepResult:
+            return _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh, options)
+
         with torch.no_grad():
-            missing = _C.optim_step(reader, self.param_groups, rules, hypers, self.state, [])
-            if missing:
+            result = run([])
+            if result.missing:
                 for rule in dict.fromkeys(rules):
-                    self._init_states([param for param, group in missing if rules[group] == rule], rule)
-                fresh = [param for param, _ in missing]
-                still_missing = _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh)
-                assert not still_missing, "optim_state_names and optim_step disagree"
+                    self._init_states([param for param, group in result.missing if rules[group] == rule], rule)
+                result = run([param for param, _ in result.missing])
+                assert not result.missing, "optim_state_names and optim_step disagree"
+        self._grad_norm, self._skipped = result.grad_norm, result.skipped
+        if self._overflow_flag is not None:
+            self._overflow_flag.fill_(float(result.skipped))
+            self._overflow_flag = None
+        if result.skipped and getattr(self, "found_inf", None) is None:
+            warnings.warn(
+                f"drivetrain.optim.{type(self).__name__}: the norm of the gradients is {result.grad_norm}; the step "
+                "was left out, parameters and state are as before (later ones: see last_step_skipped).",
+                stacklevel=2,
+            )
         return loss
+
+    def _options(self) -> _C.StepOptions:
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        return _C.StepOptions(
+            grad_scale=1.0 if grad_scale is None else float(grad_scale),
+            found_inf=0.0 if found_inf is None else float(found_inf),
+            max_grad_norm=self.max_grad_norm,
+            check_finite=self._overflow_flag is not None,
+            zero_grads=self.zero_grads_in_step,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, and refuses the options that the constructor refuses.
@@ -95,6 +167,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         refuse_unsupported(type(self).__name__, param_group)
         super().add_param_group(param_group)
+        self._step_supports_amp_scaling = self.is_on_cpu
+
+    def __getstate__(self) -> dict[str, Any]:
+        ours = {"_max_grad_norm": self._max_grad_norm, "zero_grads_in_step": self.zero_grads_in_step}
+        return super().__getstate__() | ours | {"_step_supports_amp_scaling": self._step_supports_amp_scaling}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""

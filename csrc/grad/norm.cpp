@@ -1,0 +1,33 @@
+// The sum of squares over all gradients: chunks on all threads, their sums added up in order.
+#include "grad/norm.h"
+
+#include <ATen/Parallel.h>
+
+#include "base/cpu_isa.h"
+
+namespace drivetrain::grad {
+
+double sum_of_squares(const std::vector<Gradient>& gradients) {
+  const auto chunk_sum =
+      for_chosen_isa(baseline::sum_of_squares_cpu, avx2::sum_of_squares_cpu, avx512::sum_of_squares_cpu);
+  struct Chunk {
+    const optim::Stream* values;
+    int64_t begin, end;
+  };
+  std::vector<Chunk> chunks;
+  for (const Gradient& gradient : gradients) {
+    for (int64_t begin = 0; begin < gradient.numel; begin += kChunk) {
+      chunks.push_back({&gradient.values, begin, std::min(begin + kChunk, gradient.numel)});
+    }
+  }
+  std::vector<double> sums(chunks.size());
+  constexpr int64_t kGrain = 2;  // chunks that are worth a thread
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sums[i] = chunk_sum(*chunks[i].values, chunks[i].begin, chunks[i].end);
+  });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  return total;
+}
+
+}  // namespace drivetrain::grad

@@ -1,0 +1,113 @@
+"""A loss scaler that lets the fused optimizers look for overflows in a read of the gradients that they make anyway."""
+
+from typing import Any
+
+import torch
+
+from .optim.base import FusedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, with a floor for the scale, patience before it falls, and one pass less.
+
+    With torch's class a step reads and writes every gradient once to look for infs and NaNs before the optimizer reads
+    them. With an optimizer of drivetrain.optim whose parameters are on the CPU this one leaves the search to the
+    optimizer, which reads each gradient once for it (and for `max_grad_norm`) and writes none. Any other optimizer is
+    stepped as torch's class does it. On CUDA nothing here waits for the device.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        min_scale: the scale never falls below it.
+        hysteresis: how many overflows, not necessarily in a row, the scale endures before it falls; it gets its
+            patience back when the scale grows (as Megatron-LM's DynamicGradScaler). 1: it falls at every overflow.
+
+    Raises:
+        ValueError: min_scale is negative or not finite, or hysteresis below 1.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        hysteresis: int = 1,
+    ) -> None:
+        if not 0 <= min_scale < float("inf"):
+            raise ValueError(f"min_scale is {min_scale}, expected a finite number, 0 or above")
+        if hysteresis < 1:
+            raise ValueError(f"hysteresis is {hysteresis}, expected a number of overflows, 1 or above")
+        self._min_scale = min_scale
+        self._hysteresis = hysteresis
+        self._init_patience = hysteresis
+        self._patience: torch.Tensor | None = None  # int32, beside the scale; overflows left before it falls
+        self._found_inf: torch.Tensor | None = None  # of the last update
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether an overflow was found before the last update(), so that a step was left out. Waits for the device."""
+        return self._found_inf is not None and bool(self._found_inf > 0)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The search that torch's step() makes unless unscale_() has made it."""
+        if not (isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling):
+            return super()._check_inf_per_device(optimizer)
+        found = optimizer._overflow_flag = torch.zeros(())
+        per_device: dict[str, Any] = {"cpu": found}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = per_device
+        return per_device
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's, and with min_scale and hysteresis."""
+        if not self._enabled or new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        before = scale.clone()
+        super().update()
+        if not flags:
+            return
+        found = self._found_inf = torch.stack(
+            [flag.to(scale.device, non_blocking=True).reshape(()) for flag in flags]
+        ).sum()
+        overflowed = found > 0
+        if self._patience is None:
+            self._patience = torch.full_like(growth_tracker, self._init_patience)
+        self._patience -= overflowed.to(self._patience.dtype)
+        scale.copy_(torch.where(overflowed & (self._patience > 0), before, scale).clamp_(min=self._min_scale))
+        grew = scale > before
+        self._patience.copy_(torch.where(grew, self._hysteresis, self._patience))
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's entries, and min_scale, hysteresis and its patience; torch's class loads it too."""
+        state = super().state_dict()
+        if not state:
+            return state
+        patience = self._init_patience if self._patience is None else int(self._patience)
+        return state | {"min_scale": self._min_scale, "hysteresis": self._hysteresis, "_patience": patience}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what either class wrote; what torch's does not have stays as it is."""
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
+        self._init_patience = state_dict.get("_patience", self._hysteresis)
+        self._patience = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_init_patience"] = self._init_patience if self._patience is None else int(self._patience)
+            state["_patience"] = None
+            state["_found_inf"] = None
+        return state

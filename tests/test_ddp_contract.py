@@ -548,20 +548,28 @@ def uneven_sparse() -> None:
 
 def uneven_static_graph() -> None:
     """A rank may have no input at all while the others learn the graph (torch's class dies there)."""
-    ours, _ = pair(make_net(), static_graph=True, find_unused_parameters=True, **SMALL_BUCKETS)
-    _, theirs = pair(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
-    for count in (3 * dist.get_rank(), 3):
-        for model in (ours, theirs):
-            model.eval()
-            model.zero_grad()
-            torch.manual_seed(dist.get_rank())
-            with model.join():
-                for _ in range(count):
-                    model(inputs(), use_optional=False).pow(2).sum().backward()
-        if count:
-            assert_equal_grads(ours, theirs)
-    assert_equal_on_ranks(grads_of(ours))
-    assert any(p.grad is None for p in ours.parameters())
+    model = DDP(make_net(), static_graph=True, **SMALL_BUCKETS)
+    model.eval()
+    rank = dist.get_rank()
+    for counts in ((0, 3), (3, 3)):
+        batches = [inputs() for _ in range(max(counts))]
+        with model.no_sync():
+            for x in batches[: counts[rank]]:
+                model.module(x, use_optional=False).pow(2).sum().backward()
+        # A rank without a gradient of its own counts as zeros.
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = mean_over_ranks(own)
+        with model.join():
+            for x in batches[: counts[rank]]:
+                model(x, use_optional=False).pow(2).sum().backward()
+        assert_equal_on_ranks(grads_of(model))
+        for (name, p), want in zip(model.module.named_parameters(), expected, strict=True):
+            if name.startswith("optional"):
+                assert p.grad is None, name
+            elif counts[rank]:
+                torch.testing.assert_close(p.grad, want)
+        model.zero_grad()
 
 
 def sharded_optimizer() -> None:

@@ -29,15 +29,25 @@ class Row:
         return asdict(self)
 
 
-def interleaved(calls: Sequence[Callable[[], object]], rounds: int, warm_up: int = 5) -> list[list[float]]:
-    """Seconds of each call in each round, one list per call; who goes first alternates."""
+def interleaved(
+    calls: Sequence[Callable[[], object]],
+    rounds: int,
+    warm_up: int = 5,
+    prepare: Callable[[int], object] = lambda which: None,
+) -> list[list[float]]:
+    """Seconds of each call in each round, one list per call; who goes first alternates.
+
+    prepare: called with a call's index before the call, not timed.
+    """
     for _ in range(warm_up):
-        for call in calls:
+        for which, call in enumerate(calls):
+            prepare(which)
             call()
     times: list[list[float]] = [[] for _ in calls]
     for i in range(rounds):
         order = range(len(calls)) if i % 2 else reversed(range(len(calls)))
         for which in order:
+            prepare(which)
             begin = time.perf_counter()
             calls[which]()
             times[which].append(time.perf_counter() - begin)

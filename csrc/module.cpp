@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "ddp/ddp.h"
+#include "grad/grad.h"
 #include "optim/optim.h"
 
 namespace py = pybind11;
@@ -45,6 +46,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "drivetrain's native core";
   py::register_exception_translator(&drivetrain::translate);
   drivetrain::register_base(m);
+  drivetrain::grad::register_grad(m);
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import drivetrain
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from test_optim import TOLERANCES, assert_same, copies, make_params, set_grads
@@ -17,6 +18,7 @@ from test_optim import TOLERANCES, assert_same, copies, make_params, set_grads
 OPTIMIZERS = {
     "adamw": (optim.AdamW, torch.optim.AdamW, {}),
     "sgd_momentum": (optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": (optim.Adagrad, torch.optim.Adagrad, {}),
 }
 both = pytest.mark.parametrize("which", OPTIMIZERS)
 
@@ -140,6 +142,47 @@ def test_large_and_tiny_gradients_neither_overflow_nor_vanish() -> None:
         assert optimizer.grad_norm == pytest.approx(math.sqrt(3) * value, rel=1e-6)
 
 
+# ---- Clipping alone.
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCES, torch.complex64])
+@pytest.mark.parametrize("max_norm", [0.5, 1e4])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clip_grad_norm_is_torchs(dtype: torch.dtype, max_norm: float, norm_type: float) -> None:
+    sizes = (0, 1, 513, 40_000) if norm_type < math.inf else (1, 513)  # torch has no such norm of an empty tensor
+    params = [torch.randn(size, dtype=dtype).requires_grad_() for size in sizes]
+    twins, untouched = copies(params), torch.randn(3).requires_grad_()
+    set_grads(params, twins)
+    ours = drivetrain.clip_grad_norm_(iter([*params, untouched]), max_norm, norm_type)
+    theirs = torch.nn.utils.clip_grad_norm_(twins, max_norm, norm_type)
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=0)
+    assert_same([p.grad for p in params], [p.grad for p in twins], rtol=tolerance, atol=1e-6)
+
+
+def test_clip_grad_norm_writes_only_what_it_clips() -> None:
+    param = torch.ones(4, requires_grad=True)
+    param.grad = torch.ones(4)
+    version = param.grad._version
+    assert drivetrain.clip_grad_norm_(param, 3.0).item() == 2.0
+    assert param.grad._version == version
+    drivetrain.clip_grad_norm_(param, 1.0)
+    assert param.grad._version > version
+
+
+def test_clip_grad_norm_of_what_is_not_finite() -> None:
+    param, twin = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    for bad in (math.inf, math.nan):
+        param.grad, twin.grad = torch.tensor([1.0, bad, 2.0]), torch.tensor([1.0, bad, 2.0])
+        with pytest.raises(RuntimeError, match="non-finite"):
+            drivetrain.clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+        assert_same([param.grad], [twin.grad], equal_nan=True)
+        drivetrain.clip_grad_norm_(param, 1.0)
+        torch.nn.utils.clip_grad_norm_(twin, 1.0)
+        assert_same([param.grad], [twin.grad], equal_nan=True)
+    assert drivetrain.clip_grad_norm_([], 1.0).item() == 0.0
+
+
 # ---- Overflows.
 
 
@@ -161,6 +204,25 @@ def test_an_overflow_changes_nothing(which: str, bad: float, zero: bool) -> None
     set_grads(params)
     ours.step()
     assert not ours.last_step_skipped
+
+
+def test_an_overflow_in_the_first_step_leaves_it_to_come() -> None:
+    """SGD's first step is another than the later ones: the buffer begins as the gradient, dampening does not count."""
+    params = make_params()
+    torch_params = copies(params)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    ours = optim.SGD(params, max_grad_norm=math.inf, **options)
+    theirs = torch.optim.SGD(torch_params, **options)
+    set_grads(params)
+    params[-1].grad[0, 0] = math.nan
+    with pytest.warns(UserWarning, match="left out"):
+        ours.step()
+    assert not ours.state
+    for _ in range(2):
+        set_grads(params, torch_params)
+        ours.step()
+        theirs.step()
+    assert_same(params, torch_params, rtol=1e-5, atol=1e-6)
 
 
 @both

@@ -31,6 +31,12 @@ inline namespace DRIVETRAIN_ISA {
 DT_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
 DT_HOST_DEVICE double square_root(double x) { return sqrt(x); }
 
+// -1, 0 or 1; a NaN stays one.
+template <class T>
+DT_HOST_DEVICE T sign_of(T x) {
+  return x > 0 ? T(1) : x < 0 ? T(-1) : x;
+}
+
 // max that keeps a NaN, as torch.maximum does.
 template <class T>
 DT_HOST_DEVICE T maximum(T a, T b) {
@@ -153,16 +159,156 @@ using Sgd = SgdRule<T, false>;
 template <class T>
 using SgdMomentum = SgdRule<T, true>;
 
+// ---- Adagrad (Duchi et al. 2011, the diagonal form of section 1.1), with torch's decay of the learning rate.
+struct AdagradArgs {
+  double sign, l2, eps;
+  double step_size;  // lr / (1 + (step - 1) * lr_decay)
+
+  static constexpr bool kCountsSteps = true;
+  static AdagradArgs make(const Hypers& hyper, double step) {
+    AdagradArgs args;
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.l2 = hyper["weight_decay"];
+    args.eps = hyper["eps"];
+    args.step_size = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"]);
+    return args;
+  }
+};
+
+template <class T>
+struct Adagrad {
+  using Args = AdagradArgs;
+  static constexpr int kNumStates = 1;
+  T sign, l2, eps, step_size;
+
+  DT_HOST_DEVICE explicit Adagrad(const Args& a)
+      : sign(T(a.sign)), l2(T(a.l2)), eps(T(a.eps)), step_size(T(a.step_size)) {}
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    T& sum = state[0];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    sum = sum + grad * grad;
+    param = param - step_size * (grad / (square_root(sum) + eps));
+  }
+};
+
+// ---- RMSprop (Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, eq. 38 to 41), with torch's momentum.
+struct RmspropArgs {
+  double lr, alpha, eps, l2, sign, momentum;
+
+  static constexpr bool kCountsSteps = true;
+  static RmspropArgs make(const Hypers& hyper, double) {
+    RmspropArgs args;
+    args.lr = hyper["lr"];
+    args.alpha = hyper["alpha"];
+    args.eps = hyper["eps"];
+    args.l2 = hyper["weight_decay"];
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.momentum = hyper["momentum"];
+    return args;
+  }
+};
+
+template <class T, bool kCentered, bool kMomentum>
+struct RmspropRule {
+  using Args = RmspropArgs;
+  static constexpr int kNumStates = 1 + kCentered + kMomentum;
+  T lr, alpha, one_minus_alpha, eps, l2, sign, momentum;
+
+  DT_HOST_DEVICE explicit RmspropRule(const Args& a)
+      : lr(T(a.lr)),
+        alpha(T(a.alpha)),
+        one_minus_alpha(T(1 - a.alpha)),
+        eps(T(a.eps)),
+        l2(T(a.l2)),
+        sign(T(a.sign)),
+        momentum(T(a.momentum)) {}
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    T& square_avg = state[0];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    square_avg = alpha * square_avg + one_minus_alpha * (grad * grad);
+    T variance = square_avg;
+    if constexpr (kCentered) {
+      T& grad_avg = state[1];
+      grad_avg = grad_avg + one_minus_alpha * (grad - grad_avg);
+      variance = variance - grad_avg * grad_avg;
+    }
+    T update = grad / (square_root(variance) + eps);
+    if constexpr (kMomentum) {
+      T& buffer = state[1 + kCentered];
+      update = buffer = momentum * buffer + update;
+    }
+    param = param - lr * update;
+  }
+};
+template <class T>
+using Rmsprop = RmspropRule<T, false, false>;
+template <class T>
+using RmspropMomentum = RmspropRule<T, false, true>;
+template <class T>
+using RmspropCentered = RmspropRule<T, true, false>;
+template <class T>
+using RmspropCenteredMomentum = RmspropRule<T, true, true>;
+
+// ---- Lion (Chen et al. 2023, alg. 2).
+struct LionArgs {
+  double lr, beta1, beta2, sign;
+  double decay;  // 1 - lr * weight_decay
+
+  static constexpr bool kCountsSteps = false;
+  static LionArgs make(const Hypers& hyper, double) {
+    LionArgs args;
+    args.lr = hyper["lr"];
+    args.beta1 = hyper["beta1"];
+    args.beta2 = hyper["beta2"];
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.decay = 1 - args.lr * hyper["weight_decay"];
+    return args;
+  }
+};
+
+template <class T>
+struct Lion {
+  using Args = LionArgs;
+  static constexpr int kNumStates = 1;
+  T lr, beta1, beta2, one_minus_beta1, one_minus_beta2, sign, decay;
+
+  DT_HOST_DEVICE explicit Lion(const Args& a)
+      : lr(T(a.lr)),
+        beta1(T(a.beta1)),
+        beta2(T(a.beta2)),
+        one_minus_beta1(T(1 - a.beta1)),
+        one_minus_beta2(T(1 - a.beta2)),
+        sign(T(a.sign)),
+        decay(T(a.decay)) {}
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    T& exp_avg = state[0];
+    grad = sign * grad;
+    param = param * decay - lr * sign_of(beta1 * exp_avg + one_minus_beta1 * grad);
+    exp_avg = beta2 * exp_avg + one_minus_beta2 * grad;
+  }
+};
+
 #if defined(DRIVETRAIN_ISA)
 }  // namespace DRIVETRAIN_ISA
 #endif
 
 // ---- The table of rules: X(template, name in Python, names of its states in Python).
-#define DT_OPTIM_RULES(X)                                                   \
-  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                  \
-  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") \
-  X(Sgd, "sgd")                                                             \
-  X(SgdMomentum, "sgd_momentum", "momentum_buffer")
+#define DT_OPTIM_RULES(X)                                                                              \
+  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                                             \
+  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")                            \
+  X(Sgd, "sgd")                                                                                        \
+  X(SgdMomentum, "sgd_momentum", "momentum_buffer")                                                    \
+  X(Adagrad, "adagrad", "sum")                                                                         \
+  X(Rmsprop, "rmsprop", "square_avg")                                                                  \
+  X(RmspropMomentum, "rmsprop_momentum", "square_avg", "momentum_buffer")                              \
+  X(RmspropCentered, "rmsprop_centered", "square_avg", "grad_avg")                                     \
+  X(RmspropCenteredMomentum, "rmsprop_centered_momentum", "square_avg", "grad_avg", "momentum_buffer") \
+  X(Lion, "lion", "exp_avg")
 
 enum class RuleKind : int32_t {
 #define DT_ENUMERATOR(Rule, ...) k##Rule,

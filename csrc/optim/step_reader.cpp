@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "optim/storage_torch.h"
 
 namespace py = pybind11;
 
@@ -54,25 +55,7 @@ class PyHypers final : public Hypers {
   py::handle values_;
 };
 
-std::optional<Format> format_of(at::ScalarType dtype) {
-  switch (c10::toRealValueType(dtype)) {
-    case at::kFloat:
-      return Format::kFloat32;
-    case at::kDouble:
-      return Format::kFloat64;
-    case at::kBFloat16:
-      return Format::kBFloat16;
-    case at::kHalf:
-      return Format::kFloat16;
-    default:
-      return std::nullopt;
-  }
-}
-
 bool is_double(const at::Tensor& tensor) { return c10::toRealValueType(tensor.scalar_type()) == at::kDouble; }
-
-// Complex numbers are updated as pairs of real ones.
-int64_t real_numel(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
 
 // Not a wrapper around other tensors (DTensor, FakeTensor): its data is where its storage says.
 bool has_own_memory(const at::Tensor& tensor) {
@@ -100,8 +83,6 @@ bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
   return other.sizes().equals(param.sizes()) && other.device() == param.device() &&
          c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());
 }
-
-Stream stream_of(const at::Tensor& tensor) { return {tensor.data_ptr(), *format_of(tensor.scalar_type())}; }
 
 bool is_step_counter(const at::Tensor& step) {
   return step.device().is_cpu() && step.numel() == 1 &&

@@ -1,7 +1,10 @@
 """Optimizers with torch's constructors and state, stepped in one parallel pass over all parameters."""
 
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .base import constructed
+from .lion import Lion
+from .rmsprop import RMSprop
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "constructed"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "constructed"]

@@ -84,18 +84,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The group's numbers, by the names that the native rule reads."""
         raise NotImplementedError
 
-    def _init_states(self, params: Sequence[Tensor], rule: str) -> None:
-        """Fills what the state of `params` lacks, with torch's names, dtypes and layout."""
+    def _initial_state(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """What a state of `param` is before the first step."""
+        return torch.zeros_like(param, memory_format=torch.preserve_format)
+
+    def _init_states(self, params: Sequence[tuple[Tensor, dict[str, Any]]], rule: str) -> list[tuple[Tensor, str]]:
+        """Fills what the state of parameters (each with its group) lacks, with torch's names, dtypes and layout.
+
+        Returns:
+            what was filled: the parameters with the names.
+        """
         # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
         step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        filled = []
         # Name by name, so that the steps to come find each name's tensors side by side in memory.
         for name in _C.optim_state_names(rule):
-            for param in params:
+            for param, group in params:
                 state = self.state[param]
-                if name == "step":
-                    state.setdefault(name, torch.zeros((), dtype=step_dtype))
-                elif state.get(name) is None:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                if state.get(name) is not None:
+                    continue
+                is_count = name == "step"
+                state[name] = torch.zeros((), dtype=step_dtype) if is_count else self._initial_state(param, group)
+                filled.append((param, name))
+        return filled
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -133,9 +144,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             result = run([])
             if result.missing:
+                filled = []
                 for rule in dict.fromkeys(rules):
-                    self._init_states([param for param, group in result.missing if rules[group] == rule], rule)
-                result = run([param for param, _ in result.missing])
+                    lacking = [(param, self.param_groups[i]) for param, i in result.missing if rules[i] == rule]
+                    filled += self._init_states(lacking, rule)
+                skipped = True
+                try:
+                    result = run([param for param, _ in result.missing])
+                    skipped = result.skipped
+                finally:
+                    if skipped:  # a first step is yet to come
+                        self._drop_states(filled)
                 assert not result.missing, "optim_state_names and optim_step disagree"
         self._grad_norm, self._skipped = result.grad_norm, result.skipped
         if self._overflow_flag is not None:
@@ -148,6 +167,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
         return loss
+
+    def _drop_states(self, filled: list[tuple[Tensor, str]]) -> None:
+        for param, name in filled:
+            del self.state[param][name]
+            if not self.state[param]:
+                del self.state[param]
 
     def _options(self) -> _C.StepOptions:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

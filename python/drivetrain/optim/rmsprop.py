@@ -1,0 +1,34 @@
+"""RMSprop: torch's class with the native step."""
+
+from typing import Any
+
+import torch
+
+from .base import FusedOptimizer
+
+
+class RMSprop(FusedOptimizer, torch.optim.RMSprop):
+    """torch.optim.RMSprop, constructor and state included, stepped in one pass over all parameters.
+
+    Dtypes and devices as in :class:`drivetrain.optim.Adam`. `foreach` is accepted and changes nothing. `max_grad_norm`
+    and `zero_grads_in_step` as in every class here.
+
+    Source: Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, equations 38 to 41; in torch's form.
+
+    Raises:
+        NotImplementedError: `capturable=True` or `differentiable=True`.
+        ValueError: as torch, for hyper-parameters out of range.
+    """
+
+    def _rule(self, group: dict[str, Any]) -> str:
+        return "rmsprop" + "_centered" * bool(group["centered"]) + "_momentum" * (group["momentum"] > 0)
+
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+        return {
+            "lr": float(group["lr"]),
+            "alpha": group["alpha"],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"],
+            "maximize": group["maximize"],
+        }

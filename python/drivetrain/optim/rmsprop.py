@@ -21,7 +21,8 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     """
 
     def _rule(self, group: dict[str, Any]) -> str:
-        return "rmsprop" + "_centered" * bool(group["centered"]) + "_momentum" * (group["momentum"] > 0)
+        centered, momentum = bool(group["centered"]), bool(group["momentum"] > 0)
+        return "rmsprop" + "_centered" * centered + "_momentum" * momentum
 
     def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
         return {

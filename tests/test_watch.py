@@ -233,29 +233,43 @@ def script_ranks(tmp_path: Path, script: str, count: int, **environment: str) ->
 
 STOPPED = """
     for step in range(4):
-        if step == 3 and rank == 2:
+        if step == 3 and rank == int(os.environ["STOPPED"]):
             os.kill(os.getpid(), signal.SIGSTOP)
         model(torch.randn(4, 64)).sum().backward()
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_a_stopped_rank_and_the_error_after_it(tmp_path: Path, transport: str) -> None:
-    ranks = script_ranks(tmp_path, STOPPED, 3, DRIVETRAIN_TRANSPORT=transport)
+def report_and_error(tmp_path: Path, transport: str, stopped: int) -> tuple[str, str]:
+    """Rank 1's first report of a rank that was stopped, and what it prints from then on: it is killed, too."""
+    ranks = script_ranks(tmp_path, STOPPED, 3, DRIVETRAIN_TRANSPORT=transport, STOPPED=str(stopped))
     try:
-        assert ranks[0].stderr
-        report = next(line for line in ranks[0].stderr if "has waited" in line)
-        ranks[2].kill()
-        _, error = ranks[0].communicate(timeout=60)
+        assert ranks[1].stderr
+        report = next(line for line in ranks[1].stderr if "has waited" in line)
+        ranks[stopped].kill()
+        _, error = ranks[1].communicate(timeout=60)
     finally:
         for rank in ranks:
             rank.kill()
-    for rank in ranks[1:]:
-        rank.communicate(timeout=10)
+    for rank in ranks:
+        if rank is not ranks[1]:
+            rank.communicate(timeout=10)
+    return report, error
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_a_stopped_rank_and_the_error_after_it(tmp_path: Path, transport: str) -> None:
+    report, error = report_and_error(tmp_path, transport, stopped=2)
     said = r"of step 4 waits for rank 2, which has not been heard of for [\d.]+ s, last seen at \S+train\.py:\d+ in "
     assert re.search(said, report), report
     after = error.partition("The last report before that: ")[2]
-    assert re.match("rank 0 has waited .*" + said, after), error
+    assert re.match("rank 1 has waited .*" + said, after), error
+
+
+def test_the_rank_that_serves_the_store_is_stopped(tmp_path: Path) -> None:
+    report, error = report_and_error(tmp_path, "shm", stopped=0)
+    said = "of step 4 waits; for whom is not known, as the process group's store does not answer"
+    assert said in report
+    assert said in error.partition("The last report before that: ")[2]
 
 
 # ---- What the thread leaves, and when there is none.

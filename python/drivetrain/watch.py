@@ -19,11 +19,10 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,12 +32,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from . import _C
 
+R = TypeVar("R")
+
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 30.0
 
 _BEATS_PER_LIMIT = 4
 _SHORTEST_BEAT_S = 0.05
-_LONGEST_STORE_CALL_S = 10.0
+_LONGEST_STORE_CALL_S = (1.0, 10.0)  # a beat, within these
 _EXIT_S = 0.5  # for the thread to end in, should the store stand still at exit
 _RANKS_NAMED = 4
 
@@ -79,58 +80,77 @@ def limit_from(argument: float | None) -> float:
 class _Board:
     """The records of a process group's ranks, for one reducer, in the group's store."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, beat_s: float) -> None:
         self.rank = dist.get_rank(group)
         self.ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
         store, number = _store_of(group)
         self._store = store
         self._key = f"drivetrain/watch/{number}/"
+        least, most = _LONGEST_STORE_CALL_S
+        self._timeout_s = min(max(beat_s, least), most)
         self._beats = [0] * len(self.ranks)
         self._heard = [time.monotonic()] * len(self.ranks)
         self._lock = threading.Lock()
 
     def publish(self, record: Record) -> None:
-        with self._using_store() as store:
-            if store is not None:
-                store.set(self._key + str(self.rank), json.dumps(record))
+        def put(store: Any) -> bool:
+            store.set(self._key + str(self.rank), json.dumps(record))
+            return True
+
+        self._ask(put)
 
     def read(self) -> list[Record | None] | None:
         """Every rank's last record, None for one without; None if the store does not answer. Marks who is heard."""
-        records: list[Record | None] = [None] * len(self.ranks)
-        with self._using_store() as store:
-            if store is None:
-                return None
+
+        def get(store: Any) -> list[Record | None]:
             keys = [self._key + str(rank) for rank in range(len(self.ranks))]
             # A key that is not there would be waited for.
             there = range(len(keys)) if store.check(keys) else [r for r, key in enumerate(keys) if store.check([key])]
+            records: list[Record | None] = [None] * len(keys)
             for rank, text in zip(there, store.multi_get([keys[rank] for rank in there]), strict=True):
                 records[rank] = json.loads(text)
-        if self._store is None:
-            return None
+            return records
+
+        records = self._ask(get)
         now = time.monotonic()
-        for rank, record in enumerate(records):
+        for rank, record in enumerate(records or ()):
             if record is not None and record["beat"] != self._beats[rank]:
                 self._beats[rank], self._heard[rank] = record["beat"], now
         return records
 
-    def silence_s(self, rank: int) -> float:
-        """How long, as far as is known from reading, that rank has told nothing new."""
-        return time.monotonic() - self._heard[rank]
-
     def begin_listening(self) -> None:
         self._heard = [time.monotonic()] * len(self.ranks)
 
-    @contextlib.contextmanager
-    def _using_store(self) -> Iterator[Any]:
-        """The store; None once it has failed, which is quite usual at the end: another rank's process may serve it."""
+    def silence_s(self, rank: int) -> float:
+        """How long, as far as reading has shown, that rank has told nothing new."""
+        return time.monotonic() - self._heard[rank]
+
+    def _ask(self, question: Callable[[Any], R]) -> R | None:
+        """Asks the store, until it fails once: then never again. At the end that is usual, as a rank may serve it.
+
+        In a thread of its own: a TCPStore's calls wait for a server that stands still, whatever timeout they are given.
+        """
         with self._lock:
-            if self._store is not None and _has_hung_up(self._store):
+            store, answers = self._store, queue.SimpleQueue[R | None]()
+            if store is None:
+                return None
+
+            def ask() -> None:
+                try:
+                    if _has_hung_up(store):
+                        raise ConnectionError("its server has closed the connection")
+                    answers.put(question(store))
+                except Exception as error:
+                    _logger.debug("the process group's store has failed, each rank watches on alone: %s", error)
+                    answers.put(None)
+
+            threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True).start()
+            answer = None
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=self._timeout_s)
+            if answer is None:
                 self._store = None
-            try:
-                yield self._store
-            except Exception as error:
-                _logger.debug("the process group's store does not answer any more, watching goes on alone: %s", error)
-                self._store = None
+            return answer
 
 
 # Per process group: our connection to its store, and how many reducers it has had; the same number on every rank.
@@ -142,7 +162,6 @@ def _store_of(group: dist.ProcessGroup) -> tuple[Any, int]:
     if group not in _stores and _tcp_store_in(store) is not None:
         # A connection carries one call at a time: a rank that waits for a key would keep ours waiting.
         store = store.clone()
-        store.set_timeout(timedelta(seconds=_LONGEST_STORE_CALL_S))
     store, number = _stores.get(group, (store, 0))
     _stores[group] = (store, number + 1)
     return store, number
@@ -179,8 +198,8 @@ class Watched:
         limit_s: float,
     ) -> None:
         self._progress = progress
-        self._board = _Board(group)
         self._limit_s = limit_s
+        self._board = _Board(group, self.beat_s)
         self._thread = threading.get_ident()  # the one that builds a model trains it
         self._modules = {id(module): (weakref.ref(module), name) for name, module in modules}
         self._beats = 0
@@ -240,7 +259,10 @@ class Watched:
         board = self._board
         waits = f"rank {board.ranks[board.rank]} has waited {now.seconds:.3g} s: {now.awaited} of step {now.step} waits"
         if records is None:
-            return f"{waits}; for whom is not known, as the process group's store does not answer"
+            return (
+                f"{waits}; for whom is not known, as the process group's store does not answer either (it is served by "
+                "torchrun, or else by rank 0's process)"
+            )
         behind: list[tuple[tuple[int, int], str]] = []
         for rank, record in enumerate(records):
             if rank == board.rank:

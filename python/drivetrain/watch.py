@@ -257,7 +257,8 @@ class Watched:
 
     def _report(self, now: _C.ProgressSnapshot, records: list[Record | None] | None) -> str:
         board = self._board
-        waits = f"rank {board.ranks[board.rank]} has waited {now.seconds:.3g} s: {now.awaited} of step {now.step} waits"
+        name = f"rank {board.ranks[board.rank]}"
+        waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of step {now.step} waits"
         if records is None:
             return (
                 f"{waits}; for whom is not known, as the process group's store does not answer either (it is served by "
@@ -283,13 +284,17 @@ class Watched:
         name = f"rank {self._board.ranks[rank]}"
         if record is None:
             return f"{name}, which has not been heard of at all"
-        facts = [f"which has not been heard of for {self._board.silence_s(rank):.3g} s"] if is_silent else []
+        facts = [f"which has not been heard of for {_rounded(self._board.silence_s(rank))} s"] if is_silent else []
         facts.append(f"last seen {record['where']}")
         if record["awaited"]:
             facts.append(f"itself waiting for {record['awaited']} of step {record['step']}")
         elif record["step"] != step:
             facts.append(f"in step {record['step']}")
         return f"{name}, {', '.join(facts)}"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
 
 
 _NOT_THE_USERS = tuple(str(Path(folder)) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))

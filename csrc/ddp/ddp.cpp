@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "ddp/comm.h"
 #include "ddp/plan.h"
+#include "ddp/progress.h"
 #include "ddp/reducer.h"
 
 namespace py = pybind11;
@@ -110,6 +111,25 @@ void register_ddp(py::module_& m) {
       .def_readonly("comm_start", &Reducer::Times::comm_start)
       .def_readonly("comm_end", &Reducer::Times::comm_end)
       .def_readonly("buckets_reduced", &Reducer::Times::buckets_reduced);
+  py::class_<Progress::Snapshot>(m, "ProgressSnapshot")
+      .def_readonly("step", &Progress::Snapshot::step)
+      .def_readonly("place", &Progress::Snapshot::place)
+      .def_readonly("awaited", &Progress::Snapshot::awaited)
+      .def_readonly("needed", &Progress::Snapshot::needed)
+      .def_readonly("seconds", &Progress::Snapshot::seconds)
+      .def_readonly("wait_s", &Progress::Snapshot::wait_s)
+      .def_readonly("num_waits", &Progress::Snapshot::num_waits);
+  // Keeps the GIL: its mutex is held for moments, and a process that forks (with the GIL) never copies it locked.
+  py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress")
+      .def("snapshot", &Progress::snapshot)
+      .def("set_report", &Progress::set_report, py::arg("step"), py::arg("report"))
+      .def(
+          "begin_wait",
+          [](Progress& progress, const std::string& what) {
+            progress.begin_wait(std::make_shared<const std::string>(what), Progress::kForward);
+          },
+          py::arg("what"))
+      .def("end_wait", &Progress::end_wait);
   py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
   // Python's part of it is python/drivetrain/reducer.py.
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
@@ -118,6 +138,7 @@ void register_ddp(py::module_& m) {
            py::arg("check_replicas_every"), py::arg("frozen"), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("times", &Reducer::times, no_gil())
+      .def("progress", &Reducer::progress)
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
       .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())

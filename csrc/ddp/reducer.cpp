@@ -18,7 +18,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -84,10 +83,14 @@ at::Tensor as_scalar(double value) {
   return scalar;
 }
 
-int64_t clock_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
+std::shared_ptr<const std::string> label(const char* what) { return std::make_shared<const std::string>(what); }
+
+// What is waited for beside buckets.
+const auto kOrder = label("the broadcast of the buckets' order");
+const auto kUsedMap = label("the map of used parameters");
+const auto kWeights = label("the weights");
+const auto kReplicas = label("the replicas' checksums");
+const auto kParameters = label("the parameters' checksums");
 
 // An empty sparse gradient, sparse in its first dimension as an Embedding's is.
 at::Tensor no_rows(const at::Tensor& param) {
@@ -198,6 +201,7 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       bucket.params.push_back(slot.param);
     }
   }
+  for (Bucket& bucket : buckets_) bucket.label = std::make_shared<const std::string>(describe(bucket));
   plans_ = plans;
   reset();
 }
@@ -223,9 +227,10 @@ bool Reducer::rebuild_buckets() {
   const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
   noting_errors([&] {
     try {
+      const Progress::Wait wait(*progress_, kOrder, Progress::kForward);
       comm_->broadcast(shared);
     } catch (const std::exception& error) {
-      fail_collective("broadcast of the buckets' order", error.what());
+      fail_collective(*kOrder, error.what());
     }
   });
   const at::Tensor on_host = shared.cpu();
@@ -475,11 +480,13 @@ void Reducer::reset() {
   replica_reduce_.reset();
   rpc_context_.reset();
   step_ = Step::kIdle;
+  progress_->move_to(steps_ + 1, Progress::kIdle);
 }
 
 void Reducer::prepare_for_forward() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   now_ = Times{clock_ns()};
+  progress_->move_to(steps_ + 1, Progress::kForward);
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
@@ -511,6 +518,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
     }
   }
   step_ = Step::kPrepared;
+  progress_->move_to(steps_ + 1, Progress::kBackward);
 }
 
 // The step before began and was not finalized. If a gradient is missing, the ranks no longer agree on what is reduced;
@@ -830,10 +838,13 @@ void Reducer::start(Bucket& bucket) {
   if (is_skipped(bucket)) return;
   RECORD_FUNCTION("drivetrain::all_reduce", std::vector<c10::IValue>());
   ++now_.buckets_reduced;
+  const size_t index = &bucket - buckets_.data();
+  // Hooks may wait in here, and so does a transport that has too many buckets under way.
+  const Progress::Wait wait(*progress_, bucket.label, Progress::kBackward + static_cast<int64_t>(index) + 1);
   if (comm_hook_) {
-    HookBucket seen{static_cast<size_t>(&bucket - buckets_.data()), buckets_.size(), bucket.flat, {}, {}};
-    for (size_t index : bucket.params) {
-      const Parameter& param = params_[index];
+    HookBucket seen{index, buckets_.size(), bucket.flat, {}, {}};
+    for (size_t i : bucket.params) {
+      const Parameter& param = params_[i];
       seen.offsets.push_back(bucket.sparse ? 0 : param.offset / bucket.flat.element_size());
       seen.params.push_back(param.tensor);
     }
@@ -846,9 +857,9 @@ void Reducer::start(Bucket& bucket) {
     try {
       bucket.reduce = as_sum ? comm_->start_sum(flat) : comm_->start(flat);
     } catch (const std::exception& error) {
-      const std::string what = describe(bucket), report = error.what();
+      const std::string report = error.what();
       forget_step();
-      fail_collective("all-reduce of " + what, report);
+      fail_collective("the all-reduce of " + *bucket.label, report);
     }
   }
 }
@@ -876,7 +887,7 @@ void Reducer::shadow_used_map() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!shares_used_map()) return;
   at::Tensor used = at::zeros_like(local_used_, params_[0].tensor.device());
-  wait_for(*comm_->start_sum(used), "the map of used parameters");
+  wait_for(*comm_->start_sum(used), kUsedMap, place_of_all());
   if (graph_ == Graph::kDynamic) return;
   used = used.cpu();
   for (size_t i = 0; i < params_.size(); ++i) params_[i].used_somewhere = used.data_ptr<int32_t>()[i] > 0;
@@ -884,8 +895,8 @@ void Reducer::shadow_used_map() {
 
 void Reducer::count_shadowed_step() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  reset();
   ++steps_;
+  reset();
 }
 
 // ---- A step's end.
@@ -922,7 +933,7 @@ void Reducer::finish_bucket(Bucket& bucket) {
   if (result.is_same(bucket.flat)) return;
   if (result.numel() != bucket.flat.numel()) {
     throw_type_error(text("the communication hook returned a tensor of ", result.numel(), " elements for ",
-                          describe(bucket), ", expected as many as bucket.buffer() has: ", bucket.flat.numel()));
+                          *bucket.label, ", expected as many as bucket.buffer() has: ", bucket.flat.numel()));
   }
   // In mixed precision the hook has made the gradients full precision again: they get the sum as it came.
   if (low_precision_) {
@@ -944,16 +955,18 @@ void Reducer::finish_bucket(Bucket& bucket) {
 
 void Reducer::wait_for_buckets() {
   RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
-  for (Bucket& bucket : buckets_) {
-    if (bucket.reduce) wait_for(*bucket.reduce, describe(bucket));
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    const Bucket& bucket = buckets_[i];
+    if (bucket.reduce) wait_for(*bucket.reduce, bucket.label, Progress::kBackward + static_cast<int64_t>(i) + 1);
   }
-  if (used_reduce_) wait_for(*used_reduce_, "the map of used parameters");
-  if (weight_reduce_) wait_for(*weight_reduce_, "the weights");
-  if (replica_reduce_) wait_for(*replica_reduce_, "the replicas' checksums");
+  if (used_reduce_) wait_for(*used_reduce_, kUsedMap, place_of_all());
+  if (weight_reduce_) wait_for(*weight_reduce_, kWeights, place_of_all());
+  if (replica_reduce_) wait_for(*replica_reduce_, kReplicas, place_of_all());
 }
 
-void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
+void Reducer::wait_for(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t needed) {
   try {
+    const Progress::Wait wait(*progress_, what, needed);
     reduce.wait();
   } catch (const std::exception& error) {
     if (comm_hook_) {  // the hook's own error, in its own kind; the other ranks go on, so that the rest ends
@@ -961,9 +974,9 @@ void Reducer::wait_for(PendingReduce& reduce, const std::string& what) {
       forget_step();
       throw;
     }
-    const std::string report = error.what();
+    const std::string report = error.what(), all_reduce = "the all-reduce of " + *what;
     forget_step();
-    fail_collective("all-reduce of " + what, report);
+    fail_collective(all_reduce, report);
   }
 }
 
@@ -994,10 +1007,11 @@ void Reducer::forget_step() {
 }
 
 void Reducer::fail_collective(const std::string& what, const std::string& report) const {
-  throw EnvironmentError(text("drivetrain: the ", what, " failed in synchronised step ", steps_ + 1,
+  const std::string hang = progress_->report(steps_ + 1);
+  throw EnvironmentError(text("drivetrain: ", what, " failed in synchronised step ", steps_ + 1,
                               "; a rank has probably died, hangs or has left out a step: look for the first error in "
                               "the others' logs, and whether they name the same step. The transport reports: ",
-                              report));
+                              report, hang.empty() ? "" : "\nThe last report before that: ", hang));
 }
 
 void Reducer::finalize_backward() {
@@ -1047,6 +1061,7 @@ void Reducer::finalize() {
   forwards_ = 0;
   is_joining_ = false;
   ++steps_;
+  progress_->end_step();
   const bool compare = replica_reduce_ != nullptr;
   std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);
   end_callbacks_.clear();
@@ -1071,7 +1086,7 @@ void Reducer::compare_replicas() {
     each.data_ptr<int64_t>()[comm_->rank() * count + i] = hash_of({params_[i].tensor});
   }
   each = each.to(params_[0].tensor.device());
-  wait_for(*comm_->start_sum(each), "the parameters' checksums");
+  wait_for(*comm_->start_sum(each), kParameters, place_of_all());
   each = each.cpu();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t* values = each.data_ptr<int64_t>() + i;

@@ -20,6 +20,7 @@
 #include "ddp/comm.h"
 #include "ddp/comm_hook.h"
 #include "ddp/plan.h"
+#include "ddp/progress.h"
 
 namespace drivetrain::ddp {
 
@@ -139,6 +140,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
   Times times();
 
+  // Kept up to date for whoever watches this reducer; may outlive it.
+  std::shared_ptr<Progress> progress() const { return progress_; }
+
   // For each parameter how many ranks used it in the last synchronised backward, if that was found out; else whether
   // this rank has used it since.
   at::Tensor used_map();
@@ -175,6 +179,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   struct Bucket {
     std::vector<size_t> params;
+    std::shared_ptr<const std::string> label;  // "bucket 7 of 12 [layer3.weight, ...]"
     bool sparse = false;
     // All of it, padding included, one-dimensional and in the parameters' dtype; or the sparse gradient.
     at::Tensor flat;
@@ -227,14 +232,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void drain();
   void forget_step();
   bool lies_in_arena(const at::Tensor& tensor) const;
-  void wait_for(PendingReduce& reduce, const std::string& what);
+  void wait_for(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t needed);
+  int64_t place_of_all() const { return Progress::kBackward + static_cast<int64_t>(buckets_.size()); }
   [[noreturn]] void fail_collective(const std::string& what, const std::string& report) const;
   void compare_replicas();
   void end_interrupted_step();
   void check_hooked(const Parameter& param) const;
   void check_frozen() const;
   void reset();
-  std::string describe(const Bucket& bucket) const;
+  std::string describe(const Bucket& bucket) const;  // what its label is made of
   [[noreturn]] void fail_incomplete() const;
   [[noreturn]] void fail_changed_graph(const Parameter& param) const;
 
@@ -282,6 +288,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor local_used_;   // int32 [num params], on the CPU
   at::Tensor global_used_;  // the same summed over ranks; on the parameters' device while under way
   std::unique_ptr<PendingReduce> used_reduce_;
+  const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   Times now_, last_;           // of the step under way and the last finished one
   int64_t steps_ = 0;          // synchronised, finished
   at::Tensor replica_hashes_;  // int64 [ranks], this rank's at its place; summed over ranks

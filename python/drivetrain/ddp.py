@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from . import transport as transports
+from . import watch
 from .ddp_logger import Logger
 from .reducer import Reducer
 
@@ -35,7 +36,7 @@ _SAME_EVERYWHERE = (
     "skip_all_reduce_unused_params",
     "check_replicas_every",
 )
-_OURS_ALONE = ("transport", "check_replicas_every")
+_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 P = ParamSpec("P")
@@ -77,10 +78,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "torch". Where memory cannot be shared, rank 0 warns and the process group is used.
         check_replicas_every: keyword only. Compare a checksum of all parameters over ranks in every so many
             synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
+        report_hang_after: keyword only. Once this rank has waited so many seconds for others (0 or infinity: never),
+            log a warning, to the logger "drivetrain", that names what waits, for which ranks, and where those were last
+            seen: module, file and line. Again at growing intervals. None: what the environment variable
+            DRIVETRAIN_REPORT_HANG_AFTER says, else 30.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
-            the CPU and has a SyncBatchNorm or `device_ids`; transport is unknown, or check_replicas_every negative.
+            the CPU and has a SyncBatchNorm or `device_ids`; transport is unknown, or check_replicas_every or
+            report_hang_after negative.
         RuntimeError: nothing requires a gradient, or the ranks' parameters differ (on every rank, naming the first).
         TypeError: an argument that the installed torch does not know.
     """
@@ -114,6 +120,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         *,
         transport: str = "auto",
         check_replicas_every: int = 0,
+        report_hang_after: float | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -121,6 +128,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
         self._transport = transports.requested(transport)
+        self._report_hang_after = watch.limit_from(report_hang_after)
         _check_devices(_trained_parameters(module))
         if process_group is None and device_mesh is None and not dist.is_initialized():
             raise ValueError(
@@ -128,7 +136,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "torchrun and call torch.distributed.init_process_group() first, or pass process_group."
             )
         if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch has a word for lazy ones
-            arguments = {name: given[name] for name in _SAME_EVERYWHERE} | {"transport": self._transport}
+            arguments = {name: given[name] for name in _SAME_EVERYWHERE}
+            arguments |= {"transport": self._transport, "report_hang_after": self._report_hang_after}
             group = process_group
             if device_mesh is not None and device_mesh.ndim == 1:
                 group = device_mesh.get_group()
@@ -205,6 +214,30 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         finally:
             self.reducer.end_weighted(failed)
 
+    def lateness(self) -> list[float]:
+        """How long each rank keeps the others waiting in a step, to find the one that is slow.
+
+        The rank that comes last waits least. A rank's lateness is the longest wait over ranks minus its own, where its
+        wait is the time per step that it spends waiting for gradients and buffers: the median over the last 32
+        synchronised steps. Waits in other collectives (SyncBatchNorm's, the script's own) do not count. No clock is
+        compared between hosts, and no other rank need call this; what others say of themselves is up to a quarter of
+        `report_hang_after` old.
+
+        Returns:
+            Seconds, for every rank of the process group; nan for those that have told nothing.
+
+        Raises:
+            RuntimeError: `report_hang_after` is 0, so that ranks tell each other nothing.
+        """
+        if self.reducer.watched is None:
+            if dist.get_world_size(self.process_group) == 1:
+                return [0.0]
+            raise RuntimeError(
+                "lateness() needs what the ranks tell each other for hang reports, and report_hang_after is 0: pass "
+                "seconds > 0."
+            )
+        return self.reducer.watched.lateness()
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's.
 
@@ -248,11 +281,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
+            modules=list(self.module.named_modules()),
+            report_hang_after=self.__dict__.get("_report_hang_after", watch.DEFAULT_LIMIT_S),
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
         transports.warn_of_fallback(comm, self.process_group)
         self.logger = Logger(self, names, comm.name, static_graph)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+
+    def _sync_buffers(self) -> None:
+        """As torch's: all ranks take rank 0's buffers."""
+        progress = self.reducer.progress()
+        progress.begin_wait("the broadcast of buffers")
+        try:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+        finally:
+            progress.end_wait()
 
     # Torch's own versions hand the reducer to C++ that is typed for torch's.
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from . import _C
 from . import transport as transports
+from .watch import Watched
 
 
 class Reducer(_C.Reducer):
@@ -26,6 +27,8 @@ class Reducer(_C.Reducer):
         skip_unused_buckets: do not reduce buckets that no parameter of which is used (on any rank: a promise).
         check_replicas_every: synchronised steps between two comparisons of the ranks' parameters; 0: never.
         frozen: the module's other parameters with their names; one that requires a gradient later raises.
+        modules: all modules with their names, for messages.
+        report_hang_after: seconds after which a wait for other ranks is reported; 0: never.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class Reducer(_C.Reducer):
         skip_unused_buckets: bool,
         check_replicas_every: int,
         frozen: Sequence[tuple[str, nn.Parameter]],
+        modules: Sequence[tuple[str, nn.Module]],
+        report_hang_after: float,
     ) -> None:
         super().__init__(
             params=params,
@@ -57,10 +62,19 @@ class Reducer(_C.Reducer):
         self._process_group = process_group
         self._transport = transport
         self._first_param = params[0]
+        self._modules = modules
+        self._report_hang_after = report_hang_after
+        self._watch()
+
+    def _watch(self) -> None:
+        self.watched: Watched | None = None
+        if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
+            self.watched = Watched(self.progress(), self._process_group, self._modules, self._report_hang_after)
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
         self.set_comm(transports.make_comm(self._transport, process_group, self._first_param.device))
+        self._watch()
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError(

@@ -1,6 +1,6 @@
 // The torch-free core on its own, mainly for the sanitizers: kernels on exact-sized heap blocks and from several
-// threads, the bucket plan, the choice of instruction set, and (shm_tests.cpp) shared memory. Exits non-zero and names
-// what failed.
+// threads, the bucket plan, the progress that another thread reads, the choice of instruction set, and (shm_tests.cpp)
+// shared memory. Exits non-zero and names what failed.
 #include "native_tests.h"
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "ddp/plan.h"
+#include "ddp/progress.h"
 #include "optim/step.h"
 
 namespace drivetrain {
@@ -162,6 +163,37 @@ void test_plan() {
   expect(threw, "an order that does not fit the sizes is refused");
 }
 
+void test_progress() {
+  ddp::Progress progress;
+  const auto what = std::make_shared<const std::string>("bucket 0 of 1 [weight]");
+  std::atomic<bool> ended{false};
+  std::thread watcher([&] {
+    while (!ended) {
+      const ddp::Progress::Snapshot now = progress.snapshot();
+      expect(now.awaited.empty() || (now.awaited == *what && now.needed == ddp::Progress::kBackward + 1 &&
+                                     now.place >= now.needed && now.step == now.num_waits + 1),
+             "what is seen of a wait belongs together");
+      progress.set_report(now.step, "report");
+    }
+  });
+  constexpr int64_t kSteps = 2000;
+  for (int64_t step = 1; step <= kSteps; ++step) {
+    progress.move_to(step, ddp::Progress::kForward);
+    progress.move_to(step, ddp::Progress::kBackward);
+    {
+      const ddp::Progress::Wait wait(progress, what, ddp::Progress::kBackward + 1);
+    }
+    progress.end_step();
+    progress.move_to(step + 1, ddp::Progress::kIdle);
+  }
+  ended = true;
+  watcher.join();
+  progress.set_report(kSteps, "late");
+  expect(progress.report(kSteps) == "late" && progress.report(kSteps + 1).empty(), "a report is for its step alone");
+  const ddp::Progress::Snapshot after = progress.snapshot();
+  expect(after.awaited.empty() && after.num_waits == kSteps && after.wait_s >= 0, "waits end and are counted");
+}
+
 void test_isa() {
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
@@ -175,6 +207,7 @@ void test_isa() {
 int main() {
   test_kernels();
   test_plan();
+  test_progress();
   test_isa();
   test_shared_memory();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");

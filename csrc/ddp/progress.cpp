@@ -1,0 +1,81 @@
+// The bookkeeping behind progress.h.
+#include "ddp/progress.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace drivetrain::ddp {
+
+int64_t clock_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+Progress::Snapshot Progress::snapshot() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Snapshot now;
+  now.step = step_;
+  now.place = place_;
+  if (awaited_) now.awaited = *awaited_;
+  now.needed = needed_;
+  now.seconds = static_cast<double>(clock_ns() - since_ns_) * 1e-9;
+  now.num_waits = num_waits_;
+  std::array<int64_t, kWaitsKept> waits = waits_ns_;
+  const int64_t kept = std::min<int64_t>(num_waits_, kWaitsKept);
+  std::nth_element(waits.begin(), waits.begin() + kept / 2, waits.begin() + kept);
+  now.wait_s = static_cast<double>(waits[kept / 2]) * 1e-9;
+  return now;
+}
+
+void Progress::move_to(int64_t step, int64_t place) {
+  const int64_t now = clock_ns();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (step != step_) waited_ns_ = 0;
+  step_ = step;
+  place_ = place;
+  since_ns_ = now;
+}
+
+void Progress::end_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waits_ns_[num_waits_++ % kWaitsKept] = waited_ns_;
+  waited_ns_ = 0;
+}
+
+Progress::Wait::Wait(Progress& progress, std::shared_ptr<const std::string> what, int64_t needed)
+    : progress_(progress) {
+  progress_.begin_wait(std::move(what), needed);
+}
+
+Progress::Wait::~Wait() { progress_.end_wait(); }
+
+void Progress::begin_wait(std::shared_ptr<const std::string> what, int64_t needed) {
+  const int64_t now = clock_ns();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  awaited_ = std::move(what);
+  place_ = std::max(place_, needed);
+  needed_ = needed;
+  since_ns_ = now;
+}
+
+void Progress::end_wait() {
+  const int64_t now = clock_ns();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  awaited_.reset();
+  waited_ns_ += now - since_ns_;
+  since_ns_ = now;
+}
+
+void Progress::set_report(int64_t step, std::string report) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reported_step_ = step;
+  report_ = std::move(report);
+}
+
+std::string Progress::report(int64_t step) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return step == reported_step_ ? report_ : "";
+}
+
+}  // namespace drivetrain::ddp

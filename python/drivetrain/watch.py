@@ -1,0 +1,422 @@
+"""Says who keeps whom waiting: one thread per process tells other ranks where this one is, and asks when it waits.
+
+Each rank puts a short record of its own (`_Watched.record`) into the process group's store every quarter of the limit.
+A rank that has waited for the limit reads the others' and logs which of them have not come to where it is. Nothing here
+takes the reducer's lock, which a waiting rank holds, and no clock is compared with another host's.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import re
+import select
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypedDict, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from . import _C
+
+R = TypeVar("R")
+
+VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
+DEFAULT_LIMIT_S = 30.0
+
+_BEATS_PER_LIMIT = 4
+_SHORTEST_BEAT_S = 0.05
+_LONGEST_STORE_CALL_S = (1.0, 10.0)  # a beat, within these
+_EXIT_S = 0.5  # for the thread to end in, should the store stand still at exit
+_RANKS_NAMED = 4
+
+_logger = logging.getLogger("drivetrain")
+
+
+class Record(TypedDict):
+    """What a rank tells the others."""
+
+    beat: int  # grows with every one
+    step: int
+    place: int
+    awaited: str
+    where: str
+    wait_s: float | None  # None: no step has ended yet
+
+
+def limit_from(argument: float | None) -> float:
+    """The limit asked for, in seconds, 0 for none: the argument, or the environment variable, or the default."""
+    source, limit = "report_hang_after", argument
+    if limit is None:
+        given = os.environ.get(VARIABLE) or DEFAULT_LIMIT_S
+        source = VARIABLE
+        try:
+            limit = float(given)
+        except ValueError:
+            raise ValueError(f"{source} is {given!r}, expected seconds >= 0, or 0: never") from None
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
+        raise TypeError(f"{source} is a {type(limit).__name__}, expected seconds as a number")
+    if not limit >= 0:
+        raise ValueError(f"{source} is {limit}, expected seconds >= 0, or 0: never")
+    return 0.0 if math.isinf(limit) else float(limit)
+
+
+# ---- The other ranks.
+
+
+class _Board:
+    """The records of a process group's ranks, for one reducer, in the group's store."""
+
+    def __init__(self, group: dist.ProcessGroup, beat_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
+        store, number = _store_of(group)
+        self._store = store
+        self._key = f"drivetrain/watch/{number}/"
+        least, most = _LONGEST_STORE_CALL_S
+        self._timeout_s = min(max(beat_s, least), most)
+        self._beats = [0] * len(self.ranks)
+        self._heard = [time.monotonic()] * len(self.ranks)
+        self._lock = threading.Lock()
+
+    def publish(self, record: Record) -> None:
+        def put(store: Any) -> bool:
+            store.set(self._key + str(self.rank), json.dumps(record))
+            return True
+
+        self._ask(put)
+
+    def read(self) -> list[Record | None] | None:
+        """Every rank's last record, None for one without; None if the store does not answer. Marks who is heard."""
+
+        def get(store: Any) -> list[Record | None]:
+            keys = [self._key + str(rank) for rank in range(len(self.ranks))]
+            # A key that is not there would be waited for.
+            there = range(len(keys)) if store.check(keys) else [r for r, key in enumerate(keys) if store.check([key])]
+            records: list[Record | None] = [None] * len(keys)
+            for rank, text in zip(there, store.multi_get([keys[rank] for rank in there]), strict=True):
+                records[rank] = json.loads(text)
+            return records
+
+        records = self._ask(get)
+        now = time.monotonic()
+        for rank, record in enumerate(records or ()):
+            if record is not None and record["beat"] != self._beats[rank]:
+                self._beats[rank], self._heard[rank] = record["beat"], now
+        return records
+
+    def begin_listening(self) -> None:
+        self._heard = [time.monotonic()] * len(self.ranks)
+
+    def silence_s(self, rank: int) -> float:
+        """How long, as far as reading has shown, that rank has told nothing new."""
+        return time.monotonic() - self._heard[rank]
+
+    def _ask(self, question: Callable[[Any], R]) -> R | None:
+        """Asks the store, until it fails once: then never again. At the end that is usual, as a rank may serve it.
+
+        In a thread of its own: a TCPStore's calls wait for a server that stands still, whatever timeout they are given.
+        """
+        with self._lock:
+            store, answers = self._store, queue.SimpleQueue[R | None]()
+            if store is None:
+                return None
+
+            def ask() -> None:
+                try:
+                    if _has_hung_up(store):
+                        raise ConnectionError("its server has closed the connection")
+                    answers.put(question(store))
+                except Exception as error:
+                    _logger.debug("the process group's store has failed, each rank watches on alone: %s", error)
+                    answers.put(None)
+
+            threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True).start()
+            answer = None
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=self._timeout_s)
+            if answer is None:
+                self._store = None
+            return answer
+
+
+# Per process group: our connection to its store, and how many reducers it has had; the same number on every rank.
+_stores: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, int]] = WeakKeyDictionary()
+
+
+def _store_of(group: dist.ProcessGroup) -> tuple[Any, int]:
+    store: Any = dist.distributed_c10d._world.pg_map.get(group, ("", None))[1]
+    if group not in _stores and _tcp_store_in(store) is not None:
+        # A connection carries one call at a time: a rank that waits for a key would keep ours waiting.
+        store = store.clone()
+    store, number = _stores.get(group, (store, 0))
+    _stores[group] = (store, number + 1)
+    return store, number
+
+
+def _tcp_store_in(store: Any) -> TCPStore | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def _has_hung_up(store: Any) -> bool:
+    """Whether the server of our connection is gone: a call that finds it out has torch print a stack trace."""
+    found = re.search(r"client=\S*?fd=(\d+)", repr(_tcp_store_in(store)))
+    if found is None:
+        return False
+    poll = select.poll()
+    poll.register(int(found[1]), select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+# ---- This rank.
+
+
+class Watched:
+    """One reducer as the thread sees it. The reducer owns it and it does not know the reducer, so that both end when
+    the wrapper does."""
+
+    def __init__(
+        self,
+        progress: _C.Progress,
+        group: dist.ProcessGroup,
+        modules: Sequence[tuple[str, nn.Module]],
+        limit_s: float,
+    ) -> None:
+        self._progress = progress
+        self._limit_s = limit_s
+        self._board = _Board(group, self.beat_s)
+        self._thread = threading.get_ident()  # the one that builds a model trains it
+        self._modules = {id(module): (weakref.ref(module), name) for name, module in modules}
+        self._beats = 0
+        self._hang: tuple[int, str] | None = None  # the step and what was awaited there
+        self._next_report_s = limit_s
+        _add(self)
+
+    @property
+    def beat_s(self) -> float:
+        return max(self._limit_s / _BEATS_PER_LIMIT, _SHORTEST_BEAT_S)
+
+    def look(self) -> float:
+        """Tells the other ranks where this one is, and reports a wait that is too long.
+
+        Returns:
+            Seconds until it should look again.
+        """
+        now = self._progress.snapshot()
+        self._board.publish(self._record(now))
+        if not now.awaited or now.seconds < self.beat_s:
+            self._hang = None
+            return min(self.beat_s, self._limit_s)
+        if self._hang != (now.step, now.awaited):
+            self._hang = (now.step, now.awaited)
+            self._next_report_s = self._limit_s
+            self._board.begin_listening()
+        records = self._board.read()
+        if now.seconds >= self._next_report_s:
+            self._next_report_s = 2 * now.seconds
+            report = self._report(now, records)
+            self._progress.set_report(now.step, report)
+            _logger.warning("%s", report)
+        return max(min(self.beat_s, self._next_report_s - now.seconds), _SHORTEST_BEAT_S)
+
+    def lateness(self) -> list[float]:
+        """See DistributedDataParallel.lateness."""
+        records = self._board.read() or [None] * len(self._board.ranks)
+        records[self._board.rank] = self._record(self._progress.snapshot())
+        waits = [record["wait_s"] if record else None for record in records]
+        longest = max((wait for wait in waits if wait is not None), default=0.0)
+        return [math.nan if wait is None else longest - wait for wait in waits]
+
+    def _record(self, now: _C.ProgressSnapshot) -> Record:
+        self._beats += 1
+        # Asking a frame for its `self` costs it something, so ask only one that stays.
+        stays = now.seconds >= 2 * self.beat_s
+        return {
+            "beat": self._beats,
+            "step": now.step,
+            "place": now.place,
+            "awaited": now.awaited,
+            "where": _where(self._thread, self._modules if stays else {}),
+            "wait_s": now.wait_s if now.num_waits else None,
+        }
+
+    def _report(self, now: _C.ProgressSnapshot, records: list[Record | None] | None) -> str:
+        board = self._board
+        name = f"rank {board.ranks[board.rank]}"
+        waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of step {now.step} waits"
+        if records is None:
+            return (
+                f"{waits}; for whom is not known, as the process group's store does not answer either (it is served by "
+                "torchrun, or else by rank 0's process)"
+            )
+        behind: list[tuple[tuple[int, int], str]] = []
+        for rank, record in enumerate(records):
+            if rank == board.rank:
+                continue
+            place = (record["step"], record["place"]) if record else (0, 0)
+            is_silent = record is None or board.silence_s(rank) >= 2 * self.beat_s
+            if is_silent or place < (now.step, now.needed):
+                behind.append((place, self._describe(rank, record, is_silent, now.step)))
+        if not behind:
+            return f"{waits} although every rank has come to it: what carries it is slow or stands still"
+        behind.sort()  # the furthest behind first: others may wait for it, too
+        named = [text for _, text in behind[:_RANKS_NAMED]]
+        if len(behind) > _RANKS_NAMED:
+            named.append(f"{len(behind) - _RANKS_NAMED} more")
+        return f"{waits} for {'; for '.join(named)}"
+
+    def _describe(self, rank: int, record: Record | None, is_silent: bool, step: int) -> str:
+        name = f"rank {self._board.ranks[rank]}"
+        if record is None:
+            return f"{name}, which has not been heard of at all"
+        facts = [f"which has not been heard of for {_rounded(self._board.silence_s(rank))} s"] if is_silent else []
+        facts.append(f"last seen {record['where']}")
+        if record["awaited"]:
+            facts.append(f"itself waiting for {record['awaited']} of step {record['step']}")
+        elif record["step"] != step:
+            facts.append(f"in step {record['step']}")
+        return f"{name}, {', '.join(facts)}"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+_NOT_THE_USERS = tuple(str(Path(folder)) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+def _is_users(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    in_library = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path  # pip's folders lie inside it
+    return not (in_library or path.startswith((*_NOT_THE_USERS, "<frozen")))
+
+
+def _where(thread: int, modules: dict[int, tuple["weakref.ref[nn.Module]", str]]) -> str:
+    """Where that thread is: "in layer9.mlp (train.py:88 in forward)", or "at train.py:52 in train"."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return "nowhere: the thread that built the model has ended"
+    stack: list[FrameType] = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    users = next((frame for frame in stack if _is_users(frame)), innermost)
+    file = Path(*Path(users.f_code.co_filename).parts[-2:])
+    line = f"{file}:{users.f_lineno} in {users.f_code.co_name}"
+    if not modules:
+        return f"at {line}"
+    for frame in stack:
+        module = _self_of(frame)
+        reference, name = modules.get(id(module), (None, ""))
+        if reference is not None and reference() is module:
+            return f"in {name or type(module).__name__} ({line})"
+    return f"at {line}"
+
+
+def _self_of(frame: FrameType) -> object:
+    """A method's own object."""
+    code = frame.f_code
+    if code.co_argcount == 0 or code.co_varnames[0] != "self":
+        return None
+    variables = frame.f_locals
+    found = variables.get("self")
+    if isinstance(variables, dict):
+        # Before Python 3.13 this is a copy that the frame keeps, and with it tensors that the frame lets go of.
+        variables.clear()
+    return found
+
+
+# ---- The thread.
+
+_watched: "dict[int, weakref.ref[Watched]]" = {}
+_lock = threading.Lock()  # around the thread's beginning and end
+_thread: threading.Thread | None = None
+_is_exiting = False
+# For waking the thread: its put() may come at any moment in any thread, from garbage collection.
+_wake: "queue.SimpleQueue[None]" = queue.SimpleQueue()
+_has_exit_hooks = False
+
+
+def _add(watched: Watched) -> None:
+    global _thread, _has_exit_hooks
+    key = id(watched)
+
+    def forget(_: object) -> None:
+        _watched.pop(key, None)
+        _wake.put(None)
+
+    with _lock:
+        if not _has_exit_hooks:
+            atexit.register(_end_at_exit)
+            os.register_at_fork(after_in_child=_forget_after_fork)
+            _has_exit_hooks = True
+        _watched[key] = weakref.ref(watched, forget)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="drivetrain-watch", daemon=True)
+            _thread.start()
+    _wake.put(None)
+
+
+def _run() -> None:
+    global _thread
+    while True:
+        wait_s = _look_at_all()
+        with contextlib.suppress(queue.Empty):
+            _wake.get(timeout=wait_s)
+        with _lock:
+            if _is_exiting or not _watched:
+                _thread = None
+                return
+
+
+def _look_at_all() -> float:
+    """Seconds until the next look is due. No reference to what was looked at outlives it."""
+    wait_s = DEFAULT_LIMIT_S
+    for reference in list(_watched.values()):
+        watched = reference()
+        if watched is None:
+            continue
+        try:
+            wait_s = min(wait_s, watched.look())
+        except Exception:  # a report that cannot be made must not end the others
+            _logger.debug("looking after a reducer failed", exc_info=True)
+            wait_s = min(wait_s, watched.beat_s)
+    return wait_s
+
+
+def _end_at_exit() -> None:
+    """Without it the thread might ask for the GIL when Python has shut down, and that aborts the process."""
+    global _is_exiting
+    with _lock:
+        _is_exiting = True
+        thread = _thread
+    _wake.put(None)
+    if thread is not None:
+        thread.join(_EXIT_S)
+
+
+def _forget_after_fork() -> None:
+    """The child has no such thread, and the parent's connection is not its to use."""
+    global _lock, _thread, _wake
+    _lock = threading.Lock()
+    _wake = queue.SimpleQueue()
+    _thread = None
+    _watched.clear()
+    _stores.clear()

@@ -1,5 +1,6 @@
 """The reducer as torch's DistributedDataParallel calls it: the native one, plus what needs torch's Python objects."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,14 @@ from torch import nn
 
 from . import _C
 from . import transport as transports
+
+
+def _are_held(tensors: list[torch.Tensor]) -> bool:
+    """Whether Python refers to any of these tensors, which the native reducer owns, beside this list."""
+    owner = nn.Parameter(torch.empty(0))
+    owner.grad = torch.empty(0)
+    not_held = [owner.grad]  # how many references that makes depends on the version of torch
+    return any(sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) for i in range(len(tensors)))
 
 
 class Reducer(_C.Reducer):
@@ -26,6 +35,8 @@ class Reducer(_C.Reducer):
         skip_unused_buckets: do not reduce buckets that no parameter of which is used (on any rank: a promise).
         check_replicas_every: synchronised steps between two comparisons of the ranks' parameters; 0: never.
         frozen: the module's other parameters with their names; one that requires a gradient later raises.
+        plan_from_measurement: choose the buckets' sizes anew once the first steps have been timed. Only for parameters
+            on the CPU, none of them with sparse gradients.
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class Reducer(_C.Reducer):
         skip_unused_buckets: bool,
         check_replicas_every: int,
         frozen: Sequence[tuple[str, nn.Parameter]],
+        plan_from_measurement: bool,
     ) -> None:
         super().__init__(
             params=params,
@@ -53,10 +65,14 @@ class Reducer(_C.Reducer):
             skip_unused_buckets=skip_unused_buckets,
             check_replicas_every=check_replicas_every,
             frozen=frozen,
+            plan_from_measurement=plan_from_measurement,
         )
         self._process_group = process_group
         self._transport = transport
         self._first_param = params[0]
+
+    def _rebuild_buckets(self) -> bool:
+        return self.rebuild_buckets(are_views_held=self.is_plan_due() and _are_held(self.views()))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group

@@ -28,22 +28,21 @@ class BucketPlan:
     latency_ms: float | None  # of the smallest all-reduce that was timed
     bandwidth_gb_per_s: float | None  # of the largest: its bytes, counted once, by its time
     expected_exposed_ms: float | None  # by how much communication makes a backward longer
-    measured_exposed_ms: (
-        float | None
-    )  # the same, the median of up to 64 last steps with these buckets; None: no step yet
+    measured_exposed_ms: float | None  # the same, median of up to 64 steps with these buckets; None: no step yet
 
     def __str__(self) -> str:
         measured = "no step yet" if self.measured_exposed_ms is None else f"{self.measured_exposed_ms:.2f} ms"
+        count = f"{len(self.buckets)} {'bucket' if len(self.buckets) == 1 else 'buckets'}"
         if self.why_not:
-            head = [f"{len(self.buckets)} buckets, not planned from measurement: {self.why_not}"]
+            head = [f"{count}, not planned from measurement: {self.why_not}"]
             head += [f"exposed communication per step: measured {measured}"]
         else:
             head = [
-                f"{len(self.buckets)} buckets, planned from measurement: latency {self.latency_ms:.3f} ms, "
+                f"{count}, planned from measurement: latency {self.latency_ms:.3f} ms, "
                 f"bandwidth {self.bandwidth_gb_per_s:.2f} GB/s",
                 f"exposed communication per step: expected {self.expected_exposed_ms:.2f} ms, measured {measured}",
             ]
-        rows = [("bucket", "MiB", "ready ms", "start ms", "end ms", "parameters")]
+        rows: list[tuple[str, ...]] = [("bucket", "MiB", "ready ms", "start ms", "end ms", "parameters")]
         for index, bucket in enumerate(self.buckets):
             times = [
                 "" if time is None else f"{time:.2f}" for time in (bucket.ready_ms, bucket.start_ms, bucket.end_ms)
@@ -65,29 +64,27 @@ def describe_plan(reducer: _C.Reducer, why_not: str) -> BucketPlan:
         why_not: why nothing will be measured; "": it will be.
     """
     report = reducer.plan_report()
-    why_not = why_not or report.why_not
-    if not why_not and not report.expected:
-        why_not = "the first steps are not over"
     infos = reducer.buckets()
-    times: list[_C.ExpectedBucket | None] = [*report.expected] or [None] * len(infos)
-    buckets = tuple(
-        PlannedBucket(
-            names=tuple(info.names),
-            bytes=info.bytes,
-            ready_ms=time and 1e3 * time.ready,
-            start_ms=time and 1e3 * time.start,
-            end_ms=time and 1e3 * time.end,
+    measured = 1e3 * statistics.median(report.exposed) if report.exposed else None
+    if not report.expected:
+        return BucketPlan(
+            buckets=tuple(PlannedBucket(tuple(info.names), info.bytes, None, None, None) for info in infos),
+            why_not=why_not or report.why_not or "the first steps are not over",
+            latency_ms=None,
+            bandwidth_gb_per_s=None,
+            expected_exposed_ms=None,
+            measured_exposed_ms=measured,
         )
-        for info, time in zip(infos, times, strict=True)
-    )
-    last, (smallest, largest) = (
-        (report.expected[-1], (report.costs[0], report.costs[-1])) if report.expected else (None, ((0, 0.0), (0, 0.0)))
-    )
+    (_, latency), (largest, seconds) = report.costs[0], report.costs[-1]
+    last = report.expected[-1]
     return BucketPlan(
-        buckets=buckets,
-        why_not=why_not,
-        latency_ms=1e3 * smallest[1] if last else None,
-        bandwidth_gb_per_s=largest[0] / largest[1] / 1e9 if last else None,
-        expected_exposed_ms=1e3 * (last.end - last.ready) if last else None,
-        measured_exposed_ms=1e3 * statistics.median(report.exposed) if report.exposed else None,
+        buckets=tuple(
+            PlannedBucket(tuple(info.names), info.bytes, 1e3 * time.ready, 1e3 * time.start, 1e3 * time.end)
+            for info, time in zip(infos, report.expected, strict=True)
+        ),
+        why_not="",
+        latency_ms=1e3 * latency,
+        bandwidth_gb_per_s=largest / seconds / 1e9,
+        expected_exposed_ms=1e3 * (last.end - last.ready),
+        measured_exposed_ms=measured,
     )

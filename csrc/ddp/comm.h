@@ -33,6 +33,8 @@ class Comm {
   virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
   // Whether start() leaves the mean over ranks; else it leaves the sum. Fixed once all memory is allocated.
   virtual bool averages() const = 0;
+  // Whether what start() began goes on by itself; else the ranks' threads carry it out within start() and wait().
+  virtual bool in_background() const { return true; }
   // Begins an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
   // order.
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) = 0;

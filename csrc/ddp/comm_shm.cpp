@@ -168,6 +168,8 @@ class ShmComm final : public Comm {
   std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
   std::string why_not() const override { return why_not_; }
   bool averages() const override { return exchange_ ? true : torch_->averages(); }
+  // Between hosts the leaders' process group works meanwhile.
+  bool in_background() const override { return !exchange_ || num_places() < size(); }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (!exchange_ || !device.is_cpu()) return torch_->allocate(bytes, device);

@@ -23,10 +23,11 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
                                       int64_t check_replicas_every,
-                                      std::vector<std::pair<std::string, at::Tensor>> frozen) {
+                                      std::vector<std::pair<std::string, at::Tensor>> frozen,
+                                      bool plan_from_measurement) {
   return Reducer::make(std::move(params), std::move(names), std::move(comm),
                        {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse),
-                        check_replicas_every, std::move(frozen)});
+                        check_replicas_every, std::move(frozen), plan_from_measurement});
 }
 
 // Python's hooks get a real dist.GradBucket: torch's own class makes it.
@@ -69,18 +70,38 @@ void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
   (mean ? comm.start(flat) : comm.start_sum(flat))->wait();
 }
 
-// The plan as plain lists, for tests: [(group, bytes, [(param, offset), ...]), ...].
-py::list plan(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& sizes, const std::vector<int64_t>& order,
-              const std::vector<int64_t>& caps) {
+using PlainSizes = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
+
+std::vector<ParamSize> param_sizes(const PlainSizes& sizes) {
   std::vector<ParamSize> params;
   for (const auto& [numel, element_bytes, group] : sizes) params.push_back({numel, element_bytes, group});
+  return params;
+}
+
+// A plan as plain lists, for tests: [(group, bytes, [(param, offset), ...]), ...].
+py::list plain(const std::vector<BucketPlan>& buckets) {
   py::list result;
-  for (const BucketPlan& bucket : plan_buckets(params, order, caps)) {
+  for (const BucketPlan& bucket : buckets) {
     py::list slots;
     for (const Slot& slot : bucket.slots) slots.append(py::make_tuple(slot.param, slot.offset));
     result.append(py::make_tuple(bucket.group, bucket.bytes, slots));
   }
   return result;
+}
+
+py::list plan(const PlainSizes& sizes, const std::vector<int64_t>& order, const std::vector<int64_t>& caps) {
+  return plain(plan_buckets(param_sizes(sizes), order, caps));
+}
+
+// With the seconds at which each bucket's all-reduce is expected to end.
+py::tuple plan_measured(const PlainSizes& sizes, const std::vector<int64_t>& order, const std::vector<double>& ready,
+                        const std::vector<std::pair<int64_t, double>>& costs, bool in_background) {
+  Costs native{{}, in_background};
+  for (const auto& [bytes, seconds] : costs) native.points.push_back({bytes, seconds});
+  const std::vector<BucketPlan> buckets = plan_buckets(param_sizes(sizes), order, ready, native);
+  std::vector<double> ends;
+  for (const ExpectedBucket& bucket : expect(buckets, ready, native)) ends.push_back(bucket.end);
+  return py::make_tuple(plain(buckets), ends);
 }
 
 }  // namespace
@@ -89,6 +110,8 @@ void register_ddp(py::module_& m) {
   // Calls release the GIL: an autograd thread that holds the reducer's mutex may want the GIL.
   using no_gil = py::call_guard<py::gil_scoped_release>;
   m.def("plan_buckets", &plan, py::arg("sizes"), py::arg("order"), py::arg("caps"));
+  m.def("plan_measured_buckets", &plan_measured, py::arg("sizes"), py::arg("order"), py::arg("ready"), py::arg("costs"),
+        py::arg("in_background"));
   py::class_<Reducer::BucketInfo>(m, "BucketInfo")
       .def_readonly("names", &Reducer::BucketInfo::names)
       .def_readonly("bytes", &Reducer::BucketInfo::bytes)
@@ -110,7 +133,8 @@ void register_ddp(py::module_& m) {
       .def_readonly("backward_end", &Reducer::Times::backward_end)
       .def_readonly("comm_start", &Reducer::Times::comm_start)
       .def_readonly("comm_end", &Reducer::Times::comm_end)
-      .def_readonly("buckets_reduced", &Reducer::Times::buckets_reduced);
+      .def_readonly("buckets_reduced", &Reducer::Times::buckets_reduced)
+      .def_readonly("exposed", &Reducer::Times::exposed);
   py::class_<Progress::Snapshot>(m, "ProgressSnapshot")
       .def_readonly("step", &Progress::Snapshot::step)
       .def_readonly("place", &Progress::Snapshot::place)
@@ -130,15 +154,32 @@ void register_ddp(py::module_& m) {
           },
           py::arg("what"))
       .def("end_wait", &Progress::end_wait);
+  py::class_<ExpectedBucket>(m, "ExpectedBucket")
+      .def_readonly("ready", &ExpectedBucket::ready)
+      .def_readonly("start", &ExpectedBucket::start)
+      .def_readonly("end", &ExpectedBucket::end);
+  py::class_<Reducer::PlanReport>(m, "PlanReport")
+      .def_readonly("expected", &Reducer::PlanReport::expected)
+      .def_readonly("why_not", &Reducer::PlanReport::why_not)
+      .def_property_readonly("costs",
+                             [](const Reducer::PlanReport& report) {
+                               std::vector<std::pair<int64_t, double>> points;
+                               for (const auto& point : report.costs.points) {
+                                 points.emplace_back(point.bytes, point.seconds);
+                               }
+                               return points;
+                             })
+      .def_readonly("exposed", &Reducer::PlanReport::exposed_s);
   py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
   // Python's part of it is python/drivetrain/reducer.py.
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
-           py::arg("check_replicas_every"), py::arg("frozen"), no_gil())
+           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("plan_from_measurement"), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("times", &Reducer::times, no_gil())
       .def("progress", &Reducer::progress)
+      .def("plan_report", &Reducer::plan_report, no_gil())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
       .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())
@@ -155,8 +196,10 @@ void register_ddp(py::module_& m) {
       .def("_push_all_rebuilt_params", &Reducer::count_shadowed_step, no_gil())
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
+      .def("rebuild_buckets", &Reducer::rebuild_buckets, py::arg("are_views_held"), no_gil())
+      .def("is_plan_due", &Reducer::is_plan_due, no_gil())
+      .def("views", &Reducer::views, no_gil())
       // Under the names by which torch's wrapper calls them.
-      .def("_rebuild_buckets", &Reducer::rebuild_buckets, no_gil())
       .def("_ddp_graph_static", &Reducer::is_graph_static, no_gil())
       .def("_set_static_graph", &Reducer::set_static_graph, no_gil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, no_gil())

@@ -1,6 +1,8 @@
-// Which parameter goes to which bucket and where in the arena: a pure function of sizes, the same on every rank.
+// Which parameter goes to which bucket and where in the arena: pure functions of sizes and times, the same on every
+// rank.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -31,5 +33,36 @@ struct BucketPlan {
 // which they are expected to be complete.
 std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                                      const std::vector<int64_t>& caps);
+
+// What all-reduces cost.
+struct Costs {
+  struct Point {
+    int64_t bytes;
+    double seconds;
+  };
+  std::vector<Point> points;  // measured; bytes rise, seconds do not fall
+  // Whether backward goes on meanwhile; else the ranks' own threads carry the all-reduces out.
+  bool in_background = true;
+
+  // Linear between the points and beyond them.
+  double seconds(int64_t bytes) const;
+};
+
+struct ExpectedBucket {
+  double ready = 0;  // seconds from the first gradient: the last gradient is there, if backward never stood still
+  double start = 0;
+  double end = 0;
+};
+
+// The timeline of these buckets: one all-reduce at a time, in their order. ready: of each parameter's gradient.
+std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const std::vector<double>& ready,
+                                   const Costs& costs);
+
+// The buckets whose last all-reduce ends earliest, and of those the fewest. Exact where all parameters are of one group
+// and at most kMaxPieces; of more parameters, neighbours that together have less than 1 / kMaxPieces of the bytes stay
+// together. With several groups, all close their buckets at the same places in the order.
+constexpr size_t kMaxPieces = 512;
+std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
+                                     const std::vector<double>& ready, const Costs& costs);
 
 }  // namespace drivetrain::ddp

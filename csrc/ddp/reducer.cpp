@@ -33,6 +33,21 @@ using torch::autograd::Node;
 
 constexpr size_t kNamesShown = 10;
 
+// After the step whose gradients gave the order.
+constexpr int64_t kMeasuredSteps = 3;
+constexpr size_t kExposedKept = 64;
+// Timed once for the plan, each as often as it takes for a median.
+constexpr int64_t kProbeBytes[] = {64 << 10, 1 << 20, 4 << 20, 16 << 20};
+constexpr int kProbes = 5;
+
+// Why a plan from measurement is not made; numbers, so that ranks can tell each other.
+constexpr const char* kObstacles[] = {
+    "",
+    "a communication hook reduces",
+    "a rank ran out of inputs in the steps that were to be measured",
+    "the script keeps references to .grad tensors, which must go on showing their parameters' gradients",
+};
+
 template <class Names>
 std::string joined(const Names& names) {
   std::string out;
@@ -91,6 +106,24 @@ const auto kUsedMap = label("the map of used parameters");
 const auto kWeights = label("the weights");
 const auto kReplicas = label("the replicas' checksums");
 const auto kParameters = label("the parameters' checksums");
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Adds the time from its construction to its end.
+class Stopwatch {
+ public:
+  explicit Stopwatch(int64_t& sum) : sum_(sum), begin_(clock_ns()) {}
+  ~Stopwatch() { sum_ += clock_ns() - begin_; }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  int64_t& sum_;
+  const int64_t begin_;
+};
 
 // An empty sparse gradient, sparse in its first dimension as an Embedding's is.
 at::Tensor no_rows(const at::Tensor& param) {
@@ -155,7 +188,7 @@ std::vector<int64_t> Reducer::registration_order() const {
 }
 
 // Parameters share buckets by device and dtype; a sparse one shares with none.
-std::vector<BucketPlan> Reducer::plan(const std::vector<int64_t>& order) const {
+std::vector<ParamSize> Reducer::param_sizes() const {
   std::map<std::pair<std::string, at::ScalarType>, int64_t> groups;
   int64_t num_groups = 0;
   std::vector<ParamSize> sizes;
@@ -165,7 +198,11 @@ std::vector<BucketPlan> Reducer::plan(const std::vector<int64_t>& order) const {
     num_groups = std::max(num_groups, group + 1);
     sizes.push_back({param.tensor.numel(), static_cast<int64_t>(c10::elementSize(key.second)), group});
   }
-  return plan_buckets(sizes, order, options_.bucket_caps);
+  return sizes;
+}
+
+std::vector<BucketPlan> Reducer::plan(const std::vector<int64_t>& order) const {
+  return plan_buckets(param_sizes(), order, options_.bucket_caps);
 }
 
 void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
@@ -203,15 +240,42 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   }
   for (Bucket& bucket : buckets_) bucket.label = std::make_shared<const std::string>(describe(bucket));
   plans_ = plans;
+  plan_report_ = PlanReport();
   reset();
 }
 
-bool Reducer::rebuild_buckets() {
+bool Reducer::is_plan_due() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const bool is_due = !is_rebuilt_ && steps_ > 0 && step_ == Step::kIdle && !low_precision_ &&
-                      !(options_.find_unused_parameters && graph_ == Graph::kDynamic);
-  if (!is_due) return false;
+  return is_measuring_ && steps_ >= measured_from_ + kMeasuredSteps;
+}
+
+std::vector<at::Tensor> Reducer::views() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<at::Tensor> views;
+  for (const Parameter& param : params_) {
+    if (param.view.defined()) views.push_back(param.view);
+  }
+  return views;
+}
+
+bool Reducer::rebuild_buckets(bool are_views_held) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (steps_ == 0 || step_ != Step::kIdle || low_precision_) return false;
+  if (options_.find_unused_parameters && graph_ == Graph::kDynamic) return false;
+  // Whether it is time must not depend on what only this rank knows: all communicate here.
+  if (is_rebuilt_ && !is_plan_due()) return false;
   const at::NoGradGuard no_grad_tracking;
+  noting_errors([&] {
+    if (!is_rebuilt_) {
+      rebuild_in_order();
+    } else {
+      rebuild_from_measurement(are_views_held);
+    }
+  });
+  return true;
+}
+
+void Reducer::rebuild_in_order() {
   is_rebuilt_ = true;
   // The last hook of each counts, and what never fired comes last.
   std::vector<int64_t> order;
@@ -225,36 +289,146 @@ bool Reducer::rebuild_buckets() {
   for (int64_t index : registration_order()) add(index);
   // Ranks may have seen different orders: all take rank 0's.
   const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
-  noting_errors([&] {
-    try {
-      const Progress::Wait wait(*progress_, kOrder, Progress::kForward);
-      comm_->broadcast(shared);
-    } catch (const std::exception& error) {
-      fail_collective(*kOrder, error.what());
-    }
-  });
+  try {
+    const Progress::Wait wait(*progress_, kOrder, Progress::kForward);
+    comm_->broadcast(shared);
+  } catch (const std::exception& error) {
+    fail_collective(*kOrder, error.what());
+  }
   const at::Tensor on_host = shared.cpu();
   order.assign(on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel());
   fired_ = order;
+  is_measuring_ = options_.plan_from_measurement && arena_bytes_ > 0;
+  if (is_measuring_) ready_.assign(kMeasuredSteps * params_.size(), 0);
+  measured_from_ = steps_;
   const std::vector<BucketPlan> plans = plan(order);
+  if (is_in_place(plans)) return;
+  const std::vector<at::Tensor> kept = copy_kept_gradients();
+  build_arena(plans);
+  put_back(kept);
+}
+
+// Whether the arena has these buckets already.
+bool Reducer::is_in_place(const std::vector<BucketPlan>& plans) const {
   const auto same_slots = [](const BucketPlan& a, const BucketPlan& b) {
     return std::equal(a.slots.begin(), a.slots.end(), b.slots.begin(), b.slots.end(),
                       [](const Slot& x, const Slot& y) { return x.param == y.param; });
   };
-  if (std::equal(plans.begin(), plans.end(), plans_.begin(), plans_.end(), same_slots)) return true;
-  // Gradients that are being accumulated move with their parameters: those in the arena, whatever tensor shows them.
+  return std::equal(plans.begin(), plans.end(), plans_.begin(), plans_.end(), same_slots);
+}
+
+// Gradients that are being accumulated move with their parameters: those in the arena, whatever tensor shows them.
+std::vector<at::Tensor> Reducer::copy_kept_gradients() const {
   std::vector<at::Tensor> kept(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& grad = params_[i].tensor.grad();
     if (grad.defined() && !params_[i].sparse && lies_in_arena(grad)) kept[i] = grad.clone();
   }
-  build_arena(plans);
+  return kept;
+}
+
+void Reducer::put_back(const std::vector<at::Tensor>& kept) {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!kept[i].defined()) continue;
     params_[i].view.copy_(kept[i]);
     params_[i].tensor.mutable_grad() = params_[i].view;
   }
-  return true;
+}
+
+// ---- The plan from measurement.
+
+// An index into kObstacles.
+int64_t Reducer::obstacle_to_planning(bool are_views_held) const {
+  if (comm_hook_) return 1;
+  if (was_joining_) return 2;
+  for (const Parameter& param : params_) are_views_held |= param.view.storage().use_count() > 1;  // by views of it
+  return are_views_held ? 3 : 0;
+}
+
+// Waits for the sum over ranks, where no step is under way.
+void Reducer::sum_now(const at::Tensor& flat, const std::string& what) {
+  try {
+    const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kForward);
+    comm_->start_sum(flat)->wait();
+  } catch (const std::exception& error) {
+    fail_collective("all-reduce of " + what, error.what());
+  }
+}
+
+// Every rank's values, by rank.
+std::vector<at::Tensor> Reducer::gather_over_ranks(const std::vector<double>& values, const std::string& what) {
+  const int64_t count = static_cast<int64_t>(values.size());
+  const at::Tensor all = at::zeros({comm_->size() * count}, at::kDouble);
+  std::copy(values.begin(), values.end(), all.data_ptr<double>() + comm_->rank() * count);
+  sum_now(all, what);
+  return all.view({comm_->size(), count}).unbind();
+}
+
+// Seconds of an all-reduce of so many bytes, in the arena; destroys what lies there.
+std::vector<double> Reducer::time_all_reduces(const std::vector<int64_t>& sizes) {
+  const at::Tensor arena = arenas_.begin()->second;
+  std::vector<double> seconds;
+  arena.narrow(0, 0, sizes.back()).zero_();  // nothing that is slow to add, such as subnormal numbers
+  for (int64_t bytes : sizes) {
+    const int64_t numel = bytes / static_cast<int64_t>(sizeof(float));
+    const at::Tensor flat = piece_of(arena, 0, {numel}, {1}, at::kFloat);
+    std::vector<double> times;
+    for (int probe = -1; probe < kProbes; ++probe) {  // the first lets the ranks meet
+      int64_t duration = 0;
+      {
+        const Stopwatch stopwatch(duration);
+        sum_now(flat, text(bytes, " bytes, to time it,"));
+      }
+      if (probe >= 0) times.push_back(1e-9 * static_cast<double>(duration));
+    }
+    seconds.push_back(median(times));
+  }
+  return seconds;
+}
+
+// Every rank computes the same plan from what all have measured: a gradient is there when the last rank has it, and an
+// all-reduce takes as long as on the slowest.
+void Reducer::rebuild_from_measurement(bool are_views_held) {
+  is_measuring_ = false;
+  const size_t count = params_.size();
+  std::vector<double> mine = {static_cast<double>(obstacle_to_planning(are_views_held))};
+  for (size_t i = 0; i < count; ++i) {
+    std::vector<double> steps;
+    for (int64_t step = 0; step < kMeasuredSteps; ++step) steps.push_back(ready_[step * count + i]);
+    mine.push_back(median(steps));
+  }
+  ready_ = {};
+  std::vector<double> ready(count, 0);
+  const std::vector<at::Tensor> all_ready = gather_over_ranks(mine, "the gradients' times");
+  for (int rank = 0; rank < comm_->size(); ++rank) {
+    const double* values = all_ready[rank].data_ptr<double>();
+    if (values[0] != 0) plan_report_.why_not = text("on rank ", rank, " ", kObstacles[static_cast<int64_t>(values[0])]);
+    for (size_t i = 0; i < count; ++i) ready[i] = std::max(ready[i], values[1 + i]);
+  }
+  if (!plan_report_.why_not.empty()) return;
+
+  std::vector<int64_t> sizes;
+  const int64_t largest = arenas_.begin()->second.numel() / kAlignment * kAlignment;
+  for (int64_t bytes : kProbeBytes) sizes.push_back(std::min(bytes, largest));
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  const std::vector<at::Tensor> kept = copy_kept_gradients();
+  const std::vector<at::Tensor> all_seconds = gather_over_ranks(time_all_reduces(sizes), "the all-reduces' times");
+  Costs costs{{}, comm_->in_background()};
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    double slowest = i == 0 ? 0 : costs.points.back().seconds;
+    for (const at::Tensor& seconds : all_seconds) slowest = std::max(slowest, seconds.data_ptr<double>()[i]);
+    costs.points.push_back({sizes[i], slowest});
+  }
+  const std::vector<BucketPlan> plans = plan_buckets(param_sizes(), fired_, ready, costs);
+  if (!is_in_place(plans)) build_arena(plans);
+  put_back(kept);
+  plan_report_.expected = expect(plans, ready, costs);
+  plan_report_.costs = std::move(costs);
+}
+
+Reducer::PlanReport Reducer::plan_report() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return plan_report_;
 }
 
 bool Reducer::lies_in_arena(const at::Tensor& tensor) const {
@@ -403,7 +577,7 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
   reset();
   comm_ = std::move(comm);
   arenas_.clear();
-  is_rebuilt_ = false;
+  is_rebuilt_ = is_measuring_ = was_joining_ = false;
   fired_.clear();
   steps_ = 0;  // rebuilds after the first of the new group
   build_arena(plan(registration_order()));
@@ -586,6 +760,10 @@ void Reducer::handle_gradient(size_t index, bool came) {
   }
   param.without_grad = !has_grad;
   mark_ready(index);
+  if (const int64_t step = steps_ - measured_from_; is_measuring_ && step < kMeasuredSteps) {
+    const int64_t since = clock_ns() - now_.backward_start - now_.exposed;
+    ready_[step * params_.size() + index] = 1e-9 * static_cast<double>(since);
+  }
   start_full_buckets();
 }
 
@@ -594,6 +772,7 @@ void Reducer::begin_backward() {
   began_ = true;
   if (steps_ == 0) fired_.clear();
   now_.buckets_reduced = 0;
+  now_.exposed = 0;
   now_.backward_start = clock_ns();
   // After several forwards the first of several backwards may leave out what the others use.
   if (forwards_ > 1 && options_.find_unused_parameters) end_unprepared_backward();
@@ -841,6 +1020,7 @@ void Reducer::start(Bucket& bucket) {
   const size_t index = &bucket - buckets_.data();
   // Hooks may wait in here, and so does a transport that has too many buckets under way.
   const Progress::Wait wait(*progress_, bucket.label, Progress::kBackward + static_cast<int64_t>(index) + 1);
+  const Stopwatch stopwatch(now_.exposed);
   if (comm_hook_) {
     HookBucket seen{index, buckets_.size(), bucket.flat, {}, {}};
     for (size_t i : bucket.params) {
@@ -895,6 +1075,7 @@ void Reducer::shadow_used_map() {
 
 void Reducer::count_shadowed_step() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  was_joining_ = was_joining_ || is_measuring_;
   ++steps_;
   reset();
 }
@@ -1021,9 +1202,15 @@ void Reducer::finalize_backward() {
 }
 
 void Reducer::finalize() {
-  wait_for_buckets();
+  {
+    const Stopwatch stopwatch(now_.exposed);
+    wait_for_buckets();
+  }
   now_.comm_end = clock_ns();
   last_ = now_;
+  std::vector<double>& exposed = plan_report_.exposed_s;
+  if (exposed.size() == kExposedKept) exposed.erase(exposed.begin());
+  exposed.push_back(1e-9 * static_cast<double>(now_.exposed));
   for (Bucket& bucket : buckets_) finish_bucket(bucket);
   if (weight_) {
     const double total = weight_sum_.cpu().data_ptr<double>()[0];
@@ -1059,6 +1246,7 @@ void Reducer::finalize() {
   weight_.reset();
   divisor_ = 0;
   forwards_ = 0;
+  was_joining_ = was_joining_ || (is_joining_ && is_measuring_);
   is_joining_ = false;
   ++steps_;
   progress_->end_step();

@@ -38,6 +38,9 @@ namespace drivetrain::ddp {
 // A static graph's first synchronised step counts how often each parameter's hook fires and reduces everything at the
 // end of backward; later steps wait for as many.
 //
+// Buckets are rebuilt once in the order of the first step's gradients, and, with plan_from_measurement, once more when
+// the gradients' times have been seen in the steps after that.
+//
 // Thread safety: one mutex guards everything; hooks run on autograd's threads, without the GIL.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
@@ -48,6 +51,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<bool> sparse;          // per parameter: it gets sparse gradients
     int64_t check_replicas_every = 0;  // synchronised steps between two comparisons of the ranks' parameters; 0: never
     std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters, which must stay so
+    bool plan_from_measurement = false;  // on the CPU, without sparse gradients; must be the same on every rank
   };
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
@@ -63,9 +67,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Before a forward whose backward shall synchronise.
   void prepare_for_forward();
 
-  // Before a forward: once, after the first synchronised step, plans the buckets anew in the order in which rank 0's
-  // gradients came, and says so. Not where parameters may be unused: their order means nothing.
-  bool rebuild_buckets();
+  // Before a forward, and says whether it did: once, after the first synchronised step, plans the buckets anew in the
+  // order in which rank 0's gradients came (not where parameters may be unused: their order means nothing); and once,
+  // after kMeasuredSteps more, in the sizes that leave the least communication exposed.
+  // are_views_held: somebody has a view of the arena beside .grad; the measured times are then not used.
+  bool rebuild_buckets(bool are_views_held);
+  // Whether rebuild_buckets() would plan from measurement.
+  bool is_plan_due();
+  // What the parameters' .grad become.
+  std::vector<at::Tensor> views();
   bool has_rebuilt_buckets();
 
   // After a forward whose backward shall synchronise. outputs: the forward's tensors, from which unused parameters are
@@ -137,11 +147,20 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t comm_start = 0;      // the first bucket was given to the transport
     int64_t comm_end = 0;        // the last was back
     int64_t buckets_reduced = 0;
+    int64_t exposed = 0;  // a duration: backward stood still in the transport or a hook, or waited for it at its end
   };
   Times times();
 
   // Kept up to date for whoever watches this reducer; may outlive it.
   std::shared_ptr<Progress> progress() const { return progress_; }
+  // What is known of the present buckets' timeline.
+  struct PlanReport {
+    std::vector<ExpectedBucket> expected;  // per bucket; empty: not measured
+    std::string why_not;                   // then, if it was tried
+    Costs costs;
+    std::vector<double> exposed_s;  // of the last steps with these buckets
+  };
+  PlanReport plan_report();
 
   // For each parameter how many ranks used it in the last synchronised backward, if that was found out; else whether
   // this rank has used it since.
@@ -197,7 +216,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   template <class Body>
   auto noting_errors(Body&& body) -> decltype(body());
+  std::vector<ParamSize> param_sizes() const;
   std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
+  void rebuild_in_order();
+  void rebuild_from_measurement(bool are_views_held);
+  bool is_in_place(const std::vector<BucketPlan>& plans) const;
+  std::vector<at::Tensor> copy_kept_gradients() const;
+  void put_back(const std::vector<at::Tensor>& kept);
+  void sum_now(const at::Tensor& flat, const std::string& what);
+  int64_t obstacle_to_planning(bool are_views_held) const;
+  std::vector<at::Tensor> gather_over_ranks(const std::vector<double>& values, const std::string& what);
+  std::vector<double> time_all_reduces(const std::vector<int64_t>& sizes);
   void build_arena(const std::vector<BucketPlan>& plans);
   std::vector<int64_t> registration_order() const;
   void handle_gradient(size_t index, bool came);
@@ -296,6 +325,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::function<void()>> end_callbacks_;
   std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step
   bool is_rebuilt_ = false;
+  bool is_measuring_ = false;  // from the first rebuild to the second
+  int64_t measured_from_ = 0;  // steps_ at the first
+  bool was_joining_ = false;   // in between
+  std::vector<double> ready_;  // [kMeasuredSteps][params], seconds from the first gradient
+  PlanReport plan_report_;
   bool began_ = false;  // a synchronised forward or backward has begun
   bool is_graph_static_ = true;
   std::vector<bool> last_unused_;

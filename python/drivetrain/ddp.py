@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from . import transport as transports
 from . import watch
+from .bucket_plan import BucketPlan, describe_plan
 from .ddp_logger import Logger
 from .reducer import Reducer
 
@@ -268,6 +269,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
         ignored = self.parameters_to_ignore
+        self._why_not_planned = self._obstacle_to_planning(parameters, expect_sparse_gradient)
         comm = transports.make_comm(self._transport, self.process_group, parameters[0].device)
         self.reducer = Reducer(
             params=parameters,
@@ -283,6 +285,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
             report_hang_after=self.__dict__.get("_report_hang_after", watch.DEFAULT_LIMIT_S),
+            plan_from_measurement=not self._why_not_planned,
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
         transports.warn_of_fallback(comm, self.process_group)
@@ -297,6 +300,36 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
         finally:
             progress.end_wait()
+
+    def _obstacle_to_planning(self, parameters: list[nn.Parameter], sparse: list[bool]) -> str:
+        """Why buckets are not planned from measurement, "" if they are; the same on every rank."""
+        obstacles = {
+            "there is one rank only": dist.get_world_size(self.process_group) == 1,
+            "bucket sizes were given": not self.bucket_bytes_cap_default,
+            "find_unused_parameters=True: which gradients come differs from step to step": self.find_unused_parameters,
+            "with mixed_precision the buckets stay as they are": self.mixed_precision is not None,
+            "some gradients are sparse": any(sparse),
+            "only on the CPU do the host's clocks tell when a gradient is there": parameters[0].device.type != "cpu",
+        }
+        return next((obstacle for obstacle, stands in obstacles.items() if stands), "")
+
+    def bucket_plan(self) -> BucketPlan:
+        """The buckets as they are, and, once the first steps have been timed, what the plan expected of them.
+
+        Where nothing stands against it (`why_not` of the result says what does), buckets are rebuilt twice: after the
+        first synchronised step in the order of its gradients, and after three more in the sizes that leave the least
+        communication exposed, by these steps' times and those of a few all-reduces. Every rank makes the same plan. Two
+        ranks sum to the same bits whatever the buckets are, and so do any number through shared memory; over a process
+        group of more ranks the order of a sum may depend on a bucket's size, so that two runs may differ in last bits:
+        `bucket_cap_mb` gives the sizes of every run.
+
+        Raises:
+            RuntimeError: no reducer exists: all parameters' reductions are delayed, or hooks compiled into backward
+                reduce.
+        """
+        if not self._has_reducer() or self._use_python_reducer:
+            raise RuntimeError("this DistributedDataParallel has no buckets: its gradients are reduced one by one.")
+        return describe_plan(self.reducer, self._why_not_planned)
 
     # Torch's own versions hand the reducer to C++ that is typed for torch's.
 

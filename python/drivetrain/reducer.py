@@ -1,5 +1,6 @@
 """The reducer as torch's DistributedDataParallel calls it: the native one, plus what needs torch's Python objects."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,14 @@ from torch import nn
 from . import _C
 from . import transport as transports
 from .watch import Watched
+
+
+def _are_held(tensors: list[torch.Tensor]) -> bool:
+    """Whether Python refers to any of these tensors, which the native reducer owns, beside this list."""
+    owner = nn.Parameter(torch.empty(0))
+    owner.grad = torch.empty(0)
+    not_held = [owner.grad]  # how many references that makes depends on the version of torch
+    return any(sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) for i in range(len(tensors)))
 
 
 class Reducer(_C.Reducer):
@@ -29,6 +38,8 @@ class Reducer(_C.Reducer):
         frozen: the module's other parameters with their names; one that requires a gradient later raises.
         modules: all modules with their names, for messages.
         report_hang_after: seconds after which a wait for other ranks is reported; 0: never.
+        plan_from_measurement: choose the buckets' sizes anew once the first steps have been timed. Only for parameters
+            on the CPU, none of them with sparse gradients.
     """
 
     def __init__(
@@ -47,6 +58,7 @@ class Reducer(_C.Reducer):
         frozen: Sequence[tuple[str, nn.Parameter]],
         modules: Sequence[tuple[str, nn.Module]],
         report_hang_after: float,
+        plan_from_measurement: bool,
     ) -> None:
         super().__init__(
             params=params,
@@ -58,6 +70,7 @@ class Reducer(_C.Reducer):
             skip_unused_buckets=skip_unused_buckets,
             check_replicas_every=check_replicas_every,
             frozen=frozen,
+            plan_from_measurement=plan_from_measurement,
         )
         self._process_group = process_group
         self._transport = transport
@@ -70,6 +83,9 @@ class Reducer(_C.Reducer):
         self.watched: Watched | None = None
         if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
             self.watched = Watched(self.progress(), self._process_group, self._modules, self._report_hang_after)
+
+    def _rebuild_buckets(self) -> bool:
+        return self.rebuild_buckets(are_views_held=self.is_plan_due() and _are_held(self.views()))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group

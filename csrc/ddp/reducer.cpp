@@ -34,6 +34,9 @@ using torch::autograd::Node;
 
 constexpr size_t kNamesShown = 10;
 
+// A bucket below it costs a collective's latency whatever its size; not tuned.
+constexpr int64_t kSmallBucket = 256 << 10;
+
 template <class Names>
 std::string joined(const Names& names) {
   std::string out;
@@ -197,6 +200,13 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       param.view = bucket.sparse ? at::Tensor() : view_of(param);
       bucket.params.push_back(slot.param);
     }
+  }
+  // From sizes alone, so that all ranks group alike, whenever whose gradients come.
+  int64_t grouped = 0;
+  for (Bucket& bucket : buckets_) {
+    grouped += bucket.sparse ? kSmallBucket : static_cast<int64_t>(bucket.flat.nbytes());
+    bucket.ends_group = grouped >= kSmallBucket || &bucket == &buckets_.back();
+    if (bucket.ends_group) grouped = 0;
   }
   plans_ = plans;
   reset();
@@ -827,7 +837,26 @@ bool Reducer::is_skipped(const Bucket& bucket) const {
 
 void Reducer::start(Bucket& bucket) {
   bucket.phase = Phase::kReducing;
-  if (is_skipped(bucket)) return;
+  if (!is_skipped(bucket)) reduce(bucket);
+  if (!bucket.ends_group) return;
+  try {
+    comm_->flush();
+  } catch (const std::exception& error) {
+    std::string what = describe(bucket);
+    for (const Bucket* other = &bucket; other != buckets_.data() && !(--other)->ends_group;) {
+      what = describe(*other) + ", " + what;
+    }
+    fail_start(what, error);
+  }
+}
+
+void Reducer::fail_start(const std::string& what, const std::exception& error) {
+  const std::string report = error.what();  // it may go with the step
+  forget_step();
+  fail_collective("all-reduce of " + what, report);
+}
+
+void Reducer::reduce(Bucket& bucket) {
   RECORD_FUNCTION("drivetrain::all_reduce", std::vector<c10::IValue>());
   ++now_.buckets_reduced;
   if (comm_hook_) {
@@ -846,9 +875,7 @@ void Reducer::start(Bucket& bucket) {
     try {
       bucket.reduce = as_sum ? comm_->start_sum(flat) : comm_->start(flat);
     } catch (const std::exception& error) {
-      const std::string what = describe(bucket), report = error.what();
-      forget_step();
-      fail_collective("all-reduce of " + what, report);
+      fail_start(describe(bucket), error);
     }
   }
 }

@@ -13,9 +13,9 @@ endif
 # Per checkout and torch: an active environment may serve several.
 STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
-BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja
+BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 
-.PHONY: help train test faults compare bench doctor format lint sanitize clean
+.PHONY: help train test faults compare bench gpu-check doctor format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,11 @@ faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip
 
 bench: $(STAMPS)/built ## the speed and memory tables of the README
 	$(PYTHON) -m drivetrain bench all $(ARGS)
+
+gpu-check: $(STAMPS)/built $(STAMPS)/test-tools ## on a machine with an NVIDIA GPU: the tests that need one, and its benchmark
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch sees no NVIDIA GPU here'"
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m drivetrain bench gpu
 
 doctor: $(STAMPS)/built ## check this environment
 	$(PYTHON) -m drivetrain doctor $(ARGS)

@@ -437,8 +437,6 @@ def choices() -> None:
         del os.environ[transport.VARIABLE]
     with pytest.raises(ValueError, match="transport is 'pigeon'"):
         DDP(net, transport="pigeon")
-    with pytest.raises(NotImplementedError, match="transport is 'nccl'"):
-        DDP(net, transport="nccl")
     mine = ["shm", "torch"][dist.get_rank()]
     with pytest.raises(RuntimeError, match="argument 'transport' differs: rank 0: 'shm'; rank 1: 'torch'"):
         DDP(net, transport=mine)

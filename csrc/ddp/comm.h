@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace drivetrain::ddp {
@@ -40,6 +41,9 @@ class Comm {
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) = 0;
   // The same as a sum, whatever averages() says (counts).
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
+  // Until this, or until any of them is waited for, a transport may hold back what was started, to begin all of it at
+  // once. Every rank must call it between the same starts.
+  virtual void flush() {}
   // Gives every rank rank 0's values, in place; waits for them.
   virtual void broadcast(const at::Tensor& values) = 0;
 };
@@ -58,5 +62,24 @@ struct ShmOptions {
 // Every rank of the group must call it. Where memory cannot be shared on any rank, all agree on the torch process
 // group, and why_not() says why; allocate() may still find that out.
 std::unique_ptr<Comm> make_shm_comm(const ShmOptions& options);
+
+// NCCL's functions (ddp/nccl_api.h), or in a build without them nothing at all.
+struct NcclApi;
+
+// In the library that the process has loaded, else in the one at that path ("": wherever the system has it). Throws
+// where there is none, or none that will do.
+std::shared_ptr<const NcclApi> find_nccl(const std::string& fallback);
+std::pair<std::string, std::string> path_and_version(const NcclApi& api);
+
+// Through an NCCL communicator of our own, over the ranks of a process group.
+struct NcclOptions {
+  std::shared_ptr<const NcclApi> api;
+  std::string group_name;
+  c10::Device device;
+  double timeout_s = 0;
+};
+
+// Every rank of the group must call it.
+std::unique_ptr<Comm> make_nccl_comm(const NcclOptions& options);
 
 }  // namespace drivetrain::ddp

@@ -59,6 +59,15 @@ std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int
   return make_shm_comm({process_group, std::move(hosts), leaders, timeout_s});
 }
 
+std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
+  return path_and_version(*find_nccl(fallback));
+}
+
+std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::string& device, double timeout_s,
+                                const std::string& fallback) {
+  return make_nccl_comm({find_nccl(fallback), process_group, c10::Device(device), timeout_s});
+}
+
 void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
   if (flat.dim() != 1 || !flat.is_contiguous() || flat.is_complex()) {
     throw UserError(
@@ -121,11 +130,17 @@ void register_ddp(py::module_& m) {
       .def_property_readonly("why_not", &Comm::why_not)
       .def_property_readonly("averages", &Comm::averages)
       .def(
-          "allocate", [](Comm& comm, int64_t bytes) { return comm.allocate(bytes, at::kCPU); }, py::arg("bytes"),
-          no_gil())
+          "allocate",
+          [](Comm& comm, int64_t bytes, const std::string& device) {
+            return comm.allocate(bytes, c10::Device(device));
+          },
+          py::arg("bytes"), py::arg("device") = "cpu", no_gil())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil());
   m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"), no_gil());
   m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("leaders"), py::arg("timeout_s"),
+        no_gil());
+  m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
+  m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
         no_gil());
   py::class_<Reducer::Times>(m, "Times")
       .def_readonly("forward_start", &Reducer::Times::forward_start)

@@ -47,6 +47,8 @@ constexpr const char* kObstacles[] = {
     "a rank ran out of inputs in the steps that were to be measured",
     "the script keeps references to .grad tensors, which must go on showing their parameters' gradients",
 };
+// A bucket below it costs a collective's latency whatever its size; not tuned.
+constexpr int64_t kSmallBucket = 256 << 10;
 
 template <class Names>
 std::string joined(const Names& names) {
@@ -239,6 +241,13 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
     }
   }
   for (Bucket& bucket : buckets_) bucket.label = std::make_shared<const std::string>(describe(bucket));
+  // From sizes alone, so that all ranks group alike, whenever whose gradients come.
+  int64_t grouped = 0;
+  for (Bucket& bucket : buckets_) {
+    grouped += bucket.sparse ? kSmallBucket : static_cast<int64_t>(bucket.flat.nbytes());
+    bucket.ends_group = grouped >= kSmallBucket || &bucket == &buckets_.back();
+    if (bucket.ends_group) grouped = 0;
+  }
   plans_ = plans;
   plan_report_ = PlanReport();
   reset();
@@ -351,7 +360,7 @@ void Reducer::sum_now(const at::Tensor& flat, const std::string& what) {
     const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kForward);
     comm_->start_sum(flat)->wait();
   } catch (const std::exception& error) {
-    fail_collective("all-reduce of " + what, error.what());
+    fail_collective("the all-reduce of " + what, error.what());
   }
 }
 
@@ -1014,7 +1023,26 @@ bool Reducer::is_skipped(const Bucket& bucket) const {
 
 void Reducer::start(Bucket& bucket) {
   bucket.phase = Phase::kReducing;
-  if (is_skipped(bucket)) return;
+  if (!is_skipped(bucket)) reduce(bucket);
+  if (!bucket.ends_group) return;
+  try {
+    comm_->flush();
+  } catch (const std::exception& error) {
+    std::string what = *bucket.label;
+    for (const Bucket* other = &bucket; other != buckets_.data() && !(--other)->ends_group;) {
+      what = *other->label + ", " + what;
+    }
+    fail_start(what, error);
+  }
+}
+
+void Reducer::fail_start(const std::string& what, const std::exception& error) {
+  const std::string report = error.what();  // it may go with the step
+  forget_step();
+  fail_collective("the all-reduce of " + what, report);
+}
+
+void Reducer::reduce(Bucket& bucket) {
   RECORD_FUNCTION("drivetrain::all_reduce", std::vector<c10::IValue>());
   ++now_.buckets_reduced;
   const size_t index = &bucket - buckets_.data();
@@ -1037,9 +1065,7 @@ void Reducer::start(Bucket& bucket) {
     try {
       bucket.reduce = as_sum ? comm_->start_sum(flat) : comm_->start(flat);
     } catch (const std::exception& error) {
-      const std::string report = error.what();
-      forget_step();
-      fail_collective("the all-reduce of " + *bucket.label, report);
+      fail_start(*bucket.label, error);
     }
   }
 }

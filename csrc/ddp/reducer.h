@@ -200,6 +200,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<size_t> params;
     std::shared_ptr<const std::string> label;  // "bucket 7 of 12 [layer3.weight, ...]"
     bool sparse = false;
+    bool ends_group = true;  // small ones wait for the next, and are started together
     // All of it, padding included, one-dimensional and in the parameters' dtype; or the sparse gradient.
     at::Tensor flat;
     size_t missing = 0;
@@ -252,6 +253,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_unprepared_backward();
   void start_full_buckets();
   void start(Bucket& bucket);
+  void reduce(Bucket& bucket);
+  [[noreturn]] void fail_start(const std::string& what, const std::exception& error);
   bool is_skipped(const Bucket& bucket) const;
   bool shares_used_map() const;
   void finalize_backward();

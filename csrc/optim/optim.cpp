@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -18,6 +17,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/current_stream.h"
 #include "grad/norm.h"
 #include "optim/step_reader.h"
 
@@ -42,7 +42,6 @@ int num_step_threads() {
 // Copies the job's tables to the device, on its current stream, and launches there.
 void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rules) {
   const c10::DeviceGuard guard(batch.device);
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(batch.device.type()).getStream(batch.device);
   const size_t params_bytes = batch.params.size() * sizeof(ParamJob), rules_bytes = rules.size() * sizeof(RuleArgs);
   // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
   const auto bytes = at::TensorOptions(at::kByte).pinned_memory(true);
@@ -52,7 +51,7 @@ void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rule
   const at::Tensor on_device = table.to(batch.device, /*non_blocking=*/true);
   job.params = static_cast<const ParamJob*>(on_device.data_ptr());
   job.rules = reinterpret_cast<const RuleArgs*>(static_cast<const char*>(on_device.data_ptr()) + params_bytes);
-  step_cuda(job, stream.native_handle());
+  step_cuda(job, current_stream(batch.device));
 }
 
 // What has been read and checked, done: counters, versions, launches. Needs no GIL.

@@ -3,17 +3,11 @@
 
 #include <algorithm>
 
-#include "base/check.h"
+#include "base/check_cuda.h"
 #include "optim/loop_cuda.cuh"
 
 namespace drivetrain::optim {
 namespace {
-
-void check(cudaError_t status, const char* call) {
-  if (status == cudaSuccess) return;
-  throw EnvironmentError(text(call, " failed with CUDA error ", static_cast<int>(status), " (",
-                              cudaGetErrorName(status), "): ", cudaGetErrorString(status)));
-}
 
 template <template <class> class RuleOf>
 void launch(const StepJob& job, cudaStream_t stream) {
@@ -25,7 +19,7 @@ void launch(const StepJob& job, cudaStream_t stream) {
   } else {
     loop_cuda<RuleOf, float><<<blocks, kThreads, 0, stream>>>(job);
   }
-  check(cudaGetLastError(), "launching the optimizer step");
+  check_cuda(cudaGetLastError(), "launching the optimizer step");
 }
 
 }  // namespace

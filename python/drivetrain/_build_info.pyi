@@ -3,5 +3,6 @@
 TORCH_VERSION: str
 TORCH_CUDA: str
 CUDA: str
+NCCL: str
 COMPILER: str
 SANITIZE: str

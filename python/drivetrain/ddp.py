@@ -74,9 +74,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         ...: as torch's, by position and by keyword. An argument that the installed torch does not know may be given its
             default only. `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
         transport: keyword only. What carries the gradients: "torch" (the process group), "shm" (shared memory between
-            the CPU ranks of a host, the process group between hosts), or "auto", which takes the environment variable
-            DRIVETRAIN_TRANSPORT if that is set, else "shm" for CPU parameters over gloo where ranks share a host, else
-            "torch". Where memory cannot be shared, rank 0 warns and the process group is used.
+            the CPU ranks of a host, the process group between hosts), "nccl" (for CUDA parameters on one device per
+            process: an NCCL communicator of our own, with registered memory), or "auto", which takes the environment
+            variable DRIVETRAIN_TRANSPORT if that is set, else "shm" for CPU parameters over gloo where ranks share a
+            host, else "torch" ("nccl" has not been measured yet). Where memory cannot be shared, rank 0 warns and the
+            process group is used. When a rank is lost, "nccl" raises in the call after the one under way, whose
+            gradients are undefined.
         check_replicas_every: keyword only. Compare a checksum of all parameters over ranks in every so many
             synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
         report_hang_after: keyword only. Once this rank has waited so many seconds for others (0 or infinity: never),
@@ -88,7 +91,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
             the CPU and has a SyncBatchNorm or `device_ids`; transport is unknown, or check_replicas_every or
             report_hang_after negative.
-        RuntimeError: nothing requires a gradient, or the ranks' parameters differ (on every rank, naming the first).
+        RuntimeError: nothing requires a gradient, the ranks' parameters differ (on every rank, naming the first), or
+            transport is "nccl" and some rank has no CUDA parameters or no NCCL (on every rank, saying which and why).
         TypeError: an argument that the installed torch does not know.
     """
 

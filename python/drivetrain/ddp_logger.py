@@ -56,7 +56,7 @@ class Logger:
             "bucket_cap_bytes": ddp.bucket_bytes_cap,
             "find_unused_parameters": int(ddp.find_unused_parameters),
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-            "broadcast_buffers": int(ddp.forward_sync_buffers),
+            "broadcast_buffers": int(ddp.broadcast_buffers),
             "is_multi_device_module": int(ddp.is_multi_device_module),
             "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
             "output_device": -1 if ddp.output_device is None else ddp.output_device,

@@ -1,7 +1,9 @@
 """What carries gradients between ranks: the choice, and what a rank must know of the others before it is made."""
 
+import importlib.util
 import os
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,6 @@ def requested(argument: str) -> str:
         source, choice = VARIABLE, os.environ[VARIABLE]
     if choice not in CHOICES:
         raise ValueError(f"{source} is {choice!r}, expected one of: {', '.join(map(repr, CHOICES))}.")
-    if choice == "nccl":
-        raise NotImplementedError(
-            f"{source} is 'nccl', which drivetrain does not support yet: over an NCCL process group, 'torch' uses NCCL."
-        )
     return choice
 
 
@@ -42,8 +40,10 @@ def make_comm(choice: str, group: dist.ProcessGroup, device: torch.device) -> _C
         device: the parameters'.
 
     Raises:
-        RuntimeError: the ranks ask for different transports.
+        RuntimeError: the ranks ask for different transports; or for "nccl", and some rank cannot (raised on all).
     """
+    if choice == "nccl":
+        return _nccl_comm(group, device)
     hosts, why_not = _hosts(choice, group, device)
     if not hosts:
         if choice == "shm" and why_not and dist.get_rank(group) == 0:
@@ -54,7 +54,42 @@ def make_comm(choice: str, group: dist.ProcessGroup, device: torch.device) -> _C
         process_group=group.group_name,
         hosts=hosts,
         leaders=leaders.group_name if leaders else "",
-        timeout_s=_timeout(group).total_seconds(),
+        timeout_s=_timeout(group, device).total_seconds(),
+    )
+
+
+def nccl_package() -> str:
+    """The path of the NCCL library in the package nvidia-nccl-cu*, which a CUDA build of torch depends on; "": none."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # no package of NVIDIA's
+        spec = None
+    folders = spec.submodule_search_locations if spec else None
+    libraries = [path for folder in folders or () if (path := Path(folder, "lib", "libnccl.so.2")).exists()]
+    return str(libraries[0]) if libraries else ""
+
+
+def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
+    why_not, library = "", nccl_package()
+    if device.type != "cuda":
+        why_not = f"the parameters are on {device}, expected a CUDA device ('shm' and 'torch' are for the CPU)"
+    else:
+        try:
+            _C.nccl_library(library)
+        except RuntimeError as error:
+            why_not = str(error)
+    # Before anybody waits for a rank that cannot come.
+    reasons: list[Any] = [None] * dist.get_world_size(group)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(reasons, why_not, group=group)
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise RuntimeError(f"transport 'nccl' cannot be used, on rank {rank}: {reason}")
+    return _C.nccl_comm(
+        process_group=group.group_name,
+        device=str(device),
+        timeout_s=_timeout(group, device).total_seconds(),
+        fallback=library,
     )
 
 
@@ -113,9 +148,9 @@ def _cpu_backend(group: dist.ProcessGroup) -> str | None:
         return None
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The group's, for operations on the CPU."""
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The group's, for operations on that kind of device."""
+    timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
@@ -130,7 +165,10 @@ def _leaders_of(group: dist.ProcessGroup, hosts: list[int]) -> dist.ProcessGroup
         made = None
         if is_whole_job or is_leader:
             made = dist.new_group(
-                ranks, timeout=_timeout(group), backend="gloo", use_local_synchronization=not is_whole_job
+                ranks,
+                timeout=_timeout(group, torch.device("cpu")),
+                backend="gloo",
+                use_local_synchronization=not is_whole_job,
             )
         _leaders[group] = made if is_leader else None
     return _leaders[group]

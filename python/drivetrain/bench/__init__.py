@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import sys
 from pathlib import Path
 
 HELP = """Measures drivetrain against torch and prints one table per topic.
@@ -15,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments to its parser."""
     parser.description = HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("topic", choices=["optim", "ddp", "comm", "all"], help="what to measure")
+    parser.add_argument(
+        "topic", choices=["optim", "ddp", "comm", "gpu", "all"], help="what to measure (gpu: where there is one)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer's CPU step (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
@@ -29,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     from . import comm, ddp, optim
     from .measure import Row, print_table
 
-    topics = ["optim", "ddp", "comm"] if args.topic == "all" else [args.topic]
+    has_gpu = torch.cuda.is_available()
+    if args.topic == "gpu" and not has_gpu:
+        print("bench gpu: torch sees no NVIDIA GPU here", file=sys.stderr)
+        return 2
+    topics = ["optim", "ddp", "comm", *(["gpu"] if has_gpu else [])] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:
         if topic == "optim":
@@ -38,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])
+        elif topic == "gpu":
+            results[topic] = ddp.run_gpu(rounds=args.rounds)
+            print_table(f"DistributedDataParallel, one rank on one {torch.cuda.get_device_name()}", results[topic])
         else:
             results[topic] = comm.run(rounds=args.rounds)
             print_table("All-reduce between 2 CPU ranks of a host: gloo, and shared memory", results[topic])

@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import nn
 
 from ..ddp import DistributedDataParallel
-from .measure import Row, median_interval, ratio_of_medians
+from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
 from .ranks import meet, on_ranks
 from .shapes import gpt2_124m
 
@@ -33,6 +33,12 @@ def run(rounds: int) -> list[Row]:
     small = on_ranks(functools.partial(_small_parameters, rounds))
     exposed = on_ranks(functools.partial(_exposed_communication, rounds))
     return [*_memory_rows(memory), *_small_rows(small), _exposed_row(exposed)]
+
+
+def run_gpu(rounds: int) -> list[Row]:
+    """The row for a GPU on its own: what the wrappers cost beside its work, with nobody to talk to."""
+    times = on_ranks(functools.partial(_gpu_steps, rounds), count=1, backend="nccl")
+    return [ratio_row("forward and backward, GPT of 85 M, one GPU", times[0], times[1], 1.0, strict_end=False)]
 
 
 class _Products(nn.Module):
@@ -170,6 +176,21 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
             ours_ms <= torch_ms,
         )
     ]
+
+
+def _gpu_steps(rounds: int) -> list[list[float]]:
+    """Seconds of a step with torch's class and with ours over transport "nccl", each until the GPU has done it."""
+    module = functools.partial(_GPT, width=768, layers=12, time_steps=512)
+    torch_model = nn.parallel.DistributedDataParallel(module().cuda())
+    our_model = DistributedDataParallel(module().cuda(), transport="nccl")
+    tokens = torch.randint(0, 256, (8, 513), device="cuda")
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(tokens).backward()
+        torch.cuda.synchronize()
+
+    return interleaved([functools.partial(step, torch_model), functools.partial(step, our_model)], rounds)
 
 
 class _GPT(nn.Module):

@@ -1,4 +1,4 @@
-"""Fresh ranks over gloo, with one thread each, for a benchmark that needs several."""
+"""Fresh ranks, with one thread each, for a benchmark that needs a process group."""
 
 import tempfile
 import time
@@ -14,12 +14,12 @@ RANKS = 2
 JOIN_TIMEOUT_S = 600
 
 
-def on_ranks(measure: Callable[[], Any]) -> Any:
-    """Runs `measure` on fresh ranks and returns rank 0's result."""
+def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "gloo") -> Any:
+    """Runs `measure` on so many fresh ranks over that backend and returns rank 0's result."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(r, folder, measure, queue)) for r in range(RANKS)]
+        ranks = [context.Process(target=_rank, args=(r, count, backend, folder, measure, queue)) for r in range(count)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -32,11 +32,11 @@ def on_ranks(measure: Callable[[], Any]) -> Any:
         return queue.get()
 
 
-def _rank(rank: int, folder: str, measure: Callable[[], Any], queue: Any) -> None:
+def _rank(rank: int, count: int, backend: str, folder: str, measure: Callable[[], Any], queue: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    store = dist.FileStore(str(Path(folder) / "store"), count)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     result = measure()
     if rank == 0:
         queue.put(result)

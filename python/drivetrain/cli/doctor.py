@@ -26,6 +26,7 @@ from drivetrain import _C, _build_info
 from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.ranks import GLOO_CURE, Meeting
+from drivetrain.transport import nccl_package
 
 _STYLES = {"OK": "green", "--": "dim", "WRONG": "bold red"}
 _REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -153,12 +154,22 @@ def _nccl() -> Finding:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except OSError:
-        return ok("nccl", f"{_dotted(built)}, linked into torch")
+        return ok("nccl", f"{_dotted(built)}, linked into torch; {_nccl_transport()}")
     loaded = (number.value // 10000, number.value // 100 % 100, number.value % 100)
     if loaded < built:
         cure = "take the folder of the older libnccl.so.2 off LD_LIBRARY_PATH"
         return wrong("nccl", f"{_dotted(loaded)} is loaded, but torch was built for {_dotted(built)}", cure)
-    return ok("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}")
+    return ok("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}; {_nccl_transport()}")
+
+
+def _nccl_transport() -> str:
+    if _build_info.NCCL == "none":
+        return "transport 'nccl' is not in this build, which found no nvcc or no nccl.h"
+    try:
+        path, version = _C.nccl_library(nccl_package())
+    except RuntimeError as error:
+        return f"transport 'nccl' cannot be used: {error}"
+    return f"transport 'nccl' (built for {_build_info.NCCL}) uses {version} at {path}"
 
 
 def _dotted(version: tuple[int, ...]) -> str:

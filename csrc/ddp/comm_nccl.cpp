@@ -1,0 +1,231 @@
+// The transport through an NCCL communicator of our own: meets the other ranks through the process group's store and
+// hands tensors to the communicator.
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+
+#include "base/check.h"
+#include "base/current_stream.h"
+#include "ddp/comm.h"
+#include "ddp/nccl_communicator.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+ncclDataType_t nccl_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    case at::kByte:
+      return ncclUint8;
+    case at::kChar:
+      return ncclInt8;
+    default:
+      throw UnsupportedError(text("transport 'nccl' does not reduce ", dtype, ": use transport='torch'."));
+  }
+}
+
+// A key of the group's store that no communicator of this process has used. Ranks make a group's communicators in the
+// same order, as they make its collectives.
+std::string next_key(const std::string& group_name) {
+  static std::mutex mutex;
+  static std::map<std::string, int> made;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return text("drivetrain/nccl/", group_name, "/", made[group_name]++);
+}
+
+// Rank 0's, for everyone.
+ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::string& group_name,
+                      std::chrono::milliseconds timeout) {
+  const auto store = group.getStore();
+  if (!store) throw EnvironmentError(text("the process group '", group_name, "' has no store to meet through"));
+  const std::string key = next_key(group_name);
+  ncclUniqueId id = {};
+  if (group.getRank() == 0) {
+    if (const ncclResult_t result = api.ncclGetUniqueId(&id); result != ncclSuccess) {
+      throw EnvironmentError(text("NCCL ", api.version, ": ncclGetUniqueId failed with NCCL error ",
+                                  static_cast<int>(result), " (", api.ncclGetErrorString(result),
+                                  "): ", api.ncclGetLastError(nullptr)));
+    }
+    store->set(key, std::vector<uint8_t>(id.internal, id.internal + sizeof(id.internal)));
+    return id;
+  }
+  std::vector<uint8_t> shared;
+  try {
+    store->wait({key}, timeout);
+    shared = store->get(key);
+  } catch (const std::exception& error) {
+    throw EnvironmentError(text("rank ", group.getRank(),
+                                " did not get rank 0's NCCL id from the process group's store "
+                                "within ",
+                                timeout.count() / 1000., " s: ", error.what()));
+  }
+  if (shared.size() != sizeof(id.internal)) {
+    throw EnvironmentError(text("rank 0's NCCL id in the process group's store (", key, ") has ", shared.size(),
+                                " bytes, expected ", sizeof(id.internal)));
+  }
+  std::copy(shared.begin(), shared.end(), id.internal);
+  return id;
+}
+
+class NcclComm final : public Comm {
+ public:
+  explicit NcclComm(const NcclOptions& options)
+      : api_(options.api),
+        group_name_(options.group_name),
+        group_(c10d::resolve_process_group(options.group_name)),
+        device_(options.device) {
+    const c10::DeviceGuard guard(device_);
+    const std::chrono::nanoseconds timeout(static_cast<int64_t>(options.timeout_s * 1e9));
+    const ncclUniqueId id =
+        share_id(*api_, *group_, group_name_, std::chrono::duration_cast<std::chrono::milliseconds>(timeout));
+    communicator_ = std::make_unique<NcclCommunicator>(NcclCommunicator::Options{
+        api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout});
+  }
+
+  // The communicator's thread, and the group's if this is its last owner, may be waiting for the GIL to free a tensor.
+  ~NcclComm() override {
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      const pybind11::gil_scoped_release no_gil;
+      release();
+    } else {
+      release();
+    }
+  }
+
+  int size() const override { return group_->getSize(); }
+  int rank() const override { return group_->getRank(); }
+  bool averages() const override { return true; }
+
+  std::string name() const override {
+    const std::string registration = communicator_->registration();
+    return text("nccl ", api_->version, registration.empty() ? "" : ", ", registration);
+  }
+
+  at::Tensor allocate(int64_t bytes, c10::Device device) override {
+    if (device != device_) {
+      throw UserError(text("transport 'nccl' has its communicator on ", device_.str(), ", but there are parameters on ",
+                           device.str(), ": have all on one device, or use transport='torch'."));
+    }
+    const c10::DeviceGuard guard(device_);
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+    std::shared_ptr<void> memory = communicator_->allocate(bytes);
+    if (!memory) return at::zeros({bytes}, options);
+    void* const data = memory.get();
+    return at::from_blob(data, {bytes}, [memory = std::move(memory)](void*) {}, options, device).zero_();
+  }
+
+  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override { return hold_back(flat, ncclAvg); }
+
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
+    if (flat.layout() != at::kStrided) {
+      // NCCL has no sparse tensors; over gloo the process group reduces them.
+      if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type());
+      return sparse_->start_sum(flat);
+    }
+    return hold_back(flat, ncclSum);
+  }
+
+  void broadcast(const at::Tensor& values) override { hold_back(values, std::nullopt)->wait(); }
+
+  void flush() override {
+    std::vector<NcclCommunicator::Collective> collectives;
+    std::vector<std::shared_ptr<Started>> started;
+    for (auto& [collective, weak] : held_back_) {
+      const std::shared_ptr<Started> one = weak.lock();
+      if (!one) continue;  // nobody waits for it any more: its step was given up
+      collectives.push_back(std::move(collective));
+      started.push_back(one);
+    }
+    held_back_.clear();
+    if (collectives.empty()) return;
+    const c10::DeviceGuard guard(device_);
+    const auto group = communicator_->start(std::move(collectives), stream());
+    for (const auto& one : started) one->group = group;
+  }
+
+ private:
+  struct Started {
+    std::shared_ptr<NcclCommunicator::Group> group;  // null: held back
+  };
+
+  class NcclReduce final : public PendingReduce {
+   public:
+    NcclReduce(NcclComm& comm, std::shared_ptr<Started> started) : comm_(comm), started_(std::move(started)) {}
+    void wait() override {
+      const c10::DeviceGuard guard(comm_.device_);
+      if (!started_->group) comm_.flush();
+      DT_INVARIANT(started_->group != nullptr);
+      comm_.communicator_->wait(*started_->group, comm_.stream());
+    }
+    bool is_done() override {
+      const c10::DeviceGuard guard(comm_.device_);
+      if (!started_->group) comm_.flush();
+      return comm_.communicator_->is_done(*started_->group);
+    }
+
+   private:
+    NcclComm& comm_;
+    std::shared_ptr<Started> started_;
+  };
+
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(current_stream(device_)); }
+
+  std::unique_ptr<PendingReduce> hold_back(const at::Tensor& flat, std::optional<ncclRedOp_t> op) {
+    DT_INVARIANT(flat.is_contiguous() && (op != ncclAvg || flat.is_floating_point()));
+    if (flat.device() != device_) {
+      throw UserError(text("tensor is on ", flat.device().str(), ", expected ", device_.str()));
+    }
+    NcclCommunicator::Collective collective;
+    collective.values = flat.data_ptr();
+    collective.count = static_cast<size_t>(flat.numel());
+    collective.type = nccl_type(flat.scalar_type());
+    collective.op = op;
+    collective.keep = std::make_shared<at::Tensor>(flat);
+    auto started = std::make_shared<Started>();
+    held_back_.emplace_back(std::move(collective), started);
+    return std::make_unique<NcclReduce>(*this, std::move(started));
+  }
+
+  void release() {
+    held_back_.clear();
+    communicator_.reset();
+    sparse_.reset();
+    group_.reset();
+  }
+
+  const std::shared_ptr<const NcclApi> api_;
+  const std::string group_name_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const c10::Device device_;
+  std::unique_ptr<NcclCommunicator> communicator_;
+  std::unique_ptr<Comm> sparse_;
+  std::vector<std::pair<NcclCommunicator::Collective, std::weak_ptr<Started>>> held_back_;
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> make_nccl_comm(const NcclOptions& options) { return std::make_unique<NcclComm>(options); }
+
+}  // namespace drivetrain::ddp

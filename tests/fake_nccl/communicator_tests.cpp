@@ -1,0 +1,147 @@
+// NcclCommunicator over the fakes, two ranks as two threads, mainly for the sanitizers: groups, memory that outlives
+// its communicator, and both ways in which a collective fails. Exits non-zero and names what failed.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/check.h"
+#include "ddp/nccl_communicator.h"
+
+namespace {
+
+using namespace drivetrain;
+using ddp::NcclCommunicator;
+using Ranks = std::vector<std::unique_ptr<NcclCommunicator>>;
+
+std::atomic<int> failures{0};
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  ++failures;
+}
+
+std::string error_of(const std::function<void()>& what) {
+  try {
+    what();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+void on_ranks(const std::function<void(int)>& body) {
+  std::thread other([&] { body(1); });
+  body(0);
+  other.join();
+}
+
+Ranks make_ranks(double timeout_s) {
+  const auto api = ddp::open_nccl(FAKE_NCCL);
+  ncclUniqueId id = {};
+  api->ncclGetUniqueId(&id);
+  Ranks ranks(2);
+  on_ranks([&](int rank) {
+    ranks[rank] = std::make_unique<NcclCommunicator>(NcclCommunicator::Options{
+        api, id, 2, rank, 0, std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9))});
+  });
+  return ranks;
+}
+
+NcclCommunicator::Collective mean_of(const std::shared_ptr<std::vector<float>>& values) {
+  return {values->data(), values->size(), ncclFloat32, ncclAvg, values};
+}
+
+void test_groups() {
+  Ranks ranks = make_ranks(30);
+  on_ranks([&](int rank) {
+    for (int round = 0; round < 50; ++round) {
+      std::vector<std::shared_ptr<std::vector<float>>> tensors;
+      std::vector<NcclCommunicator::Collective> collectives;
+      for (int i = 1; i <= 3; ++i) {
+        tensors.push_back(std::make_shared<std::vector<float>>(10 * i, static_cast<float>(i * (1 + 2 * rank))));
+        collectives.push_back(mean_of(tensors.back()));
+      }
+      const auto group = ranks[rank]->start(collectives, nullptr);
+      ranks[rank]->wait(*group, nullptr);
+      expect(ranks[rank]->is_done(*group), "a group that was waited for is done");
+      for (int i = 1; i <= 3; ++i) {
+        expect((*tensors[i - 1])[0] == 2.0f * i && tensors[i - 1]->back() == 2.0f * i, "the mean of a group's tensors");
+      }
+    }
+  });
+  on_ranks([&](int rank) { ranks[rank].reset(); });
+}
+
+void test_memory_outlives_communicator() {
+  Ranks ranks = make_ranks(30);
+  std::vector<std::shared_ptr<void>> kept(2), dropped(2);
+  on_ranks([&](int rank) {
+    kept[rank] = ranks[rank]->allocate(5000);
+    dropped[rank] = ranks[rank]->allocate(7000);
+    expect(ranks[rank]->registration() == "registered window", "memory is registered");
+    NcclCommunicator::Collective collective{kept[rank].get(), 1000, ncclFloat32, ncclSum, kept[rank]};
+    std::fill_n(static_cast<float*>(kept[rank].get()), 1000, 1.0f);
+    const auto group = ranks[rank]->start({collective}, nullptr);
+    dropped[rank].reset();
+    ranks[rank]->wait(*group, nullptr);
+  });
+  on_ranks([&](int rank) { ranks[rank].reset(); });
+  for (const auto& memory : kept)
+    expect(static_cast<float*>(memory.get())[999] == 2.0f, "memory stays after its communicator");
+}
+
+// One rank leaves while the other's collective is under way, and nobody waits for it.
+void test_teardown_with_a_collective_under_way() {
+  Ranks ranks = make_ranks(1);
+  auto memory = ranks[0]->allocate(400);  // local in the fake
+  ranks[0]->start({{memory.get(), 100, ncclFloat32, ncclSum, memory}}, nullptr);
+  memory.reset();
+  on_ranks([&](int rank) { ranks[rank].reset(); });
+}
+
+void test_timeout() {
+  Ranks ranks = make_ranks(0.3);
+  const auto values = std::make_shared<std::vector<float>>(10, 1.0f);
+  const auto group = ranks[0]->start({mean_of(values)}, nullptr);  // the other rank never comes
+  std::thread looking([&] {
+    while (!ranks[0]->is_done(*group)) std::this_thread::yield();
+  });
+  const std::string error = error_of([&] { ranks[0]->wait(*group, nullptr); });
+  looking.join();
+  expect(contains(error,
+                  "rank 0 of 2: group 1 of collectives (1 of them, the first of 10 elements) did not end within "
+                  "the timeout of 0.3 s"),
+         "a timeout says what it waited for: " + error);
+  expect(error_of([&] { ranks[0]->start({mean_of(values)}, nullptr); }) == error, "the error stays");
+}
+
+void test_reported_error() {
+  ::setenv("FAKE_NCCL_FAULT", "mean 77 errors", 1);
+  Ranks ranks = make_ranks(30);
+  on_ranks([&](int rank) {
+    const auto values = std::make_shared<std::vector<float>>(77, 1.0f);
+    const std::string error =
+        error_of([&] { ranks[rank]->wait(*ranks[rank]->start({mean_of(values)}, nullptr), nullptr); });
+    expect(contains(error, "failed with NCCL error 6 (remote process exited"), "NCCL's error is told: " + error);
+  });
+  ::unsetenv("FAKE_NCCL_FAULT");
+}
+
+}  // namespace
+
+int main() {
+  test_groups();
+  test_memory_outlives_communicator();
+  test_teardown_with_a_collective_under_way();
+  test_timeout();
+  test_reported_error();
+  if (failures == 0) std::puts("communicator tests passed");
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,25 @@
+// The NCCL transport over the fakes, as a Python module: DistributedDataParallel then runs on it with CPU tensors.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "base/current_stream.h"
+#include "ddp/comm.h"
+#include "ddp/nccl_api.h"
+
+namespace drivetrain {
+
+void* current_stream(c10::Device) { return nullptr; }
+
+}  // namespace drivetrain
+
+PYBIND11_MODULE(fake_nccl, m) {
+  namespace py = pybind11;
+  namespace ddp = drivetrain::ddp;
+  py::module_::import("drivetrain._C");  // has Comm
+  m.def(
+      "nccl_comm",
+      [](const std::string& library, const std::string& process_group, double timeout_s) -> std::shared_ptr<ddp::Comm> {
+        return ddp::make_nccl_comm({ddp::open_nccl(library), process_group, c10::Device(c10::kCPU), timeout_s});
+      },
+      py::arg("library"), py::arg("process_group"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>());
+}

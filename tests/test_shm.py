@@ -453,7 +453,7 @@ def test_choices(on_ranks: OnRanks) -> None:
 # Two hosts: network namespaces with a wire between them.
 
 TWO_HOSTS = """
-    import os, torch, torch.distributed as dist
+    import os, sys, torch, torch.distributed as dist
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP
     from drivetrain import transport
@@ -472,16 +472,21 @@ TWO_HOSTS = """
         def forward(self, *inputs):
             return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
 
-    model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True)
-    DDP(nn.Linear(3, 3), transport="shm")
-    assert len(transport._leaders) == 1  # several hosts, and the same leaders for both
+    wire = {"wire_dtype": torch.bfloat16} if "wire" in sys.argv else {}
+    model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True, **wire)
+    DDP(nn.Linear(3, 3), transport="shm", **wire)
+    # Several hosts, and the same leaders for both.
+    beside = ["wire", "leaders", "leaders' wire"] if wire else ["leaders"]
+    assert list(transport._groups_beside[dist.group.WORLD]) == beside
     for step in range(20):
-        inputs = [torch.full_like(w, (step + i) % 8 + 1) for i, w in enumerate(model.module.weights)]
+        inputs = [torch.full_like(w, ((step + i) % 8 + 1) * 1.001) for i, w in enumerate(model.module.weights)]
         model.zero_grad()
         model(*[x * (rank + 1) for x in inputs]).backward()
         for w, x in zip(model.module.weights, inputs, strict=True):
-            tolerance = 1e-2 if w.dtype == torch.bfloat16 else 1e-6
+            tolerance = 1e-2 if wire or w.dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(w.grad, x * ((world + 1) / 2), rtol=tolerance, atol=0)
+            is_rounded = torch.equal(w.grad, w.grad.bfloat16().to(w.dtype))
+            assert is_rounded == bool(wire or w.dtype == torch.bfloat16)
             grads = [torch.empty_like(w) for _ in range(world)]
             dist.all_gather(grads, w.grad)
             assert all(torch.equal(grads[0], other) for other in grads)
@@ -515,8 +520,9 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
 
 
+@pytest.mark.parametrize("argument", ["", "wire"])
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (2, 1)], ids=str)
-def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int]) -> None:
+def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int], argument: str) -> None:
     script = tmp_path / "hosts.py"
     script.write_text(textwrap.dedent(TWO_HOSTS))
     launchers = [
@@ -524,7 +530,7 @@ def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[i
             [
                 *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"],
                 *["--node-rank", str(node), "--nproc-per-node", str(count)],
-                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script)],
+                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script), argument],
             ],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "wire"},
             stdout=subprocess.PIPE,

@@ -22,8 +22,8 @@ from ranks import RankPool
 from test_ddp import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 
 WIRE = {"transport": "torch", "wire_dtype": torch.bfloat16}
-# None, fewer than ranks, odd, pieces of unequal length, tiles and tails.
-SIZES = [0, 1, 2, 3, 17, 64, 513, 4099, 100_003]
+# None, fewer than ranks, odd, pieces of unequal length, tiles and tails, several messages.
+SIZES = [0, 1, 2, 3, 17, 64, 513, 4099, 100_003, 1_500_007]
 UNIT = 2.0**-8  # bfloat16's unit roundoff: 8 bits of significand, to nearest
 
 

@@ -5,6 +5,7 @@
 // it writes their sum over each of them; and a second all-to-all, the same in reverse, spreads the sums.
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -18,13 +19,16 @@ namespace drivetrain::ddp {
 namespace {
 
 constexpr int64_t kWireBytes = bytes_of(ElementType::kBFloat16);
+// Of what goes from one rank to another at once. gloo sends a large message first one way, then the other: 6 MiB in 16
+// pieces take half the time on a wire of 1 Gbit/s. It also lets one piece be summed while the next is on its way.
+constexpr int64_t kMessageBytes = 384 << 10;
 
 // from and to may be the same memory where SumJob allows it.
 void convert(char* from, ElementType from_type, char* to, ElementType to_type, int64_t begin, int64_t end) {
   sum_range({from_type, to_type, &from, 1, &to, 1, begin, end, 1});
 }
 
-// One tensor under way.
+// A tensor, or a part of one, under way.
 class Transfer {
  public:
   Transfer(const at::Tensor& flat, int rank, int size) : flat_(flat), size_(size) {
@@ -163,28 +167,33 @@ class Chain {
 
 class WireReduce final : public PendingReduce {
  public:
-  WireReduce(std::shared_ptr<Chain> chain, std::shared_ptr<Transfer> transfer)
-      : chain_(std::move(chain)), transfer_(std::move(transfer)) {}
+  WireReduce(std::shared_ptr<Chain> chain, std::deque<std::shared_ptr<Transfer>> transfers)
+      : chain_(std::move(chain)), transfers_(std::move(transfers)) {}
 
-  bool is_done() override { return is_widened_ || chain_->is_done(*transfer_); }
+  bool is_done() override {
+    for (const auto& transfer : transfers_) {
+      if (!chain_->is_done(*transfer)) return false;
+    }
+    return true;
+  }
 
   void wait() override {
-    if (is_widened_) return;
-    // Futures end within the process group's timeout.
-    while (const auto future = chain_->missing(*transfer_)) {
-      future->wait();
-      chain_->advance();
+    for (; !transfers_.empty(); transfers_.pop_front()) {
+      Transfer& transfer = *transfers_.front();
+      // Futures end within the process group's timeout.
+      while (const auto future = chain_->missing(transfer)) {
+        future->wait();
+        chain_->advance();
+      }
+      if (!transfer.failure.empty()) throw EnvironmentError(transfer.failure);
+      transfer.back->wait();
+      transfer.widen();
     }
-    if (!transfer_->failure.empty()) throw EnvironmentError(transfer_->failure);
-    transfer_->back->wait();
-    transfer_->widen();
-    is_widened_ = true;
   }
 
  private:
   std::shared_ptr<Chain> chain_;
-  std::shared_ptr<Transfer> transfer_;
-  bool is_widened_ = false;
+  std::deque<std::shared_ptr<Transfer>> transfers_;  // not yet widened
 };
 
 class WireComm final : public Comm {
@@ -214,13 +223,18 @@ class WireComm final : public Comm {
     }
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
-    auto transfer = std::make_shared<Transfer>(flat, rank(), size());
-    chain_->start(transfer, group_);
-    // The callback must not be what keeps a process group alive: its end joins the thread that calls back.
-    transfer->there->future()->addCallback([weak = std::weak_ptr<Chain>(chain_)](c10::ivalue::Future&) {
-      if (const auto chain = weak.lock()) chain->advance();
-    });
-    return std::make_unique<WireReduce>(chain_, std::move(transfer));
+    std::deque<std::shared_ptr<Transfer>> transfers;
+    const int64_t numel = flat.numel(), most = kMessageBytes / kWireBytes * size();
+    for (int64_t begin = 0; begin < numel; begin += most) {
+      auto transfer = std::make_shared<Transfer>(flat.narrow(0, begin, std::min(most, numel - begin)), rank(), size());
+      chain_->start(transfer, group_);
+      // The callback must not be what keeps a process group alive: its end joins the thread that calls back.
+      transfer->there->future()->addCallback([weak = std::weak_ptr<Chain>(chain_)](c10::ivalue::Future&) {
+        if (const auto chain = weak.lock()) chain->advance();
+      });
+      transfers.push_back(std::move(transfer));
+    }
+    return std::make_unique<WireReduce>(chain_, std::move(transfers));
   }
 
  private:

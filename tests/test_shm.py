@@ -231,7 +231,7 @@ def leaves_nothing() -> None:
     files, mappings = len(entries("/proc/self/fd")), shared_mappings()  # torch.compile's caches keep models of before
     for _ in range(3):
         net = Products()
-        ours = DDP(net, transport="shm")
+        ours = DDP(net, transport="shm", report_hang_after=0)  # whose thread opens files at times
         ours(*[torch.ones_like(w) for w in net.weights]).backward()
         kept = net.weights[2].grad
         world = dist.get_world_size()
@@ -451,10 +451,9 @@ def test_choices(on_ranks: OnRanks) -> None:
 # Two hosts: network namespaces with a wire between them.
 
 TWO_HOSTS = """
-    import os, torch, torch.distributed as dist
+    import os, random, sys, time, torch, torch.distributed as dist
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP
-    from drivetrain import transport
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -470,19 +469,35 @@ TWO_HOSTS = """
         def forward(self, *inputs):
             return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
 
-    model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True)
-    DDP(nn.Linear(3, 3), transport="shm")
-    assert len(transport._leaders) == 1  # several hosts, and the same leaders for both
+    wire = {"wire_dtype": torch.bfloat16} if "wire" in sys.argv else {}
+    model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True, **wire)
     for step in range(20):
-        inputs = [torch.full_like(w, (step + i) % 8 + 1) for i, w in enumerate(model.module.weights)]
+        inputs = [torch.full_like(w, ((step + i) % 8 + 1) * 1.001) for i, w in enumerate(model.module.weights)]
         model.zero_grad()
         model(*[x * (rank + 1) for x in inputs]).backward()
         for w, x in zip(model.module.weights, inputs, strict=True):
-            tolerance = 1e-2 if w.dtype == torch.bfloat16 else 1e-6
+            tolerance = 1e-2 if wire or w.dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(w.grad, x * ((world + 1) / 2), rtol=tolerance, atol=0)
+            is_rounded = torch.equal(w.grad, w.grad.bfloat16().to(w.dtype))
+            assert is_rounded == bool(wire or w.dtype == torch.bfloat16)
             grads = [torch.empty_like(w) for _ in range(world)]
             dist.all_gather(grads, w.grad)
             assert all(torch.equal(grads[0], other) for other in grads)
+
+    # Two modules in one backward, on ranks that dawdle: their buckets come to the leaders in any order.
+    models = [DDP(Products(), bucket_cap_mb=0.1, **wire) for _ in range(2)]
+    weights = [w for each in models for w in each.module.weights]
+    dawdle = random.Random(rank)
+    for weight in weights:
+        weight.register_hook(lambda grad: time.sleep(dawdle.random() * 3e-3) if dawdle.random() < 0.2 else None)
+    for step in range(30):
+        factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) for i, w in enumerate(weights)]
+        losses = [each(*[x * world for x in factors[8 * i : 8 * i + 8]]) for i, each in enumerate(models)]
+        sum(losses).backward()
+        for weight, x in zip(weights, factors, strict=True):
+            assert torch.equal(weight.grad, x * world), step
+        for each in models:
+            each.zero_grad()
     # In one write: the ranks share the pipe, and print() writes piece by piece.
     os.write(1, ("rank %d of %d %s\\n" % (rank, world, model._get_ddp_logging_data()["transport"])).encode())
     dist.destroy_process_group()
@@ -513,8 +528,9 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
 
 
+@pytest.mark.parametrize("argument", ["", "wire"])
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (2, 1)], ids=str)
-def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int]) -> None:
+def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int], argument: str) -> None:
     script = tmp_path / "hosts.py"
     script.write_text(textwrap.dedent(TWO_HOSTS))
     launchers = [
@@ -522,7 +538,7 @@ def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[i
             [
                 *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"],
                 *["--node-rank", str(node), "--nproc-per-node", str(count)],
-                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script)],
+                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script), argument],
             ],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "wire"},
             stdout=subprocess.PIPE,

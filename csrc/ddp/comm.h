@@ -51,16 +51,30 @@ class Comm {
 // Over any torch process group, by the name that torch registered it under, for tensors on that kind of device.
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device);
 
-// Through shared memory between the ranks of one host, through a torch process group between hosts.
+// Over a gloo process group, float32 values as bfloat16 on the wire and added up in float32: each rank sums the piece
+// of a tensor that is its own, in rank order, and all get the same bits. Other types go as they are. Its tensors must
+// not go in another order on another rank, so that one process group has one such transport, whoever uses it.
+//
+// Each value is rounded once to nearest even, and each sum once more; with u = 2^-8, bfloat16's unit roundoff, and
+// S = |x_1| + ... + |x_n|, what arrives is off the exact sum s by at most
+//   u S  +  (n - 1) 2^-24 (1 + u) S  +  u (|s| + all before it)  +  (n + 1) 2^-134 where numbers are subnormal,
+// whatever n; an all-reduce in bfloat16 rounds up to n - 1 times more. A value or sum above 3.39e38, bfloat16's
+// largest, becomes infinite.
+//
+// returning: a process group of the same ranks for this transport alone, in which the sums go back.
+std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning);
+
+// Through shared memory between the ranks of one host, through other transports between hosts.
 struct ShmOptions {
   std::string group_name;
-  std::vector<int64_t> hosts;  // of every rank of the group: a number that is the same on the same host
-  std::string leaders;         // the process group of every host's first rank; "" with one host, and for other ranks
+  std::vector<int64_t> hosts;     // of every rank of the group: a number that is the same on the same host
+  std::shared_ptr<Comm> group;    // over all ranks: for what cannot be shared
+  std::shared_ptr<Comm> leaders;  // over every host's first rank; null with one host, and for other ranks
   double timeout_s = 0;
 };
 
-// Every rank of the group must call it. Where memory cannot be shared on any rank, all agree on the torch process
-// group, and why_not() says why; allocate() may still find that out.
+// Every rank of the group must call it. Where memory cannot be shared on any rank, all agree on the transport over all
+// ranks, and why_not() says why; allocate() may still find that out.
 std::unique_ptr<Comm> make_shm_comm(const ShmOptions& options);
 
 // NCCL's functions (ddp/nccl_api.h), or in a build without them nothing at all.

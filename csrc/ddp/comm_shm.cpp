@@ -73,7 +73,7 @@ struct Announcement {
 class TorchLink final : public HostLink {
  public:
   // owner_of: what keeps the memory at that address mapped; the process group may use it for longer than anybody waits.
-  TorchLink(std::unique_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
+  TorchLink(std::shared_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
       : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
 
   void start(char* values, ElementType type, int64_t numel) override {
@@ -89,7 +89,7 @@ class TorchLink final : public HostLink {
   }
 
  private:
-  std::unique_ptr<Comm> leaders_;
+  std::shared_ptr<Comm> leaders_;
   std::function<std::shared_ptr<void>(const char*)> owner_of_;
   std::deque<std::unique_ptr<PendingReduce>> started_;
 };
@@ -114,8 +114,7 @@ class MeanOfSum final : public PendingReduce {
 class ShmComm final : public Comm {
  public:
   explicit ShmComm(const ShmOptions& options)
-      : torch_(make_torch_comm(options.group_name, c10::DeviceType::CPU)),
-        group_(c10d::resolve_process_group(options.group_name)) {
+      : torch_(options.group), group_(c10d::resolve_process_group(options.group_name)) {
     const int rank = group_->getRank();
     if (static_cast<int>(options.hosts.size()) != group_->getSize()) {
       throw UserError(text("hosts has ", options.hosts.size(), " entries, expected one for each of the group's ",
@@ -127,8 +126,8 @@ class ShmComm final : public Comm {
       if (options.hosts[other] == options.hosts[rank]) host_.push_back(other);
     }
     if (several_hosts && host_[0] == rank) {
-      link_ = std::make_unique<TorchLink>(make_torch_comm(options.leaders, c10::DeviceType::CPU),
-                                          [this](const char* values) { return owner_of(values); });
+      DT_INVARIANT(options.leaders != nullptr);
+      link_ = std::make_unique<TorchLink>(options.leaders, [this](const char* values) { return owner_of(values); });
     }
     while (host_[place_] != rank) ++place_;
     const int64_t board_bytes = ShmExchange::board_bytes(num_places());
@@ -337,7 +336,7 @@ class ShmComm final : public Comm {
     }
   }
 
-  std::unique_ptr<Comm> torch_;
+  std::shared_ptr<Comm> torch_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::vector<int> host_;  // the ranks of this host; an index into it is a place
   int place_ = 0;

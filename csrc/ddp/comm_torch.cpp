@@ -1,15 +1,12 @@
 // The transport over any torch process group: gloo, NCCL, or whatever torch has.
+#include "ddp/comm_torch.h"
+
 #include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
 
 #include <chrono>
-#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
-
-#include "ddp/comm.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -17,77 +14,64 @@ namespace {
 // Far longer than the moment it takes.
 constexpr std::chrono::microseconds kLetGo(2000);
 
-class TorchReduce final : public PendingReduce {
- public:
-  TorchReduce(c10::intrusive_ptr<c10d::Work> work, bool is_gloo) : work_(std::move(work)), is_gloo_(is_gloo) {}
-
-  bool is_done() override { return work_->isCompleted(); }
-
-  void wait() override {
-    work_->wait();
-    if (!is_gloo_) return;
-    // gloo's thread lets go of the work a moment after it reports the end. If it is the last to do so and Python is
-    // shutting down by then, it asks for the GIL to free what the work holds, and the process aborts ("terminate
-    // called without an active exception"; about one torch DDP process in twenty on busy cores). So let it go first.
-    const auto deadline = std::chrono::steady_clock::now() + kLetGo;
-    while (work_.use_count() > 1 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Work> work_;
-  bool is_gloo_;
-};
-
-class TorchComm final : public Comm {
- public:
-  // A group may have several backends ("cpu:gloo,cuda:nccl"): what counts is the one for the gradients' device.
-  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device)
-      : group_(std::move(group)), backend_(group_->getBackend(device)->getBackendName()) {}
-
-  // Possibly the group's last owner: its end joins its threads, which may be waiting for the GIL to free a tensor.
-  ~TorchComm() override {
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      const pybind11::gil_scoped_release no_gil;
-      group_.reset();
-    }
-  }
-
-  int size() const override { return group_->getSize(); }
-  int rank() const override { return group_->getRank(); }
-
-  std::string name() const override { return "torch"; }
-
-  at::Tensor allocate(int64_t bytes, c10::Device device) override {
-    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-  }
-
-  // Only NCCL averages inside the collective; the others get gradients that are divided beforehand.
-  bool averages() const override { return backend_ == "nccl"; }
-
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override {
-    return start(flat, averages() ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
-  }
-
-  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override { return start(flat, c10d::ReduceOp::SUM); }
-
-  void broadcast(const at::Tensor& values) override {
-    std::vector<at::Tensor> tensors = {values};
-    TorchReduce(group_->broadcast(tensors), backend_ == "gloo").wait();
-  }
-
- private:
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat, c10d::ReduceOp::RedOpType op) {
-    std::vector<at::Tensor> tensors = {flat};
-    c10d::AllreduceOptions options;
-    options.reduceOp = op;
-    return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
-  }
-
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::string backend_;
-};
-
 }  // namespace
+
+void TorchReduce::wait() {
+  work_->wait();
+  if (!is_gloo_) return;
+  // gloo's thread lets go of the work a moment after it reports the end. If it is the last to do so and Python is
+  // shutting down by then, it asks for the GIL to free what the work holds, and the process aborts ("terminate
+  // called without an active exception"; about one torch DDP process in twenty on busy cores). So let it go first.
+  const auto deadline = std::chrono::steady_clock::now() + kLetGo;
+  while (work_.use_count() > 1 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+}
+
+// A group may have several backends ("cpu:gloo,cuda:nccl"): what counts is the one for the gradients' device.
+TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device)
+    : group_(std::move(group)), backend_(group_->getBackend(device)->getBackendName()) {}
+
+// Possibly the group's last owner: its end joins its threads, which may be waiting for the GIL to free a tensor.
+TorchComm::~TorchComm() {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    const pybind11::gil_scoped_release no_gil;
+    group_.reset();
+  }
+}
+
+at::Tensor TorchComm::allocate(int64_t bytes, c10::Device device) {
+  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+// Only NCCL averages inside the collective; the others get gradients that are divided beforehand.
+bool TorchComm::averages() const { return backend_ == "nccl"; }
+
+std::unique_ptr<PendingReduce> TorchComm::start(const at::Tensor& flat) {
+  return start(flat, averages() ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+}
+
+std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) { return start(flat, c10d::ReduceOp::SUM); }
+
+void TorchComm::broadcast(const at::Tensor& values) {
+  std::vector<at::Tensor> tensors = {values};
+  TorchReduce(group_->broadcast(tensors), backend_ == "gloo").wait();
+}
+
+std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at::Tensor sent,
+                                                         std::vector<int64_t> received_counts,
+                                                         std::vector<int64_t> sent_counts) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in every torch that we support
+  auto work = group_->alltoall_base(received, sent, received_counts, sent_counts);
+#pragma GCC diagnostic pop
+  return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
+}
+
+std::unique_ptr<PendingReduce> TorchComm::start(const at::Tensor& flat, c10d::ReduceOp::RedOpType op) {
+  std::vector<at::Tensor> tensors = {flat};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
+}
 
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device) {
   return std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), device);

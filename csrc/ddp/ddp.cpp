@@ -54,9 +54,13 @@ std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::st
   return make_torch_comm(process_group, c10::Device(device).type());
 }
 
-std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int64_t> hosts, const std::string& leaders,
-                               double timeout_s) {
-  return make_shm_comm({process_group, std::move(hosts), leaders, timeout_s});
+std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning) {
+  return make_wire_comm(process_group, returning);
+}
+
+std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int64_t> hosts,
+                               std::shared_ptr<Comm> group, std::shared_ptr<Comm> leaders, double timeout_s) {
+  return make_shm_comm({process_group, std::move(hosts), std::move(group), std::move(leaders), timeout_s});
 }
 
 std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
@@ -137,8 +141,9 @@ void register_ddp(py::module_& m) {
           py::arg("bytes"), py::arg("device") = "cpu", no_gil())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil());
   m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"), no_gil());
-  m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("leaders"), py::arg("timeout_s"),
-        no_gil());
+  m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"), no_gil());
+  m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("group"), py::arg("leaders").none(),
+        py::arg("timeout_s"), no_gil());
   m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
         no_gil());

@@ -223,7 +223,8 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk) con
   char* const* values = operation.values.data();
   if (stage == kSum) {
     const int num_outputs = options_.several_hosts ? 1 : options_.size;
-    sum_range({operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale});
+    sum_range(
+        {operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale});
     return;
   }
   const int64_t element = bytes_of(operation.type);

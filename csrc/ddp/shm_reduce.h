@@ -1,4 +1,4 @@
-// The arithmetic of the shared-memory transport: adds up the ranks' values of a range. Needs no torch header.
+// The transports' arithmetic: adds up the ranks' values of a range. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,11 @@ constexpr int64_t bytes_of(ElementType type) {
 }
 
 // The elements [begin, end) of all inputs are added in the order of the inputs, multiplied with `scale` and written to
-// all outputs, which may be inputs too. 16-bit floats are added in float and rounded once. Integers wrap around and
-// are not scaled.
+// all outputs, which may be inputs too, or begin where one begins if their elements are narrower. 16-bit floats are
+// added in float and rounded once. Integers wrap around and are not scaled.
 struct SumJob {
   ElementType type;
+  ElementType output_type;  // the same, unless both are floats of at most 32 bits
   const char* const* inputs;
   int num_inputs;
   char* const* outputs;

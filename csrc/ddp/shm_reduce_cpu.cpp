@@ -10,10 +10,24 @@ namespace {
 using optim::Format;
 using optim::kTile;
 
+Format format_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat64:
+      return Format::kFloat64;
+    case ElementType::kBFloat16:
+      return Format::kBFloat16;
+    case ElementType::kFloat16:
+      return Format::kFloat16;
+    default:
+      return Format::kFloat32;
+  }
+}
+
 // A tile of every input is added up in L1 and copied to the outputs: a loop of its own for each number of ranks would
 // only save trips to L1, and memory decides.
 template <class T>
-void sum_floats(const SumJob& job, Format format) {
+void sum_floats(const SumJob& job) {
+  const Format format = format_of(job.type);
   const T scale = static_cast<T>(job.scale);
   alignas(64) T sum[kTile];
   alignas(64) T scratch[kTile];
@@ -35,7 +49,7 @@ void sum_floats(const SumJob& job, Format format) {
       }
       first = sum;
     }
-    const optim::Stream own = {job.outputs[0], format};
+    const optim::Stream own = {job.outputs[0], format_of(job.output_type)};
     if (optim::is_native<T>(own)) {
       for (int output = 0; output < job.num_outputs; ++output) {
         std::memcpy(job.outputs[output] + at * sizeof(T), sum, count * sizeof(T));
@@ -72,13 +86,11 @@ void sum_integers(const SumJob& job) {
 void sum_range(const SumJob& job) {
   switch (job.type) {
     case ElementType::kFloat32:
-      return sum_floats<float>(job, Format::kFloat32);
-    case ElementType::kFloat64:
-      return sum_floats<double>(job, Format::kFloat64);
     case ElementType::kBFloat16:
-      return sum_floats<float>(job, Format::kBFloat16);
     case ElementType::kFloat16:
-      return sum_floats<float>(job, Format::kFloat16);
+      return sum_floats<float>(job);
+    case ElementType::kFloat64:
+      return sum_floats<double>(job);
     case ElementType::kInt32:
       return sum_integers<uint32_t>(job);
     case ElementType::kInt64:

@@ -37,7 +37,7 @@ _SAME_EVERYWHERE = (
     "skip_all_reduce_unused_params",
     "check_replicas_every",
 )
-_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after")
+_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 P = ParamSpec("P")
@@ -86,14 +86,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             log a warning, to the logger "drivetrain", that names what waits, for which ranks, and where those were last
             seen: module, file and line. Again at growing intervals. None: what the environment variable
             DRIVETRAIN_REPORT_HANG_AFTER says, else 30.
+        wire_dtype: keyword only. torch.bfloat16 (or its name): between hosts, and with transport="torch" between all
+            ranks, float32 gradients travel as bfloat16, half the bytes, and are added up in float32: two roundings per
+            element, of each rank's value and of the sum, however many ranks there are; every rank gets the same bits.
+            Shared memory rounds nothing: among the ranks of one host it changes nothing. Other dtypes, sparse
+            gradients, weights, counts and checksums go as they are. On the CPU over gloo only; not with communication
+            hooks, which carry gradients themselves, and so not with what torch does by such hooks.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
-            the CPU and has a SyncBatchNorm or `device_ids`; transport is unknown, or check_replicas_every or
-            report_hang_after negative.
+            the CPU and has a SyncBatchNorm or `device_ids`; transport or wire_dtype is unknown, or check_replicas_every
+            or report_hang_after negative.
         RuntimeError: nothing requires a gradient, the ranks' parameters differ (on every rank, naming the first), or
             transport is "nccl" and some rank has no CUDA parameters or no NCCL (on every rank, saying which and why).
         TypeError: an argument that the installed torch does not know.
+        NotImplementedError: wire_dtype with parameters that are not on the CPU, a process group that is not gloo there,
+            or reductions that pass by the reducer.
     """
 
     reducer: Reducer  # type: ignore[assignment]  # torch's wrapper wants its methods, not its type
@@ -126,6 +134,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         transport: str = "auto",
         check_replicas_every: int = 0,
         report_hang_after: float | None = None,
+        wire_dtype: torch.dtype | str | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -133,6 +142,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
         self._transport = transports.requested(transport)
+        self._wire_dtype = transports.requested_wire_dtype(wire_dtype)
+        if self._wire_dtype is not None and delay_all_reduce_named_params is not None:
+            raise NotImplementedError(
+                "wire_dtype does not go together with delay_all_reduce_named_params: torch reduces those parameters "
+                "past the reducer, as they are. Leave one of the two out."
+            )
         self._report_hang_after = watch.limit_from(report_hang_after)
         _check_devices(_trained_parameters(module))
         if process_group is None and device_mesh is None and not dist.is_initialized():
@@ -142,7 +157,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch has a word for lazy ones
             arguments = {name: given[name] for name in _SAME_EVERYWHERE}
-            arguments |= {"transport": self._transport, "report_hang_after": self._report_hang_after}
+            arguments |= {
+                "transport": self._transport,
+                "report_hang_after": self._report_hang_after,
+                "wire_dtype": self._wire_dtype,
+            }
             group = process_group
             if device_mesh is not None and device_mesh.ndim == 1:
                 group = device_mesh.get_group()
@@ -150,6 +169,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._check_replicas_every = check_replicas_every
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         if self._use_python_reducer:  # then torch's own Python hooks reduce, compiled into backward
+            if self._wire_dtype is not None:
+                raise NotImplementedError(
+                    "wire_dtype does not go together with torch._dynamo.config.optimize_ddp = 'python_reducer': torch "
+                    "reduces then, past the reducer. Leave one of the two out."
+                )
             self.reducer._remove_autograd_hooks()
         size = sum(param.numel() for _, param in _trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0  # none where every all-reduce is delayed
@@ -274,13 +298,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             caps.insert(0, _FIRST_BUCKET_BYTES)
         ignored = self.parameters_to_ignore
         self._why_not_planned = self._obstacle_to_planning(parameters, expect_sparse_gradient)
-        comm = transports.make_comm(self._transport, self.process_group, parameters[0].device)
+        wire_dtype = self.__dict__.get("_wire_dtype")
+        comm = transports.make_comm(self._transport, self.process_group, parameters[0].device, wire_dtype)
         self.reducer = Reducer(
             params=parameters,
             names=names,
             process_group=self.process_group,
             comm=comm,
             transport=self._transport,
+            wire_dtype=wire_dtype,
             bucket_caps=caps,
             sparse=expect_sparse_gradient,
             find_unused_parameters=self.find_unused_parameters,
@@ -345,8 +371,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             TypeError: the hook is not callable, or returns something else.
             ValueError: its annotations are not those of a communication hook.
             RuntimeError: a hook is registered already.
+            NotImplementedError: the wrapper has a wire_dtype.
         """
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        self._refuse_hook_on_wire(hook.__qualname__)
         self.reducer.set_python_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
@@ -358,8 +386,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise ValueError(
                 f"comm_hook_type is {comm_hook_type!r}, expected a dist.BuiltinCommHookType: {', '.join(builtin)}"
             )
+        self._refuse_hook_on_wire(str(comm_hook_type))
         self.reducer.set_python_hook(self.process_group, builtin[name])
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _refuse_hook_on_wire(self, hook: str) -> None:
+        if (wire_dtype := self.__dict__.get("_wire_dtype")) is not None:
+            raise NotImplementedError(
+                f"communication hook {hook} does not go together with wire_dtype={wire_dtype}: a hook carries the "
+                "gradients itself, in the dtype it likes, so that wire_dtype would change nothing. Leave one out."
+            )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """As torch's: times are kept of the first ten steps and of every `sample_rate`-th after them."""

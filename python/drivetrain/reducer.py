@@ -30,6 +30,7 @@ class Reducer(_C.Reducer):
         process_group: the ranks to reduce over.
         comm: what carries gradients between them.
         transport: what was asked for, for when the group is replaced.
+        wire_dtype: likewise.
         bucket_caps: bytes per bucket, in the expected order of buckets; the last repeats.
         sparse: per parameter, whether its gradient is sparse.
         find_unused_parameters: some parameters may get no gradient.
@@ -50,6 +51,7 @@ class Reducer(_C.Reducer):
         process_group: dist.ProcessGroup,
         comm: _C.Comm,
         transport: str,
+        wire_dtype: torch.dtype | None,
         bucket_caps: Sequence[int],
         sparse: Sequence[bool],
         find_unused_parameters: bool,
@@ -74,6 +76,7 @@ class Reducer(_C.Reducer):
         )
         self._process_group = process_group
         self._transport = transport
+        self._wire_dtype = wire_dtype
         self._first_param = params[0]
         self._modules = modules
         self._report_hang_after = report_hang_after
@@ -89,7 +92,8 @@ class Reducer(_C.Reducer):
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
-        self.set_comm(transports.make_comm(self._transport, process_group, self._first_param.device))
+        device = self._first_param.device
+        self.set_comm(transports.make_comm(self._transport, process_group, device, self._wire_dtype))
         self._watch()
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:

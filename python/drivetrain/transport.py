@@ -17,8 +17,10 @@ from . import _C
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
 
-# Per process group: the group of every host's first rank, made once however many modules are wrapped.
-_leaders: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+# Per process group, made once however many modules are wrapped: the transport that rounds on the wire, where all must go
+# in one order, and the group in which its sums return.
+_returning: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
 
 
 def requested(argument: str) -> str:
@@ -31,29 +33,67 @@ def requested(argument: str) -> str:
     return choice
 
 
-def make_comm(choice: str, group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
+def requested_wire_dtype(argument: torch.dtype | str | None) -> torch.dtype | None:
+    """The wire_dtype asked for; the command line can only give its name."""
+    if argument is None:
+        return None
+    if argument in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        return torch.bfloat16
+    if argument in (torch.float16, "float16", "torch.float16"):
+        raise ValueError(
+            "wire_dtype is float16, expected torch.bfloat16 or None: gradients may pass float16's largest, 65504."
+        )
+    raise ValueError(f"wire_dtype is {argument!r}, expected torch.bfloat16 or None.")
+
+
+def make_comm(
+    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None = None
+) -> _C.Comm:
     """The transport for parameters on that device. Every rank of the group must call it.
 
     Args:
         choice: what `requested` returned; must be the same on every rank.
         group: the ranks.
         device: the parameters'.
+        wire_dtype: what `requested_wire_dtype` returned; must be the same on every rank.
 
     Raises:
         RuntimeError: the ranks ask for different transports; or for "nccl", and some rank cannot (raised on all).
+        NotImplementedError: wire_dtype is given, and the parameters are not on the CPU or the group is not gloo there.
     """
+    size = dist.get_world_size(group)
+    if wire_dtype is not None and (device.type != "cpu" or _cpu_backend(group) != "gloo"):
+        raise NotImplementedError(
+            f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
+            f"is {_cpu_backend(group)!r}: drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
+            "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which adds up in bfloat16 too."
+        )
     if choice == "nccl":
         return _nccl_comm(group, device)
-    hosts, why_not = _hosts(choice, group, device)
+    if size == 1:
+        wire_dtype = None
+    hosts, why_not = _hosts(choice, group, device, wire_dtype)
+    if wire_dtype and group not in _returning:
+        returning = _group_beside(group, list(range(size)))
+        assert returning is not None
+        _returning[group] = returning
+    over_group = _comm_over(group, device, _returning[group] if wire_dtype else None)
     if not hosts:
         if choice == "shm" and why_not and dist.get_rank(group) == 0:
             _warn(why_not)
-        return _C.torch_comm(process_group=group.group_name, device=str(device))
-    leaders = _leaders_of(group, hosts) if len(set(hosts)) > 1 else None
+        return over_group
+    over_leaders = None
+    if len(set(hosts)) > 1:
+        first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
+        # Anew for every module: two that are reduced at the same time may be summed within hosts in different orders.
+        leaders = _group_beside(group, first_ranks)
+        leaders_returning = _group_beside(group, first_ranks) if wire_dtype else None
+        over_leaders = _comm_over(leaders, device, leaders_returning) if leaders else None
     return _C.shm_comm(
         process_group=group.group_name,
         hosts=hosts,
-        leaders=leaders.group_name if leaders else "",
+        group=over_group,
+        leaders=over_leaders,
         timeout_s=_timeout(group, device).total_seconds(),
     )
 
@@ -108,7 +148,9 @@ def _warn(why_not: str) -> None:
     )
 
 
-def _hosts(choice: str, group: dist.ProcessGroup, device: torch.device) -> tuple[list[int], str]:
+def _hosts(
+    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None
+) -> tuple[list[int], str]:
     """Each rank's host as a number, if memory is to be shared; else nothing, and why not ("": there is no need)."""
     size = dist.get_world_size(group)
     if size == 1:
@@ -118,20 +160,24 @@ def _hosts(choice: str, group: dist.ProcessGroup, device: torch.device) -> tuple
     if (backend := _cpu_backend(group)) != "gloo":
         return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
     facts: list[Any] = [None] * size
-    dist.all_gather_object(facts, (choice, _host_identity()), group=group)
-    choices = [fact[0] for fact in facts]
-    if len(set(choices)) > 1:
-        by_rank = "; ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(choices))
-        raise RuntimeError(
-            f"DistributedDataParallel needs the same transport on every rank, but it differs: {by_rank}. Pass the same "
-            f"one everywhere, or set {VARIABLE} everywhere."
-        )
+    dist.all_gather_object(facts, (choice, wire_dtype, _host_identity()), group=group)
+    _check_same("transport", [fact[0] for fact in facts], f", or set {VARIABLE} everywhere")
+    _check_same("wire_dtype", [fact[1] for fact in facts])
     if choice == "torch":
         return [], ""
-    identities = [fact[1] for fact in facts]
+    identities = [fact[2] for fact in facts]
     if len(set(identities)) == size:
         return [], "no two ranks are on the same host, in the same container and of the same user"
     return [identities.index(identity) for identity in identities], ""
+
+
+def _check_same(what: str, values: list[Any], or_else: str = "") -> None:
+    if len(set(values)) > 1:
+        by_rank = "; ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+        raise RuntimeError(
+            f"DistributedDataParallel needs the same {what} on every rank, but it differs: {by_rank}. Pass the same "
+            f"one everywhere{or_else}."
+        )
 
 
 def _host_identity() -> tuple[str, ...]:
@@ -154,21 +200,26 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-def _leaders_of(group: dist.ProcessGroup, hosts: list[int]) -> dist.ProcessGroup | None:
-    """The group of every host's first rank; None on the other ranks."""
-    if group not in _leaders:
-        first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
-        ranks = [dist.get_global_rank(group, rank) for rank in first_ranks]
-        is_leader = dist.get_rank(group) in first_ranks
-        # All ranks of the job take part in making a group, unless told that only its own do.
-        is_whole_job = dist.get_world_size(group) == dist.get_world_size()
-        made = None
-        if is_whole_job or is_leader:
-            made = dist.new_group(
-                ranks,
-                timeout=_timeout(group, torch.device("cpu")),
-                backend="gloo",
-                use_local_synchronization=not is_whole_job,
-            )
-        _leaders[group] = made if is_leader else None
-    return _leaders[group]
+def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
+    """A further gloo group of those ranks of the group; None on the others. Every rank of the group must call it."""
+    is_member = dist.get_rank(group) in ranks
+    # All ranks of the job take part in making a group, unless told that only its own do.
+    is_whole_job = dist.get_world_size(group) == dist.get_world_size()
+    if not (is_whole_job or is_member):
+        return None
+    beside = dist.new_group(
+        [dist.get_global_rank(group, rank) for rank in ranks],
+        timeout=_timeout(group, torch.device("cpu")),
+        backend="gloo",
+        use_local_synchronization=not is_whole_job,
+    )
+    return beside if is_member else None
+
+
+def _comm_over(group: dist.ProcessGroup, device: torch.device, returning: dist.ProcessGroup | None) -> _C.Comm:
+    """The transport over the process group; with bfloat16 on the wire if there is a group for its sums to return in."""
+    if returning is None:
+        return _C.torch_comm(process_group=group.group_name, device=str(device))
+    if group not in _wire_comms:
+        _wire_comms[group] = _C.wire_comm(process_group=group.group_name, returning=returning.group_name)
+    return _wire_comms[group]

@@ -110,7 +110,7 @@ void test_sums() {
           for (Block& block : blocks) values.push_back(block.data());
           const int64_t middle = numel / 3;
           for (auto [begin, end] : {std::pair(middle, numel), std::pair(int64_t{0}, middle)}) {
-            sum_range_of(isa)({type, values.data(), ranks, values.data(), ranks, begin, end, scale});
+            sum_range_of(isa)({type, type, values.data(), ranks, values.data(), ranks, begin, end, scale});
           }
           for (const Block& block : blocks) {
             expect(block == expected, text("sum of type ", static_cast<int>(type), ", ", ranks, " ranks of ", numel,

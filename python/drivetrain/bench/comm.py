@@ -1,4 +1,4 @@
-"""All-reduce between the CPU ranks of one host: shared memory against gloo."""
+"""All-reduce between the CPU ranks of one host: shared memory, and bfloat16 on the wire, against gloo."""
 
 import functools
 import statistics
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import track
 
-from .. import transport
+from .. import _C, transport
 from .measure import Row, median_interval
 from .ranks import RANKS, meet, on_ranks
 
@@ -21,6 +21,10 @@ CASES = (
     ("1 MiB", 256 << 10, None),
     ("25 MiB", 25 << 18, 5.0),
 )
+WIRE_NUMEL = 25 << 18
+
+
+_Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]  # values fp32 [n], what reduces them, what must come out
 
 
 def run(rounds: int) -> list[Row]:
@@ -28,41 +32,90 @@ def run(rounds: int) -> list[Row]:
     rows = []
     for what, numel, target in track(CASES, description="all-reduce", transient=True):
         rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, numel, rounds)))
-    return rows
+    return rows + _wire_rows(on_ranks(functools.partial(_measure_wire, rounds)))
 
 
 def _measure(numel: int, rounds: int) -> list[list[float]]:
-    """Seconds of gloo and of shared memory, per round: of the rank that takes longer, from all having come."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
-    comm = transport.make_comm("shm", group, torch.device("cpu"))
+    """Seconds of gloo and of shared memory, per round."""
+    comm = _comm("shm")
     if comm.name != "shm":
         raise RuntimeError(f"memory cannot be shared here, so there is nothing to measure: {comm.why_not}")
-    theirs, ours = torch.zeros(numel), comm.allocate(4 * numel).view(torch.float32)
-    calls: list[tuple[torch.Tensor, Callable[[], Any]]] = [
-        (theirs, lambda: dist.all_reduce(theirs)),
-        (ours, lambda: comm.all_reduce(ours, mean=False)),
-    ]
-    # Whole numbers, so that the sum is exact in any order.
-    inputs = [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(RANKS)]
+    inputs = _inputs(numel)
     expected = torch.stack(inputs).sum(0)
-    times: list[list[float]] = [[], []]
+    theirs, ours = torch.zeros(numel), comm.allocate(4 * numel).view(torch.float32)
+    return _timed(
+        {
+            "gloo": (theirs, lambda: dist.all_reduce(theirs), expected),
+            "drivetrain": (ours, lambda: comm.all_reduce(ours, mean=False), expected),
+        },
+        inputs,
+        rounds,
+    )
+
+
+def _measure_wire(rounds: int) -> list[list[float]]:
+    """Seconds of gloo, of gloo in bfloat16 as torch's hook does it, and of bfloat16 on the wire alone, per round."""
+    comm = _comm("torch", torch.bfloat16)
+    inputs = _inputs(WIRE_NUMEL)
+    rounded = torch.stack([values.bfloat16() for values in inputs]).sum(0).float()
+    exact, theirs, ours = (torch.zeros(WIRE_NUMEL) for _ in range(3))
+
+    def hook() -> None:
+        compressed = theirs.bfloat16()
+        dist.all_reduce(compressed)
+        theirs.copy_(compressed)
+
+    return _timed(
+        {
+            "gloo": (exact, lambda: dist.all_reduce(exact), torch.stack(inputs).sum(0)),
+            "gloo in bfloat16": (theirs, hook, rounded),
+            "drivetrain": (ours, lambda: comm.all_reduce(ours, mean=False), rounded),
+        },
+        inputs,
+        rounds,
+    )
+
+
+def _comm(choice: str, wire_dtype: torch.dtype | None = None) -> _C.Comm:
+    assert dist.group.WORLD is not None
+    return transport.make_comm(choice, dist.group.WORLD, torch.device("cpu"), wire_dtype)
+
+
+def _inputs(numel: int) -> list[torch.Tensor]:
+    """Every rank's values: whole numbers, so that the sum is exact in any order."""
+    return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(RANKS)]
+
+
+def _timed(calls: dict[str, _Call], inputs: list[torch.Tensor], rounds: int) -> list[list[float]]:
+    """Seconds of each call, per round: of the rank that takes longer, from all having come."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 5):
-        for which in (0, 1) if i % 2 else (1, 0):
-            values, call = calls[which]
-            values.copy_(inputs[rank])
+        for name in calls if i % 2 else reversed(calls):
+            values, call, expected = calls[name]
+            values.copy_(inputs[dist.get_rank()])
             meet()
             begin = time.perf_counter()
             call()
             seconds = time.perf_counter() - begin
             if not torch.equal(values, expected):
-                raise RuntimeError(
-                    f"round {i}: the sum of {numel} elements by {('gloo', 'drivetrain')[which]} is wrong"
-                )
+                raise RuntimeError(f"round {i}: the sum of {values.numel()} elements by {name} is wrong")
             slowest = torch.tensor([seconds], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times[which].append(slowest.item())
-    return [values[5:] for values in times]
+            times[name].append(slowest.item())
+    return [values[5:] for values in times.values()]
+
+
+def _wire_rows(times: list[list[float]]) -> list[Row]:
+    exact_s, theirs_s, ours_s = times
+    median_us = [statistics.median(values) * 1e6 for values in times]
+    against = [
+        median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)]) for torch_s in (exact_s, theirs_s)
+    ]
+    what = "all-reduce of 25 MiB fp32 over loopback, bf16 on the wire, result checked"
+    return [
+        Row(what, "us", median_us[0], median_us[2], *against[0]),
+        Row("  against torch's bf16 hook", "us", median_us[1], median_us[2], *against[1]),
+    ]
 
 
 def _rows(what: str, numel: int, target: float | None, times: list[list[float]]) -> list[Row]:

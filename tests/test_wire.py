@@ -262,7 +262,7 @@ def two_models_dawdling() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     models = [DDP(Products(1, 65, 70_000, 1000, 40_000), **WIRE, **SMALL_BUCKETS) for _ in range(2)]
     weights = [w for model in models for w in model.module.weights]
-    assert list(transport._returning) == list(transport._wire_comms) == [dist.group.WORLD]
+    assert dist.group.WORLD in transport._wire_comms
     dawdle = random.Random(rank)
 
     def hook(grad: Tensor) -> Tensor:
@@ -287,6 +287,11 @@ def test_two_models_on_ranks_that_dawdle(on_some_ranks: OnRanks) -> None:
     on_some_ranks(two_models_dawdling)
 
 
+def num_threads() -> int:
+    """Not counted are those that watch for hangs: they come and go."""
+    return sum(not thread.name.startswith("drivetrain-watch") for thread in threading.enumerate())
+
+
 def copies_and_other_groups() -> None:
     rank = dist.get_rank()
     factors = [torch.full((3,), 1 + UNIT * (1 + rank))]
@@ -305,10 +310,10 @@ def copies_and_other_groups() -> None:
     arrives(model, factors[0][0].item())
     model._update_process_group(dist.new_group([0, 1]))
     arrives(model, 1.0)
-    threads = threading.active_count(), len(transport._returning)
+    made = num_threads(), len(transport._returning)
     for _ in range(3):
         arrives(DDP(Products(3), **WIRE), 1.0)
-    assert (threading.active_count(), len(transport._returning)) == threads
+    assert (num_threads(), len(transport._returning)) == made
     # Within a host nothing is rounded.
     shared = DDP(Products(3), transport="shm", wire_dtype=torch.bfloat16)
     arrives(shared, 1 + 1.5 * UNIT)

@@ -17,8 +17,8 @@ from . import _C
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
 
-# Per process group, made once however many modules are wrapped: the transport that rounds on the wire, where all must go
-# in one order, and the group in which its sums return.
+# Per process group, made once however many modules are wrapped: the transport that rounds on the wire, where all must
+# go in one order, and the group in which its sums return.
 _returning: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
 

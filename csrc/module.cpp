@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/frame_self.h"
 #include "ddp/ddp.h"
 #include "grad/grad.h"
 #include "optim/optim.h"
@@ -30,6 +31,7 @@ void translate(std::exception_ptr error) {
 }
 
 void register_base(py::module_& m) {
+  m.def("frame_self", &frame_self, py::arg("frame"));
   m.def("isa", [] { return std::string(name_of(chosen_isa())); });
   m.def("available_isas", [] {
     std::vector<std::string> names;

@@ -281,6 +281,29 @@ def test_a_users_own_grad_scale_is_multiplied_in() -> None:
     assert_same([param], [twin], rtol=1e-6, atol=0)
 
 
+def test_an_error_in_a_scaled_step_leaves_nothing_behind() -> None:
+    param = torch.ones(3, requires_grad=True)
+    optimizer, scaler = optim.SGD([param], lr=1.0), GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    param.grad = torch.ones(1).expand(3)
+    with pytest.raises(ValueError, match="expanded gradient"):
+        scaler.step(optimizer)
+    optimizer.grad_scale = optimizer.found_inf = None
+    param.grad = torch.full((3,), math.inf)
+    optimizer.step()  # a plain step looks for nothing
+    assert not optimizer.last_step_skipped
+
+
+def test_the_norm_of_an_overflow_is_there_to_be_logged() -> None:
+    param = torch.ones(3, requires_grad=True)
+    optimizer, scaler = optim.AdamW([param], max_grad_norm=1.0), torch.amp.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    param.grad[0] = math.inf
+    scaler.step(optimizer)
+    assert optimizer.grad_norm == math.inf
+    assert optimizer.last_step_skipped
+
+
 def test_our_scaler_searches_in_the_optimizers_own_read(monkeypatch: pytest.MonkeyPatch) -> None:
     param = torch.ones(3, requires_grad=True)
     optimizer, scaler = optim.AdamW([param], max_grad_norm=1.0), GradScaler("cpu")

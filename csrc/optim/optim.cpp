@@ -95,6 +95,7 @@ void run(const StepReader& read, const GradTreatment& treatment) {
 double norm_of_gradients(const StepReader& read) {
   std::vector<grad::Gradient> gradients;
   for (const Batch& batch : read.batches) {
+    DT_INVARIANT(batch.params.empty() || batch.device.is_cpu());
     for (const ParamJob& job : batch.params) gradients.push_back({job.grad, job.numel});
   }
   return std::sqrt(grad::sum_of_squares(gradients));
@@ -119,11 +120,12 @@ struct StepResult {
 
 // The norm's share: what to multiply gradients by; none if the step must not be made.
 std::optional<double> grad_factor(const StepReader& read, const StepOptions& options, StepResult& result) {
-  if (options.found_inf > 0) return std::nullopt;
   double factor = 1 / options.grad_scale;
-  if (!options.max_grad_norm && !options.check_finite) return factor;
-  result.grad_norm = norm_of_gradients(read) / options.grad_scale;
-  if (!std::isfinite(*result.grad_norm)) return std::nullopt;
+  if (options.max_grad_norm || options.check_finite) {
+    result.grad_norm = norm_of_gradients(read) / options.grad_scale;
+    if (!std::isfinite(*result.grad_norm)) return std::nullopt;
+  }
+  if (options.found_inf > 0) return std::nullopt;
   // As torch.nn.utils.clip_grad_norm_ does it.
   if (options.max_grad_norm) factor *= std::min(1.0, *options.max_grad_norm / (*result.grad_norm + 1e-6));
   return factor;

@@ -434,6 +434,11 @@ const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor
 }
 
 Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_double) {
+  if (device.is_cuda() && treats_grads_) {
+    throw UnsupportedError(text(label(entry), " is on ", device.str(),
+                                ": max_grad_norm, zero_grads_in_step and a grad_scale inside the step work on the CPU "
+                                "only so far; there use torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler."));
+  }
   const RuleInfo* rule = groups_[entry.group].rule;
   for (Batch& batch : batches) {
     if (batch.rule == rule && batch.device == device && batch.in_double == in_double) return batch;
@@ -445,11 +450,6 @@ Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_doub
   // What would stop the step later must stop it here, before anything changes.
   if (device.is_cpu()) chosen_isa();
   if (device.is_cuda() && !has_cuda()) step_cuda({}, nullptr);  // throws what to do about it
-  if (device.is_cuda() && treats_grads_) {
-    throw UnsupportedError(text(label(entry), " is on ", device.str(),
-                                ": max_grad_norm, zero_grads_in_step and a grad_scale inside the step work on the CPU "
-                                "only so far; there use torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler."));
-  }
   batches.push_back(Batch{rule, device, in_double, {}, {}, 0});
   return batches.back();
 }

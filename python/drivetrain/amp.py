@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        before = scale.clone()
+        before, clean_before = scale.clone(), growth_tracker.clone()
         super().update()
         if not flags:
             return
@@ -83,8 +83,8 @@ class GradScaler(torch.amp.GradScaler):
             self._patience = torch.full_like(growth_tracker, self._init_patience)
         self._patience -= overflowed.to(self._patience.dtype)
         scale.copy_(torch.where(overflowed & (self._patience > 0), before, scale).clamp_(min=self._min_scale))
-        grew = scale > before
-        self._patience.copy_(torch.where(grew, self._hysteresis, self._patience))
+        is_grown = ~overflowed & (growth_tracker <= clean_before)  # the count of clean steps began anew
+        self._patience.copy_(torch.where(is_grown, self._hysteresis, self._patience))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's entries, and min_scale, hysteresis and its patience; torch's class loads it too."""

@@ -91,6 +91,7 @@ class _Board:
         self._beats = [0] * len(self.ranks)
         self._heard = [time.monotonic()] * len(self.ranks)
         self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
 
     def publish(self, record: Record) -> None:
         def put(store: Any) -> bool:
@@ -129,10 +130,11 @@ class _Board:
         """Asks the store, until it fails once: then never again. At the end that is usual, as a rank may serve it.
 
         In a thread of its own: a TCPStore's calls wait for a server that stands still, whatever timeout they are given.
+        While one waits nothing else is asked.
         """
         with self._lock:
             store, answers = self._store, queue.SimpleQueue[R | None]()
-            if store is None:
+            if store is None or (self._asking is not None and self._asking.is_alive()):
                 return None
 
             def ask() -> None:
@@ -142,15 +144,15 @@ class _Board:
                     answers.put(question(store))
                 except Exception as error:
                     _logger.debug("the process group's store has failed, each rank watches on alone: %s", error)
+                    self._store = None
                     answers.put(None)
 
-            threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True).start()
-            answer = None
-            with contextlib.suppress(queue.Empty):
-                answer = answers.get(timeout=self._timeout_s)
-            if answer is None:
-                self._store = None
-            return answer
+            self._asking = threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True)
+            self._asking.start()
+            try:
+                return answers.get(timeout=self._timeout_s)
+            except queue.Empty:
+                return None
 
 
 # Per process group: our connection to its store, and how many reducers it has had; the same number on every rank.
@@ -221,7 +223,7 @@ class Watched:
         self._board.publish(self._record(now))
         if not now.awaited or now.seconds < self.beat_s:
             self._hang = None
-            return min(self.beat_s, self._limit_s)
+            return self.beat_s
         if self._hang != (now.step, now.awaited):
             self._hang = (now.step, now.awaited)
             self._next_report_s = self._limit_s
@@ -244,14 +246,12 @@ class Watched:
 
     def _record(self, now: _C.ProgressSnapshot) -> Record:
         self._beats += 1
-        # Asking a frame for its `self` costs it something, so ask only one that stays.
-        stays = now.seconds >= 2 * self.beat_s
         return {
             "beat": self._beats,
             "step": now.step,
             "place": now.place,
             "awaited": now.awaited,
-            "where": _where(self._thread, self._modules if stays else {}),
+            "where": _where(self._thread, self._modules),
             "wait_s": now.wait_s if now.num_waits else None,
         }
 
@@ -320,8 +320,6 @@ def _where(thread: int, modules: dict[int, tuple["weakref.ref[nn.Module]", str]]
     users = next((frame for frame in stack if _is_users(frame)), innermost)
     file = Path(*Path(users.f_code.co_filename).parts[-2:])
     line = f"{file}:{users.f_lineno} in {users.f_code.co_name}"
-    if not modules:
-        return f"at {line}"
     for frame in stack:
         module = _self_of(frame)
         reference, name = modules.get(id(module), (None, ""))
@@ -335,12 +333,7 @@ def _self_of(frame: FrameType) -> object:
     code = frame.f_code
     if code.co_argcount == 0 or code.co_varnames[0] != "self":
         return None
-    variables = frame.f_locals
-    found = variables.get("self")
-    if isinstance(variables, dict):
-        # Before Python 3.13 this is a copy that the frame keeps, and with it tensors that the frame lets go of.
-        variables.clear()
-    return found
+    return _C.frame_self(frame)
 
 
 # ---- The thread.

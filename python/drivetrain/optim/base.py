@@ -127,6 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: the environment variable DRIVETRAIN_ISA names no instruction set of this processor.
             In every case no parameter and no step counter has changed.
         """
+        overflow_flag, self._overflow_flag = self._overflow_flag, None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,7 +137,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         reader = self.__dict__.get("_reader")
         if reader is None:  # copies and pickles come without one
             reader = self._reader = _C.StepReader()
-        options = self._options()
+        options = self._options(check_finite=overflow_flag is not None)
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
             return _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh, options)
@@ -157,9 +158,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         self._drop_states(filled)
                 assert not result.missing, "optim_state_names and optim_step disagree"
         self._grad_norm, self._skipped = result.grad_norm, result.skipped
-        if self._overflow_flag is not None:
-            self._overflow_flag.fill_(float(result.skipped))
-            self._overflow_flag = None
+        if overflow_flag is not None:
+            overflow_flag.fill_(float(result.skipped))
         if result.skipped and getattr(self, "found_inf", None) is None:
             warnings.warn(
                 f"drivetrain.optim.{type(self).__name__}: the norm of the gradients is {result.grad_norm}; the step "
@@ -174,13 +174,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not self.state[param]:
                 del self.state[param]
 
-    def _options(self) -> _C.StepOptions:
+    def _options(self, check_finite: bool) -> _C.StepOptions:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return _C.StepOptions(
             grad_scale=1.0 if grad_scale is None else float(grad_scale),
             found_inf=0.0 if found_inf is None else float(found_inf),
             max_grad_norm=self.max_grad_norm,
-            check_finite=self._overflow_flag is not None,
+            check_finite=check_finite,
             zero_grads=self.zero_grads_in_step,
         )
 

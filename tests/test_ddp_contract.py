@@ -330,6 +330,11 @@ def weighted_mean(hooked: bool) -> None:
     assert_means(model, expected)
     model.zero_grad()
     with model.no_sync():
+        model.backward(model(x).sum() * 0, weight=10)  # a gradient of zero counts, too
+    model.backward(model(x).pow(2).sum(), weight=10)
+    assert_means(model, [grad / 2 for grad in expected])
+    model.zero_grad(set_to_none=False)
+    with model.no_sync():
         model.backward(model(x).sum(), weight=2)
         loss = model(x).sum()
         assert "has no weight" in message_of(ValueError, loss.backward)
@@ -569,6 +574,23 @@ def uneven_static_graph() -> None:
                         torch.testing.assert_close(p.grad, want)
 
 
+def held_gradients() -> None:
+    """A script may keep the tensors of .grad from the first step on: they go on showing their parameters' gradients."""
+    torch.manual_seed(dist.get_rank())
+    model = DDP(Backwards(), transport="shm")
+    held = None
+    for _ in range(7):
+        x = torch.randn(4, 9)
+        expected = mean_over_ranks(local_grads(model, x))
+        model(x).pow(2).sum().backward()
+        held = held or [p.grad for p in model.parameters() if dist.get_rank() == 0]
+        for mine, p in zip(held, model.parameters(), strict=False):
+            assert mine.data_ptr() == p.grad.data_ptr()
+        assert_means(model, expected)
+        model.zero_grad(set_to_none=False)
+    assert "on rank 0 the script keeps references to .grad tensors" in model.bucket_plan().why_not
+
+
 def sharded_optimizer() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
 
@@ -612,6 +634,7 @@ def compiled() -> None:
         recomputed,
         measured_order,
         gradients_behind_another_tensor,
+        held_gradients,
         uneven_sparse,
         uneven_static_graph,
         sharded_optimizer,

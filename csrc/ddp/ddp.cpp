@@ -217,7 +217,7 @@ void register_ddp(py::module_& m) {
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
       .def("rebuild_buckets", &Reducer::rebuild_buckets, py::arg("are_views_held"), no_gil())
-      .def("is_plan_due", &Reducer::is_plan_due, no_gil())
+      .def("is_rebuild_due", &Reducer::is_rebuild_due, no_gil())
       .def("views", &Reducer::views, no_gil())
       // Under the names by which torch's wrapper calls them.
       .def("_ddp_graph_static", &Reducer::is_graph_static, no_gil())

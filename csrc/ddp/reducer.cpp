@@ -253,9 +253,12 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   reset();
 }
 
-bool Reducer::is_plan_due() {
+bool Reducer::is_rebuild_due() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return is_measuring_ && steps_ >= measured_from_ + kMeasuredSteps;
+  if (steps_ == 0 || step_ != Step::kIdle || low_precision_) return false;
+  if (options_.find_unused_parameters && graph_ == Graph::kDynamic) return false;
+  // Must not depend on what only this rank knows: all communicate then.
+  return !is_rebuilt_ || (is_measuring_ && steps_ >= measured_from_ + kMeasuredSteps);
 }
 
 std::vector<at::Tensor> Reducer::views() {
@@ -269,14 +272,12 @@ std::vector<at::Tensor> Reducer::views() {
 
 bool Reducer::rebuild_buckets(bool are_views_held) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (steps_ == 0 || step_ != Step::kIdle || low_precision_) return false;
-  if (options_.find_unused_parameters && graph_ == Graph::kDynamic) return false;
-  // Whether it is time must not depend on what only this rank knows: all communicate here.
-  if (is_rebuilt_ && !is_plan_due()) return false;
+  if (!is_rebuild_due()) return false;
   const at::NoGradGuard no_grad_tracking;
+  for (const Parameter& param : params_) are_views_held |= param.view.defined() && param.view.storage().use_count() > 1;
   noting_errors([&] {
     if (!is_rebuilt_) {
-      rebuild_in_order();
+      rebuild_in_order(are_views_held);
     } else {
       rebuild_from_measurement(are_views_held);
     }
@@ -284,7 +285,7 @@ bool Reducer::rebuild_buckets(bool are_views_held) {
   return true;
 }
 
-void Reducer::rebuild_in_order() {
+void Reducer::rebuild_in_order(bool are_views_held) {
   is_rebuilt_ = true;
   // The last hook of each counts, and what never fired comes last.
   std::vector<int64_t> order;
@@ -296,6 +297,9 @@ void Reducer::rebuild_in_order() {
   for (size_t i = fired_.size(); i > 0; --i) add(fired_[i - 1]);
   std::reverse(order.begin(), order.end());
   for (int64_t index : registration_order()) add(index);
+  // What the script refers to must go on showing its parameter's gradient: nothing moves if anybody holds such a thing.
+  at::Tensor holders = at::zeros({1}, at::kLong).fill_(are_views_held ? 1 : 0).to(params_[0].tensor.device());
+  sum_now(holders, "the number of ranks that hold .grad tensors");
   // Ranks may have seen different orders: all take rank 0's.
   const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
   try {
@@ -311,7 +315,7 @@ void Reducer::rebuild_in_order() {
   if (is_measuring_) ready_.assign(kMeasuredSteps * params_.size(), 0);
   measured_from_ = steps_;
   const std::vector<BucketPlan> plans = plan(order);
-  if (is_in_place(plans)) return;
+  if (is_in_place(plans) || holders.cpu().data_ptr<int64_t>()[0] > 0) return;
   const std::vector<at::Tensor> kept = copy_kept_gradients();
   build_arena(plans);
   put_back(kept);
@@ -350,7 +354,6 @@ void Reducer::put_back(const std::vector<at::Tensor>& kept) {
 int64_t Reducer::obstacle_to_planning(bool are_views_held) const {
   if (comm_hook_) return 1;
   if (was_joining_) return 2;
-  for (const Parameter& param : params_) are_views_held |= param.view.storage().use_count() > 1;  // by views of it
   return are_views_held ? 3 : 0;
 }
 
@@ -516,12 +519,14 @@ void Reducer::begin_weighted(double weight) {
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
         "mixed_precision: both use gradients before the sum of weights is known.");
   }
-  bool is_clean = true;
+  bool is_clean = true, is_untouched = true;
   for (const Parameter& param : params_) {
     const at::Tensor& grad = param.tensor.grad();
     is_clean = is_clean && (!grad.defined() || grad.count_nonzero().item<int64_t>() == 0);
+    is_untouched = is_untouched && param.weighted == seen_grad(param);
   }
-  if (is_clean) weight_.reset();  // gradients were zeroed, and with them what their weights counted
+  // Gradients were zeroed, and with them what their weights counted; not those that a backward left at zero.
+  if (is_clean && !is_untouched) weight_.reset();
   if (!is_clean && !weight_) {
     throw UserError(
         "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised backward, "
@@ -535,6 +540,14 @@ void Reducer::end_weighted(bool failed) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   is_weighted_ = false;
   if (failed) weight_.reset();
+  for (Parameter& param : params_) param.weighted = seen_grad(param);
+}
+
+// Changes with every write to .grad that autograd would notice, and with every other tensor there.
+std::pair<const void*, uint32_t> Reducer::seen_grad(const Parameter& param) const {
+  const at::Tensor& grad = param.tensor.grad();
+  if (!grad.defined()) return {nullptr, 0};
+  return {grad.unsafeGetTensorImpl(), grad._version()};
 }
 
 void Reducer::set_joining(int64_t divisor) {
@@ -1232,12 +1245,18 @@ void Reducer::finalize() {
     const Stopwatch stopwatch(now_.exposed);
     wait_for_buckets();
   }
+  ++steps_;  // whatever comes now: ranks must agree on their number
   now_.comm_end = clock_ns();
   last_ = now_;
   std::vector<double>& exposed = plan_report_.exposed_s;
   if (exposed.size() == kExposedKept) exposed.erase(exposed.begin());
   exposed.push_back(1e-9 * static_cast<double>(now_.exposed));
-  for (Bucket& bucket : buckets_) finish_bucket(bucket);
+  try {
+    for (Bucket& bucket : buckets_) finish_bucket(bucket);
+  } catch (...) {
+    forget_step();
+    throw;
+  }
   if (weight_) {
     const double total = weight_sum_.cpu().data_ptr<double>()[0];
     if (!(total > 0)) {
@@ -1255,7 +1274,7 @@ void Reducer::finalize() {
     unused.push_back(param.without_grad);
     any_unused |= param.without_grad;
   }
-  if (steps_ > 0 && unused != last_unused_) is_graph_static_ = false;
+  if (steps_ > 1 && unused != last_unused_) is_graph_static_ = false;
   last_unused_ = std::move(unused);
   // The one host wait for a device, and only where something is unused here.
   if (used_reduce_ && (any_unused || graph_ == Graph::kStaticUnknown)) global_used_ = global_used_.cpu();
@@ -1274,7 +1293,6 @@ void Reducer::finalize() {
   forwards_ = 0;
   was_joining_ = was_joining_ || (is_joining_ && is_measuring_);
   is_joining_ = false;
-  ++steps_;
   progress_->end_step();
   const bool compare = replica_reduce_ != nullptr;
   std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);
@@ -1376,6 +1394,7 @@ void Reducer::check_finalized() {
 }
 
 std::vector<Reducer::BucketInfo> Reducer::buckets() const {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::vector<BucketInfo> infos;
   for (const Bucket& bucket : buckets_) {
     BucketInfo info;

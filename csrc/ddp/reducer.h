@@ -70,10 +70,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Before a forward, and says whether it did: once, after the first synchronised step, plans the buckets anew in the
   // order in which rank 0's gradients came (not where parameters may be unused: their order means nothing); and once,
   // after kMeasuredSteps more, in the sizes that leave the least communication exposed.
-  // are_views_held: somebody has a view of the arena beside .grad; the measured times are then not used.
+  // are_views_held: somebody refers to a view of the arena beside .grad, on this rank; all then leave everything where
+  // it is.
   bool rebuild_buckets(bool are_views_held);
-  // Whether rebuild_buckets() would plan from measurement.
-  bool is_plan_due();
+  // Whether rebuild_buckets() would do something.
+  bool is_rebuild_due();
   // What the parameters' .grad become.
   std::vector<at::Tensor> views();
   bool has_rebuilt_buckets();
@@ -184,14 +185,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t offset = 0;  // bytes from the bucket's start
     at::Tensor view;     // its place in the arena, strided as the gradient layout contract asks; what .grad becomes
     bool ready = false;  // in this step
-    bool without_grad = false;   // this rank has no gradient for it in this step
-    bool delegated = false;      // another wrapper around the same parameter reduces it in this backward
-    at::Tensor untouched;        // copy of a kept .grad of such a parameter, put back if no rank used it
-    at::Tensor differentiable;   // its .grad in a backward with create_graph: stays .grad, gets the mean's values
-    uint32_t version = 0;        // of the tensor, when its backward was prepared
-    int fired = 0;               // hooks in this step
-    int expected = 1;            // hooks that make it ready; a static graph's first step counts them
-    bool used_somewhere = true;  // by any rank, in a static graph
+    bool without_grad = false;  // this rank has no gradient for it in this step
+    bool delegated = false;     // another wrapper around the same parameter reduces it in this backward
+    at::Tensor untouched;       // copy of a kept .grad of such a parameter, put back if no rank used it
+    at::Tensor differentiable;  // its .grad in a backward with create_graph: stays .grad, gets the mean's values
+    uint32_t version = 0;       // of the tensor, when its backward was prepared
+    std::pair<const void*, uint32_t> weighted;  // seen_grad() after the last backward with a weight
+    int fired = 0;                              // hooks in this step
+    int expected = 1;                           // hooks that make it ready; a static graph's first step counts them
+    bool used_somewhere = true;                 // by any rank, in a static graph
     std::shared_ptr<torch::autograd::Node> accumulator;
     uintptr_t hook = 0;
   };
@@ -219,7 +221,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   auto noting_errors(Body&& body) -> decltype(body());
   std::vector<ParamSize> param_sizes() const;
   std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
-  void rebuild_in_order();
+  void rebuild_in_order(bool are_views_held);
+  std::pair<const void*, uint32_t> seen_grad(const Parameter& param) const;
   void rebuild_from_measurement(bool are_views_held);
   bool is_in_place(const std::vector<BucketPlan>& plans) const;
   std::vector<at::Tensor> copy_kept_gradients() const;

@@ -84,14 +84,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
         report_hang_after: keyword only. Once this rank has waited so many seconds for others (0 or infinity: never),
             log a warning, to the logger "drivetrain", that names what waits, for which ranks, and where those were last
-            seen: module, file and line. Again at growing intervals. None: what the environment variable
-            DRIVETRAIN_REPORT_HANG_AFTER says, else 30.
+            seen: module, file and line. Again at growing intervals. Waits of a CUDA stream are not seen. None: what the
+            environment variable DRIVETRAIN_REPORT_HANG_AFTER says, else 30.
         wire_dtype: keyword only. torch.bfloat16 (or its name): between hosts, and with transport="torch" between all
-            ranks, float32 gradients travel as bfloat16, half the bytes, and are added up in float32: two roundings per
-            element, of each rank's value and of the sum, however many ranks there are; every rank gets the same bits.
-            Shared memory rounds nothing: among the ranks of one host it changes nothing. Other dtypes, sparse
-            gradients, weights, counts and checksums go as they are. On the CPU over gloo only; not with communication
-            hooks, which carry gradients themselves, and so not with what torch does by such hooks.
+            ranks, float32 (and complex64) gradients travel as bfloat16, half the bytes, and are added up in float32:
+            two roundings per element, of each rank's value and of the sum, however many ranks there are; every rank
+            gets the same bits. Shared memory rounds nothing: among the ranks of one host it changes nothing. Other
+            dtypes, sparse gradients, weights, counts and checksums go as they are. On the CPU over gloo only; not with
+            communication hooks, which carry gradients themselves, and so not with what torch does by such hooks.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
@@ -257,7 +257,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         Raises:
             RuntimeError: `report_hang_after` is 0, so that ranks tell each other nothing.
+            NotImplementedError: the parameters are not on the CPU: a stream waits there, and no clock of the host's
+                tells for how long.
         """
+        if self.device.type != "cpu":
+            raise NotImplementedError(
+                f"lateness() is for parameters on the CPU, and these are on {self.device}: there a stream waits, not "
+                "the host."
+            )
         if self.reducer.watched is None:
             if dist.get_world_size(self.process_group) == 1:
                 return [0.0]
@@ -349,9 +356,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         Where nothing stands against it (`why_not` of the result says what does), buckets are rebuilt twice: after the
         first synchronised step in the order of its gradients, and after three more in the sizes that leave the least
         communication exposed, by these steps' times and those of a few all-reduces. Every rank makes the same plan. Two
-        ranks sum to the same bits whatever the buckets are, and so do any number through shared memory; over a process
-        group of more ranks the order of a sum may depend on a bucket's size, so that two runs may differ in last bits:
-        `bucket_cap_mb` gives the sizes of every run.
+        ranks sum to the same bits whatever the buckets are, and so do those of a host through shared memory; over a
+        process group of more ranks the order of a sum may depend on a bucket's size, so that two runs may differ in
+        last bits: `bucket_cap_mb` gives the sizes of every run.
 
         Raises:
             RuntimeError: no reducer exists: all parameters' reductions are delayed, or hooks compiled into backward

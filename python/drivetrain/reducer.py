@@ -88,7 +88,7 @@ class Reducer(_C.Reducer):
             self.watched = Watched(self.progress(), self._process_group, self._modules, self._report_hang_after)
 
     def _rebuild_buckets(self) -> bool:
-        return self.rebuild_buckets(are_views_held=self.is_plan_due() and _are_held(self.views()))
+        return self.rebuild_buckets(are_views_held=self.is_rebuild_due() and _are_held(self.views()))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group

@@ -299,7 +299,7 @@ void Reducer::rebuild_in_order(bool are_views_held) {
   for (int64_t index : registration_order()) add(index);
   // What the script refers to must go on showing its parameter's gradient: nothing moves if anybody holds such a thing.
   at::Tensor holders = at::zeros({1}, at::kLong).fill_(are_views_held ? 1 : 0).to(params_[0].tensor.device());
-  sum_now(holders, "the number of ranks that hold .grad tensors");
+  sum_now(holders, "the number of ranks that hold gradients");
   // Ranks may have seen different orders: all take rank 0's.
   const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
   try {
@@ -389,7 +389,7 @@ std::vector<double> Reducer::time_all_reduces(const std::vector<int64_t>& sizes)
       int64_t duration = 0;
       {
         const Stopwatch stopwatch(duration);
-        sum_now(flat, text(bytes, " bytes, to time it,"));
+        sum_now(flat, "a probe that is timed");
       }
       if (probe >= 0) times.push_back(1e-9 * static_cast<double>(duration));
     }

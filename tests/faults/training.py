@@ -71,7 +71,7 @@ def train(plan: Round, rank: int, folder: Path) -> None:
 
 
 def wrap(plan: Round, net: Net) -> DistributedDataParallel:
-    options: dict[str, str] = {} if plan.transport == "torch" else {"transport": plan.transport}
+    options = {"transport": plan.transport}
     return DistributedDataParallel(
         net,
         bucket_cap_mb=BUCKET_CAP_MB,

@@ -46,6 +46,20 @@ def on_ranks(_rank_pool: RankPool) -> Callable[..., list[Any]]:
     return _rank_pool.run
 
 
+@pytest.fixture(scope="module")
+def _more_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
+    pools = {size: RankPool(world_size=size, folder=tmp_path_factory.mktemp(f"{size}-ranks")) for size in (3, 4)}
+    yield pools  # a pool starts with its first call
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_three_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]:
+    """As `on_ranks`, on three."""
+    return _more_ranks[3].run
+
+
 @pytest.fixture
 def repository() -> Path:
     return Path(__file__).parent.parent

@@ -1,8 +1,10 @@
 """Real ranks for tests: processes that live for the whole session and form a fresh gloo group for every call."""
 
 import multiprocessing
+import random
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 GROUP_TIMEOUT_S = 20
 CALL_TIMEOUT_S = 120
@@ -82,3 +85,16 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)
+
+
+def dawdle_in_hooks(weights: Iterable[Tensor]) -> None:
+    """Makes this rank late with some of its gradients, and another rank with others."""
+    rng = random.Random(dist.get_rank())
+
+    def hook(grad: Tensor) -> Tensor:
+        if rng.random() < 0.1:
+            time.sleep(rng.random() * 3e-3)
+        return grad
+
+    for weight in weights:
+        weight.register_hook(hook)

@@ -2,14 +2,12 @@
 
 import gc
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from drivetrain import _C, transport
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import ddp as ddp_module
-from ranks import RankPool
+from ranks import dawdle_in_hooks
 
 TorchDDP = ddp_module.TorchDistributedDataParallel
 OnRanks = Callable[..., list[Any]]
@@ -31,19 +29,6 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have severa
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
 # None, one, odd, a vector and a tail, several tiles, several chunks of 16 KiB and more.
 SIZES = [0, 1, 3, 17, 513, 4099, 100_003]
-
-
-@pytest.fixture(scope="module")
-def _three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(world_size=3, folder=tmp_path_factory.mktemp("three-ranks"))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def on_three_ranks(_three_ranks: RankPool) -> OnRanks:
-    """As `on_ranks`, on three."""
-    return _three_ranks.run
 
 
 @pytest.fixture(params=[2, 3])
@@ -194,15 +179,7 @@ def dawdling_ranks() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     ours = DDP(Products(), transport="shm", **SMALL_BUCKETS)
     weights = ours.module.weights
-    dawdle = random.Random(rank)
-
-    def hook(grad: Tensor) -> Tensor:
-        if dawdle.random() < 0.1:
-            time.sleep(dawdle.random() * 3e-3)
-        return grad
-
-    for weight in weights:
-        weight.register_hook(hook)
+    dawdle_in_hooks(weights)
     for step in range(150):
         # Small whole numbers: every sum is exact, whatever its order.
         inputs = [torch.full_like(w, (step * 7 + i * 3) % 64 + 1) for i, w in enumerate(weights)]

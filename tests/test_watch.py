@@ -31,19 +31,6 @@ LIMIT_S = 1.0  # on a busy machine a rank must be heard of within half of it
 LATE_S = 2.5
 
 
-@pytest.fixture(scope="module")
-def _three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(world_size=3, folder=tmp_path_factory.mktemp("three-ranks"))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def on_three_ranks(_three_ranks: RankPool) -> OnRanks:
-    """As `on_ranks`, on three."""
-    return _three_ranks.run
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,10 +2,8 @@
 
 import copy
 import pickle
-import random
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -18,21 +16,13 @@ import drivetrain
 from drivetrain import _C, transport
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.cli import run
-from ranks import RankPool
+from ranks import dawdle_in_hooks
 from test_ddp import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 
 WIRE = {"transport": "torch", "wire_dtype": torch.bfloat16}
 # None, fewer than ranks, odd, pieces of unequal length, tiles and tails, several messages.
 SIZES = [0, 1, 2, 3, 17, 64, 513, 4099, 100_003, 1_500_007]
 UNIT = 2.0**-8  # bfloat16's unit roundoff: 8 bits of significand, to nearest
-
-
-@pytest.fixture(scope="module")
-def _more_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
-    pools = {size: RankPool(world_size=size, folder=tmp_path_factory.mktemp(f"{size}-ranks")) for size in (3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -263,15 +253,7 @@ def two_models_dawdling() -> None:
     models = [DDP(Products(1, 65, 70_000, 1000, 40_000), **WIRE, **SMALL_BUCKETS) for _ in range(2)]
     weights = [w for model in models for w in model.module.weights]
     assert dist.group.WORLD in transport._wire_comms
-    dawdle = random.Random(rank)
-
-    def hook(grad: Tensor) -> Tensor:
-        if dawdle.random() < 0.1:
-            time.sleep(dawdle.random() * 3e-3)
-        return grad
-
-    for weight in weights:
-        weight.register_hook(hook)
+    dawdle_in_hooks(weights)
     for step in range(60):
         # Small whole numbers with a sum below 256: exact, rounded or not.
         factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) * world for i, w in enumerate(weights)]

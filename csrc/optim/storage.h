@@ -75,40 +75,6 @@ DT_HOST_DEVICE uint16_t float16_from_float(float value) {
   return static_cast<uint16_t>(sign | result);
 }
 
-// One element, whatever its format. In both loops the format is the same for a whole tile, so the branch is free.
-template <class T>
-DT_HOST_DEVICE T load_one(const Stream& stream, int64_t index) {
-  switch (stream.format) {
-    case Format::kFloat32:
-      return static_cast<T>(static_cast<const float*>(stream.data)[index]);
-    case Format::kFloat64:
-      return static_cast<T>(static_cast<const double*>(stream.data)[index]);
-    case Format::kBFloat16:
-      return static_cast<T>(float_from_bfloat16(static_cast<const uint16_t*>(stream.data)[index]));
-    case Format::kFloat16:
-      return static_cast<T>(float_from_float16(static_cast<const uint16_t*>(stream.data)[index]));
-  }
-  return T();
-}
-
-template <class T>
-DT_HOST_DEVICE void store_one(const Stream& stream, int64_t index, T value) {
-  switch (stream.format) {
-    case Format::kFloat32:
-      static_cast<float*>(stream.data)[index] = static_cast<float>(value);
-      return;
-    case Format::kFloat64:
-      static_cast<double*>(stream.data)[index] = static_cast<double>(value);
-      return;
-    case Format::kBFloat16:
-      static_cast<uint16_t*>(stream.data)[index] = bfloat16_from_float(static_cast<float>(value));
-      return;
-    case Format::kFloat16:
-      static_cast<uint16_t*>(stream.data)[index] = float16_from_float(static_cast<float>(value));
-      return;
-  }
-}
-
 #if defined(DRIVETRAIN_ISA)
 }  // namespace DRIVETRAIN_ISA
 #endif

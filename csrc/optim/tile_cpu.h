@@ -44,6 +44,40 @@ inline void store_float16(const float* from, uint16_t* to, int64_t count) {
   for (; i < count; ++i) to[i] = float16_from_float(from[i]);
 }
 
+// One element, whatever its format: for tiles that have no loop of their own below.
+template <class T>
+inline T load_one(const Stream& stream, int64_t index) {
+  switch (stream.format) {
+    case Format::kFloat32:
+      return static_cast<T>(static_cast<const float*>(stream.data)[index]);
+    case Format::kFloat64:
+      return static_cast<T>(static_cast<const double*>(stream.data)[index]);
+    case Format::kBFloat16:
+      return static_cast<T>(float_from_bfloat16(static_cast<const uint16_t*>(stream.data)[index]));
+    case Format::kFloat16:
+      return static_cast<T>(float_from_float16(static_cast<const uint16_t*>(stream.data)[index]));
+  }
+  return T();
+}
+
+template <class T>
+inline void store_one(const Stream& stream, int64_t index, T value) {
+  switch (stream.format) {
+    case Format::kFloat32:
+      static_cast<float*>(stream.data)[index] = static_cast<float>(value);
+      return;
+    case Format::kFloat64:
+      static_cast<double*>(stream.data)[index] = static_cast<double>(value);
+      return;
+    case Format::kBFloat16:
+      static_cast<uint16_t*>(stream.data)[index] = bfloat16_from_float(static_cast<float>(value));
+      return;
+    case Format::kFloat16:
+      static_cast<uint16_t*>(stream.data)[index] = float16_from_float(static_cast<float>(value));
+      return;
+  }
+}
+
 // Whether the rule can work on the memory itself.
 template <class T>
 bool is_native(const Stream& stream) {

@@ -196,11 +196,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         ours = {"_max_grad_norm": self._max_grad_norm, "zero_grads_in_step": self.zero_grads_in_step}
-        return super().__getstate__() | ours | {"_step_supports_amp_scaling": self._step_supports_amp_scaling}
+        return super().__getstate__() | ours
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""
         super().__setstate__(state)
+        self._step_supports_amp_scaling = self.is_on_cpu
         for values in self.state.values():
             step = values.get("step")
             if isinstance(step, Tensor) and (step.device.type != "cpu" or not step.is_floating_point()):

@@ -17,6 +17,7 @@
 #include "ddp/plan.h"
 #include "ddp/progress.h"
 #include "optim/step.h"
+#include "optim/tile_cpu.h"
 
 namespace drivetrain {
 

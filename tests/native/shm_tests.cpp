@@ -21,7 +21,7 @@
 #include "ddp/shm_reduce.h"
 #include "ddp/shm_segment.h"
 #include "native_tests.h"
-#include "optim/storage.h"
+#include "optim/tile_cpu.h"
 
 namespace drivetrain {
 namespace {

@@ -61,7 +61,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     for (int s = 0; s < Rule::kNumStates; ++s) state[s] = load_tile(param.state[s], i, count, scratch[2 + s]);
     update_tile(rule, T(job.treatment.factor), values, grad, state[0], state[1], state[2], count);
     leave_grad(job.treatment, param.grad, i, count, grad);
-    store_tile(param.param, i, count, values);
+    store_tile(param.param, i, count, values, param.key);
     for (int s = 0; s < Rule::kNumStates; ++s) store_tile(param.state[s], i, count, state[s]);
   }
 }

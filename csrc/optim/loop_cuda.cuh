@@ -27,47 +27,227 @@ __device__ void store_elements(Value* to, int64_t base, int64_t end, const T (&v
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
-    if (i < end) to[i] = to_value(values[k]);
+    if (i < end) to[i] = to_value(values[k], i);
   }
 }
 
+// Of a parameter in 16 bits with an array beside it: join(half, extra) gives the value.
+template <class Extra, class Join>
+__device__ void load_pairs(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread],
+                           Join join_value) {
+  const auto* halves = static_cast<const uint16_t*>(stream.data);
+  const auto* extras = static_cast<const Extra*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    if (i < end) values[k] = join_value(halves[i], extras[i]);
+  }
+}
+
+// split(value, half, extra) fills both.
+template <class Extra, class SplitValue>
+__device__ void store_pairs(const Stream& stream, int64_t base, int64_t end, const float (&values)[kElementsPerThread],
+                            SplitValue split_value) {
+  auto* halves = static_cast<uint16_t*>(stream.data);
+  auto* extras = static_cast<Extra*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    if (i < end) split_value(values[k], halves[i], extras[i]);
+  }
+}
+
+// ---- 8-bit blocks: element k of all threads together is one of them.
+static_assert(kThreads == kBlock);
+
+// All threads call it; each gets the maximum of all.
+__device__ inline uint32_t largest_of_threads(uint32_t value) {
+  constexpr unsigned kAll = 0xffffffffu;
+  __shared__ uint32_t of_warps[kThreads / 32];
+  value = __reduce_max_sync(kAll, value);
+  __syncthreads();  // the call before has been read
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  uint32_t largest = 0;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) largest = of_warps[warp] > largest ? of_warps[warp] : largest;
+  return largest;
+}
+
+template <class Kind>
+__device__ void load_blocks(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread]) {
+  const auto* codes = static_cast<const typename Kind::Code*>(stream.data);
+  const auto* scales = static_cast<const float*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    if (i < end) values[k] = decode_any<Kind>(codes[i], scales[i / kBlock]);
+  }
+}
+
+template <class Kind>
+__device__ void store_blocks(const Stream& stream, int64_t base, int64_t end,
+                             const float (&values)[kElementsPerThread]) {
+  auto* codes = static_cast<typename Kind::Code*>(stream.data);
+  auto* scales = static_cast<float*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    const uint32_t largest = largest_of_threads(i < end ? magnitude_bits(values[k]) : 0u);
+    const bool special = largest >= kInfinity;  // the same for all threads
+    const float scale =
+        Kind::scale_of(special ? largest_of_threads(i < end ? finite_magnitude(values[k]) : 0u) : largest);
+    if (i >= end) continue;
+    codes[i] = encode_any<Kind>(values[k], Kind::factor_of(scale));
+    if (i % kBlock == 0) scales[i / kBlock] = special ? with_special(scale) : scale;
+  }
+}
+
+// ---- Tiles. Gradients have plain formats, parameters may have pairs and states blocks: what cannot be is not
+// compiled.
+
 template <class T>
-__device__ void load_tile(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+__device__ void load_plain(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
   switch (stream.format) {
-    case Format::kFloat32:
-      return load_elements(static_cast<const float*>(stream.data), base, end, values,
-                           [](float value) { return static_cast<T>(value); });
     case Format::kFloat64:
       return load_elements(static_cast<const double*>(stream.data), base, end, values,
                            [](double value) { return static_cast<T>(value); });
     case Format::kBFloat16:
+    case Format::kBFloat16Stochastic:
       return load_elements(static_cast<const uint16_t*>(stream.data), base, end, values,
                            [](uint16_t bits) { return static_cast<T>(float_from_bfloat16(bits)); });
     case Format::kFloat16:
+    case Format::kFloat16Stochastic:
       return load_elements(static_cast<const uint16_t*>(stream.data), base, end, values,
                            [](uint16_t bits) { return static_cast<T>(float_from_float16(bits)); });
+    default:
+      return load_elements(static_cast<const float*>(stream.data), base, end, values,
+                           [](float value) { return static_cast<T>(value); });
   }
 }
 
 template <class T>
-__device__ void store_tile(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
+__device__ void store_plain(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
   switch (stream.format) {
-    case Format::kFloat32:
-      return store_elements(static_cast<float*>(stream.data), base, end, values,
-                            [](T value) { return static_cast<float>(value); });
     case Format::kFloat64:
       return store_elements(static_cast<double*>(stream.data), base, end, values,
-                            [](T value) { return static_cast<double>(value); });
+                            [](T value, int64_t) { return static_cast<double>(value); });
     case Format::kBFloat16:
       return store_elements(static_cast<uint16_t*>(stream.data), base, end, values,
-                            [](T value) { return bfloat16_from_float(static_cast<float>(value)); });
+                            [](T value, int64_t) { return bfloat16_from_float(static_cast<float>(value)); });
     case Format::kFloat16:
       return store_elements(static_cast<uint16_t*>(stream.data), base, end, values,
-                            [](T value) { return float16_from_float(static_cast<float>(value)); });
+                            [](T value, int64_t) { return float16_from_float(static_cast<float>(value)); });
+    default:
+      return store_elements(static_cast<float*>(stream.data), base, end, values,
+                            [](T value, int64_t) { return static_cast<float>(value); });
   }
 }
 
-// Updates [begin, end) of one parameter.
+template <class T>
+__device__ void load_param(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kBFloat16Remainder16:
+        return load_pairs<int16_t>(stream, base, end, values,
+                                   [](uint16_t half, int16_t remainder) { return join(half, remainder); });
+      case Format::kBFloat16Remainder8:
+        return load_pairs<int8_t>(stream, base, end, values,
+                                  [](uint16_t half, int8_t remainder) { return join8(half, remainder); });
+      case Format::kBFloat16Kahan:
+        return load_pairs<uint16_t>(stream, base, end, values,
+                                    [](uint16_t half, uint16_t rest) { return compensated_bfloat16(half, rest); });
+      case Format::kFloat16Kahan:
+        return load_pairs<uint16_t>(stream, base, end, values,
+                                    [](uint16_t half, uint16_t rest) { return compensated_float16(half, rest); });
+      case Format::kFloat16Master:
+        return load_pairs<float>(stream, base, end, values,
+                                 [](uint16_t half, float master) { return master_of(master, half); });
+      default:
+        break;
+    }
+  }
+  load_plain(stream, base, end, values);
+}
+
+template <class T>
+__device__ void store_param(const Stream& stream, uint64_t key, int64_t base, int64_t end,
+                            const T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kBFloat16Stochastic:
+        return store_elements(static_cast<uint16_t*>(stream.data), base, end, values, [key](float value, int64_t i) {
+          return stochastic_bfloat16(value, random_bits(key, i));
+        });
+      case Format::kFloat16Stochastic:
+        return store_elements(static_cast<uint16_t*>(stream.data), base, end, values,
+                              [key](float value, int64_t i) { return stochastic_float16(value, random_bits(key, i)); });
+      case Format::kBFloat16Remainder16:
+        return store_pairs<int16_t>(stream, base, end, values, [](float value, uint16_t& half, int16_t& remainder) {
+          const Split parts = split(value);
+          half = parts.half;
+          remainder = parts.remainder;
+        });
+      case Format::kBFloat16Remainder8:
+        return store_pairs<int8_t>(stream, base, end, values, [](float value, uint16_t& half, int8_t& remainder) {
+          const Split8 parts = split8(value);
+          half = parts.half;
+          remainder = parts.remainder;
+        });
+      case Format::kBFloat16Kahan:
+        return store_pairs<uint16_t>(stream, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
+          half = bfloat16_from_float(value);
+          rest = compensation_bfloat16(value, half);
+        });
+      case Format::kFloat16Kahan:
+        return store_pairs<uint16_t>(stream, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
+          half = float16_from_float(value);
+          rest = compensation_float16(value, half);
+        });
+      case Format::kFloat16Master:
+        return store_pairs<float>(stream, base, end, values, [](float value, uint16_t& half, float& master) {
+          half = float16_from_float(value);
+          master = value;
+        });
+      default:
+        break;
+    }
+  }
+  store_plain(stream, base, end, values);
+}
+
+template <class T>
+__device__ void load_state(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kSigned8:
+        return load_blocks<SignedCode>(stream, base, end, values);
+      case Format::kSquared8:
+        return load_blocks<SquaredCode>(stream, base, end, values);
+      default:
+        break;
+    }
+  }
+  load_plain(stream, base, end, values);
+}
+
+// All threads of the block call it, for the same stream.
+template <class T>
+__device__ void store_state(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kSigned8:
+        return store_blocks<SignedCode>(stream, base, end, values);
+      case Format::kSquared8:
+        return store_blocks<SquaredCode>(stream, base, end, values);
+      default:
+        break;
+    }
+  }
+  store_plain(stream, base, end, values);
+}
+
+// Updates [begin, end) of one parameter; all threads of the block call it.
 template <template <class> class RuleOf, class T>
 __device__ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
@@ -75,10 +255,10 @@ __device__ void update_range(const StepJob& job, const ParamJob& param, int64_t 
   const T factor = T(job.treatment.factor);
   for (int64_t base = begin; base < end; base += kTileCuda) {
     T value[kElementsPerThread] = {}, grad[kElementsPerThread] = {}, state[kMaxStates][kElementsPerThread] = {};
-    load_tile(param.param, base, end, value);
-    load_tile(param.grad, base, end, grad);
+    load_param(param.param, base, end, value);
+    load_plain(param.grad, base, end, grad);
 #pragma unroll
-    for (int s = 0; s < Rule::kNumStates; ++s) load_tile(param.state[s], base, end, state[s]);
+    for (int s = 0; s < Rule::kNumStates; ++s) load_state(param.state[s], base, end, state[s]);
 #pragma unroll
     for (int k = 0; k < kElementsPerThread; ++k) {
       T own[kMaxStates];
@@ -90,24 +270,23 @@ __device__ void update_range(const StepJob& job, const ParamJob& param, int64_t 
       for (int s = 0; s < Rule::kNumStates; ++s) state[s][k] = own[s];
       if (job.treatment.after == GradAfter::kZero) grad[k] = T(0);
     }
-    store_tile(param.param, base, end, value);
-    if (job.treatment.after != GradAfter::kKeep) store_tile(param.grad, base, end, grad);
+    store_param(param.param, param.key, base, end, value);
+    if (job.treatment.after != GradAfter::kKeep) store_plain(param.grad, base, end, grad);
 #pragma unroll
-    for (int s = 0; s < Rule::kNumStates; ++s) store_tile(param.state[s], base, end, state[s]);
+    for (int s = 0; s < Rule::kNumStates; ++s) store_state(param.state[s], base, end, state[s]);
   }
 }
 
 template <template <class> class RuleOf, class T>
 __global__ void __launch_bounds__(kThreads) loop_cuda(StepJob job) {
   for (int64_t tile = blockIdx.x; tile * kTileCuda < job.total; tile += gridDim.x) {
-    int64_t position = tile * kTileCuda;
-    const int64_t tile_end = position + kTileCuda < job.total ? position + kTileCuda : job.total;
-    for (int32_t index = find_param(job, position); position < tile_end; ++index) {
+    const int64_t begin = tile * kTileCuda, end = begin + kTileCuda;
+    for (int32_t index = find_param(job, begin); index < job.num_params; ++index) {
       const ParamJob param = job.params[index];
-      const int64_t param_end = param.begin + param.numel;
-      const int64_t end = param_end < tile_end ? param_end : tile_end;
-      update_range<RuleOf, T>(job, param, position - param.begin, end - param.begin);
-      position = end;
+      if (param.begin >= end) break;
+      const int64_t from = begin > param.begin ? begin - param.begin : 0;
+      const int64_t to = end - param.begin < param.numel ? end - param.begin : param.numel;
+      update_range<RuleOf, T>(job, param, from, to);
     }
   }
 }

@@ -19,6 +19,7 @@
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "grad/norm.h"
+#include "optim/state.h"
 #include "optim/step_reader.h"
 
 namespace py = pybind11;
@@ -28,8 +29,9 @@ namespace {
 
 void run_cpu(const StepJob& job) {
   const auto step = for_chosen_isa(baseline::step_cpu, avx2::step_cpu, avx512::step_cpu);
-  constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
-  at::parallel_for(0, job.total, kGrain, [&](int64_t begin, int64_t end) { step(job, begin, end); });
+  constexpr int64_t kGrain = (1 << 15) / kBlock;  // blocks that are worth a thread
+  at::parallel_for(0, num_blocks(job.total), kGrain,
+                   [&](int64_t begin, int64_t end) { step(job, begin * kBlock, std::min(end * kBlock, job.total)); });
 }
 
 // How many threads a large step really runs on. (1 in a build without OpenMP, whatever torch.get_num_threads() says.)
@@ -113,7 +115,7 @@ struct StepOptions {
 };
 
 struct StepResult {
-  py::list missing;  // (parameter, index of its group): lacks state; nothing has happened then
+  py::list missing;  // (parameter, index of its group, what users call it): lacks state; nothing has happened then
   std::optional<double> grad_norm;
   bool skipped = false;
 };
@@ -145,11 +147,13 @@ void run(const StepReader& reader, const StepOptions& options, StepResult& resul
 }
 
 StepResult read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
-                        const py::list& hypers, const py::dict& state, const py::list& fresh,
-                        const StepOptions& options) {
+                        const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
+                        const py::list& fresh, const StepOptions& options) {
   StepResult result;
   reader.begin(state, fresh, options.treats_grads());
-  for (size_t i = 0; i < groups.size(); ++i) reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i]);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i], precisions[i]);
+  }
   reader.read();
   result.missing = reader.missing;
   if (!reader.missing.empty()) return result;
@@ -167,24 +171,27 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   return result;
 }
 
-// Makes one step over all groups, rules[i] and hypers[i] being groups[i]'s. See optim/base.py, the only caller.
+// Makes one step over all groups, rules[i], hypers[i] and precisions[i] being groups[i]'s. See optim/base.py, the only
+// caller.
 StepResult step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
-                const py::list& hypers, const py::dict& state, const py::list& fresh, const StepOptions& options) {
+                const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
+                const py::list& fresh, const StepOptions& options) {
   if (reader.busy) {  // two threads step one optimizer
     StepReader own;
-    return read_and_run(own, groups, rules, hypers, state, fresh, options);
+    return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options);
   }
   struct Busy {
     bool& flag;
     explicit Busy(bool& f) : flag(f) { flag = true; }
     ~Busy() { flag = false; }
   } const busy(reader.busy);
-  return read_and_run(reader, groups, rules, hypers, state, fresh, options);
+  return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options);
 }
 
 }  // namespace
 
 void register_optim(py::module_& m) {
+  register_state(m);
   py::class_<StepReader>(m, "StepReader").def(py::init());
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](double grad_scale, double found_inf, std::optional<double> max_grad_norm, bool check_finite,
@@ -198,17 +205,7 @@ void register_optim(py::module_& m) {
       .def_readonly("grad_norm", &StepResult::grad_norm)
       .def_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
-        py::arg("state"), py::arg("fresh"), py::arg("options"));
-  m.def(
-      "optim_state_names",
-      [](const std::string& rule) {
-        const RuleInfo& info = find_rule(rule);
-        std::vector<std::string> names;
-        if (info.counts_steps) names.emplace_back("step");
-        for (PyObject* name : info.state_names) names.push_back(py::handle(name).cast<std::string>());
-        return names;
-      },
-      py::arg("rule"));
+        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"));
   m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);
 }

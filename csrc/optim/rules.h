@@ -297,17 +297,26 @@ struct Lion {
 }  // namespace DRIVETRAIN_ISA
 #endif
 
-// ---- The table of rules: X(template, name in Python, names of its states in Python).
-#define DT_OPTIM_RULES(X)                                                                              \
-  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                                             \
-  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")                            \
-  X(Sgd, "sgd")                                                                                        \
-  X(SgdMomentum, "sgd_momentum", "momentum_buffer")                                                    \
-  X(Adagrad, "adagrad", "sum")                                                                         \
-  X(Rmsprop, "rmsprop", "square_avg")                                                                  \
-  X(RmspropMomentum, "rmsprop_momentum", "square_avg", "momentum_buffer")                              \
-  X(RmspropCentered, "rmsprop_centered", "square_avg", "grad_avg")                                     \
-  X(RmspropCenteredMomentum, "rmsprop_centered_momentum", "square_avg", "grad_avg", "momentum_buffer") \
+// A state's name in Python, and whether its values are means or sums of squares: kept in 8 bits, those need other
+// codes.
+struct StateName {
+  const char* name;
+  bool is_squared;
+  constexpr StateName(const char* n, bool squared = false) : name(n), is_squared(squared) {}
+};
+constexpr StateName squared(const char* name) { return {name, true}; }
+
+// ---- The table of rules: X(template, name in Python, its states).
+#define DT_OPTIM_RULES(X)                                                                                       \
+  X(Adam, "adam", "exp_avg", squared("exp_avg_sq"))                                                             \
+  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", squared("exp_avg_sq"), squared("max_exp_avg_sq"))                   \
+  X(Sgd, "sgd")                                                                                                 \
+  X(SgdMomentum, "sgd_momentum", "momentum_buffer")                                                             \
+  X(Adagrad, "adagrad", squared("sum"))                                                                         \
+  X(Rmsprop, "rmsprop", squared("square_avg"))                                                                  \
+  X(RmspropMomentum, "rmsprop_momentum", squared("square_avg"), "momentum_buffer")                              \
+  X(RmspropCentered, "rmsprop_centered", squared("square_avg"), "grad_avg")                                     \
+  X(RmspropCenteredMomentum, "rmsprop_centered_momentum", squared("square_avg"), "grad_avg", "momentum_buffer") \
   X(Lion, "lion", "exp_avg")
 
 enum class RuleKind : int32_t {

@@ -24,13 +24,16 @@ struct ParamJob {
   Stream param;
   Stream grad;               // written only where the treatment says so
   Stream state[kMaxStates];  // as many as the rule has, in the rule's order
-  int64_t begin;             // position of this parameter's first element in the step's flat order
+  // Position of this parameter's first element in the step's flat order; a multiple of kBlock where a stream is cut up
+  // in blocks, so that ranges which begin and end at such multiples share none.
+  int64_t begin;
   int64_t numel;
+  uint64_t key;  // what stochastic rounding draws from
   int32_t rule;  // index into StepJob::rules
 };
 
-// All parameters of one device that one step updates. Elements are numbered 0 .. total over all parameters, so
-// that a thread or a block takes any range of them, whatever the parameters' sizes.
+// All parameters of one device that one step updates. Elements are numbered 0 .. total over all parameters, with gaps
+// before some, so that a thread or a block takes any range between multiples of kBlock, whatever the parameters' sizes.
 struct StepJob {
   RuleKind kind;
   bool in_double;  // compute in double (float64 parameters) instead of float
@@ -44,7 +47,7 @@ struct StepJob {
 #if defined(DRIVETRAIN_ISA)
 inline namespace DRIVETRAIN_ISA {
 #endif
-// The parameter that holds flat element `position`.
+// The parameter that holds flat element `position`, or the last one before it.
 DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
   int32_t low = 0, high = job.num_params - 1;
   while (low < high) {
@@ -61,16 +64,21 @@ DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
 }  // namespace DRIVETRAIN_ISA
 #endif
 
-// Updates the elements [begin, end) of the flat order. One copy per instruction set.
+// step_cpu updates the elements [begin, end) of the flat order; begin is a multiple of kBlock, and so is end unless it
+// is the total. convert_cpu writes values from one stream into another, rounded as that one's format rounds. One copy
+// of both per instruction set.
 namespace baseline {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);
-}
+void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
+}  // namespace baseline
 namespace avx2 {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);
-}
+void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
+}  // namespace avx2
 namespace avx512 {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);
-}
+void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
+}  // namespace avx512
 
 // Enqueues the whole step on a CUDA stream; job.params and job.rules point to device memory. Throws
 // EnvironmentError when the launch fails. In no_cuda.cpp both say that there is none.

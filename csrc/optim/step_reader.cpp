@@ -26,15 +26,18 @@ void prefetch(const void* address, int lines = 1) {
 }
 
 template <template <class> class Rule>
-RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> state_names) {
+RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<StateName> states) {
   using Args = typename Rule<float>::Args;
-  DT_INVARIANT(state_names.size() == Rule<float>::kNumStates);
+  DT_INVARIANT(states.size() == Rule<float>::kNumStates);
   RuleInfo info{name,
                 kind,
                 Args::kCountsSteps,
                 [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
                 {}};
-  for (const char* state : state_names) info.state_names.push_back(PyUnicode_InternFromString(state));
+  for (const StateName& state : states) {
+    info.states.push_back({PyUnicode_InternFromString(state.name),
+                           PyUnicode_InternFromString(text(state.name, "_scales").c_str()), state.is_squared});
+  }
   return info;
 }
 
@@ -68,15 +71,32 @@ constexpr c10::DispatchKeySet kPlainKeys =
     c10::DispatchKeySet(c10::DispatchKey::Dense) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
     c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
 
-// Can be walked from its first element to its last; where, in `stream`.
-bool read_contiguous(const c10::TensorImpl& tensor, Stream& stream) {
-  if ((tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0 || !tensor.is_contiguous()) return false;
-  const std::optional<Format> format = format_of(tensor.dtype().toScalarType());
+// Where the tensor can be walked from its first element to its last; null if it cannot.
+void* contiguous_memory(const c10::TensorImpl& tensor) {
+  if ((tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0 || !tensor.is_contiguous()) return nullptr;
   c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
-  if (!format || storage == nullptr || storage->data() == nullptr) return false;
+  if (storage == nullptr || storage->data() == nullptr) return nullptr;
+  return static_cast<char*>(storage->mutable_data()) + tensor.storage_offset() * tensor.itemsize();
+}
+
+// The same in one of the plain formats.
+bool read_contiguous(const c10::TensorImpl& tensor, Stream& stream) {
+  const std::optional<Format> format = format_of(tensor.dtype().toScalarType());
+  if (!format || (stream.data = contiguous_memory(tensor)) == nullptr) return false;
   stream.format = *format;
-  stream.data = static_cast<char*>(storage->mutable_data()) + tensor.storage_offset() * tensor.itemsize();
   return true;
+}
+
+// What a format has beside its values.
+bool read_extra(PyObject* object, const c10::TensorImpl& param, at::ScalarType dtype, int64_t numel, Stream& stream) {
+  if (object == nullptr || !THPVariable_CheckExact(object)) return false;
+  const c10::TensorImpl& extra = *THPVariable_Unpack(object).unsafeGetTensorImpl();
+  if (extra.dtype().toScalarType() != dtype || extra.numel() != numel || extra.device() != param.device()) return false;
+  return (stream.extra = contiguous_memory(extra)) != nullptr;
+}
+
+bool is_walkable(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
@@ -93,6 +113,14 @@ StepCounter counter_of(const at::Tensor& step) { return {step.data_ptr(), step.s
 
 double steps_done(const StepCounter& counter) {
   return counter.is_double ? *static_cast<double*>(counter.value) : *static_cast<float*>(counter.value);
+}
+
+// splitmix64's mixing (Steele et al. 2014): every bit of the result depends on every bit of x.
+uint64_t mixed(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
 }
 
 const at::Tensor& contiguous_copy(Batch& batch, const at::Tensor& tensor) {
@@ -133,6 +161,24 @@ const RuleInfo& find_rule(const std::string& name) {
   throw UserError(text("drivetrain has no optimizer rule named '", name, "'"));
 }
 
+at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype) {
+  const at::TensorOptions options = like.options().dtype(dtype);
+  return is_walkable(like) ? at::empty_strided(like.sizes(), like.strides(), options)
+                           : at::empty(like.sizes(), options);
+}
+
+bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Tensor* scales,
+                 std::optional<at::ScalarType> dtype) {
+  if (!dtype) return format_of(state.scalar_type()).has_value();
+  if (state.scalar_type() != *dtype) return false;
+  if (!is_block_dtype(*dtype)) return true;
+  // Blocks are cut out of the memory in its own order.
+  const bool in_order = is_walkable(param) ? state.strides().equals(param.strides()) : state.is_contiguous();
+  return (in_order || state.numel() < 2 || (param.is_contiguous() && state.is_contiguous())) && scales != nullptr &&
+         scales->scalar_type() == at::kFloat && scales->device() == param.device() && scales->is_contiguous() &&
+         scales->numel() == num_blocks(param.numel());
+}
+
 void Footprint::prefetch() const {
   for (int i = 0; i < num_objects; ++i) optim::prefetch(objects[i]);
   for (int i = 0; i < num_tensors; ++i) {
@@ -147,6 +193,11 @@ void Footprint::add(const at::Tensor& tensor) {
   tensors[num_tensors] = impl;
   storages[num_tensors] = impl->unsafe_storage().unsafeGetStorageImpl();
   ++num_tensors;
+}
+
+void Footprint::add(PyObject* object, const at::Tensor& tensor) {
+  objects[num_objects++] = object;
+  add(tensor);
 }
 
 void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats_grads) {
@@ -177,15 +228,20 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
     if (param.grad().defined()) owners.push_back(param.grad().getIntrusivePtr());
     const StateValues values = state_values(entries_[i]);
     if (values.step != nullptr) owners.push_back(THPVariable_Unpack(values.step).getIntrusivePtr());
-    for (PyObject* state : values.states) {
-      if (state != nullptr) owners.push_back(THPVariable_Unpack(state).getIntrusivePtr());
+    for (PyObject* const* tensors : {values.states, values.scales}) {
+      for (int s = 0; s < kMaxStates; ++s) {
+        if (tensors[s] != nullptr) owners.push_back(THPVariable_Unpack(tensors[s]).getIntrusivePtr());
+      }
     }
+    if (values.extra != nullptr) owners.push_back(THPVariable_Unpack(values.extra).getIntrusivePtr());
   }
   return owners;
 }
 
-void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers) {
-  groups_.push_back({group, index, &rule, hypers});
+void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers,
+                           const Precision& precision) {
+  groups_.push_back(
+      {group, index, &rule, hypers, precision, rule.counts_steps || precision.rounding == Rounding::kStochastic});
   PyObject* params = PyDict_GetItemString(group.ptr(), "params");
   DT_INVARIANT(params != nullptr && PyList_Check(params));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
@@ -216,22 +272,33 @@ PyObject* StepReader::find_state(PyObject* param) {
 // GIL.
 StepReader::StateValues StepReader::state_values(const Entry& entry) const {
   static PyObject* const step_name = PyUnicode_InternFromString("step");
-  const RuleInfo& rule = *groups_[entry.group].rule;
+  static PyObject* const extra_names[] = {PyUnicode_InternFromString(kExtraNames[0]),
+                                          PyUnicode_InternFromString(kExtraNames[1]),
+                                          PyUnicode_InternFromString(kExtraNames[2])};
+  const Group& group = groups_[entry.group];
+  const auto& states = group.rule->states;
   StateValues found;
   size_t num_found = 0;
   if (entry.state != nullptr && PyDict_Check(entry.state)) {
     Py_ssize_t position = 0;
     PyObject *key = nullptr, *value = nullptr;
     while (PyDict_Next(entry.state, &position, &key, &value)) {
-      if (rule.counts_steps && is_name(key, step_name)) found.step = value;
-      for (size_t s = 0; s < rule.state_names.size(); ++s) {
-        if (!is_name(key, rule.state_names[s]) || value == Py_None) continue;
+      if (group.counts_steps && is_name(key, step_name)) found.step = value;
+      for (size_t s = 0; s < states.size(); ++s) {
+        if (!is_name(key, states[s].name) || value == Py_None) continue;
         found.states[s] = value;
         ++num_found;
       }
+      if (group.precision.is_default()) continue;
+      for (size_t s = 0; s < states.size(); ++s) {
+        if (is_name(key, states[s].scales_name) && THPVariable_Check(value)) found.scales[s] = value;
+      }
+      for (PyObject* name : extra_names) {
+        if (is_name(key, name) && THPVariable_Check(value)) found.extra = value;
+      }
     }
   }
-  found.complete = num_found == rule.state_names.size();
+  found.complete = num_found == states.size();
   return found;
 }
 
@@ -262,7 +329,9 @@ void StepReader::read() {
 
 void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const {
   reading.kind = Kind::kOther;
-  const RuleInfo& rule = *groups_[entry.group].rule;
+  reading.job = {};
+  const Group& group = groups_[entry.group];
+  const RuleInfo& rule = *group.rule;
   if (!THPVariable_CheckExact(entry.param)) return;
   const at::Tensor& param_tensor = THPVariable_Unpack(entry.param);
   const c10::TensorImpl& param = *param_tensor.unsafeGetTensorImpl();
@@ -282,30 +351,48 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
   if (reading.in_double != (reading.job.grad.format == Format::kFloat64)) return;
   const StateValues values = state_values(entry);
   if (!values.complete) return;
-  if (!rule.state_names.empty() || rule.counts_steps) {
+  if (entry.state != nullptr && PyDict_Check(entry.state)) {
     footprint.dict_keys = reinterpret_cast<PyDictObject*>(entry.state)->ma_keys;
   }
   footprint.num_objects = footprint.num_tensors = 0;
   footprint.add(param_tensor);
   footprint.add(grad_tensor);
-  for (size_t s = 0; s < rule.state_names.size(); ++s) {
+  const at::ScalarType dtype = param.dtype().toScalarType();
+  if (!group.precision.is_default()) {
+    if (!why_not(group.precision, dtype).empty()) return;
+    reading.job.param.format = param_format(group.precision, dtype);
+    if (const std::optional<Extra> extra = extra_of(reading.job.param.format)) {
+      if (!read_extra(values.extra, param, extra->dtype, param.numel(), reading.job.param)) return;
+      footprint.add(values.extra, THPVariable_Unpack(values.extra));
+    }
+  }
+  for (size_t s = 0; s < rule.states.size(); ++s) {
     if (!THPVariable_CheckExact(values.states[s])) return;
-    const at::Tensor& state = THPVariable_Unpack(values.states[s]);
-    if (!same_kind(param, *state.unsafeGetTensorImpl()) ||
-        !read_contiguous(*state.unsafeGetTensorImpl(), reading.job.state[s])) {
+    const at::Tensor& state_tensor = THPVariable_Unpack(values.states[s]);
+    const c10::TensorImpl& state = *state_tensor.unsafeGetTensorImpl();
+    Stream& stream = reading.job.state[s];
+    if (!same_kind(param, state)) return;
+    const std::optional<at::ScalarType> wanted = state_dtype(group.precision, param, rule.states[s].is_squared);
+    if (wanted && state.dtype().toScalarType() != *wanted) return;
+    if (wanted && is_block_dtype(*wanted)) {
+      if ((stream.data = contiguous_memory(state)) == nullptr ||
+          !read_extra(values.scales[s], param, at::kFloat, num_blocks(param.numel()), stream)) {
+        return;
+      }
+      stream.format = rule.states[s].is_squared ? Format::kSquared8 : Format::kSigned8;
+      footprint.add(values.scales[s], THPVariable_Unpack(values.scales[s]));
+    } else if (!read_contiguous(state, stream)) {
       return;
     }
-    footprint.objects[footprint.num_objects++] = values.states[s];
-    footprint.add(state);
+    footprint.add(values.states[s], state_tensor);
   }
   reading.counter = {};
   reading.steps_done = 0;
-  if (rule.counts_steps) {
+  if (group.counts_steps) {
     if (values.step == nullptr || !THPVariable_CheckExact(values.step)) return;
     const at::Tensor& step = THPVariable_Unpack(values.step);
     if (!is_step_counter(step)) return;
-    footprint.objects[footprint.num_objects++] = values.step;
-    footprint.add(step);
+    footprint.add(values.step, step);
     reading.counter = counter_of(step);
     footprint.step_value = reading.counter.value;
     reading.steps_done = steps_done(reading.counter);
@@ -319,26 +406,63 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
 // ---- What is not plain, and everything's place in its launch; on one thread.
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {
+  const Group& group = groups_[entry.group];
   Batch& batch = batch_for(entry, reading.device, reading.in_double);
   ParamJob job = reading.job;
   job.rule = rule_index(entry, reading.steps_done);
+  for (size_t s = 0; s < group.rule->states.size(); ++s) {
+    if (job.state[s].extra != nullptr) batch.total = num_blocks(batch.total) * kBlock;
+  }
   job.begin = batch.total;
+  if (group.precision.rounding == Rounding::kStochastic) {
+    const uint64_t place = static_cast<uint64_t>(group.index) << 32 | entry.index;
+    job.key = mixed(mixed(place) + static_cast<uint64_t>(reading.steps_done));
+  }
   batch.total += job.numel;
   if (job.numel > 0) batch.params.push_back(job);
   written.push_back({reading.param, reading.grad, reading.counter});
 }
 
+// Whether something is to be made or converted before the step: a state that is absent, or that lives otherwise than
+// the group now asks for.
+bool StepReader::lacks_state(const Entry& entry, const StateValues& values) const {
+  const Group& group = groups_[entry.group];
+  if (!values.complete) return true;
+  // Where the rule itself counts, a missing step is an error: nobody knows which step it is.
+  if (group.counts_steps && !group.rule->counts_steps && values.step == nullptr) return true;
+  const at::Tensor& param = THPVariable_Unpack(entry.param);
+  if (const std::optional<Extra> extra = extra_of(param_format(group.precision, param.scalar_type()))) {
+    if (values.extra == nullptr) return true;
+    const at::Tensor& found = THPVariable_Unpack(values.extra);
+    if (found.scalar_type() != extra->dtype || !found.sizes().equals(param.sizes()) || found.device() != param.device())
+      return true;
+  }
+  for (size_t s = 0; s < group.rule->states.size(); ++s) {
+    if (!THPVariable_Check(values.states[s])) continue;  // has an error of its own
+    const at::Tensor& state = THPVariable_Unpack(values.states[s]);
+    if (!state.sizes().equals(param.sizes()) || state.device() != param.device()) continue;  // the same
+    const auto wanted = state_dtype(group.precision, *param.unsafeGetTensorImpl(), group.rule->states[s].is_squared);
+    const at::Tensor* scales = values.scales[s] == nullptr ? nullptr : &THPVariable_Unpack(values.scales[s]);
+    if ((wanted || is_block_dtype(state.scalar_type())) && !is_state_as(param, state, scales, wanted)) return true;
+  }
+  return false;
+}
+
 void StepReader::read_other(const Entry& entry) {
-  const RuleInfo& rule = *groups_[entry.group].rule;
+  const Group& group = groups_[entry.group];
+  const RuleInfo& rule = *group.rule;
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   const at::Tensor& grad = param.grad();
   if (!grad.defined()) return;
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");
+  if (const std::string reason = why_not(group.precision, param.scalar_type()); !reason.empty()) {
+    throw UserError(text(label(entry), ": ", reason, "."));
+  }
   const StateValues values = state_values(entry);
-  if (!values.complete) {
-    missing.append(py::make_tuple(py::handle(entry.param), groups_[entry.group].index));
+  if (lacks_state(entry, values)) {
+    missing.append(py::make_tuple(py::handle(entry.param), group.index, label(entry)));
     return;
   }
   Batch& batch = batch_for(entry, param.device(), is_double(param));
@@ -347,19 +471,30 @@ void StepReader::read_other(const Entry& entry) {
   reading.device = param.device();
   reading.param = param.unsafeGetTensorImpl();
   reading.grad = grad.unsafeGetTensorImpl();
-  if (rule.counts_steps) {
+  if (group.counts_steps) {
     reading.counter = counter_of(checked_step(entry, values.step));
     reading.steps_done = steps_done(reading.counter);
   }
-  const bool is_walkable = param.is_non_overlapping_and_dense() && !param.is_conj() && !param.is_neg();
-  const at::Tensor& walked = is_walkable ? param : contiguous_copy(batch, param);
+  const at::Tensor& walked = is_walkable(param) ? param : contiguous_copy(batch, param);
   reading.job.numel = real_numel(param);
-  reading.job.param = stream_of(walked);
+  reading.job.param = {walked.data_ptr(), param_format(group.precision, param.scalar_type())};
+  if (extra_of(reading.job.param.format)) {
+    const at::Tensor& extra = THPVariable_Unpack(values.extra);
+    reading.job.param.extra = laid_out_as(batch, walked, extra, /*write_back=*/true).data_ptr();
+  }
   reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/treats_grads_));
-  for (size_t s = 0; s < rule.state_names.size(); ++s) {
+  for (size_t s = 0; s < rule.states.size(); ++s) {
+    Stream& stream = reading.job.state[s];
+    if (THPVariable_Check(values.states[s]) && values.scales[s] != nullptr &&
+        is_block_dtype(THPVariable_Unpack(values.states[s]).scalar_type())) {  // lacks_state has looked at it
+      stream.data = THPVariable_Unpack(values.states[s]).data_ptr();
+      stream.extra = THPVariable_Unpack(values.scales[s]).data_ptr();
+      stream.format = rule.states[s].is_squared ? Format::kSquared8 : Format::kSigned8;
+      continue;
+    }
     const at::Tensor& state = checked_state(entry, param, values.states[s], s);
     check_memory(entry, state, "its state");
-    reading.job.state[s] = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
+    stream = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
   }
   add_job(entry, reading);
 }
@@ -419,7 +554,7 @@ const at::Tensor& StepReader::checked_step(const Entry& entry, PyObject* value) 
 
 const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor& param, PyObject* object,
                                             size_t which) const {
-  const auto name = [&] { return py::handle(groups_[entry.group].rule->state_names[which]).cast<std::string>(); };
+  const auto name = [&] { return py::handle(groups_[entry.group].rule->states[which].name).cast<std::string>(); };
   if (!THPVariable_Check(object)) {
     throw UserTypeError(text(label(entry), ": its state '", name(), "' is not a tensor."));
   }

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "optim/precision.h"
 #include "optim/step.h"
 
 namespace drivetrain::optim {
@@ -20,11 +21,24 @@ struct RuleInfo {
   RuleKind kind;
   bool counts_steps;  // the state holds a tensor "step"
   RuleArgs (*make_args)(const Hypers&, double step);
-  std::vector<PyObject*> state_names;  // interned, never freed
+  struct State {
+    PyObject* name;         // interned, never freed, as the other
+    PyObject* scales_name;  // of the scales beside it when it has 8 bits
+    bool is_squared;
+  };
+  std::vector<State> states;
 };
 
 // By the name in DT_OPTIM_RULES; throws UserError if there is none.
 const RuleInfo& find_rule(const std::string& name);
+
+// A tensor laid out in memory as `like` is walked, or contiguously if that cannot be walked as it lies.
+at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype);
+
+// Whether `state`, with its scales or null, is a state of that dtype (none: any floating one) for the parameter: if
+// not, it must be converted. Shape and device are not looked at.
+bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Tensor* scales,
+                 std::optional<at::ScalarType> dtype);
 
 // A tensor that cannot be walked as it lies (other strides than its parameter's, holes) is stepped in a copy.
 struct Copy {
@@ -59,16 +73,17 @@ struct Written {
 // the cache misses of walking them, so their lines are asked for some parameters ahead. Only ever prefetched: an
 // address that is no longer true costs nothing.
 struct Footprint {
-  static constexpr int kMaxTensors = 3 + kMaxStates;  // parameter, gradient, step, states
-  const void* dict_keys = nullptr;                    // of the parameter's state
+  static constexpr int kMaxTensors = 4 + 2 * kMaxStates;  // parameter and its extra, gradient, step, states, scales
+  const void* dict_keys = nullptr;                        // of the parameter's state
   const void* step_value = nullptr;
   int num_objects = 0, num_tensors = 0;
-  const void* objects[1 + kMaxStates] = {};  // PyObject of step and states
-  const void* tensors[kMaxTensors] = {};     // c10::TensorImpl
-  const void* storages[kMaxTensors] = {};    // c10::StorageImpl
+  const void* objects[2 + 2 * kMaxStates] = {};  // PyObject of step, extra, states and scales
+  const void* tensors[kMaxTensors] = {};         // c10::TensorImpl
+  const void* storages[kMaxTensors] = {};        // c10::StorageImpl
 
   void prefetch() const;
   void add(const at::Tensor& tensor);
+  void add(PyObject* object, const at::Tensor& tensor);
 };
 
 // Two passes over the parameters: plain tensors are read on all threads, by code that only looks at memory; what is
@@ -81,12 +96,14 @@ class StepReader {
   void begin(const pybind11::dict& state, const pybind11::list& fresh, bool treats_grads);
 
   // Lists one element of param_groups; index: its place there.
-  void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers);
+  void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers,
+                 const Precision& precision);
 
   // Reads all that was added. Throws what is wrong with it, naming the parameter; nothing has changed then.
   void read();
 
-  pybind11::list missing;  // (parameter, index of its group): has a gradient but not all of its state
+  pybind11::list missing;  // (parameter, index of its group, what users call it): has a gradient but not all of its
+                           // state as it must be
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<Written> written;
@@ -102,6 +119,8 @@ class StepReader {
     size_t index;
     const RuleInfo* rule;
     pybind11::handle hypers;
+    Precision precision;
+    bool counts_steps;  // its rule or its rounding needs it
   };
 
   // One parameter as Python holds it. Borrowed: the groups and the state keep the objects alive.
@@ -114,9 +133,11 @@ class StepReader {
 
   // The values of a parameter's state that its rule needs. Borrowed.
   struct StateValues {
-    bool complete = false;  // none is absent or None, save `step`, which has errors of its own
+    bool complete = false;  // no state is absent or None, save `step`, which has errors of its own
     PyObject* step = nullptr;
     PyObject* states[kMaxStates] = {};
+    PyObject* scales[kMaxStates] = {};  // of 8-bit states
+    PyObject* extra = nullptr;          // of the parameter
   };
 
   enum class Kind : uint8_t {
@@ -137,6 +158,7 @@ class StepReader {
 
   PyObject* find_state(PyObject* param);
   StateValues state_values(const Entry& entry) const;
+  bool lacks_state(const Entry& entry, const StateValues& values) const;
   void read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const;
   void read_other(const Entry& entry);
   void add_job(const Entry& entry, const Reading& reading);

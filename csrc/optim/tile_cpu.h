@@ -1,6 +1,8 @@
 // A tile of values on the CPU: loaded from whatever format it has, and stored back. Needs no torch header.
 #pragma once
 
+#include <algorithm>
+
 #include "optim/storage.h"
 
 #if defined(__F16C__)
@@ -12,6 +14,7 @@ inline namespace DRIVETRAIN_ISA {
 
 // Elements per tile: five float arrays of it stay in L1, and one call per tile is noise.
 constexpr int kTile = 512;
+static_assert(kTile % kBlock == 0);
 
 // fp16 goes through the processor's conversion where it has one: the same bits as storage.h's, much faster.
 inline void load_float16(const uint16_t* from, float* to, int64_t count) {
@@ -44,28 +47,24 @@ inline void store_float16(const float* from, uint16_t* to, int64_t count) {
   for (; i < count; ++i) to[i] = float16_from_float(from[i]);
 }
 
-// One element, whatever its format: for tiles that have no loop of their own below.
+// One element of a plain format: for tiles that have no loop of their own below.
 template <class T>
 inline T load_one(const Stream& stream, int64_t index) {
   switch (stream.format) {
-    case Format::kFloat32:
-      return static_cast<T>(static_cast<const float*>(stream.data)[index]);
     case Format::kFloat64:
       return static_cast<T>(static_cast<const double*>(stream.data)[index]);
     case Format::kBFloat16:
       return static_cast<T>(float_from_bfloat16(static_cast<const uint16_t*>(stream.data)[index]));
     case Format::kFloat16:
       return static_cast<T>(float_from_float16(static_cast<const uint16_t*>(stream.data)[index]));
+    default:
+      return static_cast<T>(static_cast<const float*>(stream.data)[index]);
   }
-  return T();
 }
 
 template <class T>
 inline void store_one(const Stream& stream, int64_t index, T value) {
   switch (stream.format) {
-    case Format::kFloat32:
-      static_cast<float*>(stream.data)[index] = static_cast<float>(value);
-      return;
     case Format::kFloat64:
       static_cast<double*>(stream.data)[index] = static_cast<double>(value);
       return;
@@ -75,8 +74,74 @@ inline void store_one(const Stream& stream, int64_t index, T value) {
     case Format::kFloat16:
       static_cast<uint16_t*>(stream.data)[index] = float16_from_float(static_cast<float>(value));
       return;
+    default:
+      static_cast<float*>(stream.data)[index] = static_cast<float>(value);
+      return;
   }
 }
+
+// ---- 8-bit blocks. from or to: the block's first value; count: kBlock, or less at the end of the stream.
+
+template <class Kind>
+void load_block(const typename Kind::Code* from, float scale, float* to, int64_t count) {
+  if (has_special(scale)) {
+    for (int64_t i = 0; i < count; ++i) to[i] = decode_any<Kind>(from[i], scale);
+    return;
+  }
+  const float unit = Kind::unit_of(scale);
+  for (int64_t i = 0; i < count; ++i) to[i] = Kind::decode(from[i], unit);
+}
+
+// The maximum of of_value over a block, in lanes: one running maximum would wait for itself.
+template <class OfValue>
+uint32_t largest_of(const float* values, int64_t count, const OfValue& of_value) {
+  constexpr int kLanes = 64;
+  uint32_t lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = std::max(lanes[lane], of_value(values[i + lane]));
+  }
+  for (; i < count; ++i) lanes[0] = std::max(lanes[0], of_value(values[i]));
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] = std::max(lanes[lane], lanes[lane + width]);
+  }
+  return lanes[0];
+}
+
+// Returns the block's scale.
+template <class Kind>
+float store_block(const float* from, typename Kind::Code* to, int64_t count) {
+  const uint32_t largest = largest_of(from, count, magnitude_bits);
+  if (largest >= kInfinity) {
+    const float scale = Kind::scale_of(largest_of(from, count, finite_magnitude)), factor = Kind::factor_of(scale);
+    for (int64_t i = 0; i < count; ++i) to[i] = encode_any<Kind>(from[i], factor);
+    return with_special(scale);
+  }
+  const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
+  for (int64_t i = 0; i < count; ++i) to[i] = Kind::encode(from[i], factor);
+  return scale;
+}
+
+// All blocks of a tile. index: of the tile's first value, a multiple of kBlock.
+template <class Kind>
+void load_blocks(const Stream& stream, int64_t index, int64_t count, float* to) {
+  const auto* codes = static_cast<const typename Kind::Code*>(stream.data) + index;
+  const auto* scales = static_cast<const float*>(stream.extra) + index / kBlock;
+  for (int64_t from = 0; from < count; from += kBlock) {
+    load_block<Kind>(codes + from, scales[from / kBlock], to + from, std::min<int64_t>(count - from, kBlock));
+  }
+}
+
+template <class Kind>
+void store_blocks(const Stream& stream, int64_t index, int64_t count, const float* values) {
+  auto* codes = static_cast<typename Kind::Code*>(stream.data) + index;
+  auto* scales = static_cast<float*>(stream.extra) + index / kBlock;
+  for (int64_t from = 0; from < count; from += kBlock) {
+    scales[from / kBlock] = store_block<Kind>(values + from, codes + from, std::min<int64_t>(count - from, kBlock));
+  }
+}
+
+// ---- Tiles.
 
 // Whether the rule can work on the memory itself.
 template <class T>
@@ -88,34 +153,117 @@ bool is_native(const Stream& stream) {
 template <class T>
 T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
   if (is_native<T>(stream)) return static_cast<T*>(stream.data) + index;
-  const uint16_t* halves = static_cast<const uint16_t*>(stream.data) + index;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (stream.format == Format::kBFloat16) {
-      for (int64_t i = 0; i < count; ++i) scratch[i] = float_from_bfloat16(halves[i]);
-      return scratch;
-    }
-    if (stream.format == Format::kFloat16) {
-      load_float16(halves, scratch, count);
-      return scratch;
+    const auto* halves = static_cast<const uint16_t*>(stream.data) + index;
+    switch (stream.format) {
+      case Format::kBFloat16:
+      case Format::kBFloat16Stochastic:
+        for (int64_t i = 0; i < count; ++i) scratch[i] = float_from_bfloat16(halves[i]);
+        return scratch;
+      case Format::kFloat16:
+      case Format::kFloat16Stochastic:
+        load_float16(halves, scratch, count);
+        return scratch;
+      case Format::kBFloat16Remainder16: {
+        const auto* remainders = static_cast<const int16_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) scratch[i] = join(halves[i], remainders[i]);
+        return scratch;
+      }
+      case Format::kBFloat16Remainder8: {
+        const auto* remainders = static_cast<const int8_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) scratch[i] = join8(halves[i], remainders[i]);
+        return scratch;
+      }
+      case Format::kBFloat16Kahan: {
+        const auto* compensations = static_cast<const uint16_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) scratch[i] = compensated_bfloat16(halves[i], compensations[i]);
+        return scratch;
+      }
+      case Format::kFloat16Kahan: {
+        const auto* compensations = static_cast<const uint16_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) scratch[i] = compensated_float16(halves[i], compensations[i]);
+        return scratch;
+      }
+      case Format::kFloat16Master: {
+        const auto* masters = static_cast<const float*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) scratch[i] = master_of(masters[i], halves[i]);
+        return scratch;
+      }
+      case Format::kSigned8:
+        load_blocks<SignedCode>(stream, index, count, scratch);
+        return scratch;
+      case Format::kSquared8:
+        load_blocks<SquaredCode>(stream, index, count, scratch);
+        return scratch;
+      case Format::kFloat32:
+      case Format::kFloat64:
+        break;
     }
   }
   for (int64_t i = 0; i < count; ++i) scratch[i] = load_one<T>(stream, index + i);
   return scratch;
 }
 
-// Writes a tile back unless load_tile gave the memory itself.
+// Writes a tile back unless load_tile gave the memory itself. key: what random rounding draws from.
 template <class T>
-void store_tile(const Stream& stream, int64_t index, int64_t count, const T* values) {
+void store_tile(const Stream& stream, int64_t index, int64_t count, const T* values, uint64_t key = 0) {
   if (is_native<T>(stream)) return;
-  uint16_t* halves = static_cast<uint16_t*>(stream.data) + index;
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (stream.format == Format::kBFloat16) {
-      for (int64_t i = 0; i < count; ++i) halves[i] = bfloat16_from_float(values[i]);
-      return;
-    }
-    if (stream.format == Format::kFloat16) {
-      store_float16(values, halves, count);
-      return;
+    auto* halves = static_cast<uint16_t*>(stream.data) + index;
+    switch (stream.format) {
+      case Format::kBFloat16:
+        for (int64_t i = 0; i < count; ++i) halves[i] = bfloat16_from_float(values[i]);
+        return;
+      case Format::kFloat16:
+        return store_float16(values, halves, count);
+      case Format::kBFloat16Stochastic:
+        for (int64_t i = 0; i < count; ++i) halves[i] = stochastic_bfloat16(values[i], random_bits(key, index + i));
+        return;
+      case Format::kFloat16Stochastic:
+        for (int64_t i = 0; i < count; ++i) halves[i] = stochastic_float16(values[i], random_bits(key, index + i));
+        return;
+      case Format::kBFloat16Remainder16: {
+        auto* remainders = static_cast<int16_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) {
+          const Split parts = split(values[i]);
+          halves[i] = parts.half;
+          remainders[i] = parts.remainder;
+        }
+        return;
+      }
+      case Format::kBFloat16Remainder8: {
+        auto* remainders = static_cast<int8_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) {
+          const Split8 parts = split8(values[i]);
+          halves[i] = parts.half;
+          remainders[i] = parts.remainder;
+        }
+        return;
+      }
+      case Format::kBFloat16Kahan: {
+        auto* compensations = static_cast<uint16_t*>(stream.extra) + index;
+        for (int64_t i = 0; i < count; ++i) {
+          halves[i] = bfloat16_from_float(values[i]);
+          compensations[i] = compensation_bfloat16(values[i], halves[i]);
+        }
+        return;
+      }
+      case Format::kFloat16Kahan: {
+        auto* compensations = static_cast<uint16_t*>(stream.extra) + index;
+        store_float16(values, halves, count);
+        for (int64_t i = 0; i < count; ++i) compensations[i] = compensation_float16(values[i], halves[i]);
+        return;
+      }
+      case Format::kFloat16Master:
+        memcpy(static_cast<float*>(stream.extra) + index, values, count * sizeof(float));
+        return store_float16(values, halves, count);
+      case Format::kSigned8:
+        return store_blocks<SignedCode>(stream, index, count, values);
+      case Format::kSquared8:
+        return store_blocks<SquaredCode>(stream, index, count, values);
+      case Format::kFloat32:
+      case Format::kFloat64:
+        break;
     }
   }
   for (int64_t i = 0; i < count; ++i) store_one<T>(stream, index + i, values[i]);

@@ -3,6 +3,7 @@
 // shared memory. Exits non-zero and names what failed.
 #include "native_tests.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +18,6 @@
 #include "ddp/plan.h"
 #include "ddp/progress.h"
 #include "optim/step.h"
-#include "optim/tile_cpu.h"
 
 namespace drivetrain {
 
@@ -49,19 +49,66 @@ struct FixedHypers final : optim::Hypers {
   }
 };
 
-size_t bytes_of(Format format) { return format == Format::kFloat64 ? 8 : format == Format::kFloat32 ? 4 : 2; }
+// Bytes per value of a format, and of what it has beside its values.
+int64_t bytes_of(Format format, int64_t numel) {
+  if (format == Format::kFloat64) return 8 * numel;
+  if (format == Format::kFloat32) return 4 * numel;
+  return format == Format::kSigned8 || format == Format::kSquared8 ? numel : 2 * numel;
+}
+int64_t extra_bytes_of(Format format, int64_t numel) {
+  switch (format) {
+    case Format::kBFloat16Remainder8:
+      return numel;
+    case Format::kBFloat16Remainder16:
+    case Format::kBFloat16Kahan:
+    case Format::kFloat16Kahan:
+      return 2 * numel;
+    case Format::kFloat16Master:
+      return 4 * numel;
+    case Format::kSigned8:
+    case Format::kSquared8:
+      return (numel + optim::kBlock - 1) / optim::kBlock * 4;
+    default:
+      return 0;
+  }
+}
 
 // A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
 struct Block {
   std::vector<unsigned char> bytes;
+  std::vector<unsigned char> extra;
   Format format;
 
-  Block(Format f, int64_t numel, int seed) : bytes(numel * bytes_of(f)), format(f) {
-    for (int64_t i = 0; i < numel; ++i) {
-      optim::store_one<double>(stream(), i, static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64);
+  Block(Format f, int64_t numel, int seed) : bytes(bytes_of(f, numel)), extra(extra_bytes_of(f, numel)), format(f) {
+    std::vector<double> values(numel);
+    for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
+    if (format == Format::kFloat64) {
+      std::memcpy(bytes.data(), values.data(), bytes.size());
+      return;
     }
+    std::vector<float> floats(values.begin(), values.end());
+    optim::baseline::convert_cpu({floats.data(), Format::kFloat32}, stream(), numel, /*key=*/7);
   }
-  optim::Stream stream() { return {bytes.data(), format}; }
+  optim::Stream stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
+};
+
+// The formats of one step's streams.
+struct Layout {
+  const char* name;
+  Format param, grad, state;
+};
+const std::vector<Layout> kLayouts = {
+    {"float32", Format::kFloat32, Format::kFloat32, Format::kFloat32},
+    {"float64", Format::kFloat64, Format::kFloat64, Format::kFloat64},
+    {"bfloat16", Format::kBFloat16, Format::kBFloat16, Format::kBFloat16},
+    {"float16", Format::kFloat16, Format::kFloat16, Format::kFloat16},
+    {"remainder of 16 bits, signed codes", Format::kBFloat16Remainder16, Format::kBFloat16, Format::kSigned8},
+    {"remainder of 8 bits, codes of squares", Format::kBFloat16Remainder8, Format::kBFloat16, Format::kSquared8},
+    {"bfloat16 with compensation", Format::kBFloat16Kahan, Format::kFloat32, Format::kBFloat16},
+    {"float16 with compensation", Format::kFloat16Kahan, Format::kFloat16, Format::kFloat32},
+    {"float16 with master", Format::kFloat16Master, Format::kFloat16, Format::kSquared8},
+    {"bfloat16 at random", Format::kBFloat16Stochastic, Format::kBFloat16, Format::kSigned8},
+    {"float16 at random", Format::kFloat16Stochastic, Format::kFloat16, Format::kFloat16},
 };
 
 using StepCpu = void (*)(const optim::StepJob&, int64_t, int64_t);
@@ -78,41 +125,50 @@ StepCpu step_of(Isa isa) {
   return nullptr;
 }
 
+int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
+
 const std::vector<int64_t> kSizes = {1, 15, 16, 17, 511, 512, 513, 3000};
 
 // One step over parameters of all sizes with `threads` threads; returns all bytes that it left.
-std::vector<unsigned char> run_step(optim::RuleKind kind, const optim::RuleArgs& args, int num_states, Format format,
-                                    Isa isa, int threads) {
+std::vector<unsigned char> run_step(optim::RuleKind kind, const optim::RuleArgs& args, int num_states,
+                                    const Layout& layout, Isa isa, int threads) {
   std::vector<std::vector<Block>> blocks;
   std::vector<optim::ParamJob> params;
   int64_t total = 0;
   for (int64_t numel : kSizes) {
     std::vector<Block>& mine = blocks.emplace_back();
-    for (int b = 0; b < 2 + num_states; ++b) mine.emplace_back(format, numel, b);
+    for (int b = 0; b < 2 + num_states; ++b) {
+      mine.emplace_back(b == 0 ? layout.param : b == 1 ? layout.grad : layout.state, numel, b);
+    }
     optim::ParamJob job = {};
     job.param = mine[0].stream();
     job.grad = mine[1].stream();
     for (int s = 0; s < num_states; ++s) job.state[s] = mine[2 + s].stream();
-    job.begin = total;
+    job.begin = total = num_blocks(total) * optim::kBlock;
     job.numel = numel;
+    job.key = numel * 0x9e3779b97f4a7c15u;
     total += numel;
     params.push_back(job);
   }
   optim::StepJob job = {};
   job.kind = kind;
-  job.in_double = format == Format::kFloat64;
+  job.in_double = layout.param == Format::kFloat64;
   job.params = params.data();
   job.num_params = static_cast<int32_t>(params.size());
   job.rules = &args;
   job.total = total;
   std::vector<std::thread> workers;
   for (int t = 0; t < threads; ++t) {
-    workers.emplace_back([&, t] { step_of(isa)(job, total * t / threads, total * (t + 1) / threads); });
+    const auto cut = [&](int64_t part) { return std::min(num_blocks(total) * part / threads * optim::kBlock, total); };
+    workers.emplace_back([&, t, cut] { step_of(isa)(job, cut(t), cut(t + 1)); });
   }
   for (std::thread& worker : workers) worker.join();
   std::vector<unsigned char> result;
   for (auto& mine : blocks) {
-    for (Block& block : mine) result.insert(result.end(), block.bytes.begin(), block.bytes.end());
+    for (Block& block : mine) {
+      result.insert(result.end(), block.bytes.begin(), block.bytes.end());
+      result.insert(result.end(), block.extra.begin(), block.extra.end());
+    }
   }
   return result;
 }
@@ -133,13 +189,13 @@ void test_kernels() {
 #undef DT_ROW
   };
   for (const Rule& rule : rules) {
-    for (Format format : {Format::kFloat32, Format::kFloat64, Format::kBFloat16, Format::kFloat16}) {
-      const auto expected = run_step(rule.kind, rule.args, rule.num_states, format, Isa::kBaseline, 1);
+    for (const Layout& layout : kLayouts) {
+      const auto expected = run_step(rule.kind, rule.args, rule.num_states, layout, Isa::kBaseline, 1);
       for (Isa isa : available_isas()) {
         for (int threads : {1, 3}) {
-          const auto found = run_step(rule.kind, rule.args, rule.num_states, format, isa, threads);
-          expect(found == expected, text(rule.name, ", format ", static_cast<int>(format), ", ", name_of(isa), ", ",
-                                         threads, " threads: other bytes than baseline with one thread"));
+          const auto found = run_step(rule.kind, rule.args, rule.num_states, layout, isa, threads);
+          expect(found == expected, text(rule.name, ", ", layout.name, ", ", name_of(isa), ", ", threads,
+                                         " threads: other bytes than baseline with one thread"));
         }
       }
     }

@@ -1,13 +1,15 @@
 """What every optimizer here shares: torch's Optimizer contract around one native step."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from .. import _C
+from . import precision
 
 # A description of every optimizer made in this process, in order; `python -m drivetrain run` prints it.
 constructed: list[str] = []
@@ -16,8 +18,9 @@ constructed: list[str] = []
 class FusedOptimizer(torch.optim.Optimizer):
     """Mix-in placed before a torch.optim class: keeps its constructor, state and checks, and replaces its step.
 
-    Every class takes two keyword arguments beside torch's. They, and a GradScaler's unscaling, cost no pass of their
-    own over parameters or state: gradients are read once for the norm where one is asked for, and once for the step.
+    Every class takes keyword arguments beside torch's. Two change what a step does with gradients; they, and a
+    GradScaler's unscaling, cost no pass of their own over parameters or state: gradients are read once for the norm
+    where one is asked for, and once for the step.
 
     * max_grad_norm: clips the 2-norm of all gradients of the optimizer together, as torch.nn.utils.clip_grad_norm_
       does; inf only measures it. A step whose gradients are not all finite is left out, with a warning.
@@ -27,6 +30,20 @@ class FusedOptimizer(torch.optim.Optimizer):
     clipped, as after torch's own functions. `grad_scale` and `found_inf` are read from attributes of that name, as
     torch's fused optimizers read them: gradients are divided by the one, nothing is updated where the other is above 0.
 
+    Four say how parameters and states live in memory; each may also be a key of a parameter group, and may change
+    between steps. The arithmetic is in float32 whatever they say.
+
+    * state_bits: 32 (float32), 16 (bfloat16) or 8 (blocks of 256 values with a float32 scale each); None: as torch
+      has it, in the parameter's dtype. Parameters of one dimension or fewer than `min_8bit_size` elements keep
+      float32 instead of 8 bits.
+    * master_bits: 32 or 24 bits of precision for 16-bit parameters; None: those that they have. A bfloat16 parameter
+      becomes the leading half of its float32 value (rounded, ties away from zero), and the state keeps the remainder:
+      `param_remainder`, int16 (nothing is lost) or int8. A float16 parameter is a copy of a float32 in the state,
+      `param_master`; only 32 there.
+    * rounding, of 16-bit parameters without a master: "nearest"; "stochastic", up as often as the value is near it
+      (bits from the parameter's place, the step and the element's number: the same on every rank, in every run);
+      "kahan", with what was left out kept in the state in the parameter's dtype, `param_compensation`.
+
     A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`). The
     arithmetic, and the names of each rule's states, are in csrc/optim/rules.h.
     """
@@ -35,14 +52,33 @@ class FusedOptimizer(torch.optim.Optimizer):
     _max_grad_norm: float | None = None
     _grad_norm: float | None = None
     _skipped = False
+    _precision: Mapping[str, Any] = MappingProxyType({})  # what the constructor was given of precision.DEFAULTS
+    _loading: dict[str, Any] | None = None  # the state dict that load_state_dict is about
     _overflow_flag: Tensor | None = None  # where drivetrain.amp.GradScaler wants to be told of the next step's
 
     def __init__(
-        self, *args: Any, max_grad_norm: float | None = None, zero_grads_in_step: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+        **kwargs: Any,
     ) -> None:
         refuse_unsupported(type(self).__name__, kwargs)
         self.max_grad_norm = max_grad_norm
         self.zero_grads_in_step = zero_grads_in_step
+        asked = {
+            "state_bits": state_bits,
+            "master_bits": master_bits,
+            "min_8bit_size": min_8bit_size,
+            "rounding": rounding,
+        }
+        precision.check(asked)
+        # Groups without any are as torch's, key by key.
+        self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
         super().__init__(*args, **kwargs)
         # On CUDA GradScaler must unscale beforehand.
         self._step_supports_amp_scaling = self.is_on_cpu
@@ -88,25 +124,35 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What a state of `param` is before the first step."""
         return torch.zeros_like(param, memory_format=torch.preserve_format)
 
-    def _init_states(self, params: Sequence[tuple[Tensor, dict[str, Any]]], rule: str) -> list[tuple[Tensor, str]]:
-        """Fills what the state of parameters (each with its group) lacks, with torch's names, dtypes and layout.
+    def _complete_states(
+        self, params: Sequence[tuple[Tensor, dict[str, Any], str]], rule: str, written: list[tuple[Tensor, str, Any]]
+    ) -> None:
+        """Makes what the state of parameters (each with its group and label) lacks, with torch's names, and converts
+        what lives otherwise than the group asks for.
 
-        Returns:
-            what was filled: the parameters with the names.
+        Args:
+            written: gets the parameters with the names of what was written, and what had been there, or None.
         """
+
+        def write(param: Tensor, entries: dict[str, Tensor]) -> None:
+            for name, value in entries.items():
+                written.append((param, name, self.state[param].get(name)))
+                self.state[param][name] = value
+
         # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
         step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        filled = []
         # Name by name, so that the steps to come find each name's tensors side by side in memory.
-        for name in _C.optim_state_names(rule):
-            for param, group in params:
+        for param, group, _ in params:
+            if self.state[param].get("step") is None and _C.optim_counts_steps(rule, precision.of(group)):
+                write(param, {"step": torch.zeros((), dtype=step_dtype)})
+        for name, is_squared in _C.optim_states(rule):
+            for param, group, label in params:
                 state = self.state[param]
-                if state.get(name) is not None:
-                    continue
-                is_count = name == "step"
-                state[name] = torch.zeros((), dtype=step_dtype) if is_count else self._initial_state(param, group)
-                filled.append((param, name))
-        return filled
+                write(
+                    param, precision.state_as_asked(state, name, param, group, label, is_squared, self._initial_state)
+                )
+        for param, group, label in params:
+            write(param, precision.extra_as_asked(self.state[param], param, group, label))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -133,6 +179,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rules = [self._rule(group) for group in self.param_groups]
+        precisions = [precision.of(group) for group in self.param_groups]
         hypers = [self._hypers(group) for group in self.param_groups]
         reader = self.__dict__.get("_reader")
         if reader is None:  # copies and pickles come without one
@@ -140,23 +187,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = self._options(check_finite=overflow_flag is not None)
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
-            return _C.optim_step(reader, self.param_groups, rules, hypers, self.state, fresh, options)
+            return _C.optim_step(reader, self.param_groups, rules, hypers, precisions, self.state, fresh, options)
 
         with torch.no_grad():
             result = run([])
             if result.missing:
-                filled = []
-                for rule in dict.fromkeys(rules):
-                    lacking = [(param, self.param_groups[i]) for param, i in result.missing if rules[i] == rule]
-                    filled += self._init_states(lacking, rule)
+                written: list[tuple[Tensor, str, Any]] = []
                 skipped = True
                 try:
-                    result = run([param for param, _ in result.missing])
+                    for rule in dict.fromkeys(rules):
+                        lacking = [
+                            (p, self.param_groups[i], label) for p, i, label in result.missing if rules[i] == rule
+                        ]
+                        self._complete_states(lacking, rule, written)
+                    names = {name for rule in rules for name, _ in _C.optim_states(rule)}
+                    result = run([param for param, name, before in written if name in names and before is None])
                     skipped = result.skipped
                 finally:
                     if skipped:  # a first step is yet to come
-                        self._drop_states(filled)
-                assert not result.missing, "optim_state_names and optim_step disagree"
+                        self._take_back(written)
+                assert not result.missing, "what was made is not what the step asks for"
         self._grad_norm, self._skipped = result.grad_norm, result.skipped
         if overflow_flag is not None:
             overflow_flag.fill_(float(result.skipped))
@@ -168,9 +218,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return loss
 
-    def _drop_states(self, filled: list[tuple[Tensor, str]]) -> None:
-        for param, name in filled:
-            del self.state[param][name]
+    def _take_back(self, written: list[tuple[Tensor, str, Any]]) -> None:
+        for param, name, before in reversed(written):
+            if before is None:
+                del self.state[param][name]
+            else:
+                self.state[param][name] = before
             if not self.state[param]:
                 del self.state[param]
 
@@ -189,23 +242,89 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: the group sets `capturable` or `differentiable`.
+            ValueError: an option of the group is out of range.
         """
         refuse_unsupported(type(self).__name__, param_group)
+        for option, value in self._precision.items():
+            param_group.setdefault(option, value)
+        precision.check(param_group)
         super().add_param_group(param_group)
         self._step_supports_amp_scaling = self.is_on_cpu
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {"_max_grad_norm": self._max_grad_norm, "zero_grads_in_step": self.zero_grads_in_step}
-        return super().__getstate__() | ours
+        names = ("_max_grad_norm", "zero_grads_in_step", "_precision")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""
         super().__setstate__(state)
         self._step_supports_amp_scaling = self.is_on_cpu
+        for group in self.param_groups:
+            for option, value in self._precision.items():
+                group.setdefault(option, value)
+        if self._loading is not None:
+            self._keep_dtypes(self._loading)
         for values in self.state.values():
             step = values.get("step")
             if isinstance(step, Tensor) and (step.device.type != "cpu" or not step.is_floating_point()):
                 values["step"] = step.detach().to("cpu", torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, save that every state keeps the dtype in which it was saved (torch casts it to the parameter's).
+
+        States are converted to what their group asks for in the next step: those of torch's own class to 8 bits where
+        the group has state_bits=8, for example. As in torch, a group's options are those that were saved.
+
+        Raises:
+            ValueError: as torch, where the groups do not fit; an option of a saved group is out of range.
+        """
+
+        def remember(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            self._loading = loaded
+
+        handle = self.register_load_state_dict_pre_hook(remember)  # after those of users, which may replace the dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def _keep_dtypes(self, saved: dict[str, Any]) -> None:
+        for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
+            for key, param in zip(saved_group["params"], group["params"], strict=True):
+                for name, value in saved["state"].get(key, {}).items():
+                    if isinstance(value, Tensor) and name != "step":
+                        self.state[param][name] = value.to(param.device)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """state_dict() as torch's own class has it: compressed states as float32 tensors, without what is ours alone.
+
+        The way back is load_state_dict(). What a master keeps beyond its parameter is not part of torch's state: see
+        float32_value().
+        """
+        result = self.state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in result["param_groups"] for key in group["params"]]
+        by_key = dict(zip(keys, params, strict=True))
+        result["state"] = {key: precision.plain(state, by_key[key]) for key, state in result["state"].items()}
+        result["param_groups"] = [
+            {option: value for option, value in group.items() if option not in precision.DEFAULTS}
+            for group in result["param_groups"]
+        ]
+        return result
+
+    def float32_value(self, param: Tensor) -> Tensor:
+        """A parameter's value as a new float32 tensor of its shape: with what a master, a remainder or a compensation
+        keeps beside it, where the optimizer has one.
+
+        Raises:
+            KeyError: the parameter is not this optimizer's.
+        """
+        if not any(param is other for group in self.param_groups for other in group["params"]):
+            raise KeyError(f"a parameter of shape {tuple(param.shape)} that is not in this optimizer's param_groups")
+        state = self.state.get(param, {})
+        extra = next((state[name] for name in precision.EXTRA_NAMES if state.get(name) is not None), None)
+        return _C.optim_load_param(param, extra).clone()
 
 
 def refuse_unsupported(name: str, options: dict[str, Any]) -> None:

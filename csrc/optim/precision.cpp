@@ -1,0 +1,77 @@
+// Formats from options; see precision.h.
+#include "optim/precision.h"
+
+#include "base/check.h"
+#include "optim/storage_torch.h"
+
+namespace drivetrain::optim {
+namespace {
+
+bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+}  // namespace
+
+std::string why_not(const Precision& precision, at::ScalarType dtype) {
+  if (precision.master_bits == 24 && dtype == at::kHalf) {
+    return "master_bits=24 needs a bfloat16 parameter: use master_bits=32, which keeps a float32 copy";
+  }
+  const bool is_wide = c10::toRealValueType(dtype) == at::kDouble;
+  if (is_wide && precision.state_bits != 0) {
+    return text("state_bits=", precision.state_bits, " is not for ", dtype,
+                " parameters: put them into a group of their own with state_bits=None");
+  }
+  if (c10::isComplexType(dtype) && precision.state_bits != 0 && precision.state_bits != 32) {
+    return text("state_bits=", precision.state_bits, " needs real parameters, this is ", dtype,
+                ": put complex ones into a group of their own with state_bits=None");
+  }
+  return "";
+}
+
+Format param_format(const Precision& precision, at::ScalarType dtype) {
+  const bool is_bfloat16 = dtype == at::kBFloat16;
+  if (is_half(dtype) && precision.master_bits != 0) {
+    if (!is_bfloat16) return Format::kFloat16Master;
+    return precision.master_bits == 32 ? Format::kBFloat16Remainder16 : Format::kBFloat16Remainder8;
+  }
+  if (is_half(dtype) && precision.rounding == Rounding::kStochastic) {
+    return is_bfloat16 ? Format::kBFloat16Stochastic : Format::kFloat16Stochastic;
+  }
+  if (is_half(dtype) && precision.rounding == Rounding::kKahan) {
+    return is_bfloat16 ? Format::kBFloat16Kahan : Format::kFloat16Kahan;
+  }
+  return *format_of(dtype);
+}
+
+std::optional<Extra> extra_of(Format param_format) {
+  switch (param_format) {
+    case Format::kBFloat16Remainder16:
+      return Extra{kExtraNames[0], at::kShort};
+    case Format::kBFloat16Remainder8:
+      return Extra{kExtraNames[0], at::kChar};
+    case Format::kBFloat16Kahan:
+      return Extra{kExtraNames[1], at::kBFloat16};
+    case Format::kFloat16Kahan:
+      return Extra{kExtraNames[1], at::kHalf};
+    case Format::kFloat16Master:
+      return Extra{kExtraNames[2], at::kFloat};
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, bool squared) {
+  switch (precision.state_bits) {
+    case 0:
+      return std::nullopt;
+    case 16:
+      return at::kBFloat16;
+    case 8:
+      // Small and one-dimensional ones (biases, norms) save nothing and matter more.
+      if (param.dim() >= 2 && param.numel() >= precision.min_8bit_size) return squared ? at::kByte : at::kChar;
+      return at::kFloat;
+    default:
+      return c10::isComplexType(param.dtype().toScalarType()) ? at::kComplexFloat : at::kFloat;
+  }
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,47 @@
+// What a parameter group asks of its storages, and the formats that follow for one parameter and its states.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "optim/storage.h"
+
+namespace drivetrain::optim {
+
+enum class Rounding : uint8_t { kNearest, kStochastic, kKahan };
+
+// A group's options, by the names that the Python classes give them.
+struct Precision {
+  int state_bits = 0;   // 32, 16 or 8; 0: states stay as they are
+  int master_bits = 0;  // 32 or 24: of a 16-bit parameter, kept beside it; 0: none
+  int64_t min_8bit_size = 4096;
+  Rounding rounding = Rounding::kNearest;
+
+  bool is_default() const { return state_bits == 0 && master_bits == 0 && rounding == Rounding::kNearest; }
+};
+
+// Why these options and this dtype do not go together; empty if they do.
+std::string why_not(const Precision& precision, at::ScalarType dtype);
+
+// How the parameter itself lives: its dtype's own format, or one with something in `extra`.
+Format param_format(const Precision& precision, at::ScalarType dtype);
+
+// The dtype of what such a format has in `extra`, and its name in the optimizer's state; none for other formats.
+struct Extra {
+  const char* name;
+  at::ScalarType dtype;
+};
+std::optional<Extra> extra_of(Format param_format);
+constexpr const char* kExtraNames[] = {"param_remainder", "param_compensation", "param_master"};
+
+// The dtype that a state of this parameter must have; none: any floating one. squared: a mean of squares, see rules.h.
+// int8 and uint8 stand for kSigned8 and kSquared8.
+std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, bool squared);
+
+inline bool is_block_dtype(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
+inline int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+}  // namespace drivetrain::optim

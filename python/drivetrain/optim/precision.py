@@ -1,0 +1,124 @@
+"""How parameters and states live in memory, by a group's options: checked, and states made and converted."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import _C
+
+Group = dict[str, Any]
+
+EXTRA_NAMES = _C.optim_extra_names()
+DEFAULTS: Group = {"state_bits": None, "master_bits": None, "min_8bit_size": 4096, "rounding": "nearest"}
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "state_bits": (None, 32, 16, 8),
+    "master_bits": (None, 32, 24),
+    "rounding": ("nearest", "stochastic", "kahan"),
+}
+
+
+def check(group: Group) -> None:
+    """Raises ValueError for an option that is out of range; what the group does not say is as in DEFAULTS."""
+    options = DEFAULTS | group
+    for option, choices in _CHOICES.items():
+        if options[option] not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise ValueError(f"{option} is {options[option]!r}, expected one of {expected}")
+    size = options["min_8bit_size"]
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(f"min_8bit_size is {size!r}, expected a whole number of elements, 0 or more")
+    if options["rounding"] != "nearest" and options["master_bits"] is not None:
+        raise ValueError(
+            f"rounding={options['rounding']!r} is for parameters without a master, but master_bits is "
+            f"{options['master_bits']}: leave one of them out"
+        )
+
+
+_NOTHING_ASKED = _C.Precision(state_bits=0, master_bits=0, min_8bit_size=0, rounding="nearest")
+
+
+def of(group: Group) -> _C.Precision:
+    """The group's options for the native step.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    if not DEFAULTS.keys() & group.keys():
+        return _NOTHING_ASKED
+    check(group)
+    options = DEFAULTS | group
+    return _C.Precision(
+        state_bits=options["state_bits"] or 0,
+        master_bits=options["master_bits"] or 0,
+        min_8bit_size=options["min_8bit_size"],
+        rounding=options["rounding"],
+    )
+
+
+def state_as_asked(
+    state: dict[str, Any],
+    name: str,
+    param: Tensor,
+    group: Group,
+    label: str,
+    is_squared: bool,
+    initial: Callable[[Tensor, Group], Tensor],
+) -> dict[str, Tensor]:
+    """What to write into `state` so that its entry `name`, and the scales of it, are as the group asks.
+
+    Raises:
+        ValueError: an 8-bit entry is without its scales.
+    """
+    dtype = _C.optim_state_dtype(of(group), param, is_squared)
+    found, scales = state.get(name), state.get(scales_name(name))
+    if found is None:
+        values = initial(param, group)
+        if dtype is None:
+            return {name: values}
+    else:
+        if not isinstance(found, Tensor) or found.shape != param.shape or found.device != param.device:
+            return {}  # the step says what is wrong with it
+        if _C.optim_is_state_as(param, found, scales, dtype):
+            return {}
+        try:
+            values = _C.optim_load_state(found, scales)
+        except ValueError as error:
+            raise ValueError(f"{label}: its state {name!r}: {error}") from error
+        dtype = dtype or param.dtype
+    stored, scales = _C.optim_store_state(param, values, dtype)
+    return {name: stored} if scales is None else {name: stored, scales_name(name): scales}
+
+
+def extra_as_asked(state: dict[str, Any], param: Tensor, group: Group, label: str) -> dict[str, Tensor]:
+    """The same for what a 16-bit parameter has beside it. May round the parameter anew, from what it had before."""
+    extra = _C.optim_param_extra(of(group), param)
+    if extra is None:
+        return {}
+    name, dtype = extra
+    found = state.get(name)
+    if isinstance(found, Tensor) and found.dtype == dtype and found.shape == param.shape:
+        return {}
+    before = next((state[key] for key in EXTRA_NAMES if isinstance(state.get(key), Tensor)), None)
+    if before is not None and before.shape != param.shape:
+        raise ValueError(f"{label}: its state {name!r} has shape {tuple(before.shape)}, expected {tuple(param.shape)}")
+    return {name: _C.optim_store_param(param, _C.optim_load_param(param, before), dtype)}
+
+
+def scales_name(name: str) -> str:
+    """Where the state keeps the scales of its 8-bit entry `name`."""
+    return f"{name}_scales"
+
+
+def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state as torch's class has it for a float32 parameter: every compressed entry as float32, no extras."""
+    result = {}
+    for name, value in state.items():
+        if name in EXTRA_NAMES or name.endswith("_scales"):
+            continue
+        is_values = isinstance(value, Tensor) and name != "step" and value.shape == param.shape
+        if is_values and value.dtype != param.dtype and not value.is_complex():
+            value = _C.optim_load_state(value, state.get(scales_name(name)))
+        result[name] = value
+    return result

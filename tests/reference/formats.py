@@ -1,0 +1,90 @@
+"""Plain twins of csrc/optim/storage.h's formats, in torch's own operations: float32 tensors to codes and back."""
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """A float32 tensor's bits, as int64 from 0 to 2^32 - 1."""
+    return values.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def float_of(bits: Tensor) -> Tensor:
+    return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
+
+
+def signed(bits: Tensor, width: int) -> Tensor:
+    """The two's complement number in the last `width` bits."""
+    bits = bits & (2**width - 1)
+    return torch.where(bits >= 2 ** (width - 1), bits - 2**width, bits)
+
+
+def split(values: Tensor, remainder_bits: int) -> tuple[Tensor, Tensor]:
+    """float32 as the bits of a bfloat16 and a remainder of 16 or 8 bits, both int64."""
+    bits = bits_of(values)
+    if remainder_bits == 8:
+        bits = torch.where(values.isnan(), bits, (bits + 0x7F + ((bits >> 8) & 1)) & ~0xFF)
+    halves = ((bits + 0x8000) >> 16) & 0xFFFF
+    remainders = signed(bits - (halves << 16), 32) >> (16 - remainder_bits)
+    nan = values.isnan()
+    return torch.where(nan, (bits >> 16) | 0x40, halves), torch.where(nan, 0, remainders)
+
+
+def blocks(values: Tensor) -> Tensor:
+    """One row per block, the last one filled up with zeros."""
+    flat = values.flatten()
+    rows = -(-flat.numel() // BLOCK)
+    return torch.cat([flat, flat.new_zeros(rows * BLOCK - flat.numel())]).view(rows, BLOCK)
+
+
+def root(values: Tensor) -> Tensor:
+    """Correctly rounded, which torch's own float32 root is not everywhere."""
+    return values.double().sqrt().float()
+
+
+def _scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest finite magnitude of each row, and whether something in it is not finite."""
+    finite = rows.isfinite()
+    return torch.where(finite, rows.abs(), 0).amax(1), ~finite.all(1)
+
+
+def encode_signed(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (int8, flat) and scales (float32)."""
+    rows = blocks(values)
+    scales, special = _scales(rows)
+    scales = torch.where(scales > 0, scales.clamp(min=2.0**-113), 0)
+    factors = torch.where(scales > 0, 126.0**2 / scales, 0)
+    codes = torch.copysign(root(rows.abs() * factors[:, None]), rows).round()
+    codes = torch.where(rows.isinf(), torch.copysign(torch.tensor(127.0), rows), codes)
+    codes = torch.where(rows.isnan(), -128, codes)
+    return codes.flatten()[: values.numel()].to(torch.int8), torch.where(special, -scales, scales)
+
+
+def encode_squared(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, flat) and scales (float32)."""
+    rows = blocks(values)
+    largest, special = _scales(rows)
+    scales = root(largest)
+    factors = torch.where(scales > 0, 253 / scales, 0)
+    codes = (root(rows) * factors[:, None]).round().clamp(min=1)
+    codes = torch.where(rows == 0, 0, codes)
+    codes = torch.where(rows.isinf(), 254, codes)
+    codes = torch.where(rows.isnan(), 255, codes)
+    return codes.flatten()[: values.numel()].to(torch.uint8), torch.where(special, -scales, scales)
+
+
+def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
+    numbers = codes.float()
+    values = (
+        numbers * numbers.abs() * (scales.abs() * torch.tensor(1.0 / 126**2)).repeat_interleave(BLOCK)[: len(codes)]
+    )
+    values = torch.where(numbers.abs() == 127, torch.copysign(torch.tensor(torch.inf), numbers), values)
+    return torch.where(codes == -128, torch.nan, values)
+
+
+def decode_squared(codes: Tensor, scales: Tensor) -> Tensor:
+    roots = codes.float() * (scales.abs() * torch.tensor(1.0 / 253)).repeat_interleave(BLOCK)[: len(codes)]
+    values = torch.where(codes == 254, torch.inf, roots * roots)
+    return torch.where(codes == 255, torch.nan, values)

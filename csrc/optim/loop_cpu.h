@@ -1,17 +1,27 @@
 // The CPU loop: walks a range of the flat order tile by tile; formats are chosen per tile, rules by template.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "optim/step.h"
 #include "optim/tile_cpu.h"
 
 namespace drivetrain::optim {
 inline namespace DRIVETRAIN_ISA {
 
-// The one loop that touches elements: compiles to straight vector code for every rule.
-template <class Rule, class T>
+// What update_tile leaves of states that are to be stored as 8-bit codes: prepared values (see storage.h), and the
+// largest magnitude among them. Both cost it nothing: a rule that divides by the root of a mean of squares has it.
+struct Prepared {
+  uint32_t largest[kMaxStates] = {};
+};
+
+// The one loop that touches elements: compiles to straight vector code for every rule. kCoded: states have 8 bits.
+template <class Rule, bool kCoded, class T>
 void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad, T* __restrict state0,
-                 T* __restrict state1, T* __restrict state2, int64_t count) {
+                 T* __restrict state1, T* __restrict state2, int64_t count, Prepared& prepared) {
   const Rule rule = shared_rule;  // a local copy cannot alias the arrays
+  uint32_t largest0 = 0, largest1 = 0, largest2 = 0;
   for (int64_t i = 0; i < count; ++i) {
     T p = param[i];
     T s[kMaxStates] = {};
@@ -20,10 +30,19 @@ void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T
     if constexpr (Rule::kNumStates > 2) s[2] = state2[i];
     rule(p, factor * grad[i], s);
     param[i] = p;
+    if constexpr (kCoded) {
+      for (int k = 0; k < Rule::kNumStates; ++k) {
+        if (Rule::kSquared[k]) s[k] = SquaredCode::prepare(s[k]);
+      }
+      largest0 = std::max(largest0, magnitude_bits(s[0]));
+      largest1 = std::max(largest1, magnitude_bits(s[1]));
+      largest2 = std::max(largest2, magnitude_bits(s[2]));
+    }
     if constexpr (Rule::kNumStates > 0) state0[i] = s[0];
     if constexpr (Rule::kNumStates > 1) state1[i] = s[1];
     if constexpr (Rule::kNumStates > 2) state2[i] = s[2];
   }
+  if constexpr (kCoded) prepared = {{largest0, largest1, largest2}};
 }
 
 // What a tile's gradients become once the rule has read them, while they are still in the cache. grad: where load_tile
@@ -37,21 +56,24 @@ void leave_grad(const GradTreatment& treatment, const Stream& stream, int64_t in
     case GradAfter::kTreated:
       for (int64_t i = 0; i < count; ++i) grad[i] = factor * grad[i];
       break;
-    case GradAfter::kZero:
-      for (int64_t i = 0; i < count; ++i) grad[i] = T(0);
-      break;
+    case GradAfter::kZero:  // of every plain format, bytes of zeros
+      std::memset(static_cast<char*>(stream.data) + index * bytes_of(stream.format), 0,
+                  count * bytes_of(stream.format));
+      return;
   }
   store_tile(stream, index, count, grad);
 }
 
-template <template <class> class RuleOf, class T>
+// kCoded: the parameter's states have 8 bits.
+template <template <class> class RuleOf, class T, bool kCoded>
 void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
   bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
   // Without conversion or a second visit there is nothing to cut it up for.
-  const int64_t tile = in_place && job.treatment.after == GradAfter::kKeep ? end - begin : kTile;
+  const bool is_whole = in_place && job.treatment.after == GradAfter::kKeep;
+  const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
   for (int64_t i = begin; i < end; i += tile) {
     const int64_t count = end - i < tile ? end - i : tile;
@@ -59,10 +81,18 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     T* grad = load_tile(param.grad, i, count, scratch[1]);
     T* state[kMaxStates] = {};
     for (int s = 0; s < Rule::kNumStates; ++s) state[s] = load_tile(param.state[s], i, count, scratch[2 + s]);
-    update_tile(rule, T(job.treatment.factor), values, grad, state[0], state[1], state[2], count);
+    Prepared prepared;
+    update_tile<Rule, kCoded>(rule, T(job.treatment.factor), values, grad, state[0], state[1], state[2], count,
+                              prepared);
     leave_grad(job.treatment, param.grad, i, count, grad);
     store_tile(param.param, i, count, values, param.key);
-    for (int s = 0; s < Rule::kNumStates; ++s) store_tile(param.state[s], i, count, state[s]);
+    for (int s = 0; s < Rule::kNumStates; ++s) {
+      if constexpr (kCoded) {
+        store_prepared(param.state[s], i, count, state[s], prepared.largest[s]);
+      } else {
+        store_tile(param.state[s], i, count, state[s]);
+      }
+    }
   }
 }
 
@@ -74,9 +104,11 @@ void loop_cpu(const StepJob& job, int64_t begin, int64_t end) {
     const int64_t from = begin > param.begin ? begin - param.begin : 0;
     const int64_t to = end - param.begin < param.numel ? end - param.begin : param.numel;
     if (job.in_double) {
-      update_range<RuleOf, double>(job, param, from, to);
+      update_range<RuleOf, double, false>(job, param, from, to);
+    } else if (RuleOf<float>::kNumStates > 0 && param.state[0].extra != nullptr) {
+      update_range<RuleOf, float, true>(job, param, from, to);
     } else {
-      update_range<RuleOf, float>(job, param, from, to);
+      update_range<RuleOf, float, false>(job, param, from, to);
     }
   }
 }

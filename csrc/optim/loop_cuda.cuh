@@ -93,12 +93,12 @@ __device__ void store_blocks(const Stream& stream, int64_t base, int64_t end,
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
-    const uint32_t largest = largest_of_threads(i < end ? magnitude_bits(values[k]) : 0u);
+    const float prepared = i < end ? Kind::prepare(values[k]) : 0.0f;
+    const uint32_t largest = largest_of_threads(magnitude_bits(prepared));
     const bool special = largest >= kInfinity;  // the same for all threads
-    const float scale =
-        Kind::scale_of(special ? largest_of_threads(i < end ? finite_magnitude(values[k]) : 0u) : largest);
+    const float scale = Kind::scale_of(special ? largest_of_threads(finite_magnitude(prepared)) : largest);
     if (i >= end) continue;
-    codes[i] = encode_any<Kind>(values[k], Kind::factor_of(scale));
+    codes[i] = encode_any<Kind>(prepared, Kind::factor_of(scale));
     if (i % kBlock == 0) scales[i / kBlock] = special ? with_special(scale) : scale;
   }
 }

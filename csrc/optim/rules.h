@@ -1,7 +1,8 @@
 // The optimizers' arithmetic: one small struct per rule, on values that are already loaded. Host and device; no torch.
 //
 // A rule is a plain-data Args (made once per step, on the host, in double, so that CPU and GPU share every scalar)
-// and a template <class T> whose operator() updates one element. A new element-wise optimizer is one such pair and one
+// and a template <class T> whose operator() updates one element; kSquared says which of its states are means or sums of
+// squares, of which 8 bits keep the root. A new element-wise optimizer is one such pair and one
 // row in DT_OPTIM_RULES, which names its states as torch's class does.
 #pragma once
 
@@ -77,6 +78,7 @@ template <class T, bool kAmsgrad>
 struct AdamRule {
   using Args = AdamArgs;
   static constexpr int kNumStates = kAmsgrad ? 3 : 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true, true};
   T beta1, beta2, one_minus_beta1, one_minus_beta2, sign, decay, l2, step_size, eps;
 
   DT_HOST_DEVICE explicit AdamRule(const Args& a)
@@ -132,6 +134,7 @@ template <class T, bool kMomentum>
 struct SgdRule {
   using Args = SgdArgs;
   static constexpr int kNumStates = kMomentum ? 1 : 0;
+  static constexpr bool kSquared[kMaxStates] = {};
   T lr, l2, sign, momentum, gradient_share;
   bool nesterov;
 
@@ -179,6 +182,7 @@ template <class T>
 struct Adagrad {
   using Args = AdagradArgs;
   static constexpr int kNumStates = 1;
+  static constexpr bool kSquared[kMaxStates] = {true};
   T sign, l2, eps, step_size;
 
   DT_HOST_DEVICE explicit Adagrad(const Args& a)
@@ -214,6 +218,7 @@ template <class T, bool kCentered, bool kMomentum>
 struct RmspropRule {
   using Args = RmspropArgs;
   static constexpr int kNumStates = 1 + kCentered + kMomentum;
+  static constexpr bool kSquared[kMaxStates] = {true};
   T lr, alpha, one_minus_alpha, eps, l2, sign, momentum;
 
   DT_HOST_DEVICE explicit RmspropRule(const Args& a)
@@ -274,6 +279,7 @@ template <class T>
 struct Lion {
   using Args = LionArgs;
   static constexpr int kNumStates = 1;
+  static constexpr bool kSquared[kMaxStates] = {};
   T lr, beta1, beta2, one_minus_beta1, one_minus_beta2, sign, decay;
 
   DT_HOST_DEVICE explicit Lion(const Args& a)
@@ -297,26 +303,17 @@ struct Lion {
 }  // namespace DRIVETRAIN_ISA
 #endif
 
-// A state's name in Python, and whether its values are means or sums of squares: kept in 8 bits, those need other
-// codes.
-struct StateName {
-  const char* name;
-  bool is_squared;
-  constexpr StateName(const char* n, bool squared = false) : name(n), is_squared(squared) {}
-};
-constexpr StateName squared(const char* name) { return {name, true}; }
-
-// ---- The table of rules: X(template, name in Python, its states).
-#define DT_OPTIM_RULES(X)                                                                                       \
-  X(Adam, "adam", "exp_avg", squared("exp_avg_sq"))                                                             \
-  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", squared("exp_avg_sq"), squared("max_exp_avg_sq"))                   \
-  X(Sgd, "sgd")                                                                                                 \
-  X(SgdMomentum, "sgd_momentum", "momentum_buffer")                                                             \
-  X(Adagrad, "adagrad", squared("sum"))                                                                         \
-  X(Rmsprop, "rmsprop", squared("square_avg"))                                                                  \
-  X(RmspropMomentum, "rmsprop_momentum", squared("square_avg"), "momentum_buffer")                              \
-  X(RmspropCentered, "rmsprop_centered", squared("square_avg"), "grad_avg")                                     \
-  X(RmspropCenteredMomentum, "rmsprop_centered_momentum", squared("square_avg"), "grad_avg", "momentum_buffer") \
+// ---- The table of rules: X(template, name in Python, names of its states in Python).
+#define DT_OPTIM_RULES(X)                                                                              \
+  X(Adam, "adam", "exp_avg", "exp_avg_sq")                                                             \
+  X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")                            \
+  X(Sgd, "sgd")                                                                                        \
+  X(SgdMomentum, "sgd_momentum", "momentum_buffer")                                                    \
+  X(Adagrad, "adagrad", "sum")                                                                         \
+  X(Rmsprop, "rmsprop", "square_avg")                                                                  \
+  X(RmspropMomentum, "rmsprop_momentum", "square_avg", "momentum_buffer")                              \
+  X(RmspropCentered, "rmsprop_centered", "square_avg", "grad_avg")                                     \
+  X(RmspropCenteredMomentum, "rmsprop_centered_momentum", "square_avg", "grad_avg", "momentum_buffer") \
   X(Lion, "lion", "exp_avg")
 
 enum class RuleKind : int32_t {

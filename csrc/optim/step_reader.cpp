@@ -26,7 +26,7 @@ void prefetch(const void* address, int lines = 1) {
 }
 
 template <template <class> class Rule>
-RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<StateName> states) {
+RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> states) {
   using Args = typename Rule<float>::Args;
   DT_INVARIANT(states.size() == Rule<float>::kNumStates);
   RuleInfo info{name,
@@ -34,9 +34,10 @@ RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<StateN
                 Args::kCountsSteps,
                 [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
                 {}};
-  for (const StateName& state : states) {
-    info.states.push_back({PyUnicode_InternFromString(state.name),
-                           PyUnicode_InternFromString(text(state.name, "_scales").c_str()), state.is_squared});
+  for (const char* state : states) {
+    info.states.push_back({PyUnicode_InternFromString(state),
+                           PyUnicode_InternFromString(text(state, "_scales").c_str()),
+                           Rule<float>::kSquared[info.states.size()]});
   }
   return info;
 }

@@ -50,6 +50,21 @@ struct Stream {
 inline namespace DRIVETRAIN_ISA {
 #endif
 
+// Of one value, without what is beside it.
+DT_HOST_DEVICE int64_t bytes_of(Format format) {
+  switch (format) {
+    case Format::kFloat64:
+      return 8;
+    case Format::kFloat32:
+      return 4;
+    case Format::kSigned8:
+    case Format::kSquared8:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
 template <class To, class From>
 DT_HOST_DEVICE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -60,12 +75,13 @@ DT_HOST_DEVICE To bits_as(From from) {
 
 DT_HOST_DEVICE float float_from_bfloat16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
 
+constexpr uint32_t kQuiet = 0x00400000u;  // the bit that a NaN needs to stay one when its last bits are cut off
+
 // Round to nearest even; NaN stays NaN (quiet, same sign and leading payload bits).
 DT_HOST_DEVICE uint16_t bfloat16_from_float(float value) {
   const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+  const uint32_t rounded = bits + (0x7fffu + ((bits >> 16) & 1u));
+  return static_cast<uint16_t>((value != value ? bits | kQuiet : rounded) >> 16);
 }
 
 // IEEE binary16 by integer and exact float arithmetic; the CPU's and GPU's instructions give the same bits.
@@ -98,8 +114,6 @@ DT_HOST_DEVICE uint16_t float16_from_float(float value) {
   return static_cast<uint16_t>(sign | result);
 }
 
-DT_HOST_DEVICE bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
-
 // ---- A float32 as a bfloat16 and a remainder: as integers, value = (half << 16) + remainder. The half is the value
 // rounded to nearest, ties away from zero: with ties to even, 65,537 values would share a half, one too many for 16
 // bits. A NaN is a quiet NaN without remainder, so that the half shows it.
@@ -110,8 +124,9 @@ struct Split {
 
 DT_HOST_DEVICE Split split(float value) {
   const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t half = is_nan_bits(bits) ? (bits >> 16) | 0x40u : (bits + 0x8000u) >> 16;
-  const uint32_t remainder = is_nan_bits(bits) ? 0u : bits - (half << 16);
+  const bool is_nan = value != value;
+  const uint32_t half = (is_nan ? bits | kQuiet : bits + 0x8000u) >> 16;
+  const uint32_t remainder = is_nan ? 0u : bits - (half << 16);
   return {static_cast<uint16_t>(half), static_cast<int16_t>(static_cast<uint16_t>(remainder))};
 }
 
@@ -135,8 +150,9 @@ struct Split8 {
 DT_HOST_DEVICE Split8 split8(float value) {
   const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fu + ((bits >> 8) & 1u)) & ~0xffu;
-  const uint32_t half = is_nan_bits(bits) ? (bits >> 16) | 0x40u : (rounded + 0x8000u) >> 16;
-  const uint32_t remainder = is_nan_bits(bits) ? 0u : (rounded - (half << 16)) >> 8;
+  const bool is_nan = value != value;
+  const uint32_t half = (is_nan ? bits | kQuiet : rounded + 0x8000u) >> 16;
+  const uint32_t remainder = is_nan ? 0u : (rounded - (half << 16)) >> 8;
   return {static_cast<uint16_t>(half), static_cast<int8_t>(static_cast<uint8_t>(remainder))};
 }
 
@@ -184,8 +200,7 @@ DT_HOST_DEVICE uint32_t random_bits(uint64_t key, int64_t index) {
 
 DT_HOST_DEVICE uint16_t stochastic_bfloat16(float value, uint32_t random) {
   const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  return static_cast<uint16_t>(is_nan_bits(bits) ? quiet_nan : (bits + (random >> 16)) >> 16);
+  return static_cast<uint16_t>((value != value ? bits | kQuiet : bits + (random >> 16)) >> 16);
 }
 
 DT_HOST_DEVICE uint16_t stochastic_float16(float value, uint32_t random) {
@@ -224,11 +239,13 @@ DT_HOST_DEVICE bool has_special(float scale) { return (bits_as<uint32_t>(scale) 
 // The nearest integer, ties to even, for |value| < 2^22, by the addition itself: the last byte is its last byte.
 DT_HOST_DEVICE uint32_t nearest_integer_bits(float value) { return bits_as<uint32_t>(value + 12582912.0f); }
 
-// The codes of one kind, for finite blocks. scale_of: from the largest finite magnitude; factor_of and unit_of: what
-// encode and decode are given instead of the scale.
+// The codes of one kind, for finite blocks. They count prepared values: the values themselves, or their roots.
+// scale_of: from the largest finite magnitude of those; factor_of and unit_of: what encode and decode are given instead
+// of the scale.
 struct SignedCode {
   using Code = int8_t;
   static constexpr int8_t kNan = -128;
+  static DT_HOST_DEVICE float prepare(float value) { return value; }
   // The smallest scale: below, the factor would overflow, and the values are beneath notice.
   static DT_HOST_DEVICE float scale_of(uint32_t largest) {
     const float smallest = 9.62964972e-35f;  // 2^-113
@@ -264,13 +281,13 @@ struct SignedCode {
 struct SquaredCode {
   using Code = uint8_t;
   static constexpr uint8_t kNan = 255;
-  static DT_HOST_DEVICE float scale_of(uint32_t largest) { return sqrtf(bits_as<float>(largest)); }
+  static DT_HOST_DEVICE float prepare(float value) { return sqrtf(value); }
+  static DT_HOST_DEVICE float scale_of(uint32_t largest) { return bits_as<float>(largest); }
   static DT_HOST_DEVICE float factor_of(float scale) { return scale > 0 ? kSquaredCodes / scale : 0.0f; }
   static DT_HOST_DEVICE float unit_of(float scale) { return scale * (1.0f / kSquaredCodes); }
-  static DT_HOST_DEVICE uint8_t encode(float value, float factor) {
-    const float magnitude = bits_as<float>(magnitude_bits(value));
-    const float root = sqrtf(magnitude) * factor, least = magnitude > 0 ? 1.0f : 0.0f;
-    return static_cast<uint8_t>(nearest_integer_bits(root > least ? root : least));
+  static DT_HOST_DEVICE uint8_t encode(float root, float factor) {
+    const float steps = root * factor, least = root > 0 ? 1.0f : 0.0f;
+    return static_cast<uint8_t>(nearest_integer_bits(steps > least ? steps : least));
   }
   static DT_HOST_DEVICE float decode(uint8_t code, float unit) {
     const float root = static_cast<float>(code) * unit;
@@ -284,10 +301,10 @@ struct SquaredCode {
 
 // The same for any block.
 template <class Kind>
-DT_HOST_DEVICE typename Kind::Code encode_any(float value, float factor) {
-  const uint32_t magnitude = magnitude_bits(value);
+DT_HOST_DEVICE typename Kind::Code encode_any(float prepared, float factor) {
+  const uint32_t magnitude = magnitude_bits(prepared);
   if (magnitude > kInfinity) return Kind::kNan;
-  return magnitude == kInfinity ? Kind::infinity(value) : Kind::encode(value, factor);
+  return magnitude == kInfinity ? Kind::infinity(prepared) : Kind::encode(prepared, factor);
 }
 template <class Kind>
 DT_HOST_DEVICE float decode_any(typename Kind::Code code, float scale) {

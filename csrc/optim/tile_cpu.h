@@ -92,34 +92,35 @@ void load_block(const typename Kind::Code* from, float scale, float* to, int64_t
   for (int64_t i = 0; i < count; ++i) to[i] = Kind::decode(from[i], unit);
 }
 
-// The maximum of of_value over a block, in lanes: one running maximum would wait for itself.
-template <class OfValue>
-uint32_t largest_of(const float* values, int64_t count, const OfValue& of_value) {
-  constexpr int kLanes = 64;
-  uint32_t lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = std::max(lanes[lane], of_value(values[i + lane]));
-  }
-  for (; i < count; ++i) lanes[0] = std::max(lanes[0], of_value(values[i]));
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] = std::max(lanes[lane], lanes[lane + width]);
-  }
-  return lanes[0];
-}
-
-// Returns the block's scale.
+// Stores a block of prepared values, the largest magnitude among which is known; returns its scale.
 template <class Kind>
-float store_block(const float* from, typename Kind::Code* to, int64_t count) {
-  const uint32_t largest = largest_of(from, count, magnitude_bits);
+float store_block(const float* from, uint32_t largest, typename Kind::Code* to, int64_t count) {
   if (largest >= kInfinity) {
-    const float scale = Kind::scale_of(largest_of(from, count, finite_magnitude)), factor = Kind::factor_of(scale);
+    uint32_t largest_finite = 0;
+    for (int64_t i = 0; i < count; ++i) largest_finite = std::max(largest_finite, finite_magnitude(from[i]));
+    const float scale = Kind::scale_of(largest_finite), factor = Kind::factor_of(scale);
     for (int64_t i = 0; i < count; ++i) to[i] = encode_any<Kind>(from[i], factor);
     return with_special(scale);
   }
   const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
   for (int64_t i = 0; i < count; ++i) to[i] = Kind::encode(from[i], factor);
   return scale;
+}
+
+template <class Kind>
+void store_prepared(const Stream& stream, int64_t index, int64_t count, const float* prepared, uint32_t largest) {
+  auto* codes = static_cast<typename Kind::Code*>(stream.data) + index;
+  static_cast<float*>(stream.extra)[index / kBlock] = store_block<Kind>(prepared, largest, codes, count);
+}
+
+// One block, from what update_tile prepared. index: of its first value, a multiple of kBlock.
+inline void store_prepared(const Stream& stream, int64_t index, int64_t count, const float* prepared,
+                           uint32_t largest) {
+  if (stream.format == Format::kSigned8) {
+    store_prepared<SignedCode>(stream, index, count, prepared, largest);
+  } else {
+    store_prepared<SquaredCode>(stream, index, count, prepared, largest);
+  }
 }
 
 // All blocks of a tile. index: of the tile's first value, a multiple of kBlock.
@@ -134,10 +135,13 @@ void load_blocks(const Stream& stream, int64_t index, int64_t count, float* to) 
 
 template <class Kind>
 void store_blocks(const Stream& stream, int64_t index, int64_t count, const float* values) {
-  auto* codes = static_cast<typename Kind::Code*>(stream.data) + index;
-  auto* scales = static_cast<float*>(stream.extra) + index / kBlock;
+  alignas(64) float prepared[kBlock];
   for (int64_t from = 0; from < count; from += kBlock) {
-    scales[from / kBlock] = store_block<Kind>(values + from, codes + from, std::min<int64_t>(count - from, kBlock));
+    const int64_t size = std::min<int64_t>(count - from, kBlock);
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < size; ++i) prepared[i] = Kind::prepare(values[from + i]);
+    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, magnitude_bits(prepared[i]));
+    store_prepared<Kind>(stream, index + from, size, prepared, largest);
   }
 }
 

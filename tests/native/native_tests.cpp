@@ -49,12 +49,7 @@ struct FixedHypers final : optim::Hypers {
   }
 };
 
-// Bytes per value of a format, and of what it has beside its values.
-int64_t bytes_of(Format format, int64_t numel) {
-  if (format == Format::kFloat64) return 8 * numel;
-  if (format == Format::kFloat32) return 4 * numel;
-  return format == Format::kSigned8 || format == Format::kSquared8 ? numel : 2 * numel;
-}
+// Bytes of what a format has beside its values.
 int64_t extra_bytes_of(Format format, int64_t numel) {
   switch (format) {
     case Format::kBFloat16Remainder8:
@@ -79,7 +74,8 @@ struct Block {
   std::vector<unsigned char> extra;
   Format format;
 
-  Block(Format f, int64_t numel, int seed) : bytes(bytes_of(f, numel)), extra(extra_bytes_of(f, numel)), format(f) {
+  Block(Format f, int64_t numel, int seed)
+      : bytes(optim::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
     std::vector<double> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
     if (format == Format::kFloat64) {

@@ -1,14 +1,20 @@
-"""The AdamW step, and the whole tail of a training step, against torch's fused ones."""
+"""The AdamW step, the whole tail of a training step, and both with fewer bits, against torch's fused ones."""
 
+import dataclasses
+import functools
+import importlib
+import statistics
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
-from .. import optim
+from .. import _C, optim
 from ..amp import GradScaler
-from .measure import Row, interleaved, ratio_row
+from .measure import Row, interleaved, median_interval, ratio_row
 from .shapes import Shape, gpt2_124m, many_small, resnet50
 
 # what, shapes, target for the ratio, whether the interval's upper end must reach it
@@ -38,6 +44,8 @@ def run(threads: int, rounds: int) -> list[Row]:
         ]
         for what, shapes, target in track(TAILS, description="tails of a step", transient=True):
             rows.append(_measure_tail(what, shapes, target, rounds))
+        for measure in track(PRECISION_ROWS, description="fewer bits", transient=True):
+            rows += measure(rounds)
         return rows
     finally:
         torch.set_num_threads(before)
@@ -54,7 +62,8 @@ def _measure(what: str, shapes: list[Shape], target: float, strict_end: bool, ro
 def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) -> Row:
     theirs, ours = _models(shapes)
     scaled = [_grad(p) * SCALE for p in theirs]
-    tails = _torch_tail(theirs), _our_tail(ours)
+    optimizer = optim.AdamW(ours, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
+    tails = _torch_tail(theirs), _our_tail(optimizer)
 
     def fill(which: int) -> None:
         torch._foreach_copy_([_grad(p) for p in (theirs, ours)[which]], scaled)
@@ -62,6 +71,147 @@ def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) ->
     torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
     _check(theirs, ours)
     return ratio_row(what, torch_s, ours_s, target, strict_end=False)
+
+
+# ---- Bandwidth, host time, and fewer bits; all on the shapes of GPT-2 124M.
+
+
+def _measure_bandwidth(rounds: int) -> list[Row]:
+    """Bytes per second of the fp32 step, 28 per parameter, against those of an in-place triad, 12 per element."""
+    _, ours = _models(gpt2_124m())
+    numel = sum(p.numel() for p in ours)
+    a, b = torch.randn(numel), torch.randn(numel)
+    triad_s, ours_s = interleaved((lambda: a.add_(b, alpha=1e-9), optim.AdamW(ours).step), rounds)
+    shares = [28 / 12 * t / o for t, o in zip(triad_s, ours_s, strict=True)]
+    share, low, high = median_interval(shares)
+    triad = 12 * numel / statistics.median(triad_s) / 1e9
+    step = 28 * numel / statistics.median(ours_s) / 1e9
+    what = "AdamW fp32: bandwidth, against a.add_(b, alpha=s)"
+    return [Row(what, "GB/s", triad, step, share, low, high, ">= 0.95", share >= 0.95)]
+
+
+def _measure_host_time(rounds: int) -> list[Row]:
+    """What 300 tensors take longer than one of as many elements."""
+    count, numel = 300, 4096
+    makers = (functools.partial(torch.optim.AdamW, fused=True), optim.AdamW)
+    layouts: tuple[list[Shape], ...] = ([(numel,)] * count, [(numel * count,)])
+    beyond = []
+    for make in makers:
+        many_s, one_s = interleaved([make(_models(shapes)[1]).step for shapes in layouts], 10 * rounds)
+        beyond.append(statistics.median(m - o for m, o in zip(many_s, one_s, strict=True)) * 1e6)
+    what = "AdamW fp32, 300 x 4096: host time beyond one tensor"
+    return [Row(what, "us", beyond[0], beyond[1], target="<= 100 us", met=beyond[1] <= 100)]
+
+
+def _measure_compressed_tail(rounds: int) -> list[Row]:
+    """torch's fp32 tail against ours with bfloat16 parameters, 16-bit remainders and 8-bit states."""
+    theirs, ours = _models(gpt2_124m(), torch.bfloat16)
+    start = [p.detach().clone() for p in theirs]
+    scaled = [_grad(p) * SCALE for p in theirs], [_grad(p) * SCALE for p in ours]
+    optimizer = optim.AdamW(ours, **COMPRESSED, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
+    tails = _torch_tail(theirs), _our_tail(optimizer)
+
+    def fill(which: int) -> None:
+        torch._foreach_copy_([_grad(p) for p in (theirs, ours)[which]], scaled[which])
+
+    torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
+    for before, a, b in zip(start, theirs, ours, strict=True):
+        moved, apart = a.detach() - before, optimizer.float32_value(b) - a.detach()
+        if apart.norm() > 0.05 * moved.norm():
+            raise AssertionError(f"8-bit states led {apart.norm() / moved.norm():.1%} of the way elsewhere")
+    what = "the tail with bf16, 16-bit remainder, 8-bit states"
+    return [ratio_row(what, torch_s, ours_s, 0.5, strict_end=False)]
+
+
+def _measure_bf16(rounds: int) -> list[Row]:
+    """Parameters, gradients and states in bfloat16 on both sides."""
+    theirs, ours = (_models(gpt2_124m(), torch.bfloat16)[1] for _ in range(2))
+    torch_s, ours_s = interleaved((torch.optim.AdamW(theirs, fused=True).step, optim.AdamW(ours).step), rounds)
+    return [ratio_row("AdamW pure bf16", torch_s, ours_s, 0.5, strict_end=False)]
+
+
+def _measure_others_8_bit(rounds: int) -> list[Row]:
+    """8-bit AdamW of the packages that are installed, fp32 parameters, on the CPU; in place of torch's figure."""
+    rows = []
+    for package, module, name in (
+        ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
+        ("torchao", "torchao.optim", "AdamW8bit"),
+    ):
+        try:
+            other_class = getattr(importlib.import_module(module), name)
+        except ImportError:
+            print(f"bench optim: no {package} here, its row is left out (pip install {package})", file=sys.stderr)
+            continue
+        theirs, ours = _models(gpt2_124m())
+        steps = other_class(theirs, lr=1e-3).step, optim.AdamW(ours, state_bits=8).step
+        theirs_s, ours_s = interleaved(steps, min(rounds, 5), warm_up=1)
+        rows.append(ratio_row(f"AdamW 8-bit, against {package} on the CPU", theirs_s, ours_s, 0.05, strict_end=False))
+    return rows
+
+
+def _measure_instruction_sets(rounds: int) -> list[Row]:
+    """AVX2 against AVX-512, which takes the place of torch's column."""
+    if not {"avx2", "avx512"} <= set(_C.available_isas()):
+        print("bench optim: no AVX-512 here, the rows against AVX2 are left out", file=sys.stderr)
+        return []
+    rows = []
+    for what, dtype, options, target in (
+        ("AdamW fp32: AVX2 against AVX-512", torch.float32, {}, 1 / 0.9),
+        ("AdamW bf16, 16-bit remainder, 8 bits: AVX2 against AVX-512", torch.bfloat16, COMPRESSED, None),
+    ):
+        optimizers = [optim.AdamW(_models(gpt2_124m(), dtype)[1], **options) for _ in range(2)]
+
+        def step(which: int, optimizers: list[optim.AdamW] = optimizers) -> None:
+            _C.force_isa(("avx512", "avx2")[which])
+            try:
+                optimizers[which].step()
+            finally:
+                _C.force_isa("")
+
+        wide_s, narrow_s = interleaved((functools.partial(step, 0), functools.partial(step, 1)), rounds)
+        row = ratio_row(what, wide_s, narrow_s, target or 1.0, strict_end=False)
+        rows.append(row if target else dataclasses.replace(row, target="", met=None))
+    return rows
+
+
+def _measure_bytes(rounds: int) -> list[Row]:
+    """Bytes of parameters, gradients and states, per parameter."""
+    rows = []
+    theirs = _models(gpt2_124m())[0]
+    reference = torch.optim.AdamW(theirs, fused=True)
+    reference.step()
+    torch_bytes = _bytes_per_parameter(reference, theirs)
+    for master_bits, target in ((32, 8.2), (24, 7.2)):
+        params = _models(gpt2_124m(), torch.bfloat16)[1]
+        optimizer = optim.AdamW(params, **COMPRESSED | {"master_bits": master_bits})
+        optimizer.step()
+        compressed = [p for p in params if optimizer.state[p]["exp_avg"].dtype == torch.int8]
+        ours = _bytes_per_parameter(optimizer, compressed)
+        what = f"bytes per parameter: bf16, master_bits={master_bits}, 8-bit states"
+        rows.append(Row(what, "B", torch_bytes, ours, target=f"<= {target}", met=ours <= target))
+        rows.append(Row("the same, the whole model's", "B", torch_bytes, _bytes_per_parameter(optimizer, params)))
+    return rows
+
+
+def _bytes_per_parameter(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> float:
+    tensors = [t for p in params for t in (p, _grad(p), *optimizer.state[p].values())]
+    num_bytes: int = sum(t.untyped_storage().nbytes() for t in tensors)
+    return num_bytes / sum(p.numel() for p in params)
+
+
+COMPRESSED: dict[str, Any] = {"master_bits": 32, "state_bits": 8}
+PRECISION_ROWS = (
+    _measure_bandwidth,
+    _measure_host_time,
+    _measure_compressed_tail,
+    _measure_bf16,
+    _measure_others_8_bit,
+    _measure_instruction_sets,
+    _measure_bytes,
+)
+
+
+# ---- What the rows share.
 
 
 def _torch_tail(params: list[Tensor]) -> Callable[[], None]:
@@ -77,8 +227,7 @@ def _torch_tail(params: list[Tensor]) -> Callable[[], None]:
     return tail
 
 
-def _our_tail(params: list[Tensor]) -> Callable[[], None]:
-    optimizer = optim.AdamW(params, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
+def _our_tail(optimizer: optim.AdamW) -> Callable[[], None]:
     scaler = _ready(GradScaler("cpu", SCALE))
 
     def tail() -> None:
@@ -98,14 +247,14 @@ def _grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _models(shapes: list[Shape]) -> tuple[list[Tensor], list[Tensor]]:
-    """The same parameters and gradients twice."""
+def _models(shapes: list[Shape], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    """The same parameters and gradients twice, the second time in `dtype`, which holds them exactly."""
     torch.manual_seed(0)
-    theirs = [torch.randn(shape).mul_(0.02).requires_grad_() for shape in shapes]
-    ours = [p.detach().clone().requires_grad_() for p in theirs]
+    ours = [torch.randn(shape).mul_(0.02).to(dtype).requires_grad_() for shape in shapes]
+    theirs = [p.detach().float().clone().requires_grad_() for p in ours]
     for a, b in zip(theirs, ours, strict=True):
-        a.grad = torch.randn_like(a)
-        b.grad = a.grad.clone()
+        b.grad = torch.randn_like(b)
+        a.grad = b.grad.float().clone()
     return theirs, ours
 
 

@@ -1,0 +1,96 @@
+"""The optimizers' report: bytes that are there, steps that were counted, updates that were really lost."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from drivetrain import optim
+
+
+def stepped(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], grad: float = 1.0) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, grad)
+    optimizer.step()
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    big, small = torch.randn(64, 128).bfloat16().requires_grad_(), torch.randn(10).bfloat16().requires_grad_()
+    unused = torch.randn(1000).requires_grad_()
+    optimizer = optim.AdamW([big, small, unused], state_bits=8, master_bits=24, max_grad_norm=1.0)
+    stepped(optimizer, [big, small])
+    report = optimizer.report()
+    assert report.num_elements == 64 * 128 + 10
+    assert report.bytes == {
+        "parameters": 2 * 8202,
+        "gradients": 2 * 8202,
+        "exp_avg": 8192 + 40,
+        "exp_avg_scales": 4 * 32,
+        "exp_avg_sq": 8192 + 40,
+        "exp_avg_sq_scales": 4 * 32,
+        "param_remainder": 8202,
+    }
+    held = report.bytes_per_parameter * report.num_elements
+    assert round(held) == sum(report.bytes.values())
+    # Everything is read and written but gradients, which are read twice, for the norm.
+    assert report.bytes_moved == 2 * sum(report.bytes.values())
+    assert report.step_s is not None
+    assert report.share_of_bandwidth is not None
+    assert report.share_of_bandwidth > 0
+    assert "exp_avg_scales" in str(report)
+
+
+def test_counts() -> None:
+    param = torch.zeros(4).requires_grad_()
+    optimizer = optim.SGD([param], lr=0.1, max_grad_norm=1.0)
+    for grad in (0.1, 10.0, 0.2, 20.0):
+        stepped(optimizer, [param], grad)
+    with pytest.warns(UserWarning, match="left out"):
+        stepped(optimizer, [param], math.inf)
+    counts = optimizer.report().counts
+    assert (counts.steps, counts.clipped, counts.skipped) == (4, 2, 1)
+    assert "4 steps, 2 clipped, 1 left out" in str(optimizer.report())
+    assert copy.deepcopy(optimizer).report().counts.steps == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_lost_to_rounding(dtype: torch.dtype) -> None:
+    half = torch.finfo(dtype).eps / 2  # of the step between 1 and 2, downwards of 1 it is half of that
+    param = torch.full((1000,), 1.5, dtype=dtype).requires_grad_()
+    param.grad = torch.cat([torch.full((300,), 0.9 * half), torch.full((200,), 1.5 * half), torch.zeros(500)]).to(dtype)
+    before = param.detach().clone()
+    for options, expected in (
+        ({}, {"weight": 300 / 500}),
+        ({"rounding": "kahan"}, {}),
+        ({"rounding": "stochastic"}, {}),
+        ({"master_bits": 32}, {}),
+    ):
+        optimizer = optim.SGD([("weight", param)], lr=1.0, **options)
+        report = optimizer.report()
+        assert report.lost_updates == pytest.approx(expected)
+        assert not optimizer.state
+    assert torch.equal(param.detach(), before)
+    assert "weight: 60.0% of the updates are lost" in str(optim.SGD([("weight", param)], lr=1.0).report())
+
+
+def test_lost_updates_follow_the_state() -> None:
+    param = torch.randn(64, 64).bfloat16().requires_grad_()
+    optimizer = optim.AdamW([param], lr=1e-5, state_bits=32)
+    for _ in range(3):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state[param])
+    (share,) = optimizer.report().lost_updates.values()
+    assert share > 0.9
+    before = param.detach().clone()
+    optimizer.step()
+    assert (param == before).double().mean() == pytest.approx(share, abs=0.02)
+    assert optimizer.state[param]["step"] == state["step"] + 1
+
+
+def test_without_gradients() -> None:
+    report = optim.AdamW([torch.zeros(3).requires_grad_()]).report()
+    assert report.num_elements == report.bytes_moved == 0
+    assert report.share_of_bandwidth is None
+    assert "0 elements" in str(report)

@@ -25,10 +25,12 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert report.bytes == {
         "parameters": 2 * 8202,
         "gradients": 2 * 8202,
-        "exp_avg": 8192 + 40,
+        "exp_avg_codes": 8192,
         "exp_avg_scales": 4 * 32,
-        "exp_avg_sq": 8192 + 40,
+        "exp_avg_sq_codes": 8192,
         "exp_avg_sq_scales": 4 * 32,
+        "exp_avg": 40,
+        "exp_avg_sq": 40,
         "param_remainder": 8202,
     }
     held = report.bytes_per_parameter * report.num_elements

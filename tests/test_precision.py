@@ -242,8 +242,15 @@ def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
     values = {"param": optimizer.float32_value(param)}
     for name, value in state.items():
         if name not in ("step", *EXTRA_NAMES) and not name.endswith("_scales"):
+            name = name.removesuffix("_codes")
             values[name] = _C.optim_load_state(value, state.get(f"{name}_scales"))
     return values
+
+
+def kept(state: dict[str, Any], name: str) -> Tensor:
+    """The tensor that holds the state, whatever its format."""
+    found = state.get(f"{name}_codes")
+    return state[name] if found is None else found
 
 
 def stored(dtype: torch.dtype, extra: Tensor | None, values: Tensor) -> Tensor:
@@ -274,17 +281,16 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
         set_grads(params, own)
         if step > 0:
             for param, other, values in zip(params, own, before, strict=True):
-                for name, value in optimizer.state[param].items():
-                    if name == "step":
-                        twin.state[other][name] = value.clone()
-                    elif values is not None and name in values:
-                        twin.state[other][name] = values[name].clone()
+                if "step" in optimizer.state[param]:
+                    twin.state[other]["step"] = optimizer.state[param]["step"].clone()
+                for name in (values or {}).keys() - {"param"}:
+                    twin.state[other][name] = values[name].clone()
         optimizer.step()
         if step == 0:  # what a state starts as is stored, too
             for param, other in zip(params, own, strict=True):
                 for name in twin.state[other].keys() - {"step"} if other in twin.state else ():
                     values = twin.state[other][name].to(dtype)  # as torch's constructor makes it
-                    start = _C.optim_store_state(param, values, optimizer.state[param][name].dtype)
+                    start = _C.optim_store_state(param, values, kept(optimizer.state[param], name).dtype)
                     twin.state[other][name] = _C.optim_load_state(*start)
         twin.step()
         for param, other in zip(params, own, strict=True):
@@ -301,12 +307,14 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
             for name, value in twin.state[other].items():
                 if name == "step":
                     continue
-                kept, scales = _C.optim_store_state(param, value, state[name].dtype)
-                assert same_bits(after[name], _C.optim_load_state(kept, scales)), name
+                dtype_kept = kept(state, name).dtype
+                assert same_bits(after[name], _C.optim_load_state(*_C.optim_store_state(param, value, dtype_kept))), (
+                    name
+                )
                 is_small = param.dim() < 2 or param.numel() < 1000
                 bits = PRECISIONS[precision].get("state_bits")
                 wanted = {None: [dtype], 32: [torch.float32], 16: [torch.bfloat16], 8: [torch.int8, torch.uint8]}[bits]
-                assert state[name].dtype in ([torch.float32] if is_small and bits == 8 else wanted)
+                assert dtype_kept in ([torch.float32] if is_small and bits == 8 else wanted)
 
 
 @precisions
@@ -478,7 +486,7 @@ def test_a_users_hook_may_replace_what_is_loaded() -> None:
     other = optim.AdamW(params, state_bits=8)
     other.register_load_state_dict_pre_hook(lambda _, __: saved(optimizer))
     seen = []
-    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params[0]]["exp_avg"].dtype))
+    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params[0]]["exp_avg_codes"].dtype))
     other.load_state_dict({})
     assert seen == [torch.int8]
 
@@ -504,9 +512,19 @@ def test_to_torch_and_back(master_bits: int | None) -> None:
     back = optim.AdamW(again, state_bits=8, min_8bit_size=100)
     back.load_state_dict(torchs.state_dict())
     steps(back, again, 1)
-    assert back.state[again[0]]["exp_avg"].dtype == torch.int8
+    assert back.state[again[0]]["exp_avg_codes"].dtype == torch.int8
     assert back.state[again[1]]["exp_avg"].dtype == torch.float32
     assert back.state[again[0]]["step"] == 4
+
+
+def test_torchs_class_does_not_take_codes_for_values() -> None:
+    params = make_params(torch.float32)
+    optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)
+    steps(optimizer, params)
+    torchs = torch.optim.AdamW(params)
+    torchs.load_state_dict(optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        torchs.step()
 
 
 @pytest.mark.parametrize("then", ["state_32", "state_16", "master_32_state_8", "kahan_state_8"])
@@ -523,6 +541,10 @@ def test_options_may_change_between_steps(then: str) -> None:
     for param, values in zip(params, before, strict=True):
         after = values_of(optimizer, param)
         assert optimizer.state[param]["step"] == 3
+        fresh = make_params(torch.bfloat16, [param.shape])
+        other = optim.AdamW(fresh, **PRECISIONS[then], min_8bit_size=0)
+        steps(other, fresh, 1)
+        assert optimizer.state[param].keys() == other.state[fresh[0]].keys()  # nothing of the old format is left
         tolerance = {"state_16": 2**-8}.get(then, 2**-6)
         for name, value in values.items():
             scale = value.abs().max().item() if value.numel() else 0.0
@@ -539,7 +561,7 @@ def test_groups_have_options_of_their_own() -> None:
     steps(optimizer, [embedding, matrix, bias])
     assert optimizer.state[embedding]["exp_avg"].dtype == torch.float32
     assert "param_remainder" not in optimizer.state[embedding]
-    assert optimizer.state[matrix]["exp_avg_sq"].dtype == torch.uint8
+    assert optimizer.state[matrix]["exp_avg_sq_codes"].dtype == torch.uint8
     assert optimizer.state[matrix]["param_remainder"].dtype == torch.int8
     assert optimizer.state[bias]["exp_avg"].dtype == torch.float32
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "min_8bit_size": 7})

@@ -35,9 +35,9 @@ RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const 
                 [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
                 {}};
   for (const char* state : states) {
-    info.states.push_back({PyUnicode_InternFromString(state),
-                           PyUnicode_InternFromString(text(state, "_scales").c_str()),
-                           Rule<float>::kSquared[info.states.size()]});
+    const auto interned = [&](const char* suffix) { return PyUnicode_InternFromString(text(state, suffix).c_str()); };
+    info.states.push_back(
+        {interned(""), interned("_codes"), interned("_scales"), Rule<float>::kSquared[info.states.size()]});
   }
   return info;
 }
@@ -279,19 +279,18 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
   const Group& group = groups_[entry.group];
   const auto& states = group.rule->states;
   StateValues found;
-  size_t num_found = 0;
+  PyObject* codes[kMaxStates] = {};
   if (entry.state != nullptr && PyDict_Check(entry.state)) {
     Py_ssize_t position = 0;
     PyObject *key = nullptr, *value = nullptr;
     while (PyDict_Next(entry.state, &position, &key, &value)) {
       if (group.counts_steps && is_name(key, step_name)) found.step = value;
       for (size_t s = 0; s < states.size(); ++s) {
-        if (!is_name(key, states[s].name) || value == Py_None) continue;
-        found.states[s] = value;
-        ++num_found;
+        if (is_name(key, states[s].name) && value != Py_None) found.states[s] = value;
       }
       if (group.precision.is_default()) continue;
       for (size_t s = 0; s < states.size(); ++s) {
+        if (is_name(key, states[s].codes_name) && THPVariable_Check(value)) codes[s] = value;
         if (is_name(key, states[s].scales_name) && THPVariable_Check(value)) found.scales[s] = value;
       }
       for (PyObject* name : extra_names) {
@@ -299,7 +298,11 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
       }
     }
   }
-  found.complete = num_found == states.size();
+  found.complete = true;
+  for (size_t s = 0; s < states.size(); ++s) {
+    if (found.states[s] == nullptr) found.states[s] = codes[s];
+    found.complete &= found.states[s] != nullptr;
+  }
   return found;
 }
 

@@ -22,8 +22,10 @@ struct RuleInfo {
   bool counts_steps;  // the state holds a tensor "step"
   RuleArgs (*make_args)(const Hypers&, double step);
   struct State {
-    PyObject* name;         // interned, never freed, as the other
-    PyObject* scales_name;  // of the scales beside it when it has 8 bits
+    PyObject* name;  // interned, never freed, as the others
+    // With 8 bits it lives under these two instead: torch's class, which would take codes for values, misses it then.
+    PyObject* codes_name;
+    PyObject* scales_name;
     bool is_squared;
   };
   std::vector<State> states;

@@ -185,7 +185,7 @@ def _measure_bytes(rounds: int) -> list[Row]:
         params = _models(gpt2_124m(), torch.bfloat16)[1]
         optimizer = optim.AdamW(params, **COMPRESSED | {"master_bits": master_bits})
         optimizer.step()
-        compressed = [p for p in params if optimizer.state[p]["exp_avg"].dtype == torch.int8]
+        compressed = [p for p in params if "exp_avg_codes" in optimizer.state[p]]
         ours = _bytes_per_parameter(optimizer, compressed)
         what = f"bytes per parameter: bf16, master_bits={master_bits}, 8-bit states"
         rows.append(Row(what, "B", torch_bytes, ours, target=f"<= {target}", met=ours <= target))

@@ -129,18 +129,29 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _complete_states(
         self, params: Sequence[tuple[Tensor, dict[str, Any], str]], rule: str, written: list[tuple[Tensor, str, Any]]
-    ) -> None:
+    ) -> list[Tensor]:
         """Makes what the state of parameters (each with its group and label) lacks, with torch's names, and converts
         what lives otherwise than the group asks for.
 
         Args:
-            written: gets the parameters with the names of what was written, and what had been there, or None.
-        """
+            written: gets the parameters with the names of what was written or taken out, and what had been there, or
+                None.
 
-        def write(param: Tensor, entries: dict[str, Tensor]) -> None:
+        Returns:
+            the parameters that had lacked a state of the rule: this is their first step.
+        """
+        fresh = []
+
+        def write(param: Tensor, entries: dict[str, Tensor | None]) -> None:
+            state = self.state[param]
             for name, value in entries.items():
-                written.append((param, name, self.state[param].get(name)))
-                self.state[param][name] = value
+                if value is None and name not in state:
+                    continue
+                written.append((param, name, state.get(name)))
+                if value is None:
+                    del state[name]
+                else:
+                    state[name] = value
 
         # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
         step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -151,11 +162,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, is_squared in _C.optim_states(rule):
             for param, group, label in params:
                 state = self.state[param]
+                if not precision.has_state(state, name):
+                    fresh.append(param)
                 write(
                     param, precision.state_as_asked(state, name, param, group, label, is_squared, self._initial_state)
                 )
         for param, group, label in params:
             write(param, precision.extra_as_asked(self.state[param], param, group, label))
+        return fresh
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -197,15 +211,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             result = run([])
             if result.missing:
                 written: list[tuple[Tensor, str, Any]] = []
+                fresh: list[Tensor] = []
                 skipped = True
                 try:
                     for rule in dict.fromkeys(rules):
                         lacking = [
                             (p, self.param_groups[i], label) for p, i, label in result.missing if rules[i] == rule
                         ]
-                        self._complete_states(lacking, rule, written)
-                    names = {name for rule in rules for name, _ in _C.optim_states(rule)}
-                    result = run([param for param, name, before in written if name in names and before is None])
+                        fresh += self._complete_states(lacking, rule, written)
+                    result = run(fresh)
                     skipped = result.skipped
                 finally:
                     if skipped:  # a first step is yet to come
@@ -227,7 +241,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _take_back(self, written: list[tuple[Tensor, str, Any]]) -> None:
         for param, name, before in reversed(written):
             if before is None:
-                del self.state[param][name]
+                self.state[param].pop(name, None)
             else:
                 self.state[param][name] = before
             if not self.state[param]:
@@ -335,11 +349,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             KeyError: the parameter is not this optimizer's.
         """
-        if not any(param is other for group in self.param_groups for other in group["params"]):
-            raise KeyError(f"a parameter of shape {tuple(param.shape)} that is not in this optimizer's param_groups")
-        state = self.state.get(param, {})
-        extra = next((state[name] for name in precision.EXTRA_NAMES if state.get(name) is not None), None)
-        return _C.optim_load_param(param, extra).clone()
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                return precision.float32_value(self.state.get(param, {}), param, group)
+        raise KeyError(f"a parameter of shape {tuple(param.shape)} that is not in this optimizer's param_groups")
 
 
 def refuse_unsupported(name: str, options: dict[str, Any]) -> None:

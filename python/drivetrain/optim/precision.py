@@ -65,14 +65,16 @@ def state_as_asked(
     label: str,
     is_squared: bool,
     initial: Callable[[Tensor, Group], Tensor],
-) -> dict[str, Tensor]:
-    """What to write into `state` so that its entry `name`, and the scales of it, are as the group asks.
+) -> dict[str, Tensor | None]:
+    """What to write into `state`, or to take out (None), so that its entry `name` is as the group asks.
 
     Raises:
         ValueError: an 8-bit entry is without its scales.
     """
     dtype = _C.optim_state_dtype(of(group), param, is_squared)
-    found, scales = state.get(name), state.get(scales_name(name))
+    codes, scales = codes_name(name), scales_name(name)
+    where = codes if state.get(name) is None else name
+    found = state.get(where)
     if found is None:
         values = initial(param, group)
         if dtype is None:
@@ -80,22 +82,29 @@ def state_as_asked(
     else:
         if not isinstance(found, Tensor) or found.shape != param.shape or found.device != param.device:
             return {}  # the step says what is wrong with it
-        if _C.optim_is_state_as(param, found, scales, dtype):
+        if _C.optim_is_state_as(param, found, state.get(scales), dtype):
             return {}
         try:
-            values = _C.optim_load_state(found, scales)
+            values = _C.optim_load_state(found, state.get(scales))
         except ValueError as error:
-            raise ValueError(f"{label}: its state {name!r}: {error}") from error
+            raise ValueError(f"{label}: its state {where!r}: {error}") from error
         dtype = dtype or param.dtype
-    stored, scales = _C.optim_store_state(param, values, dtype)
-    return {name: stored} if scales is None else {name: stored, scales_name(name): scales}
+    stored, stored_scales = _C.optim_store_state(param, values, dtype)
+    if stored_scales is None:
+        return {name: stored, codes: None, scales: None}
+    return {name: None, codes: stored, scales: stored_scales}
 
 
-def extra_as_asked(state: dict[str, Any], param: Tensor, group: Group, label: str) -> dict[str, Tensor]:
+def has_state(state: dict[str, Any], name: str) -> bool:
+    """Whether there is an entry `name`, in whatever format."""
+    return state.get(name) is not None or state.get(codes_name(name)) is not None
+
+
+def extra_as_asked(state: dict[str, Any], param: Tensor, group: Group, label: str) -> dict[str, Tensor | None]:
     """The same for what a 16-bit parameter has beside it. May round the parameter anew, from what it had before."""
     extra = _C.optim_param_extra(of(group), param)
     if extra is None:
-        return {}
+        return dict.fromkeys(EXTRA_NAMES)
     name, dtype = extra
     found = state.get(name)
     if isinstance(found, Tensor) and found.dtype == dtype and found.shape == param.shape:
@@ -103,12 +112,24 @@ def extra_as_asked(state: dict[str, Any], param: Tensor, group: Group, label: st
     before = next((state[key] for key in EXTRA_NAMES if isinstance(state.get(key), Tensor)), None)
     if before is not None and before.shape != param.shape:
         raise ValueError(f"{label}: its state {name!r} has shape {tuple(before.shape)}, expected {tuple(param.shape)}")
-    return {name: _C.optim_store_param(param, _C.optim_load_param(param, before), dtype)}
+    made = _C.optim_store_param(param, _C.optim_load_param(param, before), dtype)
+    return dict.fromkeys(EXTRA_NAMES) | {name: made}
+
+
+def codes_name(name: str) -> str:
+    """Where the state keeps its entry `name` when that has 8 bits."""
+    return f"{name}_codes"
 
 
 def scales_name(name: str) -> str:
-    """Where the state keeps the scales of its 8-bit entry `name`."""
+    """Where it keeps the scales of those codes."""
     return f"{name}_scales"
+
+
+def float32_value(state: dict[str, Any], param: Tensor, group: Group) -> Tensor:
+    """The parameter with what it has beside it, as a new float32 tensor."""
+    extra = _C.optim_param_extra(of(group), param)
+    return _C.optim_load_param(param, None if extra is None else state.get(extra[0])).clone()
 
 
 def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
@@ -117,8 +138,11 @@ def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     for name, value in state.items():
         if name in EXTRA_NAMES or name.endswith("_scales"):
             continue
+        if name.endswith("_codes"):
+            name = name.removesuffix("_codes")
+            value = _C.optim_load_state(value, state.get(scales_name(name)))
         is_values = isinstance(value, Tensor) and name != "step" and value.shape == param.shape
         if is_values and value.dtype != param.dtype and not value.is_complex():
-            value = _C.optim_load_state(value, state.get(scales_name(name)))
+            value = value.float()
         result[name] = value
     return result

@@ -368,6 +368,8 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
     if (const std::optional<Extra> extra = extra_of(reading.job.param.format)) {
       if (!read_extra(values.extra, param, extra->dtype, param.numel(), reading.job.param)) return;
       footprint.add(values.extra, THPVariable_Unpack(values.extra));
+    } else if (values.extra != nullptr) {
+      return;
     }
   }
   for (size_t s = 0; s < rule.states.size(); ++s) {
@@ -440,6 +442,8 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
     const at::Tensor& found = THPVariable_Unpack(values.extra);
     if (found.scalar_type() != extra->dtype || !found.sizes().equals(param.sizes()) || found.device() != param.device())
       return true;
+  } else if (values.extra != nullptr) {
+    return true;  // what is left of another format would be taken up again later
   }
   for (size_t s = 0; s < group.rule->states.size(); ++s) {
     if (!THPVariable_Check(values.states[s])) continue;  // has an error of its own

@@ -273,17 +273,96 @@ def test_why_nothing_is_planned(on_ranks: OnRanks, what: str, why: str) -> None:
 
 def backwards_without_forwards() -> None:
     model = DDP(Products())
-    for _ in range(6):
+    for _ in range(4):
         model.zero_grad()
         model.module(*model.module.inputs()).backward()
-    steps(model, 3)
     assert model.bucket_plan().why_not == "the first steps are not over"
-    steps(model, 2)
+    model.module(*model.module.inputs()).backward()
     assert model.bucket_plan().why_not == ""
 
 
-def test_steps_are_counted_from_the_first_rebuild(on_ranks: OnRanks) -> None:
+def test_backwards_alone_make_the_plan(on_ranks: OnRanks) -> None:
     on_ranks(backwards_without_forwards)
+
+
+def forwards_of_one_rank_alone(static_graph: bool) -> str:
+    model = DDP(Products(), static_graph=static_graph)
+    for _ in range(7):
+        steps(model, 1)
+        for rank in range(2):
+            if rank == dist.get_rank():  # an evaluation that forgets torch.no_grad()
+                model(*model.module.inputs())
+                with model.no_sync():
+                    model(*model.module.inputs())
+            dist.barrier()
+    return model.bucket_plan().why_not
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_no_forward_takes_part_in_planning(on_ranks: OnRanks, static_graph: bool) -> None:
+    assert on_ranks(forwards_of_one_rank_alone, static_graph) == ["", ""]
+
+
+def runs_out(first_steps: int) -> list[list[str]]:
+    torch.manual_seed(dist.get_rank())
+    ours, theirs = DDP(Products(), transport="shm"), TorchDDP(Products())
+    for model in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        with model.join():
+            for _ in range(first_steps + 4 * dist.get_rank()):
+                model.zero_grad()
+                model(*ours.module.inputs()).backward()
+    if dist.get_rank() == 1:
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    steps(ours, 2)
+    return names_of(ours)
+
+
+@pytest.mark.parametrize("first_steps", [0, 1, 2, 4])
+def test_a_rank_without_inputs_rebuilds_with_the_others(on_ranks: OnRanks, first_steps: int) -> None:
+    buckets = on_ranks(runs_out, first_steps)
+    assert buckets[0] == buckets[1]
+
+
+def backward_that_raises_at_its_end() -> list[list[str]]:
+    """On one rank, when all its gradients have come: it goes on, and must still count its steps as the others do."""
+    model = DDP(Products())
+    start = torch.ones((), requires_grad=True)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    for step in range(6):
+        model.zero_grad()
+        scale = start * 1
+        if step in (0, 3) and dist.get_rank() == 1:
+            scale.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                model(*[x * scale for x in model.module.inputs()]).backward()
+        else:
+            model(*[x * scale for x in model.module.inputs()]).backward()
+    assert model.bucket_plan().why_not == ""
+    return names_of(model)
+
+
+def test_a_step_that_raised_at_its_end_counts(on_ranks: OnRanks) -> None:
+    buckets = on_ranks(backward_that_raises_at_its_end)
+    assert buckets[0] == buckets[1]
+
+
+def parameters_of_other_sizes() -> str:
+    numels = (10, 20) if dist.get_rank() == 0 else (20, 10)  # the first step's only bucket has as many bytes
+    model = DDP(Products(numels), init_sync=False)
+    steps(model, 1)
+    with pytest.raises(RuntimeError) as error:
+        steps(model, 1)
+    return str(error.value)
+
+
+def test_buckets_that_differ_between_ranks_are_found(on_ranks: OnRanks) -> None:
+    for message in on_ranks(parameters_of_other_sizes):
+        assert "ranks 0 and 1 make different buckets of the same plan" in message
 
 
 def first_step() -> bool:

@@ -37,12 +37,23 @@ void set_python_hook(Reducer& reducer, py::object state, py::object hook) {
   reducer.set_comm_hook(std::move(native));
 }
 
-void add_end_callback(Reducer& reducer, py::function callback) {
-  // Freed under the GIL, wherever the reducer lets go of it.
-  std::shared_ptr<py::function> held(new py::function(std::move(callback)), [](py::function* function) {
+// Freed under the GIL, wherever the reducer lets go of it.
+std::shared_ptr<py::function> hold(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+void set_are_held(Reducer& reducer, py::function are_held) {
+  reducer.set_are_held([held = hold(std::move(are_held))](const std::vector<at::Tensor>& tensors) {
     const py::gil_scoped_acquire gil;
-    delete function;
+    return (*held)(tensors).cast<bool>();
   });
+}
+
+void add_end_callback(Reducer& reducer, py::function callback) {
+  const auto held = hold(std::move(callback));
   const py::gil_scoped_release no_gil;
   reducer.add_end_callback([held] {
     const py::gil_scoped_acquire gil;
@@ -111,7 +122,8 @@ py::tuple plan_measured(const PlainSizes& sizes, const std::vector<int64_t>& ord
                         const std::vector<std::pair<int64_t, double>>& costs, bool in_background) {
   Costs native{{}, in_background};
   for (const auto& [bytes, seconds] : costs) native.points.push_back({bytes, seconds});
-  const std::vector<BucketPlan> buckets = plan_buckets(param_sizes(sizes), order, ready, native);
+  const std::vector<ParamSize> params = param_sizes(sizes);
+  const std::vector<BucketPlan> buckets = cut_buckets(params, order, choose_cuts(params, order, ready, native));
   std::vector<double> ends;
   for (const ExpectedBucket& bucket : expect(buckets, ready, native)) ends.push_back(bucket.end);
   return py::make_tuple(plain(buckets), ends);
@@ -216,9 +228,8 @@ void register_ddp(py::module_& m) {
       .def("_push_all_rebuilt_params", &Reducer::count_shadowed_step, no_gil())
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
-      .def("rebuild_buckets", &Reducer::rebuild_buckets, py::arg("are_views_held"), no_gil())
-      .def("is_rebuild_due", &Reducer::is_rebuild_due, no_gil())
-      .def("views", &Reducer::views, no_gil())
+      .def("set_are_held", &set_are_held, py::arg("are_held"))
+      .def("shadow_planning", &Reducer::shadow_planning, no_gil())
       // Under the names by which torch's wrapper calls them.
       .def("_ddp_graph_static", &Reducer::is_graph_static, no_gil())
       .def("_set_static_graph", &Reducer::set_static_graph, no_gil())

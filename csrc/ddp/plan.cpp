@@ -137,8 +137,8 @@ std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const
 
 // Least ends of the first j pieces, for every j: first over any number of cuts, then with 1, 2, ... of them until that
 // end is reached. An earlier end of what comes before never makes the end later, so that each needs the least only.
-std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                                     const std::vector<double>& ready, const Costs& costs) {
+std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
+                              const std::vector<double>& ready, const Costs& costs) {
   DT_INVARIANT(order.size() == sizes.size() && ready.size() == sizes.size() && !order.empty());
   const std::vector<Piece> pieces = pieces_of(sizes, order, ready);
   const size_t count = pieces.size();
@@ -190,7 +190,30 @@ std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const 
     is_cut[pieces[end - 1].last_position] = true;
     end = firsts[left - 1][end];
   }
+  return is_cut;
+}
+
+std::vector<BucketPlan> cut_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
+                                    const std::vector<bool>& is_cut) {
+  DT_INVARIANT(order.size() == sizes.size() && is_cut.size() == order.size());
   return pack(sizes, order, [](const OpenBucket&) { return false; }, [&](int64_t at) -> bool { return is_cut[at]; });
+}
+
+int64_t hash_of(const std::vector<BucketPlan>& buckets) {
+  uint64_t hash = 0;
+  const auto add = [&](int64_t value) {  // multiplications by odd numbers lose nothing, shifts bring high bits down
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 29;
+  };
+  for (const BucketPlan& bucket : buckets) {
+    add(bucket.group);
+    add(bucket.bytes);
+    for (const Slot& slot : bucket.slots) {
+      add(slot.param);
+      add(slot.offset);
+    }
+  }
+  return static_cast<int64_t>(hash >> 11);
 }
 
 }  // namespace drivetrain::ddp

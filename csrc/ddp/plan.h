@@ -58,11 +58,19 @@ struct ExpectedBucket {
 std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const std::vector<double>& ready,
                                    const Costs& costs);
 
-// The buckets whose last all-reduce ends earliest, and of those the fewest. Exact where all parameters are of one group
-// and at most kMaxPieces; of more parameters, neighbours that together have less than 1 / kMaxPieces of the bytes stay
-// together. With several groups, all close their buckets at the same places in the order.
+// Where buckets should close so that the last all-reduce ends earliest, with the fewest buckets for that: whether they
+// do after each place of the order. Exact where all parameters are of one group and at most kMaxPieces; of more
+// parameters, neighbours that together have less than 1 / kMaxPieces of the bytes stay together. With several groups,
+// all close their buckets at the same places.
 constexpr size_t kMaxPieces = 512;
-std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                                     const std::vector<double>& ready, const Costs& costs);
+std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
+                              const std::vector<double>& ready, const Costs& costs);
+
+// The buckets that close there, of integers alone.
+std::vector<BucketPlan> cut_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
+                                    const std::vector<bool>& is_cut);
+
+// Equal for equal buckets, and hardly ever for others; below 2^53, so that a double holds it.
+int64_t hash_of(const std::vector<BucketPlan>& buckets);
 
 }  // namespace drivetrain::ddp

@@ -17,9 +17,10 @@ class Progress {
  public:
   // Places in a step, in the order in which a rank comes by. A rank whose (step, place) is less than another's has not
   // got as far.
-  static constexpr int64_t kIdle = 0;      // between steps
-  static constexpr int64_t kForward = 1;   // a forward whose backward shall synchronise has begun
-  static constexpr int64_t kBackward = 2;  // has ended; plus the number of buckets given to the transport
+  static constexpr int64_t kIdle = 0;       // between steps
+  static constexpr int64_t kForward = 1;    // a forward whose backward shall synchronise has begun
+  static constexpr int64_t kBackward = 2;   // the forward has ended
+  static constexpr int64_t kGradients = 3;  // the first has come; plus the number of buckets given to the transport
 
   struct Snapshot {
     int64_t step = 1;  // the synchronised step under way, or the next

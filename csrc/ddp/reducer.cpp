@@ -104,6 +104,7 @@ std::shared_ptr<const std::string> label(const char* what) { return std::make_sh
 
 // What is waited for beside buckets.
 const auto kOrder = label("the broadcast of the buckets' order");
+const auto kCuts = label("the broadcast of the buckets' sizes");
 const auto kUsedMap = label("the map of used parameters");
 const auto kWeights = label("the weights");
 const auto kReplicas = label("the replicas' checksums");
@@ -239,6 +240,7 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       param.view = bucket.sparse ? at::Tensor() : view_of(param);
       bucket.params.push_back(slot.param);
     }
+    bucket.missing = bucket.params.size();
   }
   for (Bucket& bucket : buckets_) bucket.label = std::make_shared<const std::string>(describe(bucket));
   // From sizes alone, so that all ranks group alike, whenever whose gradients come.
@@ -250,42 +252,42 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   }
   plans_ = plans;
   plan_report_ = PlanReport();
-  reset();
 }
 
-bool Reducer::is_rebuild_due() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (steps_ == 0 || step_ != Step::kIdle || low_precision_) return false;
+// Must not depend on what only this rank knows: all communicate then.
+bool Reducer::is_rebuild_due() const {
+  if (steps_ == 0 || low_precision_) return false;
   if (options_.find_unused_parameters && graph_ == Graph::kDynamic) return false;
-  // Must not depend on what only this rank knows: all communicate then.
   return !is_rebuilt_ || (is_measuring_ && steps_ >= measured_from_ + kMeasuredSteps);
 }
 
-std::vector<at::Tensor> Reducer::views() {
+void Reducer::rebuild_buckets() {
+  if (!is_rebuild_due()) return;
+  if (!is_rebuilt_) {
+    rebuild_in_order();
+  } else {
+    rebuild_from_measurement();
+  }
+}
+
+void Reducer::shadow_planning() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const at::NoGradGuard no_grad_tracking;
+  noting_errors([&] { rebuild_buckets(); });
+}
+
+// What the script refers to must go on showing its parameter's gradient: nothing moves if anybody holds such a thing.
+bool Reducer::are_views_held() const {
   std::vector<at::Tensor> views;
   for (const Parameter& param : params_) {
-    if (param.view.defined()) views.push_back(param.view);
+    if (!param.view.defined()) continue;
+    if (param.view.storage().use_count() > 1) return true;
+    views.push_back(param.view);
   }
-  return views;
+  return are_held_ && are_held_(views);
 }
 
-bool Reducer::rebuild_buckets(bool are_views_held) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!is_rebuild_due()) return false;
-  const at::NoGradGuard no_grad_tracking;
-  for (const Parameter& param : params_) are_views_held |= param.view.defined() && param.view.storage().use_count() > 1;
-  noting_errors([&] {
-    if (!is_rebuilt_) {
-      rebuild_in_order(are_views_held);
-    } else {
-      rebuild_from_measurement(are_views_held);
-    }
-  });
-  return true;
-}
-
-void Reducer::rebuild_in_order(bool are_views_held) {
+void Reducer::rebuild_in_order() {
   is_rebuilt_ = true;
   // The last hook of each counts, and what never fired comes last.
   std::vector<int64_t> order;
@@ -297,28 +299,45 @@ void Reducer::rebuild_in_order(bool are_views_held) {
   for (size_t i = fired_.size(); i > 0; --i) add(fired_[i - 1]);
   std::reverse(order.begin(), order.end());
   for (int64_t index : registration_order()) add(index);
-  // What the script refers to must go on showing its parameter's gradient: nothing moves if anybody holds such a thing.
-  at::Tensor holders = at::zeros({1}, at::kLong).fill_(are_views_held ? 1 : 0).to(params_[0].tensor.device());
+  at::Tensor holders = at::zeros({1}, at::kLong).fill_(are_views_held() ? 1 : 0).to(params_[0].tensor.device());
   sum_now(holders, "the number of ranks that hold gradients");
-  // Ranks may have seen different orders: all take rank 0's.
-  const at::Tensor shared = at::tensor(order, at::kLong).to(params_[0].tensor.device());
-  try {
-    const Progress::Wait wait(*progress_, kOrder, Progress::kForward);
-    comm_->broadcast(shared);
-  } catch (const std::exception& error) {
-    fail_collective(*kOrder, error.what());
-  }
-  const at::Tensor on_host = shared.cpu();
-  order.assign(on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel());
-  fired_ = order;
+  fired_ = from_rank_0(order, kOrder);
   is_measuring_ = options_.plan_from_measurement && arena_bytes_ > 0;
   if (is_measuring_) ready_.assign(kMeasuredSteps * params_.size(), 0);
   measured_from_ = steps_;
-  const std::vector<BucketPlan> plans = plan(order);
+  const std::vector<BucketPlan> plans = plan(fired_);
+  check_same_everywhere(plans);
   if (is_in_place(plans) || holders.cpu().data_ptr<int64_t>()[0] > 0) return;
   const std::vector<at::Tensor> kept = copy_kept_gradients();
   build_arena(plans);
   put_back(kept);
+}
+
+// Ranks may have seen or computed other values: all take rank 0's.
+std::vector<int64_t> Reducer::from_rank_0(const std::vector<int64_t>& values,
+                                          const std::shared_ptr<const std::string>& what) {
+  const at::Tensor shared = at::tensor(values, at::kLong).to(params_[0].tensor.device());
+  try {
+    const Progress::Wait wait(*progress_, what, Progress::kGradients);
+    comm_->broadcast(shared);
+  } catch (const std::exception& error) {
+    fail_collective(*what, error.what());
+  }
+  const at::Tensor on_host = shared.cpu();
+  return {on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel()};
+}
+
+// Before anything is put where only this rank would look for it. They may differ where the parameters do, which only
+// init_sync=True would have found.
+void Reducer::check_same_everywhere(const std::vector<BucketPlan>& plans) {
+  const auto all = gather_over_ranks({static_cast<double>(hash_of(plans))}, "the buckets' checksums");
+  for (int rank = 1; rank < comm_->size(); ++rank) {
+    if (all[rank].data_ptr<double>()[0] == all[0].data_ptr<double>()[0]) continue;
+    throw EnvironmentError(text("ranks 0 and ", rank,
+                                " make different buckets of the same plan: their parameters differ in number, size, "
+                                "dtype or order. Build the same model on every rank; with init_sync=True "
+                                "DistributedDataParallel says where they differ."));
+  }
 }
 
 // Whether the arena has these buckets already.
@@ -351,16 +370,16 @@ void Reducer::put_back(const std::vector<at::Tensor>& kept) {
 // ---- The plan from measurement.
 
 // An index into kObstacles.
-int64_t Reducer::obstacle_to_planning(bool are_views_held) const {
+int64_t Reducer::obstacle_to_planning() const {
   if (comm_hook_) return 1;
   if (was_joining_) return 2;
-  return are_views_held ? 3 : 0;
+  return are_views_held() ? 3 : 0;
 }
 
-// Waits for the sum over ranks, where no step is under way.
+// Waits for the sum over ranks, where the step's first gradient has come.
 void Reducer::sum_now(const at::Tensor& flat, const std::string& what) {
   try {
-    const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kForward);
+    const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kGradients);
     comm_->start_sum(flat)->wait();
   } catch (const std::exception& error) {
     fail_collective("the all-reduce of " + what, error.what());
@@ -398,12 +417,12 @@ std::vector<double> Reducer::time_all_reduces(const std::vector<int64_t>& sizes)
   return seconds;
 }
 
-// Every rank computes the same plan from what all have measured: a gradient is there when the last rank has it, and an
-// all-reduce takes as long as on the slowest.
-void Reducer::rebuild_from_measurement(bool are_views_held) {
+// From what all have measured: a gradient is there when the last rank has it, and an all-reduce takes as long as on the
+// slowest.
+void Reducer::rebuild_from_measurement() {
   is_measuring_ = false;
   const size_t count = params_.size();
-  std::vector<double> mine = {static_cast<double>(obstacle_to_planning(are_views_held))};
+  std::vector<double> mine = {static_cast<double>(obstacle_to_planning())};
   for (size_t i = 0; i < count; ++i) {
     std::vector<double> steps;
     for (int64_t step = 0; step < kMeasuredSteps; ++step) steps.push_back(ready_[step * count + i]);
@@ -431,7 +450,15 @@ void Reducer::rebuild_from_measurement(bool are_views_held) {
     for (const at::Tensor& seconds : all_seconds) slowest = std::max(slowest, seconds.data_ptr<double>()[i]);
     costs.points.push_back({sizes[i], slowest});
   }
-  const std::vector<BucketPlan> plans = plan_buckets(param_sizes(), fired_, ready, costs);
+  // Floating point decides: processors that differ might decide otherwise.
+  std::vector<int64_t> cuts(count, 0);
+  if (comm_->rank() == 0) {
+    const std::vector<bool> chosen = choose_cuts(param_sizes(), fired_, ready, costs);
+    std::copy(chosen.begin(), chosen.end(), cuts.begin());
+  }
+  cuts = from_rank_0(cuts, kCuts);
+  const std::vector<BucketPlan> plans = cut_buckets(param_sizes(), fired_, std::vector<bool>(cuts.begin(), cuts.end()));
+  check_same_everywhere(plans);
   if (!is_in_place(plans)) build_arena(plans);
   put_back(kept);
   plan_report_.expected = expect(plans, ready, costs);
@@ -596,12 +623,12 @@ void Reducer::set_mixed_precision(at::ScalarType dtype) {
 
 void Reducer::set_comm(std::shared_ptr<Comm> comm) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  steps_ = 0;  // rebuilds after the first of the new group
   reset();
   comm_ = std::move(comm);
   arenas_.clear();
   is_rebuilt_ = is_measuring_ = was_joining_ = false;
   fired_.clear();
-  steps_ = 0;  // rebuilds after the first of the new group
   build_arena(plan(registration_order()));
 }
 
@@ -722,6 +749,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
 void Reducer::end_interrupted_step() {
   if (next_bucket_ < buckets_.size()) fail_incomplete();
   wait_for_buckets();
+  ++steps_;  // as on ranks where backward did not raise
 }
 
 // module.to(dtype) and the like give a parameter a new gradient accumulator: our hook would sit on the old one, and
@@ -790,8 +818,10 @@ void Reducer::handle_gradient(size_t index, bool came) {
 }
 
 void Reducer::begin_backward() {
-  step_ = Step::kRunning;
   began_ = true;
+  progress_->move_to(steps_ + 1, Progress::kGradients);
+  rebuild_buckets();
+  step_ = Step::kRunning;
   if (steps_ == 0) fired_.clear();
   now_.buckets_reduced = 0;
   now_.exposed = 0;
@@ -1060,7 +1090,7 @@ void Reducer::reduce(Bucket& bucket) {
   ++now_.buckets_reduced;
   const size_t index = &bucket - buckets_.data();
   // Hooks may wait in here, and so does a transport that has too many buckets under way.
-  const Progress::Wait wait(*progress_, bucket.label, Progress::kBackward + static_cast<int64_t>(index) + 1);
+  const Progress::Wait wait(*progress_, bucket.label, place_of(index));
   const Stopwatch stopwatch(now_.exposed);
   if (comm_hook_) {
     HookBucket seen{index, buckets_.size(), bucket.flat, {}, {}};
@@ -1177,7 +1207,7 @@ void Reducer::wait_for_buckets() {
   RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
   for (size_t i = 0; i < buckets_.size(); ++i) {
     const Bucket& bucket = buckets_[i];
-    if (bucket.reduce) wait_for(*bucket.reduce, bucket.label, Progress::kBackward + static_cast<int64_t>(i) + 1);
+    if (bucket.reduce) wait_for(*bucket.reduce, bucket.label, place_of(i));
   }
   if (used_reduce_) wait_for(*used_reduce_, kUsedMap, place_of_all());
   if (weight_reduce_) wait_for(*weight_reduce_, kWeights, place_of_all());

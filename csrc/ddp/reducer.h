@@ -38,8 +38,11 @@ namespace drivetrain::ddp {
 // A static graph's first synchronised step counts how often each parameter's hook fires and reduces everything at the
 // end of backward; later steps wait for as many.
 //
-// Buckets are rebuilt once in the order of the first step's gradients, and, with plan_from_measurement, once more when
-// the gradients' times have been seen in the steps after that.
+// Buckets are rebuilt once, after the first synchronised step, in the order in which rank 0's gradients came (not where
+// parameters may be unused: their order means nothing); and, with plan_from_measurement, once more when the gradients'
+// times have been seen in the steps after that, in the sizes that leave the least communication exposed. That happens
+// when a synchronised backward's first gradient comes: there all ranks take part, and .grad is usually empty still.
+// If somebody on any rank refers to a view of the arena beside .grad, all leave everything where it is.
 //
 // Thread safety: one mutex guards everything; hooks run on autograd's threads, without the GIL.
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -67,16 +70,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Before a forward whose backward shall synchronise.
   void prepare_for_forward();
 
-  // Before a forward, and says whether it did: once, after the first synchronised step, plans the buckets anew in the
-  // order in which rank 0's gradients came (not where parameters may be unused: their order means nothing); and once,
-  // after kMeasuredSteps more, in the sizes that leave the least communication exposed.
-  // are_views_held: somebody refers to a view of the arena beside .grad, on this rank; all then leave everything where
-  // it is.
-  bool rebuild_buckets(bool are_views_held);
-  // Whether rebuild_buckets() would do something.
-  bool is_rebuild_due();
-  // What the parameters' .grad become.
-  std::vector<at::Tensor> views();
+  // Whether somebody refers, beside .grad, to any of these tensors; asked before buckets are rebuilt.
+  void set_are_held(std::function<bool(const std::vector<at::Tensor>&)> are_held) { are_held_ = std::move(are_held); }
+  // Whether the buckets have been rebuilt in the first step's order.
   bool has_rebuilt_buckets();
 
   // After a forward whose backward shall synchronise. outputs: the forward's tensors, from which unused parameters are
@@ -122,7 +118,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // others' divisor is not the number of ranks.
   std::unique_ptr<PendingReduce> reduce_zeros(size_t index, bool as_sum);
 
-  // And in that of the map of used parameters, where there is one.
+  // Before that, where the others' backward begins: takes part in the planning of buckets, if it is due.
+  void shadow_planning();
+  // And in the reduction of the map of used parameters, where there is one.
   void shadow_used_map();
   // Such a rank's counterpart of a finished step.
   void count_shadowed_step();
@@ -221,14 +219,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   auto noting_errors(Body&& body) -> decltype(body());
   std::vector<ParamSize> param_sizes() const;
   std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
-  void rebuild_in_order(bool are_views_held);
   std::pair<const void*, uint32_t> seen_grad(const Parameter& param) const;
-  void rebuild_from_measurement(bool are_views_held);
+  bool is_rebuild_due() const;
+  void rebuild_buckets();
+  void rebuild_in_order();
+  void rebuild_from_measurement();
+  bool are_views_held() const;
   bool is_in_place(const std::vector<BucketPlan>& plans) const;
   std::vector<at::Tensor> copy_kept_gradients() const;
   void put_back(const std::vector<at::Tensor>& kept);
   void sum_now(const at::Tensor& flat, const std::string& what);
-  int64_t obstacle_to_planning(bool are_views_held) const;
+  int64_t obstacle_to_planning() const;
+  std::vector<int64_t> from_rank_0(const std::vector<int64_t>& values, const std::shared_ptr<const std::string>& what);
+  void check_same_everywhere(const std::vector<BucketPlan>& plans);
   std::vector<at::Tensor> gather_over_ranks(const std::vector<double>& values, const std::string& what);
   std::vector<double> time_all_reduces(const std::vector<int64_t>& sizes);
   void build_arena(const std::vector<BucketPlan>& plans);
@@ -268,7 +271,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void forget_step();
   bool lies_in_arena(const at::Tensor& tensor) const;
   void wait_for(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t needed);
-  int64_t place_of_all() const { return Progress::kBackward + static_cast<int64_t>(buckets_.size()); }
+  int64_t place_of(size_t bucket) const { return Progress::kGradients + static_cast<int64_t>(bucket) + 1; }
+  int64_t place_of_all() const { return place_of(buckets_.size() - 1); }
   [[noreturn]] void fail_collective(const std::string& what, const std::string& report) const;
   void compare_replicas();
   void end_interrupted_step();
@@ -330,6 +334,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<PendingReduce> replica_reduce_;
   std::vector<std::function<void()>> end_callbacks_;
   std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step
+  std::function<bool(const std::vector<at::Tensor>&)> are_held_;
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // steps_ at the first

@@ -415,6 +415,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """What a rank that has run out of inputs does in the others' backward; its own `.grad` become their mean."""
+        self.reducer.shadow_planning()
         as_sum = not self._divide_by_initial_world_size
         reduces = [self.reducer._run_comm_hook(i, as_sum) for i in self.reducer._get_zeros_like_grad_buckets()]
         for reduce in reduces:

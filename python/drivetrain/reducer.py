@@ -74,6 +74,8 @@ class Reducer(_C.Reducer):
             frozen=frozen,
             plan_from_measurement=plan_from_measurement,
         )
+        self.set_are_held(_are_held)
+        self._told_of_rebuilding = False
         self._process_group = process_group
         self._transport = transport
         self._wire_dtype = wire_dtype
@@ -88,7 +90,9 @@ class Reducer(_C.Reducer):
             self.watched = Watched(self.progress(), self._process_group, self._modules, self._report_hang_after)
 
     def _rebuild_buckets(self) -> bool:
-        return self.rebuild_buckets(are_views_held=self.is_rebuild_due() and _are_held(self.views()))
+        """Whether that has happened since it was last asked: backward does it, so that no forward communicates."""
+        told, self._told_of_rebuilding = self._told_of_rebuilding, self.has_rebuilt_buckets()
+        return self._told_of_rebuilding and not told
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group

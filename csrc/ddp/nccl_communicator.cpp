@@ -238,9 +238,11 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
         "graph.");
   }
   const Clock::time_point deadline = Clock::now() + options_.timeout;
+  std::shared_ptr<Group>
+      group;  // outlives the lock: should a call below throw, the end of what it keeps needs the mutex
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   handle_->check();
-  const auto group = std::make_shared<Group>(std::move(collectives), num_groups_ + 1, deadline);
+  group = std::make_shared<Group>(std::move(collectives), num_groups_ + 1, deadline);
   ncclResult_t asked = ncclSuccess;
   handle_->settle(api.ncclCommGetAsyncError(handle_->comm, &asked), "ncclCommGetAsyncError", deadline);
   handle_->settle(asked, "a collective before", deadline);

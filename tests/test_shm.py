@@ -55,6 +55,32 @@ def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(dtype)
 
 
+def gives_up_a_step() -> None:
+    """One rank gives up a step with the map of used parameters under way in the staging place."""
+    model = DDP(nn.Linear(4, 1, bias=False), transport="shm", find_unused_parameters=True)
+    start = torch.ones((), requires_grad=True)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    for step in range(4):
+        model.zero_grad()
+        scale = start * 1
+        x = torch.full((1, 4), 1.0 + step + dist.get_rank()) * scale
+        if step == 1 and dist.get_rank() == 1:
+            scale.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                model(x).backward()
+            model.reducer._reset_state()
+        else:
+            model(x).backward()
+            assert model.module.weight.grad.tolist() == [[1.5 + step] * 4]
+
+
+def test_a_step_given_up_leaves_the_staging_place(on_ranks: OnRanks) -> None:
+    on_ranks(gives_up_a_step)
+
+
 def sums_and_means(isa: str) -> list[bytes]:
     _C.force_isa(isa)
     world = range(dist.get_world_size())

@@ -207,22 +207,37 @@ class ShmComm final : public Comm {
     int64_t bytes;
   };
 
+  // Who uses the staging place. Shared with the operation in it, which may outlive this transport.
+  struct Staging {
+    uint64_t number = 0;      // of the last operation there
+    bool is_awaited = false;  // its result is still to be fetched
+  };
+
   class ShmReduce final : public PendingReduce {
    public:
     ShmReduce(ShmComm& comm, uint64_t number, at::Tensor staged)
-        : comm_(comm), number_(number), staged_(std::move(staged)) {}
+        : comm_(comm), number_(number), staged_(std::move(staged)) {
+      if (staged_.defined()) staging_ = comm.staging_state_;
+    }
+    ~ShmReduce() override { leave_staging(); }
     bool is_done() override { return comm_.exchange_->is_done(number_); }
     void wait() override {
       comm_.exchange_->wait(number_);
-      if (!staged_.defined()) return;
+      if (!staging_) return;
       std::memcpy(staged_.data_ptr(), comm_.staging(comm_.place_), staged_.nbytes());
-      comm_.staging_is_used_ = false;
+      leave_staging();
     }
 
    private:
+    void leave_staging() {
+      if (staging_) staging_->is_awaited = false;
+      staging_.reset();
+    }
+
     ShmComm& comm_;
     uint64_t number_;
     at::Tensor staged_;
+    std::shared_ptr<Staging> staging_;  // while this operation has the place
   };
 
   int num_places() const { return static_cast<int>(host_.size()); }
@@ -256,11 +271,13 @@ class ShmComm final : public Comm {
       for (char* base : arena->base) operation.values.push_back(base + offset);
       return std::make_unique<ShmReduce>(*this, exchange_->start(std::move(operation)), at::Tensor());
     }
-    if (bytes > kStagingBytes || staging_is_used_) return nullptr;
-    staging_is_used_ = true;
+    if (bytes > kStagingBytes || staging_state_->is_awaited) return nullptr;
+    // One that was given up: others may still be adding it up.
+    if (!exchange_->is_done(staging_state_->number)) exchange_->wait(staging_state_->number);
     std::memcpy(staging(place_), begin, bytes);
     for (int place = 0; place < num_places(); ++place) operation.values.push_back(staging(place));
-    return std::make_unique<ShmReduce>(*this, exchange_->start(std::move(operation)), flat);
+    *staging_state_ = {exchange_->start(std::move(operation)), true};
+    return std::make_unique<ShmReduce>(*this, staging_state_->number, flat);
   }
 
   std::vector<Announcement> gather(const Announcement& mine) {
@@ -344,7 +361,7 @@ class ShmComm final : public Comm {
   std::vector<Descriptor> processes_;  // [places]
   std::shared_ptr<Arena> control_;     // the board (the first place's) and everyone's staging
   int64_t staging_offset_ = 0;
-  bool staging_is_used_ = false;
+  const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::shared_ptr<Arena>> arenas_;
   std::optional<ShmExchange> exchange_;
   std::string why_not_;

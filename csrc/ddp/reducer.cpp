@@ -634,6 +634,7 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
 
 void Reducer::reset_state() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  drain();  // other ranks may be adding up what lies in the arena
   forget_step();
   local_used_.zero_();
 }
@@ -1230,14 +1231,14 @@ void Reducer::wait_for(PendingReduce& reduce, const std::shared_ptr<const std::s
   }
 }
 
-// Waits for what is under way beside the reduction that failed. A second failure says nothing that the first did not.
+// Waits for what is under way in a step that has failed or is given up. Another failure then says nothing new.
 void Reducer::drain() {
   const auto finish = [](const std::unique_ptr<PendingReduce>& reduce) {
     if (!reduce) return;
     try {
       reduce->wait();
     } catch (const std::exception& error) {
-      TORCH_WARN("drivetrain: after a communication hook failed, another reduction failed too: ", error.what());
+      TORCH_WARN("drivetrain: in a step that is given up, a reduction has failed: ", error.what());
     }
   };
   for (const Bucket& bucket : buckets_) finish(bucket.reduce);

@@ -305,6 +305,22 @@ def test_copies_and_other_groups(on_ranks: OnRanks) -> None:
     on_ranks(copies_and_other_groups)
 
 
+def another_number_of_groups() -> None:
+    rank = dist.get_rank()
+    pair = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    model = DDP(Products(3), process_group=pair, **WIRE)
+    model(torch.full((3,), float(rank))).backward()
+    assert model.module.weights[0].grad.tolist() == [1.5] * 3
+
+
+def test_ranks_that_know_different_numbers_of_groups(on_three_ranks: OnRanks) -> None:
+    on_three_ranks(another_number_of_groups)
+
+
 def unedited_script() -> None:
     drivetrain.install(wire_dtype="torch.bfloat16", transport="torch")
     try:

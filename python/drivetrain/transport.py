@@ -3,7 +3,8 @@
 import importlib.util
 import os
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -205,15 +206,39 @@ def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGro
     is_member = dist.get_rank(group) in ranks
     # All ranks of the job take part in making a group, unless told that only its own do.
     is_whole_job = dist.get_world_size(group) == dist.get_world_size()
+    alike = nullcontext() if is_whole_job else _as_many_groups(_most_groups(group))
     if not (is_whole_job or is_member):
         return None
-    beside = dist.new_group(
-        [dist.get_global_rank(group, rank) for rank in ranks],
-        timeout=_timeout(group, torch.device("cpu")),
-        backend="gloo",
-        use_local_synchronization=not is_whole_job,
-    )
+    with alike:
+        beside = dist.new_group(
+            [dist.get_global_rank(group, rank) for rank in ranks],
+            timeout=_timeout(group, torch.device("cpu")),
+            backend="gloo",
+            use_local_synchronization=not is_whole_job,
+        )
     return beside if is_member else None
+
+
+def _most_groups(group: dist.ProcessGroup) -> int:
+    """The number of process groups that the rank knows which knows most."""
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    return int(max(counts))
+
+
+@contextmanager
+def _as_many_groups(count: int) -> Iterator[None]:
+    """As if this rank knew so many process groups. Torch names a group that not all ranks of the job make after its
+    ranks and that number, and ranks that have made different numbers of groups would wait for each other's names.
+    """
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    fillers = [object() for _ in range(count - len(names))]
+    names.update((filler, f"drivetrain/filler/{number}") for number, filler in enumerate(fillers))
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del names[filler]
 
 
 def _comm_over(group: dist.ProcessGroup, device: torch.device, returning: dist.ProcessGroup | None) -> _C.Comm:

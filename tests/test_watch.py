@@ -53,6 +53,7 @@ def step_with(model: DDP) -> None:
 @contextlib.contextmanager
 def reports() -> Iterator[list[str]]:
     """What this rank logs at WARNING and above."""
+    gc.collect()  # wrappers that tests before have left: reports tell several apart
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -183,10 +184,43 @@ def a_chain_of_waits() -> list[str]:
 def test_two_wrappers_and_a_subgroup(on_three_ranks: OnRanks) -> None:
     first, second, third = on_three_ranks(a_chain_of_waits)
     assert third == []
-    assert re.search(r"^rank 1 has waited .* waits for rank 2, last seen in 2 \(tests/test_watch", second[0]), second
+    assert re.search(
+        r"^rank 1 has waited .* of step 1 of DistributedDataParallel \d+ \(Sequential\) waits for rank 2, "
+        r"last seen in 2 \(tests/test_watch",
+        second[0],
+    ), second
     assert re.search(r"^rank 0 has waited .* waits for rank 1, last seen at .*; for rank 2, last seen at", first[0]), (
         first
     )
+
+
+def hangs_in_join(hanging: int) -> list[str]:
+    """Rank 1 runs out of inputs after two steps; a rank then hangs."""
+    model = DDP(blocks(), report_hang_after=LIMIT_S, **SMALL_BUCKETS)
+    with reports() as messages, model.join():
+        for step in range(6 if dist.get_rank() == 0 else 2):
+            model.module[1].sleep_s = LATE_S if step == 4 and hanging == 0 else 0
+            step_with(model)
+        if dist.get_rank() == hanging == 1:
+            time.sleep(LATE_S)  # on its way out
+    return messages
+
+
+def test_names_a_wait_in_join(on_ranks: OnRanks) -> None:
+    late, waiting = on_ranks(hangs_in_join, 0)
+    assert late == []
+    assert re.fullmatch(
+        r"rank 1 has waited [\d.]+ s: (bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\]|the [a-z, ]+) of step 5 waits "
+        r"for rank 0, last seen in 1 \(tests/test_watch\.py:\d+ in forward\)",
+        waiting[0],
+    ), waiting
+    waiting, late = on_ranks(hangs_in_join, 1)
+    assert late == []
+    assert re.fullmatch(
+        r"rank 0 has waited [\d.]+ s: the count of ranks that still have inputs of step 3 waits for rank 1, "
+        r"last seen at tests/test_watch\.py:\d+ in hangs_in_join",
+        waiting[0],
+    ), waiting
 
 
 RANK = """

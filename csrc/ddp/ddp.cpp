@@ -24,10 +24,10 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
                                       int64_t check_replicas_every,
                                       std::vector<std::pair<std::string, at::Tensor>> frozen,
-                                      bool plan_from_measurement) {
+                                      bool plan_from_measurement, std::string wrapper) {
   return Reducer::make(std::move(params), std::move(names), std::move(comm),
                        {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse),
-                        check_replicas_every, std::move(frozen), plan_from_measurement});
+                        check_replicas_every, std::move(frozen), plan_from_measurement, std::move(wrapper)});
 }
 
 // Python's hooks get a real dist.GradBucket: torch's own class makes it.
@@ -207,7 +207,8 @@ void register_ddp(py::module_& m) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
-           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("plan_from_measurement"), no_gil())
+           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("plan_from_measurement"), py::arg("wrapper"),
+           no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("times", &Reducer::times, no_gil())
       .def("progress", &Reducer::progress)
@@ -225,6 +226,7 @@ void register_ddp(py::module_& m) {
       .def("last_error", &Reducer::last_error, no_gil())
       .def("add_end_callback", &add_end_callback, py::arg("callback"))
       .def("reduce_zeros", &Reducer::reduce_zeros, py::arg("bucket"), py::arg("as_sum"), no_gil())
+      .def("wait_for_zeros", &Reducer::wait_for_zeros, py::arg("bucket"), py::arg("reduce"), no_gil())
       .def("_push_all_rebuilt_params", &Reducer::count_shadowed_step, no_gil())
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)

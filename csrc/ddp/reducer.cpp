@@ -1128,6 +1128,11 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
   return std::move(bucket.reduce);
 }
 
+void Reducer::wait_for_zeros(size_t index, PendingReduce& reduce) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  noting_errors([&] { wait_for(reduce, buckets_.at(index).label, place_of(index)); });
+}
+
 // The same on all ranks, although one that has run out of inputs has not seen a static graph.
 bool Reducer::shares_used_map() const {
   return graph_ == Graph::kDynamic ? options_.find_unused_parameters : steps_ == 0;
@@ -1260,6 +1265,7 @@ void Reducer::forget_step() {
 void Reducer::fail_collective(const std::string& what, const std::string& report) const {
   const std::string hang = progress_->report(steps_ + 1);
   throw EnvironmentError(text("drivetrain: ", what, " failed in synchronised step ", steps_ + 1,
+                              num_reducers > 1 ? " of " + options_.wrapper : "",
                               "; a rank has probably died, hangs or has left out a step: look for the first error in "
                               "the others' logs, and whether they name the same step. The transport reports: ",
                               report, hang.empty() ? "" : "\nThe last report before that: ", hang));

@@ -55,6 +55,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t check_replicas_every = 0;  // synchronised steps between two comparisons of the ranks' parameters; 0: never
     std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters, which must stay so
     bool plan_from_measurement = false;  // on the CPU, without sparse gradients; must be the same on every rank
+    std::string wrapper;                 // which one it is, for messages where there are several
   };
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
@@ -120,7 +121,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Before that, where the others' backward begins: takes part in the planning of buckets, if it is due.
   void shadow_planning();
-  // And in the reduction of the map of used parameters, where there is one.
+  // Waits for what reduce_zeros() began.
+  void wait_for_zeros(size_t index, PendingReduce& reduce);
+  // And takes part in the reduction of the map of used parameters, where there is one.
   void shadow_used_map();
   // Such a rank's counterpart of a finished step.
   void count_shadowed_step();

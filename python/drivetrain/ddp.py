@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from . import _C, watch
 from . import transport as transports
-from . import watch
 from .bucket_plan import BucketPlan, describe_plan
 from .ddp_logger import Logger
 from .reducer import Reducer
@@ -37,6 +38,7 @@ _SAME_EVERYWHERE = (
     "skip_all_reduce_unused_params",
     "check_replicas_every",
 )
+_BUFFERS = "the broadcast of buffers"
 _OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
@@ -331,12 +333,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _sync_buffers(self) -> None:
         """As torch's: all ranks take rank 0's buffers."""
-        progress = self.reducer.progress()
-        progress.begin_wait("the broadcast of buffers")
-        try:
+        with watch.waiting(self.reducer.progress(), _BUFFERS):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
-        finally:
-            progress.end_wait()
 
     def _obstacle_to_planning(self, parameters: list[nn.Parameter], sparse: list[bool]) -> str:
         """Why buckets are not planned from measurement, "" if they are; the same on every rank."""
@@ -418,12 +416,57 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.reducer.shadow_planning()
         as_sum = not self._divide_by_initial_world_size
         reduces = [self.reducer._run_comm_hook(i, as_sum) for i in self.reducer._get_zeros_like_grad_buckets()]
-        for reduce in reduces:
-            reduce.wait()
+        for i, reduce in enumerate(reduces):
+            self.reducer.wait_for_zeros(i, reduce)
         self.reducer.shadow_used_map()
+
+    # The other waits of join(), so that a report can say what is awaited.
+
+    def _check_and_sync_module_buffers(self) -> None:
+        with watch.waiting(self.reducer.progress(), _BUFFERS):
+            super()._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        with watch.waiting(self.reducer.progress(), "the agreement on whether to synchronise"):
+            found: bool | None = super()._check_global_requires_backward_grad_sync(  # type: ignore[no-untyped-call]
+                is_joined_rank
+            )
+        return found
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        with watch.waiting(self.reducer.progress(), "the last broadcast of parameters, in join(),"):
+            super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """As torch's."""
+        return _WatchedJoinHook(super().join_hook(**kwargs), self.reducer.progress())  # type: ignore[no-untyped-call]
 
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: torch's wrapper calls it by another rule than the one by which our reducer shares that map."""
+
+
+class _WatchedJoinHook(JoinHook):
+    """Torch's hook of a rank that has run out of inputs, which waits for the others' next step between its calls."""
+
+    def __init__(self, hook: JoinHook, progress: _C.Progress) -> None:
+        self._hook = hook
+        self._progress = progress
+        self._is_waiting = False
+
+    def main_hook(self) -> None:
+        self._end_wait()
+        self._hook.main_hook()
+        self._progress.begin_wait("the beginning, on ranks that still have inputs,")
+        self._is_waiting = True
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._end_wait()
+        self._hook.post_hook(is_last_joiner)
+
+    def _end_wait(self) -> None:
+        if self._is_waiting:
+            self._progress.end_wait()
+        self._is_waiting = False
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])

@@ -1,5 +1,6 @@
 """The reducer as torch's DistributedDataParallel calls it: the native one, plus what needs torch's Python objects."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,10 @@ from torch import nn
 
 from . import _C
 from . import transport as transports
-from .watch import Watched
+from .watch import Watched, waiting
+
+# The process's wrappers count from 1: on every rank the same, where all wrap the same models in the same order.
+_wrappers = itertools.count(1)
 
 
 def _are_held(tensors: list[torch.Tensor]) -> bool:
@@ -62,6 +66,7 @@ class Reducer(_C.Reducer):
         report_hang_after: float,
         plan_from_measurement: bool,
     ) -> None:
+        self._wrapper = f"DistributedDataParallel {next(_wrappers)} ({type(modules[0][1]).__name__})"
         super().__init__(
             params=params,
             names=names,
@@ -73,6 +78,7 @@ class Reducer(_C.Reducer):
             check_replicas_every=check_replicas_every,
             frozen=frozen,
             plan_from_measurement=plan_from_measurement,
+            wrapper=self._wrapper,
         )
         self.set_are_held(_are_held)
         self._told_of_rebuilding = False
@@ -87,7 +93,9 @@ class Reducer(_C.Reducer):
     def _watch(self) -> None:
         self.watched: Watched | None = None
         if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
-            self.watched = Watched(self.progress(), self._process_group, self._modules, self._report_hang_after)
+            self.watched = Watched(
+                self.progress(), self._process_group, self._modules, self._report_hang_after, self._wrapper
+            )
 
     def _rebuild_buckets(self) -> bool:
         """Whether that has happened since it was last asked: backward does it, so that no forward communicates."""
@@ -122,7 +130,8 @@ class Reducer(_C.Reducer):
 
     def _set_forward_pass_work_handle(self, work: dist.Work, divide_by_initial_world_size: bool) -> None:
         """work: the all-reduce that counts the ranks which still have inputs."""
-        work.wait()
+        with waiting(self.progress(), "the count of ranks that still have inputs"):
+            work.wait()
         self.set_joining(0 if divide_by_initial_world_size else int(work.get_future().value()[0].item()))
 
     def _get_zeros_like_grad_buckets(self) -> list[int]:

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypedDict, TypeVar
@@ -72,6 +72,16 @@ def limit_from(argument: float | None) -> float:
     if not limit >= 0:
         raise ValueError(f"{source} is {limit}, expected seconds >= 0, or 0: never")
     return 0.0 if math.isinf(limit) else float(limit)
+
+
+@contextlib.contextmanager
+def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
+    """Around a wait, in or before a forward, for the other ranks."""
+    progress.begin_wait(what)
+    try:
+        yield
+    finally:
+        progress.end_wait()
 
 
 # ---- The other ranks.
@@ -198,7 +208,9 @@ class Watched:
         group: dist.ProcessGroup,
         modules: Sequence[tuple[str, nn.Module]],
         limit_s: float,
+        wrapper: str,
     ) -> None:
+        self._wrapper = wrapper
         self._progress = progress
         self._limit_s = limit_s
         self._board = _Board(group, self.beat_s)
@@ -258,7 +270,8 @@ class Watched:
     def _report(self, now: _C.ProgressSnapshot, records: list[Record | None] | None) -> str:
         board = self._board
         name = f"rank {board.ranks[board.rank]}"
-        waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of step {now.step} waits"
+        step = f"step {now.step} of {self._wrapper}" if len(_watched) > 1 else f"step {now.step}"
+        waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of {step} waits"
         if records is None:
             return (
                 f"{waits}; for whom is not known, as the process group's store does not answer either (it is served by "

@@ -24,6 +24,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/heap.h"
 #include "ddp/replicas.h"
 
 namespace drivetrain::ddp {
@@ -175,6 +176,11 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
     param.sparse = options.sparse[i];
   }
   local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
+  int64_t largest = 0;
+  for (const Parameter& param : params_) {
+    if (param.tensor.is_cpu() && !param.sparse) largest = std::max<int64_t>(largest, param.tensor.nbytes());
+  }
+  keep_freed_memory(largest);  // a backward frees each gradient once it is in the arena
   build_arena(plan(registration_order()));
   ++num_reducers;
 }

@@ -12,6 +12,19 @@ namespace drivetrain::ddp {
 
 int64_t clock_ns();  // of the monotonic clock
 
+// Adds the time from its construction to its end.
+class Stopwatch {
+ public:
+  explicit Stopwatch(int64_t& sum) : sum_(sum), begin_(clock_ns()) {}
+  ~Stopwatch() { sum_ += clock_ns() - begin_; }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  int64_t& sum_;
+  const int64_t begin_;
+};
+
 // Thread safe: its own mutex is held for moments only, never while anybody waits.
 class Progress {
  public:

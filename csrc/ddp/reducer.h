@@ -169,6 +169,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor used_map();
 
  private:
+  static constexpr int64_t kMeasuredSteps = 3;  // after the step whose gradients gave the order
+  static std::atomic<int> num_reducers_;        // in this process
+
   Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
           const Options& options);
 
@@ -218,8 +221,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool as_sum = true;  // else the transport leaves the mean
   };
 
-  template <class Body>
-  auto noting_errors(Body&& body) -> decltype(body());
+  void noting_errors(const std::function<void()>& body);
   std::vector<ParamSize> param_sizes() const;
   std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
   std::pair<const void*, uint32_t> seen_grad(const Parameter& param) const;
@@ -253,6 +255,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_gradient(const Parameter& param, const at::Tensor& grad) const;
   void check_unconsumed(const Parameter& param, bool came) const;
   bool claim(const Parameter& param) const;
+  void want_params();
   void release_params();
   bool is_wanted_elsewhere(const Parameter& param) const;
   void mark_ready(size_t index);

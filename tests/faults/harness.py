@@ -328,19 +328,35 @@ def _files_in_shm() -> set[str]:
 
 
 def _ownerless(names: set[str]) -> list[str]:
-    """Those files in /dev/shm that no living process has open or mapped: others on this machine use it too."""
+    """Those files in /dev/shm that no living process has open or mapped: others on this machine use it too.
+
+    By their numbers: a semaphore of Python's multiprocessing is mapped under a name that it has no more.
+    """
     if not names:
         return []
-    used = set()
+    used: set[int] = set()
+    in_shm = f"{room.SHM}{os.sep}"
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
         try:
-            used |= {os.path.basename(os.readlink(entry)) for entry in (process / "fd").iterdir()}  # noqa: PTH115, PTH119
-            used |= {line.rpartition("/")[2].strip() for line in (process / "maps").read_text().splitlines()}
+            for line in (process / "maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(in_shm):
+                    used.add(int(fields[4]))
+            for entry in (process / "fd").iterdir():
+                if os.readlink(entry).startswith(in_shm):  # noqa: PTH115
+                    used.add(entry.stat().st_ino)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # has gone, or is another user's
-    return sorted(name for name in names - used if (room.SHM / name).exists())
+    return sorted(name for name in names if (number := _number(room.SHM / name)) is not None and number not in used)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 class _folder:

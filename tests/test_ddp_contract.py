@@ -523,6 +523,26 @@ def measured_order() -> None:
     assert ours._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
 
 
+def rebuilding_as_hooks_see_it() -> None:
+    """Hooks that step a ZeroRedundancyOptimizer lay it out by the buckets once they are rebuilt."""
+    for model in pair(Backwards(), **SMALL_BUCKETS):
+        seen: list[tuple[bool, int]] = []
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            model, seen = state
+            seen.append((model._has_rebuilt_buckets, len(bucket.parameters())))
+            return default_hooks.allreduce_hook(None, bucket)
+
+        model.register_comm_hook((model, seen), hook)
+        steps = []
+        for _ in range(3):
+            seen.clear()
+            model(torch.randn(4, 9)).sum().backward()
+            steps.append(list(seen))
+        assert [{flag for flag, _ in step} for step in steps] == [{False}, {True}, {True}]
+        assert steps[1] == steps[2]
+
+
 def gradients_behind_another_tensor() -> None:
     """.grad may be replaced by another tensor over the same memory before the buckets are planned anew."""
     torch.manual_seed(dist.get_rank())
@@ -634,6 +654,7 @@ def compiled() -> None:
         recomputed,
         measured_order,
         gradients_behind_another_tensor,
+        rebuilding_as_hooks_see_it,
         held_gradients,
         uneven_sparse,
         uneven_static_graph,

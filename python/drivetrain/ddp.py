@@ -207,6 +207,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _static_graph_delay_allreduce_enqueued(self, enqueued: bool) -> None:
         pass
 
+    # Torch sets it in the forward that rebuilds. Ours are rebuilt when a backward begins, and torch's hooks that step
+    # a ZeroRedundancyOptimizer want to know from that backward on.
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._has_reducer() and self.reducer.has_rebuilt_buckets()
+
+    @_has_rebuilt_buckets.setter
+    def _has_rebuilt_buckets(self, rebuilt: bool) -> None:
+        pass
+
     def backward(self, loss: torch.Tensor, weight: float | None = None, **kwargs: Any) -> None:
         """`loss.backward()`, weighted: the gradients become the mean over everything that the weights count.
 

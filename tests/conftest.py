@@ -61,5 +61,11 @@ def on_three_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]
 
 
 @pytest.fixture
+def on_four_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]:
+    """As `on_ranks`, on four."""
+    return _more_ranks[4].run
+
+
+@pytest.fixture
 def repository() -> Path:
     return Path(__file__).parent.parent

@@ -646,6 +646,35 @@ def compiled() -> None:
             assert_equal_on_ranks(grads_of(nets[0]))
 
 
+def beside_tensor_parallel(init_sync: bool) -> None:
+    """Two replicas of a model whose layers are each split over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "layers"))
+    models = []
+    for cls in (DDP, TorchDDP):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        parallelize_module(net, mesh["layers"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        models.append(cls(net, device_mesh=mesh["replicas"], init_sync=init_sync))
+    torch.manual_seed(mesh["replicas"].get_local_rank())  # all ranks of a replica have the same inputs
+    for _ in range(6):  # through both changes of plan
+        x = torch.randn(3, 6)
+        for model in models:
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert models[0].reducer.arena_bytes() > 0
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_beside_tensor_parallel(on_four_ranks: OnRanks, init_sync: bool) -> None:
+    on_four_ranks(beside_tensor_parallel, init_sync)
+
+
 @pytest.mark.parametrize(
     "function",
     [

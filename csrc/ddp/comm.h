@@ -20,6 +20,8 @@ class PendingReduce {
   virtual void wait() = 0;
   // Whether wait() would return, or throw, at once.
   virtual bool is_done() = 0;
+  // Whether the transport has held it back, so that giving it up concerns nobody else; see Comm::flush().
+  virtual bool is_held_back() const { return false; }
 };
 
 class Comm {

@@ -184,6 +184,7 @@ class NcclComm final : public Comm {
       if (!started_->group) comm_.flush();
       return comm_.communicator_->is_done(*started_->group);
     }
+    bool is_held_back() const override { return started_->group == nullptr; }
 
    private:
     NcclComm& comm_;

@@ -601,7 +601,7 @@ void Reducer::wait_for(PendingReduce& reduce, const std::shared_ptr<const std::s
 // Waits for what is under way in a step that has failed or is given up. Another failure then says nothing new.
 void Reducer::drain() {
   const auto finish = [](const std::unique_ptr<PendingReduce>& reduce) {
-    if (!reduce) return;
+    if (!reduce || reduce->is_held_back()) return;
     try {
       reduce->wait();
     } catch (const std::exception& error) {

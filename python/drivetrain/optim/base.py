@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from .. import _C
 from . import precision
@@ -190,6 +191,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: the environment variable DRIVETRAIN_ISA names no instruction set of this processor.
             In every case no parameter and no step counter has changed.
         """
+        if torch.compiler.is_compiling():
+            return self._step_outside_the_graph(closure)
+        return self._step(closure)
+
+    @_disable_dynamo
+    def _step_outside_the_graph(self, closure: Callable[[], float] | None) -> float | None:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         overflow_flag, self._overflow_flag = self._overflow_flag, None
         loss = None
         if closure is not None:
@@ -234,7 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"drivetrain.optim.{type(self).__name__}: the norm of the gradients is {result.grad_norm}; the step "
                 "was left out, parameters and state are as before (later ones: see last_step_skipped).",
-                stacklevel=2,
+                stacklevel=3,
             )
         return loss
 

@@ -45,8 +45,8 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 
 from drivetrain import optim
 
-INFOS = {info.name: info for info in optim_db if issubclass(getattr(optim, info.name, type), info.optim_cls)}
-CPU = torch.device("cpu")
+# Every element-wise class that both have.
+INFOS = {info.name: info for info in optim_db if info.name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")}
 INPUTS = [
     pytest.param(name, index, id=f"{name}-{entry.desc}")
     for name, info in INFOS.items()

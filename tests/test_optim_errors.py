@@ -317,7 +317,7 @@ def test_a_gradient_of_another_dtype(dtype: torch.dtype) -> None:
     optimizer, params = make()
     params[1].grad_dtype = None
     params[1].grad = torch.ones(7).to(dtype)
-    if dtype == torch.bfloat16:  # floating, and narrower: it says all that it has to say
+    if dtype == torch.bfloat16:  # floating and narrower: nothing is lost
         optimizer.step()
         return
     assert_fails(optimizer.step, optimizer, TypeError, "parameter 'second' is Float but its gradient is")
@@ -342,22 +342,26 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
     "short scales": (
         lambda s: s.update(exp_avg_scales=torch.zeros(2)),
         ValueError,
-        r"its state 'exp_avg': an 8-bit state of shape \[5, 300\] needs 6 float32 scales.*got Float of shape \[2\]",
+        r"'exp_avg_codes': an 8-bit state of shape \[5, 300\] needs 6 float32 scales.*got Float of shape \[2\]",
     ),
-    "long scales": (lambda s: s.update(exp_avg_sq_scales=torch.zeros(7)), ValueError, "'exp_avg_sq'.* got Float of"),
+    "long scales": (
+        lambda s: s.update(exp_avg_sq_scales=torch.zeros(7)),
+        ValueError,
+        "'exp_avg_sq_codes'.* got Float of",
+    ),
     "scales of another dtype": (
         lambda s: s.update(exp_avg_scales=s["exp_avg_scales"].double()),
         ValueError,
-        "'exp_avg'.*got Double of shape",
+        "'exp_avg_codes'.*got Double of shape",
     ),
-    "no scales": (lambda s: s.pop("exp_avg_scales"), ValueError, "'exp_avg'.*got none"),
+    "no scales": (lambda s: s.pop("exp_avg_scales"), ValueError, "'exp_avg_codes'.*got none"),
     "codes of another shape": (
-        lambda s: s.update(exp_avg=torch.zeros(5, 200, dtype=torch.int8)),
+        lambda s: s.update(exp_avg_codes=torch.zeros(5, 200, dtype=torch.int8)),
         TypeError,
         r"its state 'exp_avg' is Char of shape \[5, 200\]",
     ),
     "larger codes": (
-        lambda s: s.update(exp_avg_sq=torch.zeros(500, 300, dtype=torch.uint8)),
+        lambda s: s.update(exp_avg_sq_codes=torch.zeros(500, 300, dtype=torch.uint8)),
         TypeError,
         r"its state 'exp_avg_sq' is Byte of shape \[500, 300\]",
     ),

@@ -98,7 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=positive(int), default=8, help="rows per step (%(default)s)")
     add("--block-size", type=positive(int), default=64, help="bytes per row, the model's context (%(default)s)")
     add("--preset", choices=PRESETS, default="small", help="model shape (%(default)s)")
-    add("--lr", type=positive(float), default=6e-3, help="peak of the usual learning rate (%(default)s)")
+    # train.py's rate, three times as high, multiplies roundings within these few steps until they hide all else.
+    add("--lr", type=positive(float), default=2e-3, help="peak of the usual learning rate (%(default)s)")
     add("--low-lr", type=positive(float), default=1e-4, help="peak of the control's (%(default)s)")
     add("--held-out-rows", type=positive(int), default=512, help="rows in the validation loss (%(default)s)")
     add("--threads", type=positive(int), default=len(os.sched_getaffinity(0)), help="of torch (%(default)s, all cores)")

@@ -15,7 +15,7 @@ STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 
-.PHONY: help train test faults compare bench gpu-check doctor format lint sanitize clean
+.PHONY: help train test faults compare accuracy bench gpu-check doctor format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -26,6 +26,9 @@ train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on
 
 compare: $(STAMPS)/built ## the same training on torch's DDP and AdamW and on ours, in one table
 	$(PYTHON) examples/gpt/compare.py $(ARGS)
+
+accuracy: $(STAMPS)/built ## what each storage of the optimizer costs in validation loss, against torch's fp32 AdamW
+	$(PYTHON) examples/gpt/accuracy.py $(ARGS)
 
 test: $(STAMPS)/built $(STAMPS)/test-tools ## the whole test suite
 	$(PYTHON) -m pytest $(ARGS)

@@ -15,6 +15,7 @@ import torch
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt"
 sys.path.insert(0, str(EXAMPLE))
 
+import accuracy  # noqa: E402
 import compare  # noqa: E402
 import data  # noqa: E402
 import model  # noqa: E402
@@ -205,6 +206,37 @@ def test_compare_fails_where_losses_differ(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_loss_that_is_no_number_is_within_no_tolerance() -> None:
     gap = compare.difference([5.0, float("nan")], [5.0, float("nan")])
     assert not compare.verdict("training losses", gap, 1.0)
+
+
+def test_accuracy_trains_every_storage_and_says_what_it_costs(tmp_path: Path) -> None:
+    result = tmp_path / "accuracy.json"
+    done = run("accuracy.py", "--quick", "--threads=1", f"--json={result}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert set(rows) == {row.name for row in (*accuracy.USUAL, *accuracy.SLOW)}
+    assert all(row.label in done.stdout for row in (*accuracy.USUAL, *accuracy.SLOW))
+    assert all(len(row["losses"]) == 2 and max(row["losses"]) < 5.6 for row in rows.values())
+    assert rows[accuracy.REFERENCE.name]["bytes_per_parameter"] == 16
+    assert rows[accuracy.MASTER_32.name]["bytes_per_parameter"] == 14
+    assert rows[accuracy.CONTROL.name]["bytes_per_parameter"] == 8
+    # With full masters and states only float32's own rounding is left between torch's step and ours.
+    assert abs(rows["fp32"]["difference"]) < 1e-3
+    assert abs(rows[accuracy.SLOW_MASTERS[0].name]["difference"]) < 1e-3
+
+
+def test_an_interval_is_students_over_paired_seeds() -> None:
+    for degrees, quantile in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227)):
+        assert accuracy.t_quantile(degrees) == pytest.approx(quantile, rel=1e-5)
+    gap = accuracy.paired_difference([2.0, 3.0, 4.5], [1.0, 2.0, 3.0])
+    assert gap.mean == pytest.approx(3.5 / 3)
+    assert gap.half_width == pytest.approx(4.30265 * 0.288675 / 3**0.5, rel=1e-4)
+
+
+def test_the_control_must_lose_for_certain() -> None:
+    masters = {row.name: accuracy.Difference(0.0, 0.01) for row in accuracy.SLOW_MASTERS}
+    for gap, passed in ((accuracy.Difference(0.1, 0.05), True), (accuracy.Difference(0.1, 0.2), False)):
+        assert accuracy.control_is_worse(masters | {accuracy.CONTROL.name: gap}) == passed
+    assert not accuracy.control_is_worse(masters | {accuracy.CONTROL.name: accuracy.Difference(0.015, 0.006)})
 
 
 @pytest.mark.parametrize(

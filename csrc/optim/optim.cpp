@@ -19,6 +19,7 @@
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "grad/norm.h"
+#include "optim/hypers.h"
 #include "optim/state.h"
 #include "optim/step_reader.h"
 
@@ -206,6 +207,7 @@ void register_optim(py::module_& m) {
       .def_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
         py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"));
+  m.def("optim_check_hypers", &check_hypers, py::arg("hypers"), py::arg("group"));
   m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);
 }

@@ -6,11 +6,13 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "optim/hypers.h"
 #include "optim/storage_torch.h"
 
 namespace py = pybind11;
@@ -103,6 +105,10 @@ bool is_walkable(const at::Tensor& tensor) {
 bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
   return other.sizes().equals(param.sizes()) && other.device() == param.device() &&
          c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());
+}
+
+bool has_place_of(const at::Tensor& tensor, const at::Tensor& param) {
+  return tensor.sizes().equals(param.sizes()) && tensor.device() == param.device();
 }
 
 bool is_step_counter(const at::Tensor& step) {
@@ -217,6 +223,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats
   }
   rules.clear();
   written.clear();
+  entry_of_.clear();
   rule_group_ = -1;
 }
 
@@ -241,6 +248,7 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
 
 void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers,
                            const Precision& precision) {
+  check_hypers(hypers, index);
   groups_.push_back(
       {group, index, &rule, hypers, precision, rule.counts_steps || precision.rounding == Rounding::kStochastic});
   PyObject* params = PyDict_GetItemString(group.ptr(), "params");
@@ -325,9 +333,71 @@ void StepReader::read() {
       read_plain(entries_[i], footprints_[i], readings_[i]);
     }
   });
+  check_dtypes();
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
     if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
+  }
+  if (!missing.empty()) return;
+  check_apart();
+  stepped_.resize(entries_.size());
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (readings_[i].kind == Kind::kNoGradient) continue;
+    stepped_[i] = {entries_[i].param, THPVariable_Unpack(entries_[i].param).scalar_type()};
+  }
+}
+
+// A parameter that was cast in place (module.half(), param.data = ...) after a step: what its state was made for is
+// gone, and its remainder, if it has one, belongs to other bits.
+void StepReader::check_dtypes() const {
+  for (size_t i = 0; i < std::min(entries_.size(), stepped_.size()); ++i) {
+    const Entry& entry = entries_[i];
+    if (readings_[i].kind == Kind::kNoGradient || stepped_[i].param != entry.param) continue;
+    const at::ScalarType dtype = THPVariable_Unpack(entry.param).scalar_type();
+    const bool has_state = entry.state != nullptr && PyDict_Check(entry.state) && PyDict_Size(entry.state) > 0;
+    if (dtype == stepped_[i].dtype || !has_state) continue;
+    throw UserTypeError(text(label(entry), " is ", dtype, " but was ", stepped_[i].dtype,
+                             " in the step before: cast it back, or make a new optimizer for it (the state can be "
+                             "taken along with load_state_dict)."));
+  }
+}
+
+// Memory that two parameters share would be written by two threads at once.
+void StepReader::check_apart() {
+  memory_.clear();
+  const auto add = [&](const c10::TensorImpl* tensor, size_t index, bool is_grad) {
+    // Of other layouts nobody can tell cheaply (x[::2] and x[1::2] are apart).
+    if (tensor->numel() == 0 || !tensor->is_non_overlapping_and_dense()) return;
+    const char* begin = static_cast<const char*>(tensor->unsafe_storage().data()) +
+                        tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
+    memory_.push_back({begin, begin + tensor->numel() * tensor->itemsize(), static_cast<uint32_t>(index), is_grad});
+  };
+  for (size_t i = 0; i < written.size(); ++i) {
+    add(written[i].param, i, false);
+    if (treats_grads_) add(written[i].grad, i, true);
+  }
+  if (memory_ == known_as_apart_) return;  // as in most steps
+  known_as_apart_ = memory_;
+  std::sort(memory_.begin(), memory_.end(), [](const Memory& a, const Memory& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < memory_.size(); ++i) {
+    if (memory_[i].begin >= memory_[i - 1].end) continue;
+    known_as_apart_.clear();
+    const auto [first, second] = std::minmax(memory_[i - 1].written, memory_[i].written);
+    const Entry &a = entries_[entry_of_[first]], &b = entries_[entry_of_[second]];
+    if (first == second) {
+      throw UserError(text(label(a),
+                           " and its gradient share memory, and this step writes gradients (max_grad_norm, "
+                           "zero_grads_in_step or grad_scale): give it a gradient of its own with .clone()."));
+    }
+    if (a.param == b.param) {
+      throw UserError(text(label(b), " is in its group twice (it is ", label(a), " too): leave one of the two out."));
+    }
+    if (!memory_[i].is_grad && !memory_[i - 1].is_grad) {
+      throw UserError(text(label(a), " and ", label(b), " share memory: give the optimizer one of them."));
+    }
+    throw UserError(text(label(a), " and ", label(b),
+                         " share the memory of a gradient, and this step writes gradients (max_grad_norm, "
+                         "zero_grads_in_step or grad_scale): give each one of its own with .clone()."));
   }
 }
 
@@ -367,6 +437,7 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
     reading.job.param.format = param_format(group.precision, dtype);
     if (const std::optional<Extra> extra = extra_of(reading.job.param.format)) {
       if (!read_extra(values.extra, param, extra->dtype, param.numel(), reading.job.param)) return;
+      if (!THPVariable_Unpack(values.extra).sizes().equals(param.sizes())) return;
       footprint.add(values.extra, THPVariable_Unpack(values.extra));
     } else if (values.extra != nullptr) {
       return;
@@ -427,6 +498,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   batch.total += job.numel;
   if (job.numel > 0) batch.params.push_back(job);
   written.push_back({reading.param, reading.grad, reading.counter});
+  entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
 }
 
 // Whether something is to be made or converted before the step: a state that is absent, or that lives otherwise than
@@ -448,7 +520,7 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
   for (size_t s = 0; s < group.rule->states.size(); ++s) {
     if (!THPVariable_Check(values.states[s])) continue;  // has an error of its own
     const at::Tensor& state = THPVariable_Unpack(values.states[s]);
-    if (!state.sizes().equals(param.sizes()) || state.device() != param.device()) continue;  // the same
+    if (!has_place_of(state, param)) continue;  // the same
     const auto wanted = state_dtype(group.precision, *param.unsafeGetTensorImpl(), group.rule->states[s].is_squared);
     const at::Tensor* scales = values.scales[s] == nullptr ? nullptr : &THPVariable_Unpack(values.scales[s]);
     if ((wanted || is_block_dtype(state.scalar_type())) && !is_state_as(param, state, scales, wanted)) return true;
@@ -494,7 +566,8 @@ void StepReader::read_other(const Entry& entry) {
   for (size_t s = 0; s < rule.states.size(); ++s) {
     Stream& stream = reading.job.state[s];
     if (THPVariable_Check(values.states[s]) && values.scales[s] != nullptr &&
-        is_block_dtype(THPVariable_Unpack(values.states[s]).scalar_type())) {  // lacks_state has looked at it
+        is_block_dtype(THPVariable_Unpack(values.states[s]).scalar_type()) &&
+        has_place_of(THPVariable_Unpack(values.states[s]), param)) {  // lacks_state has looked at the rest
       stream.data = THPVariable_Unpack(values.states[s]).data_ptr();
       stream.extra = THPVariable_Unpack(values.scales[s]).data_ptr();
       stream.format = rule.states[s].is_squared ? Format::kSquared8 : Format::kSigned8;
@@ -613,13 +686,16 @@ int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
   return static_cast<int32_t>(rules.size()) - 1;
 }
 
-// What a user calls the parameter: its name where the optimizer was given named_parameters(), else where it stands.
+// What a user calls the parameter: its name where the optimizer was given named_parameters() or where a
+// DistributedDataParallel of ours knows it, else where it stands.
 std::string StepReader::label(const Entry& entry) const {
   const Group& group = groups_[entry.group];
   if (PyObject* names = PyDict_GetItemString(group.dict.ptr(), "param_names"); names != nullptr) {
     return text("parameter '",
                 py::str(py::handle(names)[py::int_(static_cast<size_t>(entry.index))]).cast<std::string>(), "'");
   }
+  const py::object name = py::module_::import("drivetrain.parameter_names").attr("name_of")(py::handle(entry.param));
+  if (!name.is_none()) return text("parameter '", py::str(name).cast<std::string>(), "'");
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   return text("parameter ", entry.index, " of param_groups[", group.index, "] (shape ", param.sizes(), ")");
 }

@@ -88,9 +88,26 @@ struct Footprint {
   void add(PyObject* object, const at::Tensor& tensor);
 };
 
+// The bytes of a tensor that the step writes.
+struct Memory {
+  const char* begin;
+  const char* end;
+  uint32_t written;  // whose: an index into StepReader::written
+  bool is_grad;
+
+  bool operator==(const Memory&) const = default;
+};
+
+// The dtype that a parameter had in the last step.
+struct Stepped {
+  const void* param = nullptr;  // its PyObject
+  at::ScalarType dtype = at::kFloat;
+};
+
 // Two passes over the parameters: plain tensors are read on all threads, by code that only looks at memory; what is
 // not plain is looked at again with every check and its error message, on one thread.
-// One per optimizer: what it keeps between steps is memory and footprints, no facts. The GIL must be held.
+// One per optimizer: what it keeps between steps is memory and footprints, which need not be true, and what it has
+// found out about objects that it compares with those of the next step. The GIL must be held.
 class StepReader {
  public:
   // Forgets the step before. fresh: parameters whose state was initialised for this very step. treats_grads: the step
@@ -165,6 +182,8 @@ class StepReader {
   void read_other(const Entry& entry);
   void add_job(const Entry& entry, const Reading& reading);
 
+  void check_dtypes() const;
+  void check_apart();
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
@@ -181,6 +200,10 @@ class StepReader {
   std::vector<Entry> entries_;
   std::vector<Reading> readings_;
   std::vector<Footprint> footprints_;  // of the entries, in the same order
+  std::vector<Stepped> stepped_;    // by the entries, in the same order; only ever of a step that was read to its end
+  std::vector<uint32_t> entry_of_;  // of each element of `written`
+  std::vector<Memory> memory_;      // of this step
+  std::vector<Memory> known_as_apart_;  // of an earlier one, in which no two overlapped
   // What rules.back() was made for.
   int64_t rule_group_ = -1;
   double rule_steps_done_ = 0;

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from . import _C, watch
+from . import _C, parameter_names, watch
 from . import transport as transports
 from .bucket_plan import BucketPlan, describe_plan
 from .ddp_logger import Logger
@@ -177,6 +177,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "reduces then, past the reducer. Leave one of the two out."
                 )
             self.reducer._remove_autograd_hooks()
+        parameter_names.remember(module)
         size = sum(param.numel() for _, param in _trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0  # none where every all-reduce is delayed
         name = type(module).__name__

@@ -8,10 +8,25 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from .. import _C
 from . import precision
 from .report import Counts, Report, report_of
+
+# Hyper-parameters that older state dicts of torch's classes lack, and those by which another class' state is known.
+_MAY_BE_ABSENT = {
+    "capturable",
+    "centered",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "maximize",
+    "momentum",
+    "nesterov",
+}
+_FOREIGN = {"alpha", "amsgrad", "betas", "centered", "dampening", "eps", "initial_accumulator_value", "lr_decay"}
 
 # A description of every optimizer made in this process, in order; `python -m drivetrain run` prints it.
 constructed: list[str] = []
@@ -56,6 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _skipped = False
     _precision: Mapping[str, Any] = MappingProxyType({})  # what the constructor was given of precision.DEFAULTS
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict is about
+    _reader: _C.StepReader | None = None
     _overflow_flag: Tensor | None = None  # where drivetrain.amp.GradScaler wants to be told of the next step's
 
     def __init__(
@@ -134,8 +150,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         what lives otherwise than the group asks for.
 
         Args:
-            written: gets the parameters with the names of what was written or taken out, and what had been there, or
-                None.
+            written: gets the parameters with the names of what was written or taken out ("": the parameter itself),
+                and what had been there, or None.
 
         Returns:
             the parameters that had lacked a state of the rule: this is their first step.
@@ -153,6 +169,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 else:
                     state[name] = value
 
+        def round_anew(param: Tensor, group: dict[str, Any], label: str) -> None:
+            state = self.state[param]
+            # Only where something else was beside it may its own bits change, too.
+            had_extra = any(name in state for name in precision.EXTRA_NAMES)
+            before = param.detach().clone() if had_extra else None
+            entries = precision.extra_as_asked(state, param, group, label)
+            if entries and before is not None:
+                written.append((param, "", before))
+            write(param, entries)
+
         # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
         step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         # Name by name, so that the steps to come find each name's tensors side by side in memory.
@@ -168,7 +194,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     param, precision.state_as_asked(state, name, param, group, label, is_squared, self._initial_state)
                 )
         for param, group, label in params:
-            write(param, precision.extra_as_asked(self.state[param], param, group, label))
+            round_anew(param, group, label)
         return fresh
 
     @overload
@@ -182,23 +208,33 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss, as in torch.
 
         Raises:
-            TypeError: a gradient's or state's dtype does not fit its parameter; the message names the parameter.
-            ValueError: a gradient's shape or device does not fit its parameter.
+            TypeError: a gradient's or state's dtype, or a state's shape, does not fit its parameter, or that was cast
+                since the last step; the message names the parameter. A hyper-parameter is no number.
+            ValueError: a gradient's shape or device does not fit its parameter; two parameters, or the gradients of
+                two where the step writes them, share memory; a group lacks a hyper-parameter, or has one out of range.
             RuntimeError: a gradient is sparse.
             NotImplementedError: the parameters are on a device for which this build has no kernels, or are tensor
                 subclasses that wrap others (DTensor).
             ValueError: the environment variable DRIVETRAIN_ISA names no instruction set of this processor.
-            In every case no parameter and no step counter has changed.
+            In every case no parameter, no state and no step counter has changed.
         """
+        if torch.compiler.is_compiling():
+            return self._step_outside_the_graph(closure)
+        return self._step(closure)
+
+    @_disable_dynamo
+    def _step_outside_the_graph(self, closure: Callable[[], float] | None) -> float | None:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         overflow_flag, self._overflow_flag = self._overflow_flag, None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rules = [self._rule(group) for group in self.param_groups]
-        precisions = [precision.of(group) for group in self.param_groups]
-        hypers = [self._hypers(group) for group in self.param_groups]
-        reader = self.__dict__.get("_reader")
+        asked = [self._asked_by(group, index) for index, group in enumerate(self.param_groups)]
+        rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
+        reader = self._reader
         if reader is None:  # copies and pickles come without one
             reader = self._reader = _C.StepReader()
         options = self._options(check_finite=overflow_flag is not None)
@@ -234,13 +270,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"drivetrain.optim.{type(self).__name__}: the norm of the gradients is {result.grad_norm}; the step "
                 "was left out, parameters and state are as before (later ones: see last_step_skipped).",
-                stacklevel=2,
+                stacklevel=3,
             )
         return loss
 
+    def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float]]:
+        """What a group asks of the native step: rule, storages and numbers, which that checks for their range."""
+        try:
+            return self._rule(group), precision.of(group), self._hypers(group)
+        except KeyError as missing:
+            raise ValueError(f"param_groups[{index}] has no {missing}, which {type(self).__name__} needs") from missing
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"param_groups[{index}]: {error}") from error
+
     def _take_back(self, written: list[tuple[Tensor, str, Any]]) -> None:
         for param, name, before in reversed(written):
-            if before is None:
+            if not name:
+                param.detach().copy_(before)
+            elif before is None:
                 self.state[param].pop(name, None)
             else:
                 self.state[param][name] = before
@@ -249,8 +296,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _options(self, check_finite: bool) -> _C.StepOptions:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        # Infinity is what a scaler's scale may grow to; the gradients are then found not to be finite.
+        if not scale > 0 and not found_inf:
+            raise ValueError(f"grad_scale is {scale}, expected a number above 0: gradients are divided by it")
         return _C.StepOptions(
-            grad_scale=1.0 if grad_scale is None else float(grad_scale),
+            grad_scale=scale,
             found_inf=0.0 if found_inf is None else float(found_inf),
             max_grad_norm=self.max_grad_norm,
             check_finite=check_finite,
@@ -262,13 +313,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: the group sets `capturable` or `differentiable`.
-            ValueError: an option of the group is out of range.
+            ValueError: an option or a hyper-parameter of the group is out of range, or not finite.
+            TypeError: a hyper-parameter is no number.
+            In every case the optimizer has the groups that it had.
         """
         refuse_unsupported(type(self).__name__, param_group)
         for option, value in self._precision.items():
             param_group.setdefault(option, value)
         precision.check(param_group)
         super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            _C.optim_check_hypers(self._asked_by(self.param_groups[index], index)[2], index)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
         self._step_supports_amp_scaling = self.is_on_cpu
 
     def __getstate__(self) -> dict[str, Any]:
@@ -278,6 +337,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""
         super().__setstate__(state)
+        self._reader = None  # what it knows of the last step is not about these states
         self._step_supports_amp_scaling = self.is_on_cpu
         for group in self.param_groups:
             for option, value in self._precision.items():
@@ -296,18 +356,57 @@ class FusedOptimizer(torch.optim.Optimizer):
         the group has state_bits=8, for example. As in torch, a group's options are those that were saved.
 
         Raises:
-            ValueError: as torch, where the groups do not fit; an option of a saved group is out of range.
+            ValueError: as torch, where the groups do not fit; an option of a saved group is out of range; the state is
+                another optimizer's, or was written by a newer version of drivetrain with storages of its own.
+            In every case the optimizer has the groups and states that it had.
         """
 
         def remember(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            self._check_loaded(loaded)
             self._loading = loaded
 
+        before = self.state, self.param_groups
         handle = self.register_load_state_dict_pre_hook(remember)  # after those of users, which may replace the dict
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
         finally:
             handle.remove()
             self._loading = None
+
+    def _check_loaded(self, loaded: dict[str, Any]) -> None:
+        """Raises ValueError for what torch's loading would take and a later step would stumble over."""
+        name = type(self).__name__
+        for index, group in enumerate(loaded["param_groups"]):
+            where = f"param_groups[{index}] of the state dict"
+            version = group.get(precision.VERSION_NAME, 0)
+            if version > precision.VERSION:
+                raise ValueError(
+                    f"{where} was written by a newer drivetrain: its storages are of version {version}, and this "
+                    f"drivetrain reads up to {precision.VERSION}. Upgrade it, or save torch_state_dict() there."
+                )
+            lacking = [key for key in self.defaults if key not in group and key not in _MAY_BE_ABSENT]
+            foreign = sorted(_FOREIGN & group.keys() - self.defaults.keys())
+            if lacking or foreign:
+                what = f"has no {', '.join(lacking)}" if lacking else f"has {', '.join(foreign)}"
+                raise ValueError(f"{where} {what}: it is the state of another optimizer than {name}")
+            precision.check({key: value for key, value in group.items() if key in precision.DEFAULTS}, where)
+            rule = self._rule({**self.defaults, **group})
+            for place, key in enumerate(group["params"]):
+                state = loaded["state"].get(key)
+                if state and "step" not in state and _C.optim_counts_steps(rule, precision.of({})):
+                    raise ValueError(f"parameter {place} of {where}: its state has no 'step', which {name} needs")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; a group with options of ours has the version of their storages, too."""
+        result = super().state_dict()
+        for group in result["param_groups"]:
+            group.pop(precision.VERSION_NAME, None)
+            if precision.DEFAULTS.keys() & group.keys():
+                group[precision.VERSION_NAME] = precision.VERSION
+        return result
 
     def _keep_dtypes(self, saved: dict[str, Any]) -> None:
         for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
@@ -328,7 +427,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         by_key = dict(zip(keys, params, strict=True))
         result["state"] = {key: precision.plain(state, by_key[key]) for key, state in result["state"].items()}
         result["param_groups"] = [
-            {option: value for option, value in group.items() if option not in precision.DEFAULTS}
+            {option: value for option, value in group.items() if option not in precision.NAMES}
             for group in result["param_groups"]
         ]
         return result

@@ -12,6 +12,11 @@ Group = dict[str, Any]
 EXTRA_NAMES = _C.optim_extra_names()
 DEFAULTS: Group = {"state_bits": None, "master_bits": None, "min_8bit_size": 4096, "rounding": "nearest"}
 
+# Of what the states look like in memory; in the groups of state dicts that have any of these options.
+VERSION = 1
+VERSION_NAME = "storage_version"
+NAMES = {*DEFAULTS, VERSION_NAME}
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "state_bits": (None, 32, 16, 8),
     "master_bits": (None, 32, 24),
@@ -19,19 +24,20 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check(group: Group) -> None:
+def check(group: Group, where: str = "") -> None:
     """Raises ValueError for an option that is out of range; what the group does not say is as in DEFAULTS."""
     options = DEFAULTS | group
+    prefix = f"{where}: " if where else ""
     for option, choices in _CHOICES.items():
         if options[option] not in choices:
             expected = ", ".join(map(repr, choices))
-            raise ValueError(f"{option} is {options[option]!r}, expected one of {expected}")
+            raise ValueError(f"{prefix}{option} is {options[option]!r}, expected one of {expected}")
     size = options["min_8bit_size"]
     if not isinstance(size, int) or size < 0:
-        raise ValueError(f"min_8bit_size is {size!r}, expected a whole number of elements, 0 or more")
+        raise ValueError(f"{prefix}min_8bit_size is {size!r}, expected a whole number of elements, 0 or more")
     if options["rounding"] != "nearest" and options["master_bits"] is not None:
         raise ValueError(
-            f"rounding={options['rounding']!r} is for parameters without a master, but master_bits is "
+            f"{prefix}rounding={options['rounding']!r} is for parameters without a master, but master_bits is "
             f"{options['master_bits']}: leave one of them out"
         )
 
@@ -112,8 +118,11 @@ def extra_as_asked(state: dict[str, Any], param: Tensor, group: Group, label: st
     before = next((state[key] for key in EXTRA_NAMES if isinstance(state.get(key), Tensor)), None)
     if before is not None and before.shape != param.shape:
         raise ValueError(f"{label}: its state {name!r} has shape {tuple(before.shape)}, expected {tuple(param.shape)}")
-    made = _C.optim_store_param(param, _C.optim_load_param(param, before), dtype)
-    return dict.fromkeys(EXTRA_NAMES) | {name: made}
+    try:
+        values = _C.optim_load_param(param, before)
+    except TypeError as error:
+        raise TypeError(f"{label}: {error}") from error
+    return dict.fromkeys(EXTRA_NAMES) | {name: _C.optim_store_param(param, values, dtype)}
 
 
 def codes_name(name: str) -> str:

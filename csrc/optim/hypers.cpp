@@ -1,0 +1,60 @@
+// Bounds of hyper-parameters; see hypers.h.
+#include "optim/hypers.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <string_view>
+
+#include "base/check.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::optim {
+namespace {
+
+// As arguments are called where a rule's name for them differs.
+std::string_view argument(std::string_view name) {
+  if (name == "beta1") return "betas[0]";
+  if (name == "beta2") return "betas[1]";
+  return name;
+}
+
+// What is asked of a hyper-parameter, in words, and whether this number is it.
+struct Bound {
+  const char* words;
+  bool holds;
+};
+
+Bound bound_of(std::string_view name, double value) {
+  constexpr std::string_view kNotNegative[] = {"lr", "weight_decay", "eps", "lr_decay", "momentum", "alpha"};
+  if (name == "beta1" || name == "beta2") return {"a number of at least 0 and below 1", value >= 0 && value < 1};
+  const bool is_finite = std::isfinite(value);
+  if (std::find(std::begin(kNotNegative), std::end(kNotNegative), name) != std::end(kNotNegative)) {
+    return {"a finite number, 0 or above", is_finite && value >= 0};
+  }
+  return {"a finite number", is_finite};
+}
+
+}  // namespace
+
+void check_hypers(py::handle hypers, size_t group) {
+  Py_ssize_t position = 0;
+  PyObject *key = nullptr, *value = nullptr;
+  while (PyDict_Next(hypers.ptr(), &position, &key, &value)) {
+    const char* name = PyUnicode_AsUTF8(key);
+    if (name == nullptr) throw py::error_already_set();
+    const double number = PyFloat_AsDouble(value);
+    if (number == -1 && PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      throw UserTypeError(text("param_groups[", group, "]: ", argument(name), " is ",
+                               py::repr(value).cast<std::string>(), ", expected a number."));
+    }
+    if (const Bound bound = bound_of(name, number); !bound.holds) {
+      throw UserError(
+          text("param_groups[", group, "]: ", argument(name), " is ", number, ", expected ", bound.words, "."));
+    }
+  }
+}
+
+}  // namespace drivetrain::optim

@@ -3,8 +3,9 @@
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .base import constructed
+from .lamb import LAMB
 from .lion import Lion
 from .rmsprop import RMSprop
 from .sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "constructed"]
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "constructed"]

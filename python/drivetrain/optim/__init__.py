@@ -5,7 +5,8 @@ from .adam import Adam, AdamW
 from .base import constructed
 from .lamb import LAMB
 from .lion import Lion
+from .muon import Muon
 from .rmsprop import RMSprop
 from .sgd import SGD
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "constructed"]
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "RMSprop", "constructed"]

@@ -1,5 +1,6 @@
 """Optimizers with torch's constructors and state, stepped in one parallel pass over all parameters."""
 
+from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .base import constructed
@@ -9,4 +10,4 @@ from .muon import Muon
 from .rmsprop import RMSprop
 from .sgd import SGD
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "RMSprop", "constructed"]
+__all__ = ["LAMB", "SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "RMSprop", "constructed"]

@@ -13,12 +13,14 @@ from torch import Tensor
 import drivetrain
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
+from reference.lamb import LAMB
 from test_optim import TOLERANCES, assert_same, copies, make_params, set_grads
 
 OPTIMIZERS = {
     "adamw": (optim.AdamW, torch.optim.AdamW, {}),
     "sgd_momentum": (optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "adagrad": (optim.Adagrad, torch.optim.Adagrad, {}),
+    "lamb": (optim.LAMB, LAMB, {"lr": 1e-2}),
 }
 both = pytest.mark.parametrize("which", OPTIMIZERS)
 

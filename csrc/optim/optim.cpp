@@ -2,24 +2,22 @@
 #include "optim/optim.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/check.h"
-#include "base/cpu_isa.h"
-#include "base/current_stream.h"
 #include "grad/norm.h"
+#include "optim/adafactor.h"
 #include "optim/hypers.h"
+#include "optim/launch.h"
+#include "optim/layer.h"
+#include "optim/muon.h"
 #include "optim/state.h"
 #include "optim/step_reader.h"
 
@@ -27,35 +25,6 @@ namespace py = pybind11;
 
 namespace drivetrain::optim {
 namespace {
-
-void run_cpu(const StepJob& job) {
-  const auto step = for_chosen_isa(baseline::step_cpu, avx2::step_cpu, avx512::step_cpu);
-  constexpr int64_t kGrain = (1 << 15) / kBlock;  // blocks that are worth a thread
-  at::parallel_for(0, num_blocks(job.total), kGrain,
-                   [&](int64_t begin, int64_t end) { step(job, begin * kBlock, std::min(end * kBlock, job.total)); });
-}
-
-// How many threads a large step really runs on. (1 in a build without OpenMP, whatever torch.get_num_threads() says.)
-int num_step_threads() {
-  std::atomic<int> threads{0};
-  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) { ++threads; });
-  return threads;
-}
-
-// Copies the job's tables to the device, on its current stream, and launches there.
-void run_cuda(StepJob job, const Batch& batch, const std::vector<RuleArgs>& rules) {
-  const c10::DeviceGuard guard(batch.device);
-  const size_t params_bytes = batch.params.size() * sizeof(ParamJob), rules_bytes = rules.size() * sizeof(RuleArgs);
-  // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
-  const auto bytes = at::TensorOptions(at::kByte).pinned_memory(true);
-  const at::Tensor table = at::empty({static_cast<int64_t>(params_bytes + rules_bytes)}, bytes);
-  std::memcpy(table.data_ptr(), batch.params.data(), params_bytes);
-  std::memcpy(static_cast<char*>(table.data_ptr()) + params_bytes, rules.data(), rules_bytes);
-  const at::Tensor on_device = table.to(batch.device, /*non_blocking=*/true);
-  job.params = static_cast<const ParamJob*>(on_device.data_ptr());
-  job.rules = reinterpret_cast<const RuleArgs*>(static_cast<const char*>(on_device.data_ptr()) + params_bytes);
-  step_cuda(job, current_stream(batch.device));
-}
 
 // What has been read and checked, done: counters, versions, launches. Needs no GIL.
 void run(const StepReader& read, const GradTreatment& treatment) {
@@ -82,11 +51,16 @@ void run(const StepReader& read, const GradTreatment& treatment) {
     job.params = batch.params.data();
     job.num_params = static_cast<int32_t>(batch.params.size());
     job.rules = read.rules.data();
+    job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    if (batch.device.is_cpu()) {
-      run_cpu(job);
+    if (job.kind == RuleKind::kAdafactor) {
+      run_adafactor(job, batch.rule->adapt);
+    } else if (batch.rule->adapt != nullptr) {
+      run_layers(job, batch.rule->adapt);
+    } else if (job.kind == RuleKind::kMuonMomentum) {
+      run_muon(batch.device, job);
     } else {
-      run_cuda(job, batch, read.rules);
+      run_step(batch.device, job);
     }
     for (const Copy& copy : batch.copies) {
       if (copy.original.defined()) copy.original.detach().copy_(copy.copy);

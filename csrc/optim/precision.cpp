@@ -59,7 +59,17 @@ std::optional<Extra> extra_of(Format param_format) {
   }
 }
 
-std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, bool squared) {
+std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, StateKind kind) {
+  std::vector<int64_t> sizes = param.sizes().vec();
+  const size_t dims = sizes.size();
+  if ((kind == StateKind::kRowMeans || kind == StateKind::kColumnMeans) && dims < 2) return std::nullopt;
+  if (kind == StateKind::kSquaredOfVector && dims >= 2) return std::nullopt;
+  if (kind == StateKind::kRowMeans) sizes[dims - 1] = 1;
+  if (kind == StateKind::kColumnMeans) sizes[dims - 2] = 1;
+  return sizes;
+}
+
+std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind) {
   switch (precision.state_bits) {
     case 0:
       return std::nullopt;
@@ -67,8 +77,9 @@ std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10:
       return at::kBFloat16;
     case 8:
       // Small and one-dimensional ones (biases, norms) save nothing and matter more.
-      if (param.dim() >= 2 && param.numel() >= precision.min_8bit_size) return squared ? at::kByte : at::kChar;
-      return at::kFloat;
+      if (kind != StateKind::kMean && kind != StateKind::kSquared) return at::kFloat;
+      if (param.dim() < 2 || param.numel() < precision.min_8bit_size) return at::kFloat;
+      return kind == StateKind::kSquared ? at::kByte : at::kChar;
     default:
       return c10::isComplexType(param.dtype().toScalarType()) ? at::kComplexFloat : at::kFloat;
   }

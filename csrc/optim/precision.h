@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "optim/storage.h"
 
@@ -37,9 +38,23 @@ struct Extra {
 std::optional<Extra> extra_of(Format param_format);
 constexpr const char* kExtraNames[] = {"param_remainder", "param_compensation", "param_master"};
 
-// The dtype that a state of this parameter must have; none: any floating one. squared: a mean of squares, see rules.h.
-// int8 and uint8 stand for kSigned8 and kSquared8.
-std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, bool squared);
+// What a state is, which says its shape and what it may be kept in.
+enum class StateKind : uint8_t {
+  kMean,
+  kSquared,  // a mean or sum of squares: in 8 bits, those need other codes
+  // Of squares, over the last dimension or the one before it (of size 1 there), of parameters that have both; and what
+  // others have instead.
+  kRowMeans,
+  kColumnMeans,
+  kSquaredOfVector,
+};
+
+// The sizes of a state of this kind; none: a parameter of such a shape has no such state.
+std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, StateKind kind);
+
+// The dtype that a state of this parameter must have; none: any floating one. int8 and uint8 stand for kSigned8 and
+// kSquared8.
+std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind);
 
 inline bool is_block_dtype(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
 inline int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }

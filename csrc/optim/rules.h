@@ -2,8 +2,9 @@
 //
 // A rule is a plain-data Args (made once per step, on the host, in double, so that CPU and GPU share every scalar)
 // and a template <class T> whose operator() updates one element; kSquared says which of its states are means or sums of
-// squares, of which 8 bits keep the root. A new element-wise optimizer is one such pair and one
-// row in DT_OPTIM_RULES, which names its states as torch's class does.
+// squares, of which 8 bits keep the root. A new element-wise optimizer is one such pair and one row in DT_OPTIM_RULES,
+// which names its states as torch's class does. A rule whose step has a length that depends on the whole parameter's
+// norms (DT_LAYER_RULES) says its direction apart, and what to make of the norms: see layer.h.
 #pragma once
 
 #include <cmath>
@@ -16,6 +17,11 @@
 namespace drivetrain::optim {
 
 constexpr int kMaxStates = 3;
+
+// Over a whole parameter: sums of the squares of its elements, and of its direction's.
+struct LayerSums {
+  double param = 0, direction = 0;
+};
 
 // A step's hyper-parameters by torch's names, as the Python class gives them.
 struct Hypers {
@@ -299,11 +305,188 @@ struct Lion {
   }
 };
 
+// ---- LAMB (You et al. 2020, alg. 2): Adam's direction, and steps as long as the parameter's own norm says.
+struct LambArgs {
+  double beta1, beta2, sign, weight_decay;
+  double gradient_share;  // 1 - beta1, or 1 if gradients are added up and not averaged
+  double direction_size;  // sqrt(bias_correction2) / bias_correction1
+  double eps;             // eps * sqrt(bias_correction2): one division per element, as in Adam
+  double step_size;       // lr, times the trust ratio once adapt() has been told the norms
+  double adapts;          // whether there is one
+  double clips;           // whether it is at most 1
+
+  static constexpr bool kCountsSteps = true;
+  static LambArgs make(const Hypers& hyper, double step) {
+    LambArgs args;
+    args.beta1 = hyper["beta1"];
+    args.beta2 = hyper["beta2"];
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.weight_decay = hyper["weight_decay"];
+    args.gradient_share = hyper["grad_averaging"] != 0 ? 1 - args.beta1 : 1;
+    const bool corrects = hyper["bias_correction"] != 0;
+    const double correction1 = corrects ? 1 - std::pow(args.beta1, step) : 1;
+    const double correction2_sqrt = corrects ? std::sqrt(1 - std::pow(args.beta2, step)) : 1;
+    args.direction_size = correction2_sqrt / correction1;
+    args.eps = hyper["eps"] * correction2_sqrt;
+    args.step_size = hyper["lr"];
+    args.adapts = args.weight_decay != 0 || hyper["always_adapt"] != 0;
+    args.clips = hyper["trust_clip"];
+    return args;
+  }
+
+  void adapt(const LayerSums& sums, int64_t) {
+    if (adapts == 0 || !(sums.param > 0) || !(sums.direction > 0)) return;
+    const double ratio = std::sqrt(sums.param / sums.direction);
+    step_size *= clips != 0 && ratio > 1 ? 1 : ratio;
+  }
+};
+
+template <class T>
+struct Lamb {
+  using Args = LambArgs;
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};
+  T beta1, beta2, one_minus_beta2, sign, weight_decay, gradient_share, direction_size, eps, step_size;
+
+  DT_HOST_DEVICE explicit Lamb(const Args& a)
+      : beta1(T(a.beta1)),
+        beta2(T(a.beta2)),
+        one_minus_beta2(T(1 - a.beta2)),
+        sign(T(a.sign)),
+        weight_decay(T(a.weight_decay)),
+        gradient_share(T(a.gradient_share)),
+        direction_size(T(a.direction_size)),
+        eps(T(a.eps)),
+        step_size(T(a.step_size)) {}
+
+  DT_HOST_DEVICE T direction(T param, T grad, T (&state)[kMaxStates]) const {
+    T& exp_avg = state[0];
+    T& exp_avg_sq = state[1];
+    grad = sign * grad;
+    exp_avg = beta1 * exp_avg + gradient_share * grad;
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad);
+    return direction_size * (exp_avg / (square_root(exp_avg_sq) + eps)) + weight_decay * param;
+  }
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    param = param - step_size * direction(param, grad, state);
+  }
+};
+
+// ---- Muon (Jordan et al. 2024, in torch's form): a momentum, what an iteration over matrices makes of it (muon.cpp),
+// and a step along the result. Two rules with one Args: the first writes the momentum where the second's gradient is.
+struct MuonArgs {
+  double momentum, nesterov;
+  double decay;      // 1 - lr * weight_decay
+  double step_size;  // lr, times what adjusted() makes of the matrix's shape
+  double matches_rms_adamw;
+  double coefficients[3];
+  double iterations, eps;
+
+  static constexpr bool kCountsSteps = false;
+  static MuonArgs make(const Hypers& hyper, double) {
+    MuonArgs args;
+    args.momentum = hyper["momentum"];
+    args.nesterov = hyper["nesterov"];
+    args.decay = 1 - hyper["lr"] * hyper["weight_decay"];
+    args.step_size = hyper["lr"];
+    args.matches_rms_adamw = hyper["match_rms_adamw"];
+    args.coefficients[0] = hyper["ns_a"];
+    args.coefficients[1] = hyper["ns_b"];
+    args.coefficients[2] = hyper["ns_c"];
+    args.iterations = hyper["ns_steps"];
+    args.eps = hyper["eps"];
+    return args;
+  }
+};
+
+template <class T>
+struct MuonMomentum {
+  using Args = MuonArgs;
+  static constexpr int kNumStates = 1;
+  static constexpr bool kSquared[kMaxStates] = {};
+  static constexpr bool kNeedsMatrices = true;
+  T momentum, one_minus_momentum;
+  bool nesterov;
+
+  DT_HOST_DEVICE explicit MuonMomentum(const Args& a)
+      : momentum(T(a.momentum)), one_minus_momentum(T(1 - a.momentum)), nesterov(a.nesterov != 0) {}
+
+  DT_HOST_DEVICE void operator()(T& result, T grad, T (&state)[kMaxStates]) const {
+    T& buffer = state[0];
+    buffer = buffer + one_minus_momentum * (grad - buffer);
+    result = nesterov ? grad + momentum * (buffer - grad) : buffer;
+  }
+};
+
+template <class T>
+struct MuonStep {
+  using Args = MuonArgs;
+  static constexpr int kNumStates = 0;
+  static constexpr bool kSquared[kMaxStates] = {};
+  T decay, step_size;
+
+  DT_HOST_DEVICE explicit MuonStep(const Args& a) : decay(T(a.decay)), step_size(T(a.step_size)) {}
+
+  DT_HOST_DEVICE void operator()(T& param, T orthogonal, T (&)[kMaxStates]) const {
+    param = param * decay - step_size * orthogonal;
+  }
+};
+
+// ---- Adafactor (Shazeer & Stern 2018, alg. 4 and 5, in torch's form). Its matrices have passes of their own
+// (adafactor.cpp) with the same Args; vectors keep a second moment per element and are a rule like others.
+struct AdafactorArgs {
+  double sign;
+  double fresh;  // what the newest gradient counts in second moments: step ** beta2_decay
+  double eps1, eps2, d;
+  double decay;      // 1 - lr * weight_decay
+  double step_size;  // min(lr, 1 / sqrt(step)), times what adapt() makes of both norms
+
+  static constexpr bool kCountsSteps = true;
+  static AdafactorArgs make(const Hypers& hyper, double step) {
+    AdafactorArgs args;
+    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.fresh = std::pow(step, hyper["beta2_decay"]);
+    args.eps1 = hyper["eps1"];
+    args.eps2 = hyper["eps2"];
+    args.d = hyper["d"];
+    args.decay = 1 - hyper["lr"] * hyper["weight_decay"];
+    args.step_size = std::fmin(hyper["lr"], 1 / std::sqrt(step));
+    return args;
+  }
+
+  void adapt(const LayerSums& sums, int64_t numel) {
+    const double param_size = std::sqrt(sums.param / numel), size = std::sqrt(sums.direction / numel);
+    step_size *= maximum(param_size, eps2) / maximum(size / d, 1.0);
+  }
+};
+
+template <class T>
+struct AdafactorVector {
+  using Args = AdafactorArgs;
+  static constexpr int kNumStates = 1;
+  static constexpr bool kSquared[kMaxStates] = {true};
+  T sign, fresh, floor, decay, step_size;
+
+  DT_HOST_DEVICE explicit AdafactorVector(const Args& a)
+      : sign(T(a.sign)), fresh(T(a.fresh)), floor(T(a.eps1 * a.eps1)), decay(T(a.decay)), step_size(T(a.step_size)) {}
+
+  DT_HOST_DEVICE T direction(T, T grad, T (&state)[kMaxStates]) const {
+    T& variance = state[0];
+    variance = variance + fresh * (grad * grad - variance);
+    return sign * grad / square_root(maximum(variance, floor));
+  }
+
+  DT_HOST_DEVICE void operator()(T& param, T grad, T (&state)[kMaxStates]) const {
+    param = param * decay - step_size * direction(param, grad, state);
+  }
+};
+
 #if defined(DRIVETRAIN_ISA)
 }  // namespace DRIVETRAIN_ISA
 #endif
 
-// ---- The table of rules: X(template, name in Python, names of its states in Python).
+// ---- The tables of rules: X(template, name in Python, names of its states in Python).
 #define DT_OPTIM_RULES(X)                                                                              \
   X(Adam, "adam", "exp_avg", "exp_avg_sq")                                                             \
   X(AdamAmsgrad, "adam_amsgrad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")                            \
@@ -314,11 +497,17 @@ struct Lion {
   X(RmspropMomentum, "rmsprop_momentum", "square_avg", "momentum_buffer")                              \
   X(RmspropCentered, "rmsprop_centered", "square_avg", "grad_avg")                                     \
   X(RmspropCenteredMomentum, "rmsprop_centered_momentum", "square_avg", "grad_avg", "momentum_buffer") \
-  X(Lion, "lion", "exp_avg")
+  X(Lion, "lion", "exp_avg")                                                                           \
+  X(MuonMomentum, "muon", "momentum_buffer")                                                           \
+  X(MuonStep, "muon_step")
+
+#define DT_LAYER_RULES(X)                  \
+  X(Lamb, "lamb", "exp_avg", "exp_avg_sq") \
+  X(AdafactorVector, "adafactor_vector", "variance")
 
 enum class RuleKind : int32_t {
 #define DT_ENUMERATOR(Rule, ...) k##Rule,
-  DT_OPTIM_RULES(DT_ENUMERATOR)
+  DT_OPTIM_RULES(DT_ENUMERATOR) DT_LAYER_RULES(DT_ENUMERATOR) kAdafactor,
 #undef DT_ENUMERATOR
 };
 

@@ -62,6 +62,7 @@ at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& 
 // Those values as a state of `param`, laid out as the step walks it, in `dtype`; with its scales if that has 8 bits.
 std::tuple<at::Tensor, std::optional<at::Tensor>> store_state(const at::Tensor& param, const at::Tensor& values,
                                                               at::ScalarType dtype) {
+  if (!values.sizes().equals(param.sizes())) return {values.detach().to(dtype).contiguous(), std::nullopt};
   if (!is_block_dtype(dtype)) {
     at::Tensor state = empty_as_walked(param, dtype);
     return {state.copy_(values.detach()), std::nullopt};
@@ -115,13 +116,13 @@ void register_state(py::module_& m) {
              return Precision{state_bits, master_bits, min_8bit_size, rounding_of(rounding)};
            }),
            py::kw_only(), py::arg("state_bits"), py::arg("master_bits"), py::arg("min_8bit_size"), py::arg("rounding"));
-  // The rule's states by name, each with whether it is a mean of squares.
+  // The rule's states by name, each with its kind (rules.h).
   m.def(
       "optim_states",
       [](const std::string& rule) {
-        std::vector<std::pair<std::string, bool>> states;
+        std::vector<std::pair<std::string, int>> states;
         for (const RuleInfo::State& state : find_rule(rule).states) {
-          states.emplace_back(py::handle(state.name).cast<std::string>(), state.is_squared);
+          states.emplace_back(py::handle(state.name).cast<std::string>(), static_cast<int>(state.kind));
         }
         return states;
       },
@@ -132,13 +133,20 @@ void register_state(py::module_& m) {
         return find_rule(rule).counts_steps || precision.rounding == Rounding::kStochastic;
       },
       py::arg("rule"), py::arg("precision"));
+  // The shape of a state of this parameter; None: it has no such state.
+  m.def(
+      "optim_state_shape",
+      [](const at::Tensor& param, int kind) {
+        return state_sizes(*param.unsafeGetTensorImpl(), static_cast<StateKind>(kind));
+      },
+      py::arg("param"), py::arg("kind"));
   // The dtype that a state of this parameter must have; None: any floating one.
   m.def(
       "optim_state_dtype",
-      [](const Precision& precision, const at::Tensor& param, bool squared) {
-        return state_dtype(precision, *param.unsafeGetTensorImpl(), squared);
+      [](const Precision& precision, const at::Tensor& param, int kind) {
+        return state_dtype(precision, *param.unsafeGetTensorImpl(), static_cast<StateKind>(kind));
       },
-      py::arg("precision"), py::arg("param"), py::arg("squared"));
+      py::arg("precision"), py::arg("param"), py::arg("kind"));
   m.def(
       "optim_is_state_as",
       [](const at::Tensor& param, const at::Tensor& state, const std::optional<at::Tensor>& scales,

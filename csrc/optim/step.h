@@ -30,6 +30,9 @@ struct ParamJob {
   int64_t numel;
   uint64_t key;  // what stochastic rounding draws from
   int32_t rule;  // index into StepJob::rules
+  // Of rules about matrices: the last two dimensions. Memory holds one column after the other if it is transposed.
+  bool is_transposed = false;
+  int64_t rows = 0, columns = 0;
 };
 
 // All parameters of one device that one step updates. Elements are numbered 0 .. total over all parameters, with gaps
@@ -41,6 +44,7 @@ struct StepJob {
   const ParamJob* params;  // sorted by begin, none empty
   int32_t num_params;
   const RuleArgs* rules;
+  int32_t num_rules;
   int64_t total;
 };
 
@@ -65,18 +69,22 @@ DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
 #endif
 
 // step_cpu updates the elements [begin, end) of the flat order; begin is a multiple of kBlock, and so is end unless it
-// is the total. convert_cpu writes values from one stream into another, rounded as that one's format rounds. One copy
-// of both per instruction set.
+// is the total or a parameter's end. layer_sums_cpu reads the elements [begin, end) of one parameter, both in double in
+// an order that depends on their number alone, and writes nothing. convert_cpu writes values from one stream into
+// another, rounded as that one's format rounds. One copy of both per instruction set.
 namespace baseline {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);
+LayerSums layer_sums_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end);
 void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
 }  // namespace baseline
 namespace avx2 {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);
+LayerSums layer_sums_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end);
 void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
 }  // namespace avx2
 namespace avx512 {
 void step_cpu(const StepJob& job, int64_t begin, int64_t end);
+LayerSums layer_sums_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end);
 void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
 }  // namespace avx512
 

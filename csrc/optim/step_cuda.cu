@@ -35,6 +35,8 @@ void step_cuda(const StepJob& job, void* stream) {
     return launch<Rule>(job, cuda_stream);
     DT_OPTIM_RULES(DT_CASE)
 #undef DT_CASE
+    default:  // the reader has refused it
+      return;
   }
 }
 

@@ -27,21 +27,49 @@ void prefetch(const void* address, int lines = 1) {
   for (int i = 0; i < lines; ++i) __builtin_prefetch(static_cast<const char*>(address) + i * kLine);
 }
 
-template <template <class> class Rule>
-RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> states) {
-  using Args = typename Rule<float>::Args;
-  DT_INVARIANT(states.size() == Rule<float>::kNumStates);
+template <class Args>
+RuleInfo rule_info(const char* name, RuleKind kind, RuleInfo::Needs needs,
+                   const std::vector<std::pair<const char*, StateKind>>& states) {
   RuleInfo info{name,
                 kind,
                 Args::kCountsSteps,
                 [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
+                nullptr,
+                needs,
                 {}};
-  for (const char* state : states) {
-    const auto interned = [&](const char* suffix) { return PyUnicode_InternFromString(text(state, suffix).c_str()); };
-    info.states.push_back(
-        {interned(""), interned("_codes"), interned("_scales"), Rule<float>::kSquared[info.states.size()]});
+  if constexpr (requires(Args args) { args.adapt(LayerSums(), int64_t()); }) {
+    info.adapt = [](RuleArgs& bytes, const LayerSums& sums, int64_t numel) {
+      Args args = bytes.as<Args>();
+      args.adapt(sums, numel);
+      bytes = RuleArgs::of(args);
+    };
+  }
+  for (const auto& [state, kind_of_state] : states) {
+    const std::string name_of_state = state;
+    const auto interned = [&](const char* suffix) {
+      return PyUnicode_InternFromString((name_of_state + suffix).c_str());
+    };
+    info.states.push_back({interned(""), interned("_codes"), interned("_scales"), kind_of_state,
+                           kind_of_state == StateKind::kMean || kind_of_state == StateKind::kSquared});
   }
   return info;
+}
+
+template <template <class> class Rule>
+RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> names) {
+  DT_INVARIANT(names.size() == Rule<float>::kNumStates);
+  std::vector<std::pair<const char*, StateKind>> states;
+  for (const char* state : names) {
+    states.emplace_back(state, Rule<float>::kSquared[states.size()] ? StateKind::kSquared : StateKind::kMean);
+  }
+  constexpr bool kNeedsMatrices = requires { Rule<float>::kNeedsMatrices; };
+  return rule_info<typename Rule<float>::Args>(
+      name, kind, kNeedsMatrices ? RuleInfo::Needs::kMatrix : RuleInfo::Needs::kNothing, states);
+}
+
+// Whether the parameter has that state.
+bool has_state(const c10::TensorImpl& param, const RuleInfo::State& state) {
+  return state.of_all_shapes || (param.dim() < 2) == (state.kind == StateKind::kSquaredOfVector);
 }
 
 // A group's hyper-parameters, read from the dict that the Python class made of them.
@@ -98,17 +126,39 @@ bool read_extra(PyObject* object, const c10::TensorImpl& param, at::ScalarType d
   return (stream.extra = contiguous_memory(extra)) != nullptr;
 }
 
+// The shape of a parameter for a rule that asks for it, as the memory has it that is walked; vectors have none.
+void read_shape(const c10::TensorImpl& param, ParamJob& job) {
+  if (param.dim() < 2) return;
+  job.rows = param.size(-2);
+  job.columns = param.size(-1);
+  job.is_transposed = !param.is_contiguous();
+}
+
+bool meets(RuleInfo::Needs needs, const c10::TensorImpl& param) {
+  if (needs == RuleInfo::Needs::kNothing) return true;
+  return !c10::isComplexType(param.dtype().toScalarType()) && (needs != RuleInfo::Needs::kMatrix || param.dim() == 2);
+}
+
 bool is_walkable(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
-  return other.sizes().equals(param.sizes()) && other.device() == param.device() &&
+bool same_memory(const c10::TensorImpl& param, const c10::TensorImpl& other) {
+  return other.device() == param.device() &&
          c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());
 }
 
 bool has_place_of(const at::Tensor& tensor, const at::Tensor& param) {
   return tensor.sizes().equals(param.sizes()) && tensor.device() == param.device();
+}
+
+bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
+  return other.sizes().equals(param.sizes()) && same_memory(param, other);
+}
+
+bool is_shaped_as_state(const c10::TensorImpl& param, const c10::TensorImpl& state, const RuleInfo::State& info) {
+  return info.of_all_shapes ? state.sizes().equals(param.sizes())
+                            : state.sizes().equals(*state_sizes(param, info.kind));
 }
 
 bool is_step_counter(const at::Tensor& step) {
@@ -159,8 +209,12 @@ const at::Tensor& laid_out_as(Batch& batch, const at::Tensor& like, const at::Te
 const RuleInfo& find_rule(const std::string& name) {
   static const std::vector<RuleInfo> rules = {
 #define DT_ROW(Rule, name, ...) rule_info<Rule>(name, RuleKind::k##Rule, {__VA_ARGS__}),
-      DT_OPTIM_RULES(DT_ROW)
+      DT_OPTIM_RULES(DT_ROW) DT_LAYER_RULES(DT_ROW)
 #undef DT_ROW
+          rule_info<AdafactorArgs>("adafactor", RuleKind::kAdafactor, RuleInfo::Needs::kRealRowByRow,
+                                   {{"row_var", StateKind::kRowMeans},
+                                    {"col_var", StateKind::kColumnMeans},
+                                    {"variance", StateKind::kSquaredOfVector}}),
   };
   for (const RuleInfo& rule : rules) {
     if (name == rule.name) return rule;
@@ -308,6 +362,10 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
   }
   found.complete = true;
   for (size_t s = 0; s < states.size(); ++s) {
+    if (!states[s].of_all_shapes && !has_state(*THPVariable_Unpack(entry.param).unsafeGetTensorImpl(), states[s])) {
+      found.states[s] = nullptr;
+      continue;
+    }
     if (found.states[s] == nullptr) found.states[s] = codes[s];
     found.complete &= found.states[s] != nullptr;
   }
@@ -444,19 +502,20 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
     }
   }
   for (size_t s = 0; s < rule.states.size(); ++s) {
+    if (!has_state(param, rule.states[s])) continue;
     if (!THPVariable_CheckExact(values.states[s])) return;
     const at::Tensor& state_tensor = THPVariable_Unpack(values.states[s]);
     const c10::TensorImpl& state = *state_tensor.unsafeGetTensorImpl();
     Stream& stream = reading.job.state[s];
-    if (!same_kind(param, state)) return;
-    const std::optional<at::ScalarType> wanted = state_dtype(group.precision, param, rule.states[s].is_squared);
+    if (!same_memory(param, state) || !is_shaped_as_state(param, state, rule.states[s])) return;
+    const std::optional<at::ScalarType> wanted = state_dtype(group.precision, param, rule.states[s].kind);
     if (wanted && state.dtype().toScalarType() != *wanted) return;
     if (wanted && is_block_dtype(*wanted)) {
       if ((stream.data = contiguous_memory(state)) == nullptr ||
           !read_extra(values.scales[s], param, at::kFloat, num_blocks(param.numel()), stream)) {
         return;
       }
-      stream.format = rule.states[s].is_squared ? Format::kSquared8 : Format::kSigned8;
+      stream.format = rule.states[s].kind == StateKind::kSquared ? Format::kSquared8 : Format::kSigned8;
       footprint.add(values.scales[s], THPVariable_Unpack(values.scales[s]));
     } else if (!read_contiguous(state, stream)) {
       return;
@@ -474,6 +533,8 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
     footprint.step_value = reading.counter.value;
     reading.steps_done = steps_done(reading.counter);
   }
+  if (!meets(rule.needs, param)) return;
+  if (rule.needs != RuleInfo::Needs::kNothing) read_shape(param, reading.job);
   reading.job.numel = param.numel() * (param_tensor.is_complex() ? 2 : 1);
   reading.param = param_tensor.unsafeGetTensorImpl();
   reading.grad = grad_tensor.unsafeGetTensorImpl();
@@ -518,10 +579,13 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
     return true;  // what is left of another format would be taken up again later
   }
   for (size_t s = 0; s < group.rule->states.size(); ++s) {
-    if (!THPVariable_Check(values.states[s])) continue;  // has an error of its own
+    if (values.states[s] == nullptr || !THPVariable_Check(values.states[s])) continue;  // none, or an error of its own
     const at::Tensor& state = THPVariable_Unpack(values.states[s]);
-    if (!has_place_of(state, param)) continue;  // the same
-    const auto wanted = state_dtype(group.precision, *param.unsafeGetTensorImpl(), group.rule->states[s].is_squared);
+    const RuleInfo::State& info = group.rule->states[s];
+    if (!is_shaped_as_state(*param.unsafeGetTensorImpl(), *state.unsafeGetTensorImpl(), info) ||
+        state.device() != param.device())
+      continue;  // the same
+    const auto wanted = state_dtype(group.precision, *param.unsafeGetTensorImpl(), info.kind);
     const at::Tensor* scales = values.scales[s] == nullptr ? nullptr : &THPVariable_Unpack(values.scales[s]);
     if ((wanted || is_block_dtype(state.scalar_type())) && !is_state_as(param, state, scales, wanted)) return true;
   }
@@ -537,6 +601,12 @@ void StepReader::read_other(const Entry& entry) {
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");
+  if (!meets(rule.needs, *param.unsafeGetTensorImpl())) {
+    const bool needs_matrix = rule.needs == RuleInfo::Needs::kMatrix;
+    throw EnvironmentError(text(label(entry), " is ", param.scalar_type(), " of shape ", param.sizes(), ": ", rule.name,
+                                " needs real ", needs_matrix ? "matrices, of two dimensions" : "parameters",
+                                ": give it to another optimizer, AdamW say."));
+  }
   if (const std::string reason = why_not(group.precision, param.scalar_type()); !reason.empty()) {
     throw UserError(text(label(entry), ": ", reason, "."));
   }
@@ -555,8 +625,11 @@ void StepReader::read_other(const Entry& entry) {
     reading.counter = counter_of(checked_step(entry, values.step));
     reading.steps_done = steps_done(reading.counter);
   }
-  const at::Tensor& walked = is_walkable(param) ? param : contiguous_copy(batch, param);
+  const bool as_it_lies =
+      rule.needs == RuleInfo::Needs::kRealRowByRow ? param.is_contiguous() && is_walkable(param) : is_walkable(param);
+  const at::Tensor& walked = as_it_lies ? param : contiguous_copy(batch, param);
   reading.job.numel = real_numel(param);
+  if (rule.needs != RuleInfo::Needs::kNothing) read_shape(*walked.unsafeGetTensorImpl(), reading.job);
   reading.job.param = {walked.data_ptr(), param_format(group.precision, param.scalar_type())};
   if (extra_of(reading.job.param.format)) {
     const at::Tensor& extra = THPVariable_Unpack(values.extra);
@@ -564,18 +637,23 @@ void StepReader::read_other(const Entry& entry) {
   }
   reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/treats_grads_));
   for (size_t s = 0; s < rule.states.size(); ++s) {
+    if (!has_state(*param.unsafeGetTensorImpl(), rule.states[s])) continue;
     Stream& stream = reading.job.state[s];
     if (THPVariable_Check(values.states[s]) && values.scales[s] != nullptr &&
         is_block_dtype(THPVariable_Unpack(values.states[s]).scalar_type()) &&
         has_place_of(THPVariable_Unpack(values.states[s]), param)) {  // lacks_state has looked at the rest
       stream.data = THPVariable_Unpack(values.states[s]).data_ptr();
       stream.extra = THPVariable_Unpack(values.scales[s]).data_ptr();
-      stream.format = rule.states[s].is_squared ? Format::kSquared8 : Format::kSigned8;
+      stream.format = rule.states[s].kind == StateKind::kSquared ? Format::kSquared8 : Format::kSigned8;
       continue;
     }
     const at::Tensor& state = checked_state(entry, param, values.states[s], s);
     check_memory(entry, state, "its state");
-    stream = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
+    if (rule.states[s].of_all_shapes) {
+      stream = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
+    } else {
+      stream = stream_of(state.is_contiguous() ? state : contiguous_copy(batch, state));
+    }
   }
   add_job(entry, reading);
 }
@@ -640,11 +718,12 @@ const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor
     throw UserTypeError(text(label(entry), ": its state '", name(), "' is not a tensor."));
   }
   const at::Tensor& value = THPVariable_Unpack(object);
-  if (!value.sizes().equals(param.sizes()) || value.device() != param.device() || value.layout() != at::kStrided ||
+  const auto sizes = *state_sizes(*param.unsafeGetTensorImpl(), groups_[entry.group].rule->states[which].kind);
+  if (!value.sizes().equals(sizes) || value.device() != param.device() || value.layout() != at::kStrided ||
       value.is_complex() != param.is_complex() || !format_of(value.scalar_type())) {
     throw UserTypeError(text(label(entry), ": its state '", name(), "' is ", value.scalar_type(), " of shape ",
                              value.sizes(), " on ", value.device().str(), "; expected a floating tensor of shape ",
-                             param.sizes(), " on ", param.device().str(), "."));
+                             at::IntArrayRef(sizes), " on ", param.device().str(), "."));
   }
   return value;
 }
@@ -656,6 +735,10 @@ Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_doub
                                 "only so far; there use torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler."));
   }
   const RuleInfo* rule = groups_[entry.group].rule;
+  if (device.is_cuda() && rule->adapt != nullptr) {
+    throw UnsupportedError(text(label(entry), " is on ", device.str(), ": ", rule->name,
+                                " has no CUDA kernels yet, it runs on the CPU; there use AdamW or Lion."));
+  }
   for (Batch& batch : batches) {
     if (batch.rule == rule && batch.device == device && batch.in_double == in_double) return batch;
   }

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "optim/layer.h"
 #include "optim/precision.h"
 #include "optim/step.h"
 
@@ -21,12 +22,15 @@ struct RuleInfo {
   RuleKind kind;
   bool counts_steps;  // the state holds a tensor "step"
   RuleArgs (*make_args)(const Hypers&, double step);
+  Adapt adapt;                                                            // null: no norms are asked for
+  enum class Needs : uint8_t { kNothing, kMatrix, kRealRowByRow } needs;  // of a parameter's shape and memory
   struct State {
     PyObject* name;  // interned, never freed, as the others
     // With 8 bits it lives under these two instead: torch's class, which would take codes for values, misses it then.
     PyObject* codes_name;
     PyObject* scales_name;
-    bool is_squared;
+    StateKind kind;
+    bool of_all_shapes;  // else see state_sizes()
   };
   std::vector<State> states;
 };

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _C, optim
 from ..amp import GradScaler
+from . import family
 from .measure import Row, interleaved, median_interval, ratio_row
 from .shapes import Shape, gpt2_124m, many_small, resnet50
 
@@ -46,7 +47,7 @@ def run(threads: int, rounds: int) -> list[Row]:
             rows.append(_measure_tail(what, shapes, target, rounds))
         for measure in track(PRECISION_ROWS, description="fewer bits", transient=True):
             rows += measure(rounds)
-        return rows
+        return rows + family.run(rounds)
     finally:
         torch.set_num_threads(before)
 

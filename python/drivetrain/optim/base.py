@@ -185,14 +185,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, group, _ in params:
             if self.state[param].get("step") is None and _C.optim_counts_steps(rule, precision.of(group)):
                 write(param, {"step": torch.zeros((), dtype=step_dtype)})
-        for name, is_squared in _C.optim_states(rule):
+        for name, kind in _C.optim_states(rule):
             for param, group, label in params:
                 state = self.state[param]
-                if not precision.has_state(state, name):
+                entries = precision.state_as_asked(state, name, param, group, label, kind, self._initial_state)
+                if entries and not precision.has_state(state, name):
                     fresh.append(param)
-                write(
-                    param, precision.state_as_asked(state, name, param, group, label, is_squared, self._initial_state)
-                )
+                write(param, entries)
         for param, group, label in params:
             round_anew(param, group, label)
         return fresh

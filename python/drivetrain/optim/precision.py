@@ -69,24 +69,31 @@ def state_as_asked(
     param: Tensor,
     group: Group,
     label: str,
-    is_squared: bool,
+    kind: int,
     initial: Callable[[Tensor, Group], Tensor],
 ) -> dict[str, Tensor | None]:
     """What to write into `state`, or to take out (None), so that its entry `name` is as the group asks.
 
+    Args:
+        kind: of the state, as the native rule gives it: a parameter of some shapes has no state of some kinds, and
+            some have another shape than their parameter.
+
     Raises:
         ValueError: an 8-bit entry is without its scales.
     """
-    dtype = _C.optim_state_dtype(of(group), param, is_squared)
+    shape = _C.optim_state_shape(param, kind)
+    if shape is None:
+        return {}
+    dtype = _C.optim_state_dtype(of(group), param, kind)
     codes, scales = codes_name(name), scales_name(name)
     where = codes if state.get(name) is None else name
     found = state.get(where)
     if found is None:
-        values = initial(param, group)
+        values = initial(param, group) if list(param.shape) == shape else param.new_zeros(shape)
         if dtype is None:
             return {name: values}
     else:
-        if not isinstance(found, Tensor) or found.shape != param.shape or found.device != param.device:
+        if not isinstance(found, Tensor) or list(found.shape) != shape or found.device != param.device:
             return {}  # the step says what is wrong with it
         if _C.optim_is_state_as(param, found, state.get(scales), dtype):
             return {}
@@ -150,8 +157,8 @@ def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
         if name.endswith("_codes"):
             name = name.removesuffix("_codes")
             value = _C.optim_load_state(value, state.get(scales_name(name)))
-        is_values = isinstance(value, Tensor) and name != "step" and value.shape == param.shape
-        if is_values and value.dtype != param.dtype and not value.is_complex():
+        is_values = isinstance(value, Tensor) and name != "step" and value.is_floating_point()
+        if is_values and value.dtype != param.dtype:
             value = value.float()
         result[name] = value
     return result

@@ -1,0 +1,50 @@
+"""Adafactor: torch's class with the native step."""
+
+import math
+from typing import Any
+
+import torch
+
+from .base import FusedOptimizer
+
+
+class Adafactor(FusedOptimizer, torch.optim.Adafactor):
+    """torch.optim.Adafactor, constructor and state included: second moments of matrices kept as a row and a column.
+
+    Takes real parameters of the dtypes of :class:`drivetrain.optim.Adam`, on the CPU only; those of two and more
+    dimensions are matrices in their last two, and others have a second moment per element. `foreach` is accepted and
+    changes nothing. Options beside torch's as in every class here; the factors are small, and with `state_bits=8` they
+    are float32, as vectors are.
+
+    Three passes over a matrix, of which only the last writes: its gradient for the sums of rows and columns, and it for
+    its norm; its gradient for the norm of the update; the step. Two over a vector, the norms and the step. Sums are in
+    float64 in a fixed order: the same bits whatever the number of threads and the instruction set. Matrices that do not
+    lie row by row in memory are stepped in a copy.
+
+    Source: Shazeer & Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", algorithms 4 and 5,
+    in torch's form: means instead of sums, eps1 in the update and not in the factors, no first moment. Where `eps[0]`
+    is None it is the resolution of the dtype of the group's first parameter.
+
+    Raises:
+        ValueError: as torch, for hyper-parameters out of range.
+        RuntimeError: at a step with complex parameters or sparse gradients.
+        NotImplementedError: at a step with parameters on a CUDA device.
+    """
+
+    def _rule(self, group: dict[str, Any]) -> str:
+        return "adafactor"
+
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+        eps1, eps2 = group["eps"]
+        if eps1 is None:
+            dtypes = [param.dtype for param in group["params"] if param.is_floating_point()]
+            eps1 = torch.finfo(dtypes[0]).eps if dtypes else math.nan
+        return {
+            "lr": float(group["lr"]),
+            "beta2_decay": group["beta2_decay"],
+            "eps1": eps1,
+            "eps2": eps2,
+            "d": group["d"],
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+        }

@@ -1,0 +1,75 @@
+"""Muon: torch's class with the native step."""
+
+import math
+from typing import Any
+
+import torch
+
+from .base import FusedOptimizer
+
+
+class Muon(FusedOptimizer, torch.optim.Muon):
+    """torch.optim.Muon, constructor and state included: momentum, made orthogonal, for matrices.
+
+    Takes real parameters of two dimensions, of the dtypes of :class:`drivetrain.optim.Adam`, on the CPU and on CUDA
+    devices. Biases, embeddings and the like belong to another optimizer. Options beside torch's as in every class here.
+
+    One pass over gradient and momentum, which leaves the momentum in bfloat16; Newton-Schulz on that, as torch has it
+    in bfloat16, in batches of matrices of one shape; one pass over the parameter and the result. The multiplications
+    take nearly all of the time. They are torch's: their last bits, and so the step's, may depend on the number of
+    threads and the processor, those of the momentum do not.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; `adjust_lr_fn` after Liu et
+    al. 2025, "Muon is Scalable for LLM Training", section 2.2; in torch's form.
+
+    Raises:
+        ValueError: as torch, for hyper-parameters out of range and parameters that are not matrices; eps negative,
+            ns_steps not from 0 to 99, ns_coefficients not three finite numbers.
+        RuntimeError: at a step with complex parameters or sparse gradients.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every class here, and refuses parameters that are not matrices."""
+        _check(self.defaults | param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for index, param in enumerate(group["params"]):
+            if param.ndim != 2:
+                name = group["param_names"][index] if "param_names" in group else index
+                del self.param_groups[-1]
+                raise ValueError(
+                    f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
+                    f"(parameter {name!r} of param_groups[{len(self.param_groups)}]): use AdamW for it"
+                )
+
+    def _rule(self, group: dict[str, Any]) -> str:
+        return "muon"
+
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+        _check(group)
+        a, b, c = group["ns_coefficients"]
+        return {
+            "lr": float(group["lr"]),
+            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"],
+            "nesterov": group["nesterov"],
+            "eps": group["eps"],
+            "ns_a": float(a),
+            "ns_b": float(b),
+            "ns_c": float(c),
+            "ns_steps": group["ns_steps"],
+            "match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw",
+        }
+
+
+def _check(group: dict[str, Any]) -> None:
+    """What torch's constructor does not look at."""
+    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
+    if not group["eps"] >= 0:
+        raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps is {steps!r}. Number of steps must be less than 100 for computational efficiency")
+    if len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients):
+        raise ValueError(f"ns_coefficients is {coefficients}. Coefficients must be a tuple of exactly 3 finite values")
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")

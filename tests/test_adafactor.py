@@ -269,6 +269,27 @@ def test_hyper_parameters_out_of_range(options: dict[str, Any], message: str) ->
         optim.Adafactor([torch.zeros(3, 3).requires_grad_()], **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": math.nan}, "lr is nan, expected a finite number, 0 or above"),
+        ({"beta2_decay": 1.0}, "beta2_decay is 1, expected a finite number, 0 or below"),
+        ({"d": 0.5}, "d is 0.5, expected a finite number, 1 or above"),
+        ({"eps": (None, -1.0)}, r"eps\[1\] is -1, expected a finite number, 0 or above"),
+        ({"eps": (math.inf, 1e-3)}, r"eps\[0\] is inf, expected a finite number, 0 or above"),
+    ],
+)
+def test_written_into_a_group(options: dict[str, Any], message: str) -> None:
+    param = torch.ones(3, 3).requires_grad_()
+    param.grad = torch.ones(3, 3)
+    optimizer = optim.Adafactor([param])
+    optimizer.param_groups[0].update(options)
+    with pytest.raises(ValueError, match=rf"param_groups\[0\]: {message}"):
+        optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(3, 3))
+    assert not optimizer.state
+
+
 class TestBadInput:
     def test_complex(self) -> None:
         good, param = torch.ones(2, 2).requires_grad_(), torch.ones(2, 2, dtype=torch.complex64).requires_grad_()

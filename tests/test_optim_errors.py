@@ -22,6 +22,7 @@ CLASSES = {
     "Adagrad": (optim.Adagrad, {}),
     "RMSprop": (optim.RMSprop, {"momentum": 0.5, "centered": True}),
     "Lion": (optim.Lion, {}),
+    "LAMB": (optim.LAMB, {}),
 }
 classes = pytest.mark.parametrize("name", CLASSES)
 
@@ -37,6 +38,7 @@ BAD: list[Any] = [
         "Adagrad": {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "lr_decay": NOT_NEGATIVE},
         "RMSprop": {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "alpha": NOT_NEGATIVE, "momentum": NOT_NEGATIVE},
         "Lion": {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE, "betas": BELOW_ONE},
+        "LAMB": {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "betas": BELOW_ONE},
     }.items()
     for hyper, (values, expected) in hypers.items()
     for value in values

@@ -17,6 +17,8 @@ namespace {
 std::string_view argument(std::string_view name) {
   if (name == "beta1") return "betas[0]";
   if (name == "beta2") return "betas[1]";
+  if (name == "eps1") return "eps[0]";
+  if (name == "eps2") return "eps[1]";
   return name;
 }
 
@@ -27,12 +29,15 @@ struct Bound {
 };
 
 Bound bound_of(std::string_view name, double value) {
-  constexpr std::string_view kNotNegative[] = {"lr", "weight_decay", "eps", "lr_decay", "momentum", "alpha"};
+  constexpr std::string_view kNotNegative[] = {"lr",   "weight_decay", "eps",      "eps1",
+                                               "eps2", "lr_decay",     "momentum", "alpha"};
   if (name == "beta1" || name == "beta2") return {"a number of at least 0 and below 1", value >= 0 && value < 1};
   const bool is_finite = std::isfinite(value);
   if (std::find(std::begin(kNotNegative), std::end(kNotNegative), name) != std::end(kNotNegative)) {
     return {"a finite number, 0 or above", is_finite && value >= 0};
   }
+  if (name == "beta2_decay") return {"a finite number, 0 or below", is_finite && value <= 0};
+  if (name == "d") return {"a finite number, 1 or above", is_finite && value >= 1};
   return {"a finite number", is_finite};
 }
 

@@ -47,7 +47,9 @@ class LAMB(torch.optim.Optimizer):
     """The twin with the face of torch's optimizers."""
 
     def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
+        defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "maximize": False}
+        flags = {"bias_correction": True, "grad_averaging": True, "always_adapt": False, "trust_clip": False}
+        super().__init__(params, {"lr": lr, **defaults, **flags, **options})
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,6 +1,5 @@
 """Adafactor: torch's class with the native step."""
 
-import math
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
         eps1, eps2 = group["eps"]
         if eps1 is None:
-            dtypes = [param.dtype for param in group["params"] if param.is_floating_point()]
-            eps1 = torch.finfo(dtypes[0]).eps if dtypes else math.nan
+            dtypes = [param.dtype for param in group["params"] if param.is_floating_point() or param.is_complex()]
+            eps1 = torch.finfo(dtypes[0] if dtypes else torch.float32).eps
         return {
             "lr": float(group["lr"]),
             "beta2_decay": group["beta2_decay"],

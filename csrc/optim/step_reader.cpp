@@ -401,7 +401,7 @@ void StepReader::read() {
   stepped_.resize(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (readings_[i].kind == Kind::kNoGradient) continue;
-    stepped_[i] = {entries_[i].param, THPVariable_Unpack(entries_[i].param).scalar_type()};
+    stepped_[i] = {entries_[i].param, readings_[i].dtype};
   }
 }
 
@@ -411,9 +411,10 @@ void StepReader::check_dtypes() const {
   for (size_t i = 0; i < std::min(entries_.size(), stepped_.size()); ++i) {
     const Entry& entry = entries_[i];
     if (readings_[i].kind == Kind::kNoGradient || stepped_[i].param != entry.param) continue;
-    const at::ScalarType dtype = THPVariable_Unpack(entry.param).scalar_type();
+    const at::ScalarType dtype = readings_[i].dtype;
+    if (dtype == stepped_[i].dtype) continue;
     const bool has_state = entry.state != nullptr && PyDict_Check(entry.state) && PyDict_Size(entry.state) > 0;
-    if (dtype == stepped_[i].dtype || !has_state) continue;
+    if (!has_state) continue;
     throw UserTypeError(text(label(entry), " is ", dtype, " but was ", stepped_[i].dtype,
                              " in the step before: cast it back, or make a new optimizer for it (the state can be "
                              "taken along with load_state_dict)."));
@@ -430,9 +431,19 @@ void StepReader::check_apart() {
                         tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
     memory_.push_back({begin, begin + tensor->numel() * tensor->itemsize(), static_cast<uint32_t>(index), is_grad});
   };
+  const auto add_plain = [&](const Stream& stream, int64_t numel, size_t index, bool is_grad) {
+    const char* begin = static_cast<const char*>(stream.data);
+    memory_.push_back({begin, begin + numel * bytes_of(stream.format), static_cast<uint32_t>(index), is_grad});
+  };
   for (size_t i = 0; i < written.size(); ++i) {
-    add(written[i].param, i, false);
-    if (treats_grads_) add(written[i].grad, i, true);
+    const Reading& reading = readings_[entry_of_[i]];
+    if (reading.kind == Kind::kPlain) {  // not from the tensors: thousands of them are no longer in the cache
+      add_plain(reading.job.param, reading.job.numel, i, false);
+      if (treats_grads_) add_plain(reading.job.grad, reading.job.numel, i, true);
+    } else {
+      add(written[i].param, i, false);
+      if (treats_grads_) add(written[i].grad, i, true);
+    }
   }
   if (memory_ == known_as_apart_) return;  // as in most steps
   known_as_apart_ = memory_;
@@ -464,9 +475,10 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
   reading.job = {};
   const Group& group = groups_[entry.group];
   const RuleInfo& rule = *group.rule;
-  if (!THPVariable_CheckExact(entry.param)) return;
   const at::Tensor& param_tensor = THPVariable_Unpack(entry.param);
   const c10::TensorImpl& param = *param_tensor.unsafeGetTensorImpl();
+  reading.dtype = param.dtype().toScalarType();
+  if (!THPVariable_CheckExact(entry.param)) return;
   const at::Tensor& grad_tensor = param.grad();
   if (!grad_tensor.defined()) {
     reading.kind = Kind::kNoGradient;

@@ -171,6 +171,7 @@ class StepReader {
   struct Reading {
     Kind kind = Kind::kOther;
     bool in_double = false;
+    at::ScalarType dtype = at::kFloat;  // the parameter's, whatever the kind but kNoGradient
     at::Device device = at::kCPU;
     ParamJob job = {};
     double steps_done = 0;

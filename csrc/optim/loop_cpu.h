@@ -96,11 +96,24 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   }
 }
 
+// A parameter of a few lines is over before the processor has seen its streams: they are asked for ahead.
+inline void prefetch_small(const ParamJob& param, int num_states) {
+  constexpr int kLine = 64, kLines = 4;
+  if (param.numel * bytes_of(param.param.format) > kLines * kLine) return;
+  const auto prefetch = [&](const Stream& stream) {
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(static_cast<const char*>(stream.data) + i * kLine);
+  };
+  prefetch(param.param);
+  prefetch(param.grad);
+  for (int s = 0; s < num_states; ++s) prefetch(param.state[s]);
+}
+
 template <template <class> class RuleOf>
 void loop_cpu(const StepJob& job, int64_t begin, int64_t end) {
   for (int32_t index = find_param(job, begin); index < job.num_params; ++index) {
     const ParamJob& param = job.params[index];
     if (param.begin >= end) break;
+    if (index + 2 < job.num_params) prefetch_small(job.params[index + 2], RuleOf<float>::kNumStates);
     const int64_t from = begin > param.begin ? begin - param.begin : 0;
     const int64_t to = end - param.begin < param.numel ? end - param.begin : param.numel;
     if (job.in_double) {

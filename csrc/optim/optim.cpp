@@ -28,7 +28,7 @@ namespace {
 
 // What has been read and checked, done: counters, versions, launches. Needs no GIL.
 void run(const StepReader& read, const GradTreatment& treatment) {
-  constexpr int64_t kGrain = 512;  // parameters that are worth a thread
+  constexpr int64_t kGrain = 64;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto& [param, grad, counter] = read.written[i];
@@ -121,6 +121,17 @@ void run(const StepReader& reader, const StepOptions& options, StepResult& resul
   }
 }
 
+// Whether the step is over before the interpreter, which switches every 5 ms, would have given way.
+bool is_short(const StepReader& read) {
+  constexpr int64_t kElements = 1 << 22;
+  int64_t total = 0;
+  for (const Batch& batch : read.batches) {
+    if (batch.rule->kind == RuleKind::kMuonMomentum && batch.total > 0) return false;  // its products are long
+    total += batch.total;
+  }
+  return total < kElements;
+}
+
 StepResult read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
                         const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
                         const py::list& fresh, const StepOptions& options) {
@@ -132,10 +143,7 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   reader.read();
   result.missing = reader.missing;
   if (!reader.missing.empty()) return result;
-  int64_t total = 0;
-  for (const Batch& batch : reader.batches) total += batch.total;
-  constexpr int64_t kWorthReleasing = 1 << 20;  // elements; below, a step is over before another thread has the GIL
-  if (total < kWorthReleasing) {
+  if (is_short(reader)) {
     run(reader, options, result);
   } else {
     // Other threads may now drop a gradient or a state that the jobs point into.

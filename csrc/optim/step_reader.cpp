@@ -377,7 +377,7 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
 void StepReader::read() {
   footprints_.resize(entries_.size());
   readings_.resize(entries_.size());
-  constexpr int64_t kGrain = 512;  // parameters that are worth a thread
+  constexpr int64_t kGrain = 64;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (const int64_t ahead = i + 2 * kAhead; ahead < end) {
@@ -389,9 +389,9 @@ void StepReader::read() {
         footprints_[ahead].prefetch();
       }
       read_plain(entries_[i], footprints_[i], readings_[i]);
+      if (readings_[i].kind == Kind::kPlain && was_cast(i)) readings_[i].kind = Kind::kOther;
     }
   });
-  check_dtypes();
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
     if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
@@ -405,20 +405,13 @@ void StepReader::read() {
   }
 }
 
-// A parameter that was cast in place (module.half(), param.data = ...) after a step: what its state was made for is
-// gone, and its remainder, if it has one, belongs to other bits.
-void StepReader::check_dtypes() const {
-  for (size_t i = 0; i < std::min(entries_.size(), stepped_.size()); ++i) {
-    const Entry& entry = entries_[i];
-    if (readings_[i].kind == Kind::kNoGradient || stepped_[i].param != entry.param) continue;
-    const at::ScalarType dtype = readings_[i].dtype;
-    if (dtype == stepped_[i].dtype) continue;
-    const bool has_state = entry.state != nullptr && PyDict_Check(entry.state) && PyDict_Size(entry.state) > 0;
-    if (!has_state) continue;
-    throw UserTypeError(text(label(entry), " is ", dtype, " but was ", stepped_[i].dtype,
-                             " in the step before: cast it back, or make a new optimizer for it (the state can be "
-                             "taken along with load_state_dict)."));
-  }
+// Whether a parameter was cast in place (module.half(), param.data = ...) after the last step: what its state was made
+// for is gone, and its remainder, if it has one, belongs to other bits.
+bool StepReader::was_cast(size_t index) const {
+  if (index >= stepped_.size() || stepped_[index].param != entries_[index].param) return false;
+  if (readings_[index].dtype == stepped_[index].dtype) return false;
+  PyObject* state = entries_[index].state;
+  return state != nullptr && PyDict_Check(state) && PyDict_Size(state) > 0;
 }
 
 // Memory that two parameters share would be written by two threads at once.
@@ -610,6 +603,11 @@ void StepReader::read_other(const Entry& entry) {
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   const at::Tensor& grad = param.grad();
   if (!grad.defined()) return;
+  if (const size_t index = &entry - entries_.data(); was_cast(index)) {
+    throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but was ", stepped_[index].dtype,
+                             " in the step before: cast it back, or make a new optimizer for it (the state can be "
+                             "taken along with load_state_dict)."));
+  }
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");

@@ -187,7 +187,7 @@ class StepReader {
   void read_other(const Entry& entry);
   void add_job(const Entry& entry, const Reading& reading);
 
-  void check_dtypes() const;
+  bool was_cast(size_t index) const;
   void check_apart();
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -150,6 +151,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "wire_dtype does not go together with delay_all_reduce_named_params: torch reduces those parameters "
                 "past the reducer, as they are. Leave one of the two out."
             )
+        self._hooks_a_delayed_parameter = any(
+            param is param_to_hook_all_reduce for _, param in delay_all_reduce_named_params or ()
+        )
         self._report_hang_after = watch.limit_from(report_hang_after)
         _check_devices(_trained_parameters(module))
         if process_group is None and device_mesh is None and not dist.is_initialized():
@@ -177,6 +181,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "reduces then, past the reducer. Leave one of the two out."
                 )
             self.reducer._remove_autograd_hooks()
+        if not self._has_reducer():  # every all-reduce is delayed: torch returned before it did these two
+            self._lazy_init_ran = True
+            if init_sync:
+                _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in _trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0  # none where every all-reduce is delayed
@@ -217,6 +225,30 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     @_has_rebuilt_buckets.setter
     def _has_rebuilt_buckets(self, rebuilt: bool) -> None:
         pass
+
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        """Called once the gradient of `param_to_hook_all_reduce` is there; reduces `delay_all_reduce_named_params`.
+
+        As torch's, which besides reduces under no_sync(), too, does not wait for the result before backward ends, and
+        leaves out that gradient itself where it is one of the delayed ones.
+        """
+        if not self.require_backward_grad_sync:
+            return grad
+        buffer = self._delay_grad_buffer
+        assert buffer is not None
+
+        def reduce() -> dist.Work:
+            buffer.div_(dist.get_world_size(self.process_group))
+            work: dist.Work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+            return work
+
+        work = None if self._hooks_a_delayed_parameter else reduce()
+
+        def finish() -> None:
+            (work or reduce()).wait()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        return grad
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, **kwargs: Any) -> None:
         """`loss.backward()`, weighted: the gradients become the mean over everything that the weights count.

@@ -40,7 +40,7 @@ _SAME_EVERYWHERE = (
     "check_replicas_every",
 )
 _BUFFERS = "the broadcast of buffers"
-_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype")
+_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 P = ParamSpec("P")
@@ -95,6 +95,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             gets the same bits. Shared memory rounds nothing: among the ranks of one host it changes nothing. Other
             dtypes, sparse gradients, weights, counts and checksums go as they are. On the CPU over gloo only; not with
             communication hooks, which carry gradients themselves, and so not with what torch does by such hooks.
+        reuse_norm: keyword only. Once a drivetrain optimizer with `max_grad_norm`, or `drivetrain.clip_grad_norm_`, has
+            asked for the norm of just the gradients that this module's parameters have, the reduction adds up their
+            squares while it has them in hand, and nobody reads them again for it. For shared memory within one host.
+            The sum holds as long as the same tensors have seen no write since backward; writes through `.data` or a
+            pointer are not seen: False if a script makes any. Its order is that of the buckets, so that the norm's
+            last bit of 53 may differ from that of a read.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
@@ -138,6 +144,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         check_replicas_every: int = 0,
         report_hang_after: float | None = None,
         wire_dtype: torch.dtype | str | None = None,
+        reuse_norm: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -173,6 +180,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 group = device_mesh.get_group()
             _check_same_on_all_ranks(module, _trained_parameters(module), arguments, group)
         self._check_replicas_every = check_replicas_every
+        self._reuse_norm = reuse_norm
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         if self._use_python_reducer:  # then torch's own Python hooks reduce, compiled into backward
             if self._wire_dtype is not None:
@@ -367,6 +375,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
             report_hang_after=self.__dict__.get("_report_hang_after", watch.DEFAULT_LIMIT_S),
+            shares_norm=self.__dict__.get("_reuse_norm", True),
             plan_from_measurement=not self._why_not_planned,
         )
         self.reducer.set_sync(self.require_backward_grad_sync)

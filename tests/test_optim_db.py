@@ -1,6 +1,7 @@
 """Our optimizers do what torch's test_optim asks of torch's, with the inputs that torch ships for it (optim_db).
 
-Reproduced for every class that torch and we both have, ours beside torch's own class:
+Reproduced for every class that torch and we both have, save Muon (matrices alone, in bfloat16 products:
+see test_muon.py), ours beside torch's own class:
 
 * every constructor input: the same parameters after several steps, the same entries in state and groups (float32,
   float64, complex64, complex128); with a closure; with transposed and strided parameters and gradients
@@ -45,8 +46,8 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 
 from drivetrain import optim
 
-# Every element-wise class that both have.
-INFOS = {info.name: info for info in optim_db if info.name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")}
+CLASSES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor")
+INFOS = {info.name: info for info in optim_db if info.name in CLASSES}
 INPUTS = [
     pytest.param(name, index, id=f"{name}-{entry.desc}")
     for name, info in INFOS.items()
@@ -143,6 +144,8 @@ def assert_same_dicts(ours: dict[str, Any], theirs: dict[str, Any], tolerance: d
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_the_same_steps(name: str, index: int, dtype: torch.dtype) -> None:
     ours, theirs = classes(name)
+    if dtype.is_complex and name == "Adafactor":
+        return  # test_the_same_errors
     params = make_params(dtype)
     torch_params = twins(params)
     # Not torch's choice by itself, foreach: it takes no tensors as lr.
@@ -244,11 +247,14 @@ def test_the_same_errors(name: str, index: int) -> None:
             params = [nn.Parameter(torch.randn(1, 1))]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert error.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
+            at_construction = error.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
+            optimizer = None if at_construction else cls(params, **copy.deepcopy(given.kwargs))
+            for param in [] if at_construction else params:
+                param.grad = torch.randn_like(param)
             with pytest.raises(error.error_type, match=error.error_regex) as caught:
-                cls(params, **copy.deepcopy(given.kwargs))
+                cls(params, **copy.deepcopy(given.kwargs)) if optimizer is None else optimizer.step()
         raised.append((caught.type, str(caught.value)))
-    assert raised[0] == raised[1]
+    assert raised[0] == raised[1] or not at_construction  # at a step ours name the parameter
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED)
@@ -309,14 +315,16 @@ def test_zero_gradients_move_what_torch_moves(name: str, index: int) -> None:
 def test_empty_parameters_and_first_gradients_that_come_late(name: str) -> None:
     ours, theirs = classes(name)
     params = [torch.empty(0, 3).requires_grad_(), *make_params()]
+    if name == "Adafactor":
+        del params[0]  # torch divides by its number of elements
     torch_params = twins(params)
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     optimizer, torch_optimizer = ours(params, **options), theirs(torch_params, **options, foreach=False)
     for step in range(5):
         set_grads(params, torch_params)
         for own in (params, torch_params):
-            own[1].grad = None if step < 2 else own[1].grad  # the first comes late
-            own[2].grad = None if step == 3 else own[2].grad  # and one is missing once
+            own[-3].grad = None if step < 2 else own[-3].grad  # the first comes late
+            own[-2].grad = None if step == 3 else own[-2].grad  # and one is missing once
         optimizer.step()
         torch_optimizer.step()
     assert_same(params, torch_params)

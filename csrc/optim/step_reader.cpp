@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <optional>
 
@@ -612,10 +613,12 @@ void StepReader::read_other(const Entry& entry) {
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");
   if (!meets(rule.needs, *param.unsafeGetTensorImpl())) {
-    const bool needs_matrix = rule.needs == RuleInfo::Needs::kMatrix;
-    throw EnvironmentError(text(label(entry), " is ", param.scalar_type(), " of shape ", param.sizes(), ": ", rule.name,
-                                " needs real ", needs_matrix ? "matrices, of two dimensions" : "parameters",
-                                ": give it to another optimizer, AdamW say."));
+    std::string optimizer = rule.name;
+    optimizer[0] = static_cast<char>(std::toupper(optimizer[0]));
+    throw EnvironmentError(text(label(entry), " is ", param.scalar_type(), " of shape ", param.sizes(), ": ", optimizer,
+                                param.is_complex() ? " does not support complex parameters"
+                                                   : " only supports 2D parameters",  // as torch says it
+                                ", give it to another optimizer, AdamW say."));
   }
   if (const std::string reason = why_not(group.precision, param.scalar_type()); !reason.empty()) {
     throw UserError(text(label(entry), ": ", reason, "."));

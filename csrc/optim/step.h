@@ -28,7 +28,8 @@ struct ParamJob {
   // in blocks, so that ranges which begin and end at such multiples share none.
   int64_t begin;
   int64_t numel;
-  uint64_t key;  // what stochastic rounding draws from
+  int64_t first_chunk;  // of its gradient's (grad/lanes.h), counted through the parameters of its batch
+  uint64_t key;         // what stochastic rounding draws from
   int32_t rule;  // index into StepJob::rules
   // Of rules about matrices: the last two dimensions. Memory holds one column after the other if it is transposed.
   bool is_transposed = false;
@@ -51,18 +52,24 @@ struct StepJob {
 #if defined(DRIVETRAIN_ISA)
 inline namespace DRIVETRAIN_ISA {
 #endif
-// The parameter that holds flat element `position`, or the last one before it.
-DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
-  int32_t low = 0, high = job.num_params - 1;
+// The last parameter whose `begin` is not beyond `position`, or the first.
+DT_HOST_DEVICE int32_t last_from(const ParamJob* params, int32_t num_params, int64_t ParamJob::*begin,
+                                 int64_t position) {
+  int32_t low = 0, high = num_params - 1;
   while (low < high) {
     const int32_t middle = (low + high + 1) / 2;
-    if (job.params[middle].begin <= position) {
+    if (params[middle].*begin <= position) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
   return low;
+}
+
+// The parameter that holds flat element `position`, or the last one before it.
+DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
+  return last_from(job.params, job.num_params, &ParamJob::begin, position);
 }
 #if defined(DRIVETRAIN_ISA)
 }  // namespace DRIVETRAIN_ISA

@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "grad/lanes.h"
 #include "optim/hypers.h"
 #include "optim/storage_torch.h"
 
@@ -273,7 +274,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats
   for (Batch& batch : batches) {
     batch.params.clear();
     batch.copies.clear();
-    batch.total = 0;
+    batch.total = batch.num_chunks = 0;
   }
   rules.clear();
   written.clear();
@@ -562,6 +563,8 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
     job.key = mixed(mixed(place) + static_cast<uint64_t>(reading.steps_done));
   }
   batch.total += job.numel;
+  job.first_chunk = batch.num_chunks;
+  batch.num_chunks += grad::num_chunks(job.numel);
   if (job.numel > 0) batch.params.push_back(job);
   written.push_back({reading.param, reading.grad, reading.counter});
   entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
@@ -759,7 +762,7 @@ Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_doub
   // What would stop the step later must stop it here, before anything changes.
   if (device.is_cpu()) chosen_isa();
   if (device.is_cuda() && !has_cuda()) step_cuda({}, nullptr);  // throws what to do about it
-  batches.push_back(Batch{rule, device, in_double, {}, {}, 0});
+  batches.push_back(Batch{rule, device, in_double, {}, {}, 0, 0});
   return batches.back();
 }
 

@@ -60,6 +60,7 @@ struct Batch {
   std::vector<ParamJob> params;
   std::deque<Copy> copies;  // a deque, so that references into it stay good
   int64_t total = 0;
+  int64_t num_chunks = 0;  // of gradients (grad/lanes.h)
 };
 
 // A counter of steps, to be advanced.

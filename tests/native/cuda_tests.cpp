@@ -1,9 +1,11 @@
 // The CUDA kernels on the CPU (cuda_on_cpu/): the same bytes as the CPU's loops, whatever the order of threads.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "base/check.h"
+#include "grad/norm.h"
 #include "native_tests.h"
 #include "optim/step.h"
 #include "step_blocks.h"
@@ -20,6 +22,8 @@ void test_step(const TestedRule& rule, const Layout& layout, const optim::GradTr
   job.treatment = treatment;
   optim::baseline::step_cpu(job, 0, job.total);
   for (cuda_on_cpu::Order order : kOrders) {
+    // What depends on the order is the loop's, not the rule's: one rule in both is enough.
+    if (order == cuda_on_cpu::Order::kForwards && rule.kind != optim::RuleKind::kAdam) continue;
     cuda_on_cpu::order = order;
     const Params found(rule, layout, kSizes);
     job = found.job();
@@ -42,8 +46,29 @@ void test_steps() {
   }
 }
 
+void test_norm() {
+  for (const Layout& layout : kLayouts) {
+    const TestedRule rule = tested_rules()[0];
+    const Params params(rule, layout, {1, 31, 33, grad::kChunk - 1, 0, grad::kChunk + 513, 2 * grad::kChunk});
+    std::vector<double> expected;
+    for (const optim::ParamJob& job : params.jobs()) {
+      for (int64_t begin = 0; begin < job.numel; begin += grad::kChunk) {
+        expected.push_back(
+            grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + grad::kChunk, job.numel)));
+      }
+    }
+    std::vector<double> found(params.num_chunks());
+    grad::chunk_sums_cuda(params.jobs().data(), static_cast<int32_t>(params.jobs().size()), params.num_chunks(),
+                          found.data(), nullptr);
+    expect(found == expected, text("CUDA norm, ", layout.name, ": other sums than the CPU"));
+  }
+}
+
 }  // namespace
 
-void test_cuda_kernels() { test_steps(); }
+void test_cuda_kernels() {
+  test_steps();
+  test_norm();
+}
 
 }  // namespace drivetrain

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "grad/lanes.h"
 #include "optim/step.h"
 
 namespace drivetrain {
@@ -54,6 +55,7 @@ struct Block {
 
   Block(Format f, int64_t numel, int seed)
       : bytes(optim::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
+    if (numel == 0) return;
     std::vector<double> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
     if (format == Format::kFloat64) {
@@ -126,6 +128,8 @@ class Params {
       job.numel = numel;
       job.key = numel * 0x9e3779b97f4a7c15u;
       total_ += numel;
+      job.first_chunk = num_chunks_;
+      num_chunks_ += grad::num_chunks(numel);
       if (numel > 0) jobs_.push_back(job);
     }
   }
@@ -143,7 +147,8 @@ class Params {
     return job;
   }
 
-  std::vector<optim::ParamJob>& jobs() { return jobs_; }
+  const std::vector<optim::ParamJob>& jobs() const { return jobs_; }
+  int64_t num_chunks() const { return num_chunks_; }
 
   // All that is there now.
   std::vector<unsigned char> bytes() const {
@@ -162,7 +167,7 @@ class Params {
   Layout layout_;
   std::vector<std::vector<Block>> blocks_;
   std::vector<optim::ParamJob> jobs_;
-  int64_t total_ = 0;
+  int64_t total_ = 0, num_chunks_ = 0;
 };
 
 }  // namespace drivetrain

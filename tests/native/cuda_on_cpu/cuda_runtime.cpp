@@ -96,13 +96,14 @@ DT_UNSEEN void run_fiber() {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
 #endif
+  Fiber& fiber = current();
   (*body)();
 #if defined(__SANITIZE_THREAD__)
   __tsan_release(&block);
 #endif
-  current().is_done = true;
+  fiber.is_done = true;
   idle_turns = 0;
-  leave(current());
+  leave(fiber);
 }
 
 DT_UNSEEN void wait(Barrier& barrier) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/launch_cuda.h"
+#include "optim/cuda_step.h"
 #include "optim/loop_cuda.cuh"
 
 namespace drivetrain::optim {

@@ -2,12 +2,16 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
 #include <vector>
 
 #include "base/check.h"
 #include "grad/norm.h"
+#include "grad/total.h"
 #include "native_tests.h"
-#include "optim/step.h"
+#include "optim/cuda_step.h"
 #include "step_blocks.h"
 
 namespace drivetrain {
@@ -64,11 +68,142 @@ void test_norm() {
   }
 }
 
+void test_treatment() {
+  constexpr double kInf = INFINITY;
+  for (int64_t count : {0, 1, 33, 1000}) {
+    for (double last : {4.0, kInf, static_cast<double>(NAN)}) {
+      for (const optim::TreatmentAsked& asked :
+           {optim::TreatmentAsked{}, {4, 0, true, kInf, false}, {4, 0, true, 0.5, true}, {2, 3, false, kInf, false}}) {
+        std::vector<double> sums(count);
+        grad::Total total;
+        for (int64_t i = 0; i < count; ++i) {
+          sums[i] = i + 1 == count ? last : 1.0 / static_cast<double>(i + 3);
+          total.add(sums[i]);
+        }
+        const optim::GradTreatment expected = optim::treatment_of(asked, total.get());
+        const float scale = static_cast<float>(asked.grad_scale), found_inf = static_cast<float>(asked.found_inf);
+        optim::TreatmentAsked rest = asked;
+        rest.grad_scale = 1;
+        rest.found_inf = 0;
+        float overflow = -1;
+        optim::GradTreatment found;
+        optim::treat_cuda(rest, {&scale, &found_inf, &overflow}, sums.data(), count, &found, nullptr);
+        const bool is_same_norm = found.norm == expected.norm || (found.norm != found.norm && last != 4.0);
+        const bool is_same_factor = found.factor == expected.factor || (expected.skips && found.skips);
+        expect(is_same_norm && is_same_factor && found.after == expected.after && found.skips == expected.skips,
+               text("CUDA treatment of ", count, " chunks, the last ", last, ": another than the CPU's"));
+        expect(overflow == ((asked.measures && count > 0 && !(last == 4.0)) ? 1.0f : 0.0f), "an overflow is told of");
+      }
+    }
+  }
+}
+
+// As optim/run_cuda.cpp does it: norm, treatment, start and step, twice, the counters in float and in double.
+void test_whole_step(size_t which, const Layout& layout, bool overflows) {
+  constexpr double kSteps = 2;
+  const TestedRule rule = tested_rules(kSteps + 1)[which];
+  const optim::TreatmentAsked asked = {4, 0, true, 2.5, true};
+  const uint64_t seed = 77;
+  Params expected(rule, layout, kSizes), found(rule, layout, kSizes);
+  if (overflows) {
+    for (Params* params : {&expected, &found}) {
+      auto* grad = static_cast<unsigned char*>(params->jobs().back().grad.data);
+      std::memset(grad + 2 * optim::bytes_of(layout.grad), 0xff, optim::bytes_of(layout.grad));  // a NaN
+    }
+  }
+  const std::vector<unsigned char> before = found.bytes();
+  grad::Total total;
+  for (optim::ParamJob& job : expected.jobs()) {
+    total.add(grad::baseline::sum_of_squares_cpu(job.grad, 0, job.numel));
+    job.key = optim::random_key(seed, kSteps);
+  }
+  optim::StepJob cpu = expected.job();
+  cpu.treatment = optim::treatment_of(asked, total.get());
+  expect(cpu.treatment.skips == overflows, "a step is left out where a gradient is not finite");
+  if (!overflows) optim::baseline::step_cpu(cpu, 0, cpu.total);
+
+  std::vector<optim::ParamJob>& params = found.jobs();
+  const auto num_params = static_cast<int32_t>(params.size());
+  float counter = kSteps;
+  double double_counter = kSteps;
+  std::vector<float> counters(params.size(), kSteps);
+  const double lr = fixed_hypers().lr;
+  std::vector<optim::GroupNumbers> numbers = {{fixed_hypers(), nullptr, false}, {fixed_hypers(), &lr, true}};
+  numbers[1].hypers.lr = NAN;
+  std::vector<optim::ParamStart> starts;
+  for (int32_t i = 0; i < num_params; ++i) {
+    params[i].rule = i;
+    params[i].key = 0;
+    starts.push_back({&counters[i], false, true, i % 2, 0, seed});
+  }
+  starts[0].counter = &counter;
+  starts[1].counter = &double_counter;
+  starts[1].counter_is_double = true;
+  starts[2].counter = nullptr;  // a rule that counts no steps: told what the host knows
+  starts[2].counts_steps = false;
+  starts[2].steps_done = kSteps;
+  const bool draws = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat16Stochastic;
+  if (draws) starts[2].counter = &counters[2];
+
+  float empty_counter = kSteps;
+  starts.push_back({&empty_counter, false, true, 0, 0, seed});
+
+  // Through the kernel that writes what a graph keeps.
+  std::vector<optim::ParamJob> table(params.size());
+  optim::write_cuda(table.data(), params.data(), params.size() * sizeof(optim::ParamJob), nullptr);
+  std::vector<double> sums(found.num_chunks());
+  std::vector<optim::RuleArgs> rules(params.size());
+  optim::GradTreatment treatment;
+  grad::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
+  optim::treat_cuda(asked, {}, sums.data(), found.num_chunks(), &treatment, nullptr);
+  optim::start_cuda(
+      {rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1, &treatment},
+      nullptr);
+  optim::StepJob job = found.job();
+  job.params = table.data();
+  job.rules = rules.data();
+  job.num_rules = num_params;
+  job.treatment_on_device = &treatment;
+  optim::step_cuda(job, nullptr);
+
+  const std::string name = text("CUDA, whole step of ", rule.name, ", ", layout.name);
+  const double after = overflows ? kSteps : kSteps + 1;
+  expect(counter == after && double_counter == after && empty_counter == after, text(name, ": counters"));
+  if (!overflows) {
+    expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
+    return;
+  }
+  for (const optim::ParamJob& param : params) {  // zeroed: put back what was there, and nothing else may differ
+    const auto* grad = static_cast<const unsigned char*>(param.grad.data);
+    const int64_t bytes = param.numel * optim::bytes_of(layout.grad);
+    expect(std::all_of(grad, grad + bytes, [](unsigned char byte) { return byte == 0; }), text(name, ": not zeroed"));
+    std::memcpy(param.grad.data, expected.jobs()[&param - params.data()].grad.data, bytes);
+  }
+  expect(found.bytes() == before, text(name, ": an overflow has changed something"));
+}
+
+void test_whole_steps() {
+  for (cuda_on_cpu::Order order : kOrders) {
+    cuda_on_cpu::order = order;
+    for (size_t which = 0; which < tested_rules().size(); ++which) {
+      for (const Layout& layout : kLayouts) {
+        const bool is_adam = tested_rules()[which].kind == optim::RuleKind::kAdam;
+        const bool differs = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat64;
+        if (!is_adam && !differs) continue;  // storages meet all rules in test_steps
+        test_whole_step(which, layout, false);
+        if (is_adam) test_whole_step(which, layout, true);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void test_cuda_kernels() {
   test_steps();
   test_norm();
+  test_treatment();
+  test_whole_steps();
 }
 
 }  // namespace drivetrain

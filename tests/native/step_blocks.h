@@ -15,18 +15,22 @@ using optim::Format;
 
 inline int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
 
-struct FixedHypers final : optim::Hypers {
-  double operator[](const char* name) const override {
-    const std::string key = name;
-    if (key == "lr") return 0.1;
-    if (key == "beta1" || key == "momentum") return 0.9;
-    if (key == "beta2") return 0.99;
-    if (key == "eps") return 1e-8;
-    if (key == "weight_decay") return 0.01;
-    if (key == "decoupled_weight_decay") return 1;
-    return 0;
-  }
-};
+// What every rule asks for.
+inline optim::Hypers fixed_hypers() {
+  optim::Hypers hypers = {};
+#define DT_ZERO(name) hypers.name = 0;
+  DT_HYPERS(DT_ZERO)
+#undef DT_ZERO
+  hypers.lr = 0.1;
+  hypers.beta1 = hypers.momentum = 0.9;
+  hypers.beta2 = 0.99;
+  hypers.eps = 1e-8;
+  hypers.weight_decay = 0.01;
+  hypers.decoupled_weight_decay = 1;
+  hypers.dampening = 0.25;
+  hypers.lr_decay = 0.1;
+  return hypers;
+}
 
 // Bytes of what a format has beside its values.
 inline int64_t extra_bytes_of(Format format, int64_t numel) {
@@ -96,11 +100,12 @@ struct TestedRule {
   const bool* squared;  // of its states
 };
 
-inline std::vector<TestedRule> tested_rules() {
-  const FixedHypers hypers;
+// For their third step, or any other.
+inline std::vector<TestedRule> tested_rules(double step = 3) {
+  const optim::Hypers hypers = fixed_hypers();
   return {
-#define DT_ROW(Rule, name, ...)                                                                    \
-  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, 3)), \
+#define DT_ROW(Rule, name, ...)                                                                       \
+  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, step)), \
    optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
       DT_OPTIM_RULES(DT_ROW)
 #undef DT_ROW
@@ -147,6 +152,7 @@ class Params {
     return job;
   }
 
+  std::vector<optim::ParamJob>& jobs() { return jobs_; }
   const std::vector<optim::ParamJob>& jobs() const { return jobs_; }
   int64_t num_chunks() const { return num_chunks_; }
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class _LAMBArguments(torch.optim.Optimizer):
@@ -90,11 +90,11 @@ class LAMB(FusedOptimizer, _LAMBArguments):
     def _rule(self, group: dict[str, Any]) -> str:
         return "lamb"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         beta1, beta2 = group["betas"]
         flags = ("bias_correction", "grad_averaging", "always_adapt", "trust_clip", "maximize")
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "beta1": float(beta1),
             "beta2": float(beta2),
             "eps": group["eps"],

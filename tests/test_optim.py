@@ -69,7 +69,6 @@ CASES: dict[str, tuple[type, type, Callable[..., Tensor], dict[str, Any]]] = {
     ),
 }
 cases = pytest.mark.parametrize("case", CASES)
-ON_CUDA = [case for case, (ours, *_) in CASES.items() if not issubclass(ours, optim.LAMB)]
 
 # Largest difference after several steps, relative and absolute, for values and updates of size about 1. The twin
 # computes in float64 and rounds what is stored.
@@ -542,7 +541,7 @@ def test_unknown_instruction_set_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ON_CUDA)
+@cases
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_cuda_gives_the_cpus_bits(case: str, dtype: torch.dtype) -> None:
     ours, _, _, options = CASES[case]

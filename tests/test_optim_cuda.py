@@ -16,7 +16,7 @@ from torch import Tensor
 
 import drivetrain.amp
 from drivetrain import optim
-from test_optim import CASES, ON_CUDA, assert_same, copies, make_params, set_grads
+from test_optim import CASES, assert_same, cases, copies, make_params, set_grads
 from test_precision import PRECISIONS, everything, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("case", ON_CUDA)
+@cases
 @pytest.mark.parametrize("max_norm", [0.5, math.inf])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -109,7 +109,7 @@ def test_any_found_inf_above_0_counts(value: float) -> None:
     assert optimizer.state[params[0]]["step"] == (0 if value > 0 else 1)
 
 
-@pytest.mark.parametrize("case", ON_CUDA)
+@cases
 def test_a_step_does_not_wait_for_the_device(case: str) -> None:
     ours, _, _, options = CASES[case]
     optimizer = pair(ours, {**options, "max_grad_norm": 1.0, "zero_grads_in_step": True})[1]

@@ -61,7 +61,11 @@ struct StepStart {
 };
 void start_cuda(const StepStart& start, void* stream);
 
-// The whole step.
+// Of a rule that asks for norms (layer.h): takes the sums over all chunks, for which there must be memory, and adapts
+// `rules`, which are the job's. Writes nothing else.
+void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream);
+
+// The whole step, norms apart.
 void step_cuda(const StepJob& job, void* stream);
 
 }  // namespace drivetrain::optim

@@ -247,6 +247,10 @@ __device__ void store_state(const Stream& stream, int64_t base, int64_t end, con
   store_plain(stream, base, end, values);
 }
 
+__device__ inline GradTreatment treatment_of_job(const StepJob& job) {
+  return job.treatment_on_device != nullptr ? *job.treatment_on_device : job.treatment;
+}
+
 // Updates [begin, end) of one parameter, or only zeroes its gradient where the step is skipped; all threads of the
 // block call it.
 template <template <class> class RuleOf, class T>
@@ -286,7 +290,7 @@ __device__ void update_range(const StepJob& job, const GradTreatment& treatment,
 
 template <template <class> class RuleOf, class T>
 __global__ void __launch_bounds__(kThreads) loop_cuda(StepJob job) {
-  const GradTreatment treatment = job.treatment_on_device != nullptr ? *job.treatment_on_device : job.treatment;
+  const GradTreatment treatment = treatment_of_job(job);
   if (treatment.skips && treatment.after != GradAfter::kZero) return;
   for (int64_t tile = blockIdx.x; tile * kTileCuda < job.total; tile += gridDim.x) {
     const int64_t begin = tile * kTileCuda, end = begin + kTileCuda;

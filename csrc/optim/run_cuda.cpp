@@ -73,6 +73,12 @@ void run_on_device(const Batch& batch, StepJob job) {
               static_cast<RuleArgs*>(rules.data_ptr()), job.num_params,
               static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()), job.treatment_on_device},
              stream);
+  at::Tensor sums;
+  if (batch.rule->adapt != nullptr) {
+    sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(LayerSums)));
+    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()),
+               static_cast<RuleArgs*>(rules.data_ptr()), stream);
+  }
   step_cuda(job, stream);
 }
 

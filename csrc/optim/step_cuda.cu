@@ -28,6 +28,7 @@ void step_cuda(const StepJob& job, void* stream) {
   case RuleKind::k##Rule:  \
     return launch<Rule>(job, stream);
     DT_OPTIM_RULES(DT_CASE)
+    DT_LAYER_RULES(DT_CASE)
 #undef DT_CASE
     default:  // the reader has refused it
       return;

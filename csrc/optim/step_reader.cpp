@@ -774,7 +774,7 @@ const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor
 
 Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_double) {
   const RuleInfo* rule = groups_[entry.group].rule;
-  if (device.is_cuda() && rule->adapt != nullptr) {
+  if (device.is_cuda() && rule->kind == RuleKind::kAdafactor) {
     throw UnsupportedError(text(label(entry), " is on ", device.str(), ": ", rule->name,
                                 " has no CUDA kernels yet, it runs on the CPU; there use AdamW or Lion."));
   }

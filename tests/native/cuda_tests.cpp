@@ -197,6 +197,61 @@ void test_whole_steps() {
   }
 }
 
+// What norms make of the rule's arguments.
+optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const optim::LayerSums& sums,
+                        int64_t numel) {
+  switch (kind) {
+#define DT_CASE(Rule, ...)                           \
+  case optim::RuleKind::k##Rule: {                   \
+    auto args = rule.as<optim::Rule<float>::Args>(); \
+    args.adapt(sums, numel);                         \
+    return optim::RuleArgs::of(args);                \
+  }
+    DT_LAYER_RULES(DT_CASE)
+#undef DT_CASE
+    default:
+      return rule;
+  }
+}
+
+// As optim/layer.cpp and optim/run_cuda.cpp do it.
+void test_layers(const TestedRule& rule, const Layout& layout) {
+  const std::vector<int64_t> sizes = {1, 257, 0, grad::kChunk + 33, 40};
+  Params expected(rule, layout, sizes), found(rule, layout, sizes);
+  const auto num_params = static_cast<int32_t>(found.jobs().size());
+  for (Params* params : {&expected, &found}) {
+    for (int32_t i = 0; i < num_params; ++i) params->jobs()[i].rule = i;
+  }
+  std::vector<optim::RuleArgs> rules(num_params, rule.args), found_rules = rules;
+  optim::StepJob job = expected.job();
+  job.treatment = {0.3, optim::GradAfter::kTreated};
+  job.rules = rules.data();
+  std::vector<optim::LayerSums> totals;
+  for (const optim::ParamJob& param : expected.jobs()) {
+    grad::Total of_param, of_direction;
+    for (int64_t begin = 0; begin < param.numel; begin += grad::kChunk) {
+      const optim::LayerSums sums =
+          optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + grad::kChunk, param.numel));
+      of_param.add(sums.param);
+      of_direction.add(sums.direction);
+    }
+    totals.push_back({of_param.get(), of_direction.get()});
+  }
+  for (int32_t i = 0; i < num_params; ++i) {
+    rules[i] = adapted(rule.kind, rules[i], totals[i], expected.jobs()[i].numel);
+  }
+  optim::baseline::step_cpu(job, 0, job.total);
+
+  const optim::GradTreatment treatment = job.treatment;
+  job = found.job();
+  job.treatment_on_device = &treatment;
+  job.rules = found_rules.data();
+  std::vector<optim::LayerSums> sums(found.num_chunks());
+  optim::adapt_cuda(job, found.num_chunks(), sums.data(), found_rules.data(), nullptr);
+  optim::step_cuda(job, nullptr);
+  expect(found.bytes() == expected.bytes(), text("CUDA ", rule.name, ", ", layout.name, ": other bytes than the CPU"));
+}
+
 }  // namespace
 
 void test_cuda_kernels() {
@@ -204,6 +259,12 @@ void test_cuda_kernels() {
   test_norm();
   test_treatment();
   test_whole_steps();
+  for (cuda_on_cpu::Order order : kOrders) {
+    cuda_on_cpu::order = order;
+    for (const TestedRule& rule : layer_rules()) {
+      for (const Layout& layout : kLayouts) test_layers(rule, layout);
+    }
+  }
 }
 
 }  // namespace drivetrain

@@ -27,6 +27,9 @@ inline optim::Hypers fixed_hypers() {
   hypers.eps = 1e-8;
   hypers.weight_decay = 0.01;
   hypers.decoupled_weight_decay = 1;
+  hypers.d = hypers.bias_correction = hypers.grad_averaging = 1;
+  hypers.eps1 = hypers.eps2 = 1e-3;
+  hypers.beta2_decay = -0.8;
   hypers.dampening = 0.25;
   hypers.lr_decay = 0.1;
   return hypers;
@@ -108,6 +111,18 @@ inline std::vector<TestedRule> tested_rules(double step = 3) {
   {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, step)), \
    optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
       DT_OPTIM_RULES(DT_ROW)
+#undef DT_ROW
+  };
+}
+
+// Those that ask for norms.
+inline std::vector<TestedRule> layer_rules() {
+  const optim::Hypers hypers = fixed_hypers();
+  return {
+#define DT_ROW(Rule, name, ...)                                                                    \
+  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, 3)), \
+   optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
+      DT_LAYER_RULES(DT_ROW)
 #undef DT_ROW
   };
 }

@@ -86,7 +86,7 @@ double sum_of_squares(const StepReader& read) {
 
 // What a step does besides its rules: unscaling, clipping, looking for overflows, zeroing.
 struct StepOptions {
-  using Scalar = std::variant<double, at::Tensor>;  // a tensor: float32 on the CUDA device of all parameters
+  using Scalar = std::variant<double, at::Tensor>;  // a tensor: one element on a CUDA device
   Scalar grad_scale = 1.0;                          // gradients are divided by it
   Scalar found_inf = 0.0;                           // above 0: nothing is updated
   std::optional<double> max_grad_norm;
@@ -112,6 +112,13 @@ struct StepOptions {
     return asked;
   }
 
+  // The tensors, on the device of the gradients, where a scaler's need not be.
+  void move_to(c10::Device device) {
+    for (Scalar* scalar : {&grad_scale, &found_inf}) {
+      if (auto* tensor = std::get_if<at::Tensor>(scalar))
+        *tensor = tensor->to(device, at::kFloat, /*non_blocking=*/true);
+    }
+  }
   TreatmentScalars scalars() const {
     const auto data = [](const Scalar& scalar) {
       const at::Tensor* tensor = std::get_if<at::Tensor>(&scalar);
@@ -176,7 +183,9 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
   const TreatmentAsked asked = options.asked();
   result.measures = asked.measures;
   if (!on_device.empty()) {
-    result.on_device = treat_on_device(on_device, asked, options.scalars());
+    StepOptions placed = options;
+    placed.move_to(on_device.front()->device);
+    result.on_device = treat_on_device(on_device, asked, placed.scalars());
     run(reader, {}, static_cast<const GradTreatment*>(result.on_device.const_data_ptr()));
     return;
   }

@@ -29,13 +29,14 @@ void place_on_device(Batch& batch) {
   append(bytes, batch.params);
   append(bytes, batch.starts);
   append(bytes, batch.empty_starts);
-  append(bytes, batch.numbers);
-  char* table = batch.table.hold(bytes, batch.device, current_stream(batch.device));
+  void* const stream = current_stream(batch.device);
+  char* table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table);
   table += batch.params.size() * sizeof(ParamJob);
   batch.placed.starts = reinterpret_cast<const ParamStart*>(table);
-  table += (batch.starts.size() + batch.empty_starts.size()) * sizeof(ParamStart);
-  batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(table);
+  bytes.clear();
+  append(bytes, batch.numbers);
+  batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
 }
 
 at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const TreatmentAsked& asked,

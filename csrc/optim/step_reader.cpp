@@ -97,7 +97,8 @@ double number_of(PyObject* value) {
 
 // A group's hyper-parameters, from the dict that the Python class made of them. A learning rate on a device stays
 // there.
-GroupNumbers numbers_of(py::handle hypers) {
+// index: of the group.
+GroupNumbers numbers_of(py::handle hypers, size_t index) {
   struct Field {
     PyObject* name;  // interned, never freed
     double Hypers::* value;
@@ -117,6 +118,11 @@ GroupNumbers numbers_of(py::handle hypers) {
                                 "' that the optimizer class gave"));
     }
     if (const at::Tensor* tensor = cuda_tensor(value)) {
+      DT_INVARIANT(field->value == &Hypers::lr);
+      if (tensor->numel() != 1 || (tensor->scalar_type() != at::kFloat && tensor->scalar_type() != at::kDouble)) {
+        throw UserTypeError(text("param_groups[", index, "]: lr is a tensor of ", tensor->scalar_type(), " of shape ",
+                                 tensor->sizes(), ", expected one float32 or float64."));
+      }
       numbers.lr = tensor->data_ptr();
       numbers.lr_is_double = tensor->scalar_type() == at::kDouble;
     } else {
@@ -330,7 +336,7 @@ void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule,
                            const Precision& precision) {
   check_hypers(hypers, index);
   groups_.push_back({group, index, &rule, hypers, precision,
-                     rule.counts_steps || precision.rounding == Rounding::kStochastic, numbers_of(hypers)});
+                     rule.counts_steps || precision.rounding == Rounding::kStochastic, numbers_of(hypers, index)});
   PyObject* params = PyDict_GetItemString(group.ptr(), "params");
   DT_INVARIANT(params != nullptr && PyList_Check(params));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
@@ -823,6 +829,13 @@ int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
 int32_t StepReader::start_index(Batch& batch, const Entry& entry, const Reading& reading, uint64_t seed) {
   const Group& group = groups_[entry.group];
   if (batch.numbers_group != entry.group) {
+    if (group.numbers.lr != nullptr) {
+      const at::Device device = cuda_tensor(PyDict_GetItemString(group.hypers.ptr(), "lr"))->device();
+      if (device != batch.device) {
+        throw UserError(text(label(entry), " is on ", batch.device.str(), " but its group's lr is a tensor on ",
+                             device.str(), ": move it there, or use a number."));
+      }
+    }
     batch.numbers.push_back(group.numbers);
     batch.numbers_group = entry.group;
   }

@@ -70,7 +70,8 @@ struct Batch {
   std::vector<ParamStart> empty_starts = {};  // of parameters without elements, which only count
   std::vector<GroupNumbers> numbers = {};
   int64_t numbers_group = -1;  // whose the last ones are
-  DeviceTable table = {};
+  DeviceTable table = {},
+              numbers_table = {};  // apart: schedulers change numbers in every step, and little else changes
   struct Placed {
     ParamJob* params;
     const ParamStart* starts;

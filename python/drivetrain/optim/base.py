@@ -338,7 +338,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The attribute of that name, left on the device where the parameters are on it too."""
         value = getattr(self, name, None)
         if isinstance(value, Tensor) and value.is_cuda and not self.is_on_cpu:
-            return value.detach().to(torch.float32)
+            return value.detach()
         return default if value is None else float(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain import _C, optim
+from drivetrain import optim
 from drivetrain.amp import GradScaler
 from reference.adafactor import adafactor
-from test_optim import TOLERANCES, assert_same, copies, make_params, set_grads
+from test_optim import TOLERANCES, assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 
 # Vectors; matrices smaller than a tile, wider than a tile and than a block, higher than a block; several matrices in
 # one block, and several blocks per matrix.
@@ -83,25 +83,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_threads_nor_instruction_sets_change_the_bits(precision: str, dtype: torch.dtype) -> None:
-    start, results = make_params(dtype, SHAPES), []
-    threads = torch.get_num_threads()
-    try:
-        for isa in _C.available_isas():
-            for count in (1, 2, 3):
-                _C.force_isa(isa)
-                torch.set_num_threads(count)
-                torch.manual_seed(1)
-                params = copies(start)
-                optimizer = optim.Adafactor(params, max_grad_norm=1.0, **PRECISIONS[precision])
-                for _ in range(2):
-                    set_grads(params)
-                    optimizer.step()
-                results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
-    finally:
-        _C.force_isa("")
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert_same(results[0], other, rtol=0, atol=0)
+    assert_same_bits_everywhere(
+        make_params(dtype, SHAPES), lambda params: optim.Adafactor(params, max_grad_norm=1.0, **PRECISIONS[precision])
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

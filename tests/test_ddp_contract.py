@@ -1,5 +1,6 @@
 """What DistributedDataParallel keeps beyond torch's own DDP tests: no replicas that part in silence, hooks, weights."""
 
+import copy
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -609,6 +610,49 @@ def held_gradients() -> None:
         assert_means(model, expected)
         model.zero_grad(set_to_none=False)
     assert "on rank 0 the script keeps references to .grad tensors" in model.bucket_plan().why_not
+
+
+def delayed_parameters(hooked: str, *delayed: str) -> None:
+    """Some parameters, or all, are reduced past the reducer, once the gradient of one is there."""
+    net = linear_chain()
+    net[2].bias.requires_grad_(False)  # torch's constructor wants one parameter beside the delayed ones
+    named = dict(net.named_parameters())
+    options = {"delay_all_reduce_named_params": [(n, named[n]) for n in delayed]}
+    model = DDP(net, **SMALL_BUCKETS, **options, param_to_hook_all_reduce=named[hooked])
+    assert_equal_on_ranks([p.detach() for p in net.parameters()])
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for _ in range(6):  # through both changes of plan
+        batches = [inputs() for _ in range(3)]
+        alone = copy.deepcopy(net).requires_grad_(True)
+        alone[2].bias.requires_grad_(False)
+        alone.zero_grad()
+        for x in batches:
+            alone(x).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(alone))
+        with model.no_sync():
+            for x in batches[1:]:
+                model(x).pow(2).sum().backward()
+        model(batches[0]).pow(2).sum().backward()
+        assert_means(model, expected)
+        with torch.no_grad():
+            for p in trained:
+                p -= 1e-3 * p.grad
+        model.zero_grad()
+    assert_equal_on_ranks([p.detach() for p in net.parameters()])
+    if model._has_reducer():
+        reduced = [name for bucket in model.reducer.buckets() for name in bucket.names]
+        assert sorted([*reduced, *delayed]) == sorted(n for n, p in named.items() if p.requires_grad)
+
+
+LAST_LAYER = ("4.weight", "4.bias")
+TRAINED = ("0.weight", "0.bias", "2.weight", *LAST_LAYER)
+
+
+@pytest.mark.parametrize(
+    ("hooked", "delayed"), [("0.weight", LAST_LAYER), ("4.bias", LAST_LAYER), ("0.weight", TRAINED)]
+)
+def test_delayed_parameters(on_ranks: OnRanks, hooked: str, delayed: tuple[str, ...]) -> None:
+    on_ranks(delayed_parameters, hooked, *delayed)
 
 
 def sharded_optimizer() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain import _C, optim
+from drivetrain import optim
 from reference.lamb import LAMB
-from test_optim import assert_same, copies, make_params, set_grads
+from test_optim import assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 
 # Below, at and above a chunk of the sums and a wave of parameters; with cuts between threads and 8-bit blocks.
 SHAPES: list[Any] = [(5,), (1 << 14,), ((1 << 14) + 1,), (300, 1001), (7,), (2, 128), (1000, 700), (3,)]
@@ -19,25 +19,7 @@ PRECISIONS: list[dict[str, Any]] = [{}, {"state_bits": 8, "min_8bit_size": 0}, {
 @pytest.mark.parametrize("options", PRECISIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_threads_nor_instruction_sets_change_the_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
-    start, results = make_params(dtype, SHAPES), []
-    threads = torch.get_num_threads()
-    try:
-        for isa in _C.available_isas():
-            for count in (1, 2, 3):
-                _C.force_isa(isa)
-                torch.set_num_threads(count)
-                torch.manual_seed(1)
-                params = copies(start)
-                optimizer = optim.LAMB(params, lr=0.1, **options)
-                for _ in range(2):
-                    set_grads(params)
-                    optimizer.step()
-                results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
-    finally:
-        _C.force_isa("")
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert_same(results[0], other, rtol=0, atol=0)
+    assert_same_bits_everywhere(make_params(dtype, SHAPES), lambda params: optim.LAMB(params, lr=0.1, **options))
 
 
 def test_a_parameter_is_stepped_alike_in_any_company() -> None:

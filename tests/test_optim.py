@@ -103,6 +103,30 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) ->
         torch.testing.assert_close(a.detach(), b.detach(), **tolerance)
 
 
+def assert_same_bits_everywhere(
+    start: list[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int = 2
+) -> None:
+    """Whatever the instruction set and the number of threads: parameters and states of a few steps."""
+    results, threads = [], torch.get_num_threads()
+    try:
+        for isa in _C.available_isas():
+            for count in (1, 2, 3):
+                _C.force_isa(isa)
+                torch.set_num_threads(count)
+                torch.manual_seed(1)
+                params = copies(start)
+                optimizer = make(params)
+                for _ in range(steps):
+                    set_grads(params)
+                    optimizer.step()
+                results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
+    finally:
+        _C.force_isa("")
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert_same(results[0], other, rtol=0, atol=0)
+
+
 def decoupled(ours: type) -> dict[str, bool]:
     return {"decoupled": True} if issubclass(ours, optim.AdamW) else {}
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +23,8 @@ class PendingReduce {
   virtual bool is_done() = 0;
   // Whether the transport has held it back, so that giving it up concerns nobody else; see Comm::flush().
   virtual bool is_held_back() const { return false; }
+  // Once it is complete: the sum of squares of the result, if want_square_sums() has been asked for it.
+  virtual std::optional<double> square_sum() { return std::nullopt; }
 };
 
 class Comm {
@@ -43,6 +46,9 @@ class Comm {
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) = 0;
   // The same as a sum, whatever averages() says (counts).
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
+  // Whether the means of floats that are started from now on also come with the sum of their squares. Another rank's
+  // wish holds for all. False: this transport cannot.
+  virtual bool want_square_sums(bool) { return false; }
   // Until this, or until any of them is waited for, a transport may hold back what was started, to begin all of it at
   // once. Every rank must call it between the same starts.
   virtual void flush() {}

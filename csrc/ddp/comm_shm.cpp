@@ -170,6 +170,11 @@ class ShmComm final : public Comm {
   // Between hosts the leaders' process group works meanwhile.
   bool in_background() const override { return !exchange_ || num_places() < size(); }
 
+  bool want_square_sums(bool wanted) override {
+    wants_square_sums_ = wanted;
+    return exchange_ && num_places() == size();
+  }
+
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (!exchange_ || !device.is_cpu()) return torch_->allocate(bytes, device);
     std::shared_ptr<Arena> arena = share(bytes);
@@ -221,6 +226,7 @@ class ShmComm final : public Comm {
     }
     ~ShmReduce() override { leave_staging(); }
     bool is_done() override { return comm_.exchange_->is_done(number_); }
+    std::optional<double> square_sum() override { return comm_.exchange_->take_square_sum(number_); }
     void wait() override {
       comm_.exchange_->wait(number_);
       if (!staging_) return;
@@ -262,7 +268,7 @@ class ShmComm final : public Comm {
     if (flat.layout() != at::kStrided) return nullptr;  // sparse: for the process group
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
     if (!type || !flat.is_cpu()) return nullptr;
-    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale};
+    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sums_ && scale != 1};
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
     for (const auto& arena : arenas_) {
@@ -363,6 +369,7 @@ class ShmComm final : public Comm {
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::shared_ptr<Arena>> arenas_;
+  bool wants_square_sums_ = false;
   std::optional<ShmExchange> exchange_;
   std::string why_not_;
 };

@@ -23,11 +23,12 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
                                       int64_t check_replicas_every,
-                                      std::vector<std::pair<std::string, at::Tensor>> frozen,
+                                      std::vector<std::pair<std::string, at::Tensor>> frozen, bool shares_norm,
                                       bool plan_from_measurement, std::string wrapper) {
-  return Reducer::make(std::move(params), std::move(names), std::move(comm),
-                       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse),
-                        check_replicas_every, std::move(frozen), plan_from_measurement, std::move(wrapper)});
+  return Reducer::make(
+      std::move(params), std::move(names), std::move(comm),
+      {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
+       std::move(frozen), shares_norm, plan_from_measurement, std::move(wrapper)});
 }
 
 // Python's hooks get a real dist.GradBucket: torch's own class makes it.
@@ -207,8 +208,8 @@ void register_ddp(py::module_& m) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
-           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("plan_from_measurement"), py::arg("wrapper"),
-           no_gil())
+           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("shares_norm"), py::arg("plan_from_measurement"),
+           py::arg("wrapper"), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("times", &Reducer::times, no_gil())
       .def("progress", &Reducer::progress)

@@ -79,6 +79,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
   }
   keep_freed_memory(largest);  // a backward frees each gradient once it is in the arena
   build_arena(plan(registration_order()));
+  if (options_.shares_norm) norm_ = grad::ReducedNorm::make();
   ++num_reducers_;
 }
 
@@ -339,6 +340,10 @@ void Reducer::begin_backward() {
   progress_->move_to(steps_ + 1, Progress::kGradients);
   rebuild_buckets();
   step_ = Step::kRunning;
+  if (norm_) {
+    norm_->forget();
+    norm_is_due_ = comm_->want_square_sums(norm_->is_wanted());
+  }
   if (steps_ == 0) fired_.clear();
   now_.buckets_reduced = 0;
   now_.exposed = 0;
@@ -677,6 +682,7 @@ void Reducer::finalize() {
     if (!optimizer_in_backward_ && !low_precision_) finish_param(param, used_somewhere);
   }
   if (graph_ == Graph::kStaticUnknown) graph_ = Graph::kStaticKnown;
+  if (norm_ && norm_is_due_) share_norm();
   local_used_.zero_();
   weight_.reset();
   divisor_ = 0;
@@ -690,6 +696,26 @@ void Reducer::finalize() {
   reset();
   for (const auto& callback : callbacks) callback();
   if (compare) compare_replicas();
+}
+
+// Where .grad is what the transport has left, and nothing else, everywhere.
+void Reducer::share_norm() {
+  if (weight_ || scaling_.as_sum || comm_hook_ || optimizer_in_backward_ || low_precision_ || rpc_context_) return;
+  std::vector<grad::SeenGradient> gradients;
+  gradients.reserve(params_.size());
+  for (const Parameter& param : params_) {
+    const at::Tensor& grad = param.tensor.grad();
+    if (param.sparse || param.delegated || !grad.is_same(param.view) ||
+        (param.without_grad && param.untouched.defined()))
+      return;
+    gradients.emplace_back(grad.unsafeGetTensorImpl());
+  }
+  std::optional<double> sum = 0;
+  for (const Bucket& bucket : buckets_) {
+    const std::optional<double> of_bucket = bucket.reduce ? bucket.reduce->square_sum() : std::nullopt;
+    sum = sum && of_bucket ? std::optional(*sum + *of_bucket) : std::nullopt;
+  }
+  norm_->publish(std::move(gradients), sum);
 }
 
 // ---- What was seen.

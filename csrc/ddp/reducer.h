@@ -21,6 +21,7 @@
 #include "ddp/comm_hook.h"
 #include "ddp/plan.h"
 #include "ddp/progress.h"
+#include "grad/reduced_norm.h"
 
 namespace drivetrain::ddp {
 
@@ -54,6 +55,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<bool> sparse;          // per parameter: it gets sparse gradients
     int64_t check_replicas_every = 0;  // synchronised steps between two comparisons of the ranks' parameters; 0: never
     std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters, which must stay so
+    bool shares_norm = true;             // what a reduction finds of the gradients' norm is there for optimizers
     bool plan_from_measurement = false;  // on the CPU, without sparse gradients; must be the same on every rank
     std::string wrapper;                 // which one it is, for messages where there are several
   };
@@ -273,6 +275,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_bucket(Bucket& bucket);
   void finish_param(Parameter& param, bool used_somewhere);
   void wait_for_buckets();
+  void share_norm();
   void drain();
   void forget_step();
   bool lies_in_arena(const at::Tensor& tensor) const;
@@ -350,6 +353,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool began_ = false;  // a synchronised forward or backward has begun
   bool is_graph_static_ = true;
   std::vector<bool> last_unused_;
+  std::shared_ptr<grad::ReducedNorm> norm_;  // null: not shared
+  bool norm_is_due_ = false;                 // the transport can add up squares
   std::string error_;
 };
 

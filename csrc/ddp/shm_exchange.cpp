@@ -24,7 +24,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kLargestChunk = 128 << 10;  // stays in a core's own cache, for a few ranks
 constexpr int64_t kSmallestChunk = 16 << 10;
-constexpr uint64_t kSlots = 64;  // operations under way at most; a further one waits for the oldest
+constexpr uint32_t kMostSquareSums = 2048;  // chunks of an operation whose squares are added up: of 256 MiB
+constexpr size_t kMostKept = 4096;          // of operations whose sums nobody has taken
+constexpr uint64_t kSlots = 64;             // operations under way at most; a further one waits for the oldest
 // What a wake-up costs, about: spinning longer cannot win much.
 constexpr std::chrono::microseconds kSpin(100);
 // How soon a death is noticed; a wake-up by other ranks comes at once.
@@ -58,15 +60,18 @@ struct alignas(64) RankLine {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::is_always_lock_free);
 
-// What must be the same on all ranks, in one word. The scale itself is not: it is the ranks' number or nothing.
+constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
+
+// What must be the same on all ranks, in one word, but for that one wish. The scale itself is not: it is the ranks'
+// number or nothing.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
   return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.type) << 1 |
-         (operation.scale != 1 ? 1 : 0);
+         (operation.scale != 1 ? 1 : 0) | (operation.wants_square_sum ? kWantsSquareSum : 0);
 }
 
 std::string describe_kind(uint64_t kind) {
   constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
-  return text("the ", kind & 1 ? "mean" : "sum", " of ", kind >> 8, " ", kTypes[kind >> 1 & 0x7f]);
+  return text("the ", kind & 1 ? "mean" : "sum", " of ", (kind & ~kWantsSquareSum) >> 8, " ", kTypes[kind >> 1 & 0x7f]);
 }
 
 void pause() { __builtin_ia32_pause(); }
@@ -82,6 +87,9 @@ struct Board {
   alignas(64) std::atomic<uint32_t> sleepers;  // on `event`; too many where one died asleep, which costs a call
   alignas(64) std::atomic<uint64_t> shared;    // the last operation whose sum over the hosts has come
   Slot slots[kSlots];
+  // Of each slot's operation and its chunks, if any rank wants them; written before a chunk counts as done.
+  alignas(64) std::atomic<uint64_t> square_sums_of[kSlots];  // the operation's number
+  std::atomic<double> square_sums[kSlots][kMostSquareSums];
   // RankLine [size] follow.
 };
 
@@ -152,10 +160,43 @@ bool ShmExchange::is_complete(const Running& running) const {
 }
 
 bool ShmExchange::is_complete(uint64_t number) {
-  while (!running_.empty() && is_complete(running_.front())) running_.pop_front();
+  while (!running_.empty() && is_complete(running_.front())) {
+    keep_square_sum(running_.front());
+    running_.pop_front();
+  }
   const auto found =
       std::find_if(running_.begin(), running_.end(), [&](const Running& r) { return r.number == number; });
   return found == running_.end() || is_complete(*found);
+}
+
+// To be asked while a chunk of it is not done: afterwards another rank's word may be a later operation's.
+bool ShmExchange::is_square_sum_wanted(const Running& running) const {
+  if (options_.several_hosts || running.num_chunks > kMostSquareSums) return false;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const RankLine& line = line_of(board_, rank);
+    if ((line.kind[running.number % kSlots].load(std::memory_order_acquire) & kWantsSquareSum) != 0) return true;
+  }
+  return false;
+}
+
+// Nobody has touched the sums since: a further operation in their slot begins when this rank has started it, too.
+void ShmExchange::keep_square_sum(const Running& running) {
+  const uint64_t slot = running.number % kSlots;
+  if (!running.operation.wants_square_sum || board_.square_sums_of[slot].load() != running.number) return;
+  double sum = 0;
+  for (uint32_t i = 0; i < running.num_chunks; ++i) sum += board_.square_sums[slot][i].load(std::memory_order_relaxed);
+  if (square_sums_.size() == kMostKept) square_sums_.pop_front();
+  square_sums_.emplace_back(running.number, sum);
+}
+
+std::optional<double> ShmExchange::take_square_sum(uint64_t number) {
+  if (!is_complete(number)) return std::nullopt;
+  const auto found =
+      std::find_if(square_sums_.begin(), square_sums_.end(), [&](const auto& kept) { return kept.first == number; });
+  if (found == square_sums_.end()) return std::nullopt;
+  const double sum = found->second;
+  square_sums_.erase(found);
+  return sum;
 }
 
 uint64_t ShmExchange::published_by_all() const {
@@ -206,7 +247,7 @@ void ShmExchange::compare_kinds(const Running& running) {
   const uint64_t mine = kind_of(running.operation);
   for (int rank = 0; rank < options_.size; ++rank) {
     const uint64_t theirs = line_of(board_, rank).kind[running.number % kSlots].load(std::memory_order_acquire);
-    if (theirs == mine) continue;
+    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum)) continue;
     if (is_complete(running)) break;  // others have compared and added up; that word is a later operation's by now
     fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe_kind(mine), ", ",
               options_.rank_names[rank], " ", describe_kind(theirs),
@@ -223,8 +264,15 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk) con
   char* const* values = operation.values.data();
   if (stage == kSum) {
     const int num_outputs = options_.several_hosts ? 1 : options_.size;
-    sum_range(
-        {operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale});
+    const bool adds_squares = is_square_sum_wanted(running);
+    double square_sum = 0;
+    sum_range({operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale,
+               adds_squares ? &square_sum : nullptr});
+    if (adds_squares) {
+      const uint64_t slot = running.number % kSlots;
+      board_.square_sums_of[slot].store(running.number);
+      board_.square_sums[slot][chunk].store(square_sum, std::memory_order_relaxed);
+    }
     return;
   }
   const int64_t element = bytes_of(operation.type);

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ddp/shm_reduce.h"
@@ -53,6 +55,7 @@ class ShmExchange {
     ElementType type;
     int64_t numel = 0;
     double scale = 1;
+    bool wants_square_sum = false;  // of floats, within one host
   };
 
   static int64_t board_bytes(int size);
@@ -69,6 +72,9 @@ class ShmExchange {
   void wait(uint64_t number);
   // Whether wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_complete(number); }
+  // Of the result of a complete operation, if this rank wanted it and no operation before it is under way; the same on
+  // all ranks. To be asked once.
+  std::optional<double> take_square_sum(uint64_t number);
 
  private:
   struct Running {
@@ -79,6 +85,8 @@ class ShmExchange {
   };
 
   bool is_complete(const Running& running) const;
+  bool is_square_sum_wanted(const Running& running) const;
+  void keep_square_sum(const Running& running);
   bool is_complete(uint64_t number);
   uint64_t published_by_all() const;
   bool work(uint32_t max_chunks);
@@ -97,11 +105,12 @@ class ShmExchange {
   const int last_stage_;
   const int64_t creator_;  // the process; a forked child has the same board and no part in it
   uint64_t started_ = 0;
-  std::deque<Running> running_;    // not known to be complete, by number
-  uint64_t compared_ = 0;          // the last that is known to be the same on all ranks
-  uint64_t relayed_ = 0;           // the last that went to the link
-  std::deque<uint64_t> relaying_;  // with the link
-  std::string failure_;            // after which nothing works any more
+  std::deque<Running> running_;                          // not known to be complete, by number
+  uint64_t compared_ = 0;                                // the last that is known to be the same on all ranks
+  uint64_t relayed_ = 0;                                 // the last that went to the link
+  std::deque<uint64_t> relaying_;                        // with the link
+  std::deque<std::pair<uint64_t, double>> square_sums_;  // not taken yet
+  std::string failure_;                                  // after which nothing works any more
 };
 
 }  // namespace drivetrain::ddp

@@ -35,6 +35,9 @@ struct SumJob {
   int64_t begin;
   int64_t end;
   double scale;
+  // Null, or where the sum of the squares of what is written goes: of floats, in double, in an order that depends on
+  // the range alone.
+  double* square_sum = nullptr;
 };
 
 // With the chosen instruction set; every one gives the same bits.

@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "grad/norm.h"
+#include "grad/reduced_norm.h"
 #include "optim/adafactor.h"
 #include "optim/hypers.h"
 #include "optim/launch.h"
@@ -74,8 +75,13 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
   }
 }
 
-// Over all gradients that the step has read, as they are.
+// Over all gradients that the step has read, as they are. Not read again where our DistributedDataParallel has just
+// written them.
 double sum_of_squares(const StepReader& read) {
+  std::vector<grad::SeenGradient> seen;
+  seen.reserve(read.written.size());
+  for (const Written& written : read.written) seen.emplace_back(written.grad);
+  if (const std::optional<double> known = grad::known_sum_of_squares(seen)) return *known;
   std::vector<grad::Gradient> gradients;
   for (const Batch& batch : read.batches) {
     DT_INVARIANT(batch.params.empty() || batch.device.is_cpu());

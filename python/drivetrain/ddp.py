@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -39,7 +40,7 @@ _SAME_EVERYWHERE = (
     "check_replicas_every",
 )
 _BUFFERS = "the broadcast of buffers"
-_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype")
+_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 P = ParamSpec("P")
@@ -94,6 +95,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             gets the same bits. Shared memory rounds nothing: among the ranks of one host it changes nothing. Other
             dtypes, sparse gradients, weights, counts and checksums go as they are. On the CPU over gloo only; not with
             communication hooks, which carry gradients themselves, and so not with what torch does by such hooks.
+        reuse_norm: keyword only. Once a drivetrain optimizer with `max_grad_norm`, or `drivetrain.clip_grad_norm_`, has
+            asked for the norm of just the gradients that this module's parameters have, the reduction adds up their
+            squares while it has them in hand, and nobody reads them again for it. For shared memory within one host.
+            The sum holds as long as the same tensors have seen no write since backward; writes through `.data` or a
+            pointer are not seen: False if a script makes any. Its order is that of the buckets, so that the norm's
+            last bit of 53 may differ from that of a read.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
@@ -137,6 +144,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         check_replicas_every: int = 0,
         report_hang_after: float | None = None,
         wire_dtype: torch.dtype | str | None = None,
+        reuse_norm: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -150,6 +158,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "wire_dtype does not go together with delay_all_reduce_named_params: torch reduces those parameters "
                 "past the reducer, as they are. Leave one of the two out."
             )
+        self._hooks_a_delayed_parameter = any(
+            param is param_to_hook_all_reduce for _, param in delay_all_reduce_named_params or ()
+        )
         self._report_hang_after = watch.limit_from(report_hang_after)
         _check_devices(_trained_parameters(module))
         if process_group is None and device_mesh is None and not dist.is_initialized():
@@ -169,6 +180,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 group = device_mesh.get_group()
             _check_same_on_all_ranks(module, _trained_parameters(module), arguments, group)
         self._check_replicas_every = check_replicas_every
+        self._reuse_norm = reuse_norm
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         if self._use_python_reducer:  # then torch's own Python hooks reduce, compiled into backward
             if self._wire_dtype is not None:
@@ -177,6 +189,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "reduces then, past the reducer. Leave one of the two out."
                 )
             self.reducer._remove_autograd_hooks()
+        if not self._has_reducer():  # every all-reduce is delayed: torch returned before it did these two
+            self._lazy_init_ran = True
+            if init_sync:
+                _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in _trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0  # none where every all-reduce is delayed
@@ -217,6 +233,30 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     @_has_rebuilt_buckets.setter
     def _has_rebuilt_buckets(self, rebuilt: bool) -> None:
         pass
+
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        """Called once the gradient of `param_to_hook_all_reduce` is there; reduces `delay_all_reduce_named_params`.
+
+        As torch's, which besides reduces under no_sync(), too, does not wait for the result before backward ends, and
+        leaves out that gradient itself where it is one of the delayed ones.
+        """
+        if not self.require_backward_grad_sync:
+            return grad
+        buffer = self._delay_grad_buffer
+        assert buffer is not None
+
+        def reduce() -> dist.Work:
+            buffer.div_(dist.get_world_size(self.process_group))
+            work: dist.Work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+            return work
+
+        work = None if self._hooks_a_delayed_parameter else reduce()
+
+        def finish() -> None:
+            (work or reduce()).wait()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        return grad
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, **kwargs: Any) -> None:
         """`loss.backward()`, weighted: the gradients become the mean over everything that the weights count.
@@ -335,6 +375,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
             report_hang_after=self.__dict__.get("_report_hang_after", watch.DEFAULT_LIMIT_S),
+            shares_norm=self.__dict__.get("_reuse_norm", True),
             plan_from_measurement=not self._why_not_planned,
         )
         self.reducer.set_sync(self.require_backward_grad_sync)

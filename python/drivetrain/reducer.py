@@ -43,6 +43,7 @@ class Reducer(_C.Reducer):
         frozen: the module's other parameters with their names; one that requires a gradient later raises.
         modules: all modules with their names, for messages.
         report_hang_after: seconds after which a wait for other ranks is reported; 0: never.
+        shares_norm: the squares of gradients are added up in the reduction once an optimizer asks for their norm.
         plan_from_measurement: choose the buckets' sizes anew once the first steps have been timed. Only for parameters
             on the CPU, none of them with sparse gradients.
     """
@@ -64,6 +65,7 @@ class Reducer(_C.Reducer):
         frozen: Sequence[tuple[str, nn.Parameter]],
         modules: Sequence[tuple[str, nn.Module]],
         report_hang_after: float,
+        shares_norm: bool,
         plan_from_measurement: bool,
     ) -> None:
         self._wrapper = f"DistributedDataParallel {next(_wrappers)} ({type(modules[0][1]).__name__})"
@@ -77,6 +79,7 @@ class Reducer(_C.Reducer):
             skip_unused_buckets=skip_unused_buckets,
             check_replicas_every=check_replicas_every,
             frozen=frozen,
+            shares_norm=shares_norm,
             plan_from_measurement=plan_from_measurement,
             wrapper=self._wrapper,
         )

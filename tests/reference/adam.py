@@ -6,6 +6,19 @@ import torch
 from torch import Tensor
 
 
+def advance_moments(
+    state: dict[str, Tensor], grad: Tensor, betas: tuple[float, float], gradient_share: float | None = None
+) -> int:
+    """Counts the step, and lets both means take in the gradient, the first with its share; returns which step it is."""
+    beta1, beta2 = betas
+    state["step"] = state.get("step", torch.zeros(())) + 1
+    zeros = torch.zeros_like(grad)
+    share = 1 - beta1 if gradient_share is None else gradient_share
+    state["exp_avg"] = beta1 * state.get("exp_avg", zeros) + share * grad
+    state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * grad**2
+    return int(state["step"])
+
+
 def adam(
     param: Tensor,
     grad: Tensor,
@@ -21,16 +34,13 @@ def adam(
 ) -> Tensor:
     """Returns the new parameter; `state` (step and moments, in the computing dtype) is updated in place."""
     beta1, beta2 = betas
-    state["step"] = state.get("step", torch.zeros(())) + 1
-    step = int(state["step"])
     if maximize:
         grad = -grad
     if decoupled:
         param = param * (1 - lr * weight_decay)
     else:
         grad = grad + weight_decay * param
-    state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(param)) + (1 - beta1) * grad
-    state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", torch.zeros_like(param)) + (1 - beta2) * grad**2
+    step = advance_moments(state, grad, betas)
     second_moment = state["exp_avg_sq"]
     if amsgrad:
         largest = state.get("max_exp_avg_sq", torch.zeros_like(param))

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reference.adam import advance_moments
+
 
 def lamb(
     param: Tensor,
@@ -23,13 +25,7 @@ def lamb(
 ) -> Tensor:
     """Returns the new parameter; `state` (step and moments, in the computing dtype) is updated in place."""
     beta1, beta2 = betas
-    state["step"] = state.get("step", torch.zeros(())) + 1
-    step = int(state["step"])
-    if maximize:
-        grad = -grad
-    zeros = torch.zeros_like(param)
-    state["exp_avg"] = beta1 * state.get("exp_avg", zeros) + (1 - beta1 if grad_averaging else 1) * grad
-    state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * grad**2
+    step = advance_moments(state, -grad if maximize else grad, betas, None if grad_averaging else 1)
     mean, mean_sq = state["exp_avg"], state["exp_avg_sq"]
     if bias_correction:
         mean, mean_sq = mean / (1 - beta1**step), mean_sq / (1 - beta2**step)

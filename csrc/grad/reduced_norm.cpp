@@ -1,0 +1,80 @@
+// What reductions have published, and who asks for it; see reduced_norm.h.
+#include "grad/reduced_norm.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace drivetrain::grad {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<ReducedNorm>> norms;
+};
+
+Registry& registry() {
+  static Registry registry;
+  return registry;
+}
+
+std::vector<SeenGradient> sorted(std::vector<SeenGradient> gradients) {
+  std::sort(gradients.begin(), gradients.end(),
+            [](const SeenGradient& a, const SeenGradient& b) { return std::less<>()(a.tensor, b.tensor); });
+  return gradients;
+}
+
+}  // namespace
+
+std::shared_ptr<ReducedNorm> ReducedNorm::make() {
+  auto norm = std::make_shared<ReducedNorm>();
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::erase_if(all.norms, [](const auto& other) { return other.expired(); });
+  all.norms.push_back(norm);
+  return norm;
+}
+
+bool ReducedNorm::is_wanted() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_wanted_;
+}
+
+void ReducedNorm::publish(std::vector<SeenGradient> gradients, std::optional<double> sum_of_squares) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  gradients_ = std::move(gradients);
+  sum_of_squares_ = sum_of_squares;
+}
+
+void ReducedNorm::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  gradients_.clear();
+  sum_of_squares_.reset();
+}
+
+std::optional<double> ReducedNorm::ask(const std::vector<SeenGradient>& gradients) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Usually both have them in the model's order.
+  if (gradients.size() != gradients_.size() || (gradients != gradients_ && sorted(gradients) != sorted(gradients_))) {
+    return std::nullopt;
+  }
+  is_wanted_ = true;
+  return sum_of_squares_;
+}
+
+std::optional<double> known_sum_of_squares(const std::vector<SeenGradient>& gradients) {
+  if (gradients.empty()) return std::nullopt;
+  std::vector<std::shared_ptr<ReducedNorm>> norms;
+  {
+    Registry& all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto& norm : all.norms) {
+      if (auto alive = norm.lock()) norms.push_back(std::move(alive));
+    }
+  }
+  for (const auto& norm : norms) {
+    if (const auto known = norm->ask(gradients)) return known;
+  }
+  return std::nullopt;
+}
+
+}  // namespace drivetrain::grad

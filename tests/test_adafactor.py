@@ -232,8 +232,8 @@ def test_is_torchs_class() -> None:
     assert issubclass(optim.Adafactor, torch.optim.Adafactor)
     ours, theirs = optim.Adafactor(params, 0.5), torch.optim.Adafactor(params, 0.5)
     assert ours.param_groups[0].keys() == theirs.param_groups[0].keys()
-    with pytest.raises(NotImplementedError, match="Adafactor does not support capturable=True"):
-        optim.Adafactor(params, capturable=True)
+    with pytest.raises(NotImplementedError, match="Adafactor does not support differentiable=True"):
+        optim.Adafactor(params, differentiable=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ see test_muon.py), ours beside torch's own class:
 
 Where ours differ from torch's, and why:
 
-* `capturable` and `differentiable` raise NotImplementedError: they would be ignored otherwise.
+* `capturable` changes nothing (torch's classes refuse to step on the CPU with it), and `differentiable` raises
+  NotImplementedError: it would be ignored otherwise.
 * Sparse gradients raise RuntimeError for SGD and Adagrad too: the native step walks dense memory.
 * torch.compile leaves the native step outside its graph: fullgraph=True raises, as there is nothing to trace.
 * A parameter that is twice in one group raises when it is stepped, after torch's warning at construction: torch updates
@@ -58,8 +59,8 @@ ERROR_INPUTS = [
     for name, info in INFOS.items()
     for index, error in enumerate(info.optim_error_inputs_func("cpu", torch.float32))
 ]
-# As torch's capturable inputs are for GPUs only; they cost nothing to refuse.
-REFUSED = [
+# torch's capturable inputs are for GPUs only.
+CAPTURABLE = [
     pytest.param(name, entry.kwargs, id=f"{name}-{entry.desc}")
     for name, info in INFOS.items()
     for entry in info.optim_inputs_func(device="cuda")
@@ -257,10 +258,19 @@ def test_the_same_errors(name: str, index: int) -> None:
     assert raised[0] == raised[1] or not at_construction  # at a step ours name the parameter
 
 
-@pytest.mark.parametrize(("name", "options"), REFUSED)
-def test_capturable_is_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"drivetrain.optim.{name} does not support capturable=True"):
-        classes(name)[0](make_params(), **copy.deepcopy(options))
+@pytest.mark.parametrize(("name", "options"), CAPTURABLE)
+def test_capturable_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    params = make_params()
+    others = twins(params)
+    plain = {option: value for option, value in options.items() if option != "capturable"}
+    optimizers = [classes(name)[0](params, **copy.deepcopy(options)), classes(name)[0](others, **copy.deepcopy(plain))]
+    for _ in range(2):
+        for param, other in zip(params, others, strict=True):
+            param.grad = torch.randn_like(param)
+            other.grad = param.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name, info in INFOS.items() if "differentiable" in info.supported_impls])

@@ -17,7 +17,7 @@ from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES
 from reference import formats
-from test_optim import CASES, ON_CUDA
+from test_optim import CASES, cases
 
 HALVES = [torch.bfloat16, torch.float16]
 STATE_SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 5000]
@@ -669,7 +669,7 @@ def test_a_state_without_its_scales_is_named() -> None:
 
 @pytest.mark.gpu
 @precisions
-@pytest.mark.parametrize("case", ON_CUDA)
+@cases
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_cuda_gives_the_cpus_bits(case: str, precision: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:

@@ -1,9 +1,10 @@
-// The sum of squares over all gradients: chunks on all threads, their sums added up in order.
+// The sum of squares over all gradients: chunks on all threads.
 #include "grad/norm.h"
 
 #include <ATen/Parallel.h>
 
 #include "base/cpu_isa.h"
+#include "grad/total.h"
 
 namespace drivetrain::grad {
 
@@ -25,9 +26,9 @@ double sum_of_squares(const std::vector<Gradient>& gradients) {
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) sums[i] = chunk_sum(*chunks[i].values, chunks[i].begin, chunks[i].end);
   });
-  double total = 0;
-  for (double sum : sums) total += sum;
-  return total;
+  Total total;
+  for (double sum : sums) total.add(sum);
+  return total.get();
 }
 
 }  // namespace drivetrain::grad

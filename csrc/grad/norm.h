@@ -4,7 +4,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "grad/lanes.h"
 #include "optim/storage.h"
+
+namespace drivetrain::optim {
+struct ParamJob;
+}
 
 namespace drivetrain::grad {
 
@@ -14,13 +19,12 @@ struct Gradient {
   int64_t numel;
 };
 
-// In double, in an order that depends on the gradients' sizes alone: the same bits whatever the instruction set and the
-// number of threads. Not finite exactly if an element is not (float64: or if the sum overflows). The gradients must lie
+// In double, in the order of lanes.h: the same bits whatever the device, the instruction set and the number of threads.
+// Not finite exactly if an element is not (float64: or if the sum overflows). The gradients must lie
 // in this machine's memory.
 double sum_of_squares(const std::vector<Gradient>& gradients);
 
 // Elements [begin, end), at most kChunk of them. One copy per instruction set.
-constexpr int64_t kChunk = 1 << 14;
 namespace baseline {
 double sum_of_squares_cpu(const optim::Stream& values, int64_t begin, int64_t end);
 }
@@ -30,5 +34,9 @@ double sum_of_squares_cpu(const optim::Stream& values, int64_t begin, int64_t en
 namespace avx512 {
 double sum_of_squares_cpu(const optim::Stream& values, int64_t begin, int64_t end);
 }
+
+// Enqueues the sums of the chunks of the gradients of some parameters, in their order, on a CUDA stream. All pointers
+// are of the device.
+void chunk_sums_cuda(const optim::ParamJob* params, int32_t num_params, int64_t num_chunks, double* sums, void* stream);
 
 }  // namespace drivetrain::grad

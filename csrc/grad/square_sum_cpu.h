@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "grad/lanes.h"
+
 namespace drivetrain::grad {
 namespace DRIVETRAIN_ISA {
 
 class SquareSum {
  public:
-  // The order of additions depends on the counts of the calls alone.
+  // Element i goes to lane i % kLanes (lanes.h), counted anew in every call.
   template <class T>
   void add(const T* values, int64_t count) {
     int64_t i = 0;
@@ -33,7 +35,6 @@ class SquareSum {
   }
 
  private:
-  static constexpr int kLanes = 32;  // sums under way: enough to hide the addition's latency on every instruction set
   alignas(64) double sums_[kLanes] = {};
 };
 

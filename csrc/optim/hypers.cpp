@@ -1,6 +1,8 @@
 // Bounds of hyper-parameters; see hypers.h.
 #include "optim/hypers.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -49,6 +51,7 @@ void check_hypers(py::handle hypers, size_t group) {
   while (PyDict_Next(hypers.ptr(), &position, &key, &value)) {
     const char* name = PyUnicode_AsUTF8(key);
     if (name == nullptr) throw py::error_already_set();
+    if (THPVariable_Check(value) && THPVariable_Unpack(value).is_cuda()) continue;  // to look is to wait for the device
     const double number = PyFloat_AsDouble(value);
     if (number == -1 && PyErr_Occurred() != nullptr) {
       PyErr_Clear();

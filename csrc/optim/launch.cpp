@@ -10,8 +10,10 @@
 #include <atomic>
 #include <cstring>
 
+#include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
+#include "optim/cuda_step.h"
 #include "optim/precision.h"
 
 namespace drivetrain::optim {
@@ -20,6 +22,9 @@ namespace {
 // Copies the job's tables to the device, on its current stream, and launches there.
 void run_step_cuda(c10::Device device, StepJob job) {
   const c10::DeviceGuard guard(device);
+  if (is_capturing(current_stream(device))) {
+    throw UnsupportedError("Muon's step cannot be captured into a CUDA graph: call it outside of the capture.");
+  }
   const size_t params_bytes = job.num_params * sizeof(ParamJob), rules_bytes = job.num_rules * sizeof(RuleArgs);
   // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
   const auto bytes = at::TensorOptions(at::kByte).pinned_memory(true);

@@ -7,7 +7,7 @@
 
 namespace drivetrain::optim {
 
-// All of the job, on a device that the reader has accepted.
+// All of the job, with RuleArgs that the host has made, on a device that the reader has accepted.
 void run_step(c10::Device device, const StepJob& job);
 
 // On the CPU, of the flat order [begin, end): both 0, the total, or where a parameter begins.

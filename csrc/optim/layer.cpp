@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "base/cpu_isa.h"
+#include "grad/total.h"
 #include "optim/launch.h"
 
 namespace drivetrain::optim {
 namespace {
 
-constexpr int64_t kChunk = 1 << 14;  // elements whose sums are taken at once: sums depend on it, and on nothing else
+using grad::kChunk;
 // Elements between the two passes: their parameters, gradients and states stay in the cache from one to the other,
 // unless a single parameter is larger.
 constexpr int64_t kWave = 1 << 18;
@@ -37,12 +38,12 @@ void adapt_all(StepJob& job, std::vector<RuleArgs>& rules, int32_t first, int32_
   });
   for (size_t i = 0; i < chunks.size();) {
     const int32_t param = chunks[i].param;
-    LayerSums total;
+    grad::Total params, directions;
     for (; i < chunks.size() && chunks[i].param == param; ++i) {
-      total.param += sums[i].param;
-      total.direction += sums[i].direction;
+      params.add(sums[i].param);
+      directions.add(sums[i].direction);
     }
-    adapt(rules[param], total, job.params[param].numel);
+    adapt(rules[param], {params.get(), directions.get()}, job.params[param].numel);
   }
 }
 

@@ -247,12 +247,23 @@ __device__ void store_state(const Stream& stream, int64_t base, int64_t end, con
   store_plain(stream, base, end, values);
 }
 
-// Updates [begin, end) of one parameter; all threads of the block call it.
+__device__ inline GradTreatment treatment_of_job(const StepJob& job) {
+  return job.treatment_on_device != nullptr ? *job.treatment_on_device : job.treatment;
+}
+
+// Updates [begin, end) of one parameter, or only zeroes its gradient where the step is skipped; all threads of the
+// block call it.
 template <template <class> class RuleOf, class T>
-__device__ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
+__device__ void update_range(const StepJob& job, const GradTreatment& treatment, const ParamJob& param, int64_t begin,
+                             int64_t end) {
   using Rule = RuleOf<T>;
+  if (treatment.skips) {
+    const T zeros[kElementsPerThread] = {};
+    for (int64_t base = begin; base < end; base += kTileCuda) store_plain(param.grad, base, end, zeros);
+    return;
+  }
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
-  const T factor = T(job.treatment.factor);
+  const T factor = T(treatment.factor);
   for (int64_t base = begin; base < end; base += kTileCuda) {
     T value[kElementsPerThread] = {}, grad[kElementsPerThread] = {}, state[kMaxStates][kElementsPerThread] = {};
     load_param(param.param, base, end, value);
@@ -268,10 +279,10 @@ __device__ void update_range(const StepJob& job, const ParamJob& param, int64_t 
       rule(value[k], grad[k], own);
 #pragma unroll
       for (int s = 0; s < Rule::kNumStates; ++s) state[s][k] = own[s];
-      if (job.treatment.after == GradAfter::kZero) grad[k] = T(0);
+      if (treatment.after == GradAfter::kZero) grad[k] = T(0);
     }
     store_param(param.param, param.key, base, end, value);
-    if (job.treatment.after != GradAfter::kKeep) store_plain(param.grad, base, end, grad);
+    if (treatment.after != GradAfter::kKeep) store_plain(param.grad, base, end, grad);
 #pragma unroll
     for (int s = 0; s < Rule::kNumStates; ++s) store_state(param.state[s], base, end, state[s]);
   }
@@ -279,6 +290,8 @@ __device__ void update_range(const StepJob& job, const ParamJob& param, int64_t 
 
 template <template <class> class RuleOf, class T>
 __global__ void __launch_bounds__(kThreads) loop_cuda(StepJob job) {
+  const GradTreatment treatment = treatment_of_job(job);
+  if (treatment.skips && treatment.after != GradAfter::kZero) return;
   for (int64_t tile = blockIdx.x; tile * kTileCuda < job.total; tile += gridDim.x) {
     const int64_t begin = tile * kTileCuda, end = begin + kTileCuda;
     for (int32_t index = find_param(job, begin); index < job.num_params; ++index) {
@@ -286,7 +299,7 @@ __global__ void __launch_bounds__(kThreads) loop_cuda(StepJob job) {
       if (param.begin >= end) break;
       const int64_t from = begin > param.begin ? begin - param.begin : 0;
       const int64_t to = end - param.begin < param.numel ? end - param.begin : param.numel;
-      update_range<RuleOf, T>(job, param, from, to);
+      update_range<RuleOf, T>(job, treatment, param, from, to);
     }
   }
 }

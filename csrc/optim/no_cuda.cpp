@@ -1,15 +1,36 @@
 // The CUDA step's absence: what a build without nvcc answers.
 #include "base/check.h"
-#include "optim/step.h"
+#include "grad/norm.h"
+#include "optim/cuda_step.h"
 
-namespace drivetrain::optim {
+namespace drivetrain {
+namespace {
 
-bool has_cuda() { return false; }
-
-void step_cuda(const StepJob&, void*) {
+[[noreturn]] void say_there_is_none() {
   throw UnsupportedError(
       "these parameters are on a CUDA device, but drivetrain was built without nvcc: put nvcc on PATH and reinstall "
       "with \"pip install --no-build-isolation --force-reinstall --no-deps .\", or keep torch's optimizer there.");
 }
 
-}  // namespace drivetrain::optim
+}  // namespace
+
+namespace optim {
+
+bool has_cuda() { return false; }
+bool is_capturing(void*) { say_there_is_none(); }
+void write_cuda(void*, const void*, size_t, void*) { say_there_is_none(); }
+void treat_cuda(const TreatmentAsked&, const TreatmentScalars&, const double*, int64_t, GradTreatment*, void*) {
+  say_there_is_none();
+}
+void start_cuda(const StepStart&, void*) { say_there_is_none(); }
+void adapt_cuda(const StepJob&, int64_t, LayerSums*, RuleArgs*, void*) { say_there_is_none(); }
+void step_cuda(const StepJob&, void*) { say_there_is_none(); }
+
+}  // namespace optim
+
+namespace grad {
+
+void chunk_sums_cuda(const optim::ParamJob*, int32_t, int64_t, double*, void*) { say_there_is_none(); }
+
+}  // namespace grad
+}  // namespace drivetrain

@@ -5,10 +5,10 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <cmath>
+#include <cstring>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "base/check.h"
@@ -19,22 +19,25 @@
 #include "optim/launch.h"
 #include "optim/layer.h"
 #include "optim/muon.h"
+#include "optim/run_cuda.h"
 #include "optim/state.h"
 #include "optim/step_reader.h"
+#include "optim/treatment.h"
 
 namespace py = pybind11;
 
 namespace drivetrain::optim {
 namespace {
 
-// What has been read and checked, done: counters, versions, launches. Needs no GIL.
-void run(const StepReader& read, const GradTreatment& treatment) {
+// What has been read and checked, done: counters, versions, launches. Needs no GIL. on_device: see StepJob.
+void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* on_device) {
+  const bool writes_grads = on_device != nullptr || treatment.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 64;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto& [param, grad, counter] = read.written[i];
       param->bump_version();
-      if (treatment.after != GradAfter::kKeep) grad->bump_version();
+      if (writes_grads) grad->bump_version();
       if (counter.value == nullptr) continue;
       if (counter.is_double) {
         *static_cast<double*>(counter.value) += 1;
@@ -49,12 +52,15 @@ void run(const StepReader& read, const GradTreatment& treatment) {
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
     job.treatment = treatment;
+    job.treatment_on_device = on_device;
     job.params = batch.params.data();
     job.num_params = static_cast<int32_t>(batch.params.size());
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    if (job.kind == RuleKind::kAdafactor) {
+    if (batch.starts_on_device()) {
+      run_on_device(batch, job);
+    } else if (job.kind == RuleKind::kAdafactor) {
       run_adafactor(job, batch.rule->adapt);
     } else if (batch.rule->adapt != nullptr) {
       run_layers(job, batch.rule->adapt);
@@ -69,58 +75,130 @@ void run(const StepReader& read, const GradTreatment& treatment) {
   }
 }
 
-// Of all gradients that the step has read, as they are. Not read again where our DistributedDataParallel has just
+// Over all gradients that the step has read, as they are. Not read again where our DistributedDataParallel has just
 // written them.
-double norm_of_gradients(const StepReader& read) {
+double sum_of_squares(const StepReader& read) {
   std::vector<grad::SeenGradient> seen;
   seen.reserve(read.written.size());
   for (const Written& written : read.written) seen.emplace_back(written.grad);
-  if (const std::optional<double> known = grad::known_sum_of_squares(seen)) return std::sqrt(*known);
+  if (const std::optional<double> known = grad::known_sum_of_squares(seen)) return *known;
   std::vector<grad::Gradient> gradients;
   for (const Batch& batch : read.batches) {
     DT_INVARIANT(batch.params.empty() || batch.device.is_cpu());
     for (const ParamJob& job : batch.params) gradients.push_back({job.grad, job.numel});
   }
-  return std::sqrt(grad::sum_of_squares(gradients));
+  return grad::sum_of_squares(gradients);
 }
 
 // What a step does besides its rules: unscaling, clipping, looking for overflows, zeroing.
 struct StepOptions {
-  double grad_scale = 1;  // gradients are divided by it
-  double found_inf = 0;   // above 0: nothing is updated
+  using Scalar = std::variant<double, at::Tensor>;  // a tensor: one element on a CUDA device
+  Scalar grad_scale = 1.0;                          // gradients are divided by it
+  Scalar found_inf = 0.0;                           // above 0: nothing is updated
   std::optional<double> max_grad_norm;
   bool check_finite = false;  // as max_grad_norm does: nothing is updated if a gradient is not finite
   bool zero_grads = false;
+  std::optional<at::Tensor> overflow;  // the same: gets 1 if a gradient is not finite, else 0
 
-  bool treats_grads() const { return zero_grads || grad_scale != 1 || max_grad_norm || check_finite; }
-};
-
-struct StepResult {
-  py::list missing;  // (parameter, index of its group, what users call it): lacks state; nothing has happened then
-  std::optional<double> grad_norm;
-  bool skipped = false;
-};
-
-// The norm's share: what to multiply gradients by; none if the step must not be made.
-std::optional<double> grad_factor(const StepReader& read, const StepOptions& options, StepResult& result) {
-  double factor = 1 / options.grad_scale;
-  if (options.max_grad_norm || options.check_finite) {
-    result.grad_norm = norm_of_gradients(read) / options.grad_scale;
-    if (!std::isfinite(*result.grad_norm)) return std::nullopt;
+  bool measures() const { return max_grad_norm || check_finite; }
+  // On CUDA what the treatment depends on is known to the device alone.
+  bool is_for_the_device() const {
+    return measures() || std::holds_alternative<at::Tensor>(grad_scale) ||
+           std::holds_alternative<at::Tensor>(found_inf);
   }
-  if (options.found_inf > 0) return std::nullopt;
-  // As torch.nn.utils.clip_grad_norm_ does it.
-  if (options.max_grad_norm) factor *= std::min(1.0, *options.max_grad_norm / (*result.grad_norm + 1e-6));
-  return factor;
+  bool treats_grads() const { return zero_grads || is_for_the_device() || std::get<double>(grad_scale) != 1; }
+
+  TreatmentAsked asked() const {
+    TreatmentAsked asked;
+    if (const double* scale = std::get_if<double>(&grad_scale)) asked.grad_scale = *scale;
+    if (const double* found = std::get_if<double>(&found_inf)) asked.found_inf = *found;
+    asked.measures = measures();
+    if (max_grad_norm) asked.max_norm = *max_grad_norm;
+    asked.zeroes = zero_grads;
+    return asked;
+  }
+
+  // The tensors, on the device of the gradients, where a scaler's need not be.
+  void move_to(c10::Device device) {
+    for (Scalar* scalar : {&grad_scale, &found_inf}) {
+      if (auto* tensor = std::get_if<at::Tensor>(scalar))
+        *tensor = tensor->to(device, at::kFloat, /*non_blocking=*/true);
+    }
+  }
+  TreatmentScalars scalars() const {
+    const auto data = [](const Scalar& scalar) {
+      const at::Tensor* tensor = std::get_if<at::Tensor>(&scalar);
+      return tensor == nullptr ? nullptr : tensor->const_data_ptr<float>();
+    };
+    return {data(grad_scale), data(found_inf), overflow ? overflow->mutable_data_ptr<float>() : nullptr};
+  }
+};
+
+class StepResult {
+ public:
+  py::list missing;  // (parameter, index of its group, what users call it): lacks state; nothing has happened then
+  bool measures = false;
+  GradTreatment treatment;
+  at::Tensor on_device;  // the treatment, unless undefined: the host does not know it
+
+  // Both wait for the device.
+  std::optional<double> grad_norm() const { return measures ? std::optional(get().norm) : std::nullopt; }
+  bool skipped() const { return get().skips; }
+
+ private:
+  GradTreatment get() const {
+    if (!on_device.defined()) return treatment;
+    const py::gil_scoped_release no_gil;
+    const at::Tensor here = on_device.cpu();
+    GradTreatment result;
+    std::memcpy(&result, here.const_data_ptr(), sizeof(result));
+    return result;
+  }
+};
+
+// The batches whose gradients' treatment is worked out on their device; none if it is on the host. Throws if what is
+// asked needs gradients to be in one place and they are not.
+std::vector<const Batch*> treated_on_device(const StepReader& read, const StepOptions& options) {
+  std::vector<const Batch*> batches;
+  if (!options.is_for_the_device()) return batches;
+  for (const Batch& batch : read.batches) {
+    if (!batch.params.empty()) batches.push_back(&batch);
+  }
+  for (const Batch* batch : batches) {
+    if (batch->device != batches.front()->device) {
+      throw UnsupportedError(
+          text("this step has gradients on ", batches.front()->device.str(), " and ", batch->device.str(),
+               ": max_grad_norm, and grad_scale and found_inf as a GradScaler sets them, need all of "
+               "an optimizer's on one device: make an optimizer for each."));
+    }
+    if (batch->device.is_cuda() && !batch->starts_on_device()) {
+      throw UnsupportedError(text("these parameters are on ", batch->device.str(),
+                                  ": max_grad_norm and a grad_scale inside the step do not work for Muon on CUDA so "
+                                  "far; there use torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_."));
+    }
+  }
+  if (!batches.empty() && batches.front()->device.is_cpu()) batches.clear();
+  return batches;
 }
 
-void run(const StepReader& reader, const StepOptions& options, StepResult& result) {
-  const std::optional<double> factor = grad_factor(reader, options, result);
-  result.skipped = !factor;
-  if (factor) {
-    const GradAfter unless_zeroed = *factor == 1 ? GradAfter::kKeep : GradAfter::kTreated;
-    run(reader, {*factor, options.zero_grads ? GradAfter::kZero : unless_zeroed});
-  } else if (options.zero_grads) {  // else the next backward would add to what is not finite
+void run(StepReader& reader, const StepOptions& options, const std::vector<const Batch*>& on_device,
+         StepResult& result) {
+  for (Batch& batch : reader.batches) {
+    if (batch.total > 0 && batch.starts_on_device()) place_on_device(batch);
+  }
+  const TreatmentAsked asked = options.asked();
+  result.measures = asked.measures;
+  if (!on_device.empty()) {
+    StepOptions placed = options;
+    placed.move_to(on_device.front()->device);
+    result.on_device = treat_on_device(on_device, asked, placed.scalars());
+    run(reader, {}, static_cast<const GradTreatment*>(result.on_device.const_data_ptr()));
+    return;
+  }
+  result.treatment = treatment_of(asked, asked.measures ? sum_of_squares(reader) : 0);
+  if (!result.treatment.skips) {
+    run(reader, result.treatment, nullptr);
+  } else if (asked.zeroes) {  // else the next backward would add to what is not finite
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
     }
@@ -149,13 +227,14 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   reader.read();
   result.missing = reader.missing;
   if (!reader.missing.empty()) return result;
+  const std::vector<const Batch*> on_device = treated_on_device(reader, options);
   if (is_short(reader)) {
-    run(reader, options, result);
+    run(reader, options, on_device, result);
   } else {
     // Other threads may now drop a gradient or a state that the jobs point into.
     const auto owners = reader.owners();
     const py::gil_scoped_release no_gil;
-    run(reader, options, result);
+    run(reader, options, on_device, result);
   }
   return result;
 }
@@ -183,16 +262,19 @@ void register_optim(py::module_& m) {
   register_state(m);
   py::class_<StepReader>(m, "StepReader").def(py::init());
   py::class_<StepOptions>(m, "StepOptions")
-      .def(py::init([](double grad_scale, double found_inf, std::optional<double> max_grad_norm, bool check_finite,
-                       bool zero_grads) {
-             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite, zero_grads};
+      .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
+                       std::optional<double> max_grad_norm, bool check_finite, bool zero_grads,
+                       std::optional<at::Tensor> overflow) {
+             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite, zero_grads, overflow};
            }),
            py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
-           py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false);
+           py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false,
+           py::arg("overflow") = std::nullopt);
   py::class_<StepResult>(m, "StepResult")
       .def_readonly("missing", &StepResult::missing)
-      .def_readonly("grad_norm", &StepResult::grad_norm)
-      .def_readonly("skipped", &StepResult::skipped);
+      .def_property_readonly("is_on_device", [](const StepResult& result) { return result.on_device.defined(); })
+      .def_property_readonly("grad_norm", &StepResult::grad_norm)
+      .def_property_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
         py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"));
   m.def("optim_check_hypers", &check_hypers, py::arg("hypers"), py::arg("group"));

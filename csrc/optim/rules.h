@@ -1,6 +1,6 @@
 // The optimizers' arithmetic: one small struct per rule, on values that are already loaded. Host and device; no torch.
 //
-// A rule is a plain-data Args (made once per step, on the host, in double, so that CPU and GPU share every scalar)
+// A rule is a plain-data Args (made once per step, in double, by code that CPU and GPU share)
 // and a template <class T> whose operator() updates one element; kSquared says which of its states are means or sums of
 // squares, of which 8 bits keep the root. A new element-wise optimizer is one such pair and one row in DT_OPTIM_RULES,
 // which names its states as torch's class does. A rule whose step has a length that depends on the whole parameter's
@@ -23,12 +23,38 @@ struct LayerSums {
   double param = 0, direction = 0;
 };
 
-// A step's hyper-parameters by torch's names, as the Python class gives them.
-struct Hypers {
-  virtual double operator[](const char* name) const = 0;  // throws if the class did not give it
+// A step's hyper-parameters by torch's names, as the Python class gives them; of those that it does not, no number.
+#define DT_HYPERS(X)        \
+  X(lr)                     \
+  X(weight_decay)           \
+  X(decoupled_weight_decay) \
+  X(maximize)               \
+  X(eps)                    \
+  X(beta1)                  \
+  X(beta2)                  \
+  X(momentum)               \
+  X(dampening)              \
+  X(nesterov)               \
+  X(lr_decay)               \
+  X(alpha)                  \
+  X(grad_averaging)         \
+  X(bias_correction)        \
+  X(always_adapt)           \
+  X(trust_clip)             \
+  X(eps1)                   \
+  X(eps2)                   \
+  X(d)                      \
+  X(beta2_decay)            \
+  X(match_rms_adamw)        \
+  X(ns_a)                   \
+  X(ns_b)                   \
+  X(ns_c)                   \
+  X(ns_steps)
 
- protected:
-  ~Hypers() = default;
+struct Hypers {
+#define DT_FIELD(name) double name = NAN;
+  DT_HYPERS(DT_FIELD)
+#undef DT_FIELD
 };
 
 #if defined(DRIVETRAIN_ISA)
@@ -37,6 +63,18 @@ inline namespace DRIVETRAIN_ISA {
 
 DT_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
 DT_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+
+// base to the power of a whole number, by squaring: the same bits on CPU and GPU, which those of pow are not. Its
+// relative error is at most exponent * 2^-53, which is far below what 1 - power is rounded to wherever power is not
+// negligible.
+DT_HOST_DEVICE double power(double base, double exponent) {
+  double result = 1;
+  for (uint64_t rest = exponent >= 1 && exponent < 1e18 ? static_cast<uint64_t>(exponent) : 0; rest > 0; rest >>= 1) {
+    if ((rest & 1) != 0) result *= base;
+    base *= base;
+  }
+  return result;
+}
 
 // -1, 0 or 1; a NaN stays one.
 template <class T>
@@ -64,18 +102,18 @@ struct AdamArgs {
 
   // step counts from 1.
   static constexpr bool kCountsSteps = true;
-  static AdamArgs make(const Hypers& hyper, double step) {
-    const double lr = hyper["lr"], weight_decay = hyper["weight_decay"];
-    const bool decoupled = hyper["decoupled_weight_decay"] != 0;
+  static DT_HOST_DEVICE AdamArgs make(const Hypers& hyper, double step) {
+    const double lr = hyper.lr, weight_decay = hyper.weight_decay;
+    const bool decoupled = hyper.decoupled_weight_decay != 0;
     AdamArgs args;
-    args.beta1 = hyper["beta1"];
-    args.beta2 = hyper["beta2"];
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
+    args.beta1 = hyper.beta1;
+    args.beta2 = hyper.beta2;
+    args.sign = hyper.maximize != 0 ? -1 : 1;
     args.decay = decoupled ? 1 - lr * weight_decay : 1;
     args.l2 = decoupled ? 0 : weight_decay;
-    const double bias_correction2_sqrt = std::sqrt(1 - std::pow(args.beta2, step));
-    args.step_size = lr / (1 - std::pow(args.beta1, step)) * bias_correction2_sqrt;
-    args.eps = hyper["eps"] * bias_correction2_sqrt;
+    const double bias_correction2_sqrt = sqrt(1 - power(args.beta2, step));
+    args.step_size = lr / (1 - power(args.beta1, step)) * bias_correction2_sqrt;
+    args.eps = hyper.eps * bias_correction2_sqrt;
     return args;
   }
 };
@@ -124,14 +162,14 @@ struct SgdArgs {
 
   // step: 1 on a parameter's first step, more after it.
   static constexpr bool kCountsSteps = false;
-  static SgdArgs make(const Hypers& hyper, double step) {
+  static DT_HOST_DEVICE SgdArgs make(const Hypers& hyper, double step) {
     SgdArgs args;
-    args.lr = hyper["lr"];
-    args.l2 = hyper["weight_decay"];
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
-    args.momentum = hyper["momentum"];
-    args.gradient_share = step > 1 ? 1 - hyper["dampening"] : 1;
-    args.nesterov = hyper["nesterov"];
+    args.lr = hyper.lr;
+    args.l2 = hyper.weight_decay;
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.momentum = hyper.momentum;
+    args.gradient_share = step > 1 ? 1 - hyper.dampening : 1;
+    args.nesterov = hyper.nesterov;
     return args;
   }
 };
@@ -174,12 +212,12 @@ struct AdagradArgs {
   double step_size;  // lr / (1 + (step - 1) * lr_decay)
 
   static constexpr bool kCountsSteps = true;
-  static AdagradArgs make(const Hypers& hyper, double step) {
+  static DT_HOST_DEVICE AdagradArgs make(const Hypers& hyper, double step) {
     AdagradArgs args;
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
-    args.l2 = hyper["weight_decay"];
-    args.eps = hyper["eps"];
-    args.step_size = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"]);
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.l2 = hyper.weight_decay;
+    args.eps = hyper.eps;
+    args.step_size = hyper.lr / (1 + (step - 1) * hyper.lr_decay);
     return args;
   }
 };
@@ -208,14 +246,14 @@ struct RmspropArgs {
   double lr, alpha, eps, l2, sign, momentum;
 
   static constexpr bool kCountsSteps = true;
-  static RmspropArgs make(const Hypers& hyper, double) {
+  static DT_HOST_DEVICE RmspropArgs make(const Hypers& hyper, double) {
     RmspropArgs args;
-    args.lr = hyper["lr"];
-    args.alpha = hyper["alpha"];
-    args.eps = hyper["eps"];
-    args.l2 = hyper["weight_decay"];
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
-    args.momentum = hyper["momentum"];
+    args.lr = hyper.lr;
+    args.alpha = hyper.alpha;
+    args.eps = hyper.eps;
+    args.l2 = hyper.weight_decay;
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.momentum = hyper.momentum;
     return args;
   }
 };
@@ -270,13 +308,13 @@ struct LionArgs {
   double decay;  // 1 - lr * weight_decay
 
   static constexpr bool kCountsSteps = false;
-  static LionArgs make(const Hypers& hyper, double) {
+  static DT_HOST_DEVICE LionArgs make(const Hypers& hyper, double) {
     LionArgs args;
-    args.lr = hyper["lr"];
-    args.beta1 = hyper["beta1"];
-    args.beta2 = hyper["beta2"];
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
-    args.decay = 1 - args.lr * hyper["weight_decay"];
+    args.lr = hyper.lr;
+    args.beta1 = hyper.beta1;
+    args.beta2 = hyper.beta2;
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.decay = 1 - args.lr * hyper.weight_decay;
     return args;
   }
 };
@@ -316,27 +354,27 @@ struct LambArgs {
   double clips;           // whether it is at most 1
 
   static constexpr bool kCountsSteps = true;
-  static LambArgs make(const Hypers& hyper, double step) {
+  static DT_HOST_DEVICE LambArgs make(const Hypers& hyper, double step) {
     LambArgs args;
-    args.beta1 = hyper["beta1"];
-    args.beta2 = hyper["beta2"];
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
-    args.weight_decay = hyper["weight_decay"];
-    args.gradient_share = hyper["grad_averaging"] != 0 ? 1 - args.beta1 : 1;
-    const bool corrects = hyper["bias_correction"] != 0;
-    const double correction1 = corrects ? 1 - std::pow(args.beta1, step) : 1;
-    const double correction2_sqrt = corrects ? std::sqrt(1 - std::pow(args.beta2, step)) : 1;
+    args.beta1 = hyper.beta1;
+    args.beta2 = hyper.beta2;
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.weight_decay = hyper.weight_decay;
+    args.gradient_share = hyper.grad_averaging != 0 ? 1 - args.beta1 : 1;
+    const bool corrects = hyper.bias_correction != 0;
+    const double correction1 = corrects ? 1 - power(args.beta1, step) : 1;
+    const double correction2_sqrt = corrects ? sqrt(1 - power(args.beta2, step)) : 1;
     args.direction_size = correction2_sqrt / correction1;
-    args.eps = hyper["eps"] * correction2_sqrt;
-    args.step_size = hyper["lr"];
-    args.adapts = args.weight_decay != 0 || hyper["always_adapt"] != 0;
-    args.clips = hyper["trust_clip"];
+    args.eps = hyper.eps * correction2_sqrt;
+    args.step_size = hyper.lr;
+    args.adapts = args.weight_decay != 0 || hyper.always_adapt != 0;
+    args.clips = hyper.trust_clip;
     return args;
   }
 
-  void adapt(const LayerSums& sums, int64_t) {
+  DT_HOST_DEVICE void adapt(const LayerSums& sums, int64_t) {
     if (adapts == 0 || !(sums.param > 0) || !(sums.direction > 0)) return;
-    const double ratio = std::sqrt(sums.param / sums.direction);
+    const double ratio = sqrt(sums.param / sums.direction);
     step_size *= clips != 0 && ratio > 1 ? 1 : ratio;
   }
 };
@@ -384,18 +422,18 @@ struct MuonArgs {
   double iterations, eps;
 
   static constexpr bool kCountsSteps = false;
-  static MuonArgs make(const Hypers& hyper, double) {
+  static DT_HOST_DEVICE MuonArgs make(const Hypers& hyper, double) {
     MuonArgs args;
-    args.momentum = hyper["momentum"];
-    args.nesterov = hyper["nesterov"];
-    args.decay = 1 - hyper["lr"] * hyper["weight_decay"];
-    args.step_size = hyper["lr"];
-    args.matches_rms_adamw = hyper["match_rms_adamw"];
-    args.coefficients[0] = hyper["ns_a"];
-    args.coefficients[1] = hyper["ns_b"];
-    args.coefficients[2] = hyper["ns_c"];
-    args.iterations = hyper["ns_steps"];
-    args.eps = hyper["eps"];
+    args.momentum = hyper.momentum;
+    args.nesterov = hyper.nesterov;
+    args.decay = 1 - hyper.lr * hyper.weight_decay;
+    args.step_size = hyper.lr;
+    args.matches_rms_adamw = hyper.match_rms_adamw;
+    args.coefficients[0] = hyper.ns_a;
+    args.coefficients[1] = hyper.ns_b;
+    args.coefficients[2] = hyper.ns_c;
+    args.iterations = hyper.ns_steps;
+    args.eps = hyper.eps;
     return args;
   }
 };
@@ -443,20 +481,20 @@ struct AdafactorArgs {
   double step_size;  // min(lr, 1 / sqrt(step)), times what adapt() makes of both norms
 
   static constexpr bool kCountsSteps = true;
-  static AdafactorArgs make(const Hypers& hyper, double step) {
+  static DT_HOST_DEVICE AdafactorArgs make(const Hypers& hyper, double step) {
     AdafactorArgs args;
-    args.sign = hyper["maximize"] != 0 ? -1 : 1;
-    args.fresh = std::pow(step, hyper["beta2_decay"]);
-    args.eps1 = hyper["eps1"];
-    args.eps2 = hyper["eps2"];
-    args.d = hyper["d"];
-    args.decay = 1 - hyper["lr"] * hyper["weight_decay"];
-    args.step_size = std::fmin(hyper["lr"], 1 / std::sqrt(step));
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.fresh = pow(step, hyper.beta2_decay);
+    args.eps1 = hyper.eps1;
+    args.eps2 = hyper.eps2;
+    args.d = hyper.d;
+    args.decay = 1 - hyper.lr * hyper.weight_decay;
+    args.step_size = fmin(hyper.lr, 1 / sqrt(step));
     return args;
   }
 
-  void adapt(const LayerSums& sums, int64_t numel) {
-    const double param_size = std::sqrt(sums.param / numel), size = std::sqrt(sums.direction / numel);
+  DT_HOST_DEVICE void adapt(const LayerSums& sums, int64_t numel) {
+    const double param_size = sqrt(sums.param / numel), size = sqrt(sums.direction / numel);
     step_size *= maximum(param_size, eps2) / maximum(size / d, 1.0);
   }
 };
@@ -516,7 +554,7 @@ struct RuleArgs {
   alignas(8) unsigned char bytes[96];
 
   template <class Args>
-  static RuleArgs of(const Args& args) {
+  static DT_HOST_DEVICE RuleArgs of(const Args& args) {
     static_assert(sizeof(Args) <= sizeof(bytes) && std::is_trivially_copyable_v<Args>);
     RuleArgs result = {};
     memcpy(result.bytes, &args, sizeof(args));

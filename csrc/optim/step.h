@@ -17,6 +17,8 @@ enum class GradAfter : uint8_t {
 struct GradTreatment {
   double factor = 1;  // every gradient is multiplied by it first: unscaled and clipped
   GradAfter after = GradAfter::kKeep;
+  bool skips = false;  // nothing is updated; gradients are zeroed all the same, if they are to be
+  double norm = 0;     // of the unscaled gradients, where it was asked for
 };
 
 // One parameter: where its values live, and which of the step's rules applies to it.
@@ -28,8 +30,9 @@ struct ParamJob {
   // in blocks, so that ranges which begin and end at such multiples share none.
   int64_t begin;
   int64_t numel;
-  uint64_t key;  // what stochastic rounding draws from
-  int32_t rule;  // index into StepJob::rules
+  int64_t first_chunk;  // of its gradient's (grad/lanes.h), counted through the parameters of its batch
+  uint64_t key;         // what stochastic rounding draws from
+  int32_t rule;         // index into StepJob::rules
   // Of rules about matrices: the last two dimensions. Memory holds one column after the other if it is transposed.
   bool is_transposed = false;
   int64_t rows = 0, columns = 0;
@@ -41,7 +44,8 @@ struct StepJob {
   RuleKind kind;
   bool in_double;  // compute in double (float64 parameters) instead of float
   GradTreatment treatment;
-  const ParamJob* params;  // sorted by begin, none empty
+  const GradTreatment* treatment_on_device;  // CUDA: takes the place of `treatment` unless null
+  const ParamJob* params;                    // sorted by begin, none empty
   int32_t num_params;
   const RuleArgs* rules;
   int32_t num_rules;
@@ -51,18 +55,24 @@ struct StepJob {
 #if defined(DRIVETRAIN_ISA)
 inline namespace DRIVETRAIN_ISA {
 #endif
-// The parameter that holds flat element `position`, or the last one before it.
-DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
-  int32_t low = 0, high = job.num_params - 1;
+// The last parameter whose `begin` is not beyond `position`, or the first.
+DT_HOST_DEVICE int32_t last_from(const ParamJob* params, int32_t num_params, int64_t ParamJob::* begin,
+                                 int64_t position) {
+  int32_t low = 0, high = num_params - 1;
   while (low < high) {
     const int32_t middle = (low + high + 1) / 2;
-    if (job.params[middle].begin <= position) {
+    if (params[middle].*begin <= position) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
   return low;
+}
+
+// The parameter that holds flat element `position`, or the last one before it.
+DT_HOST_DEVICE int32_t find_param(const StepJob& job, int64_t position) {
+  return last_from(job.params, job.num_params, &ParamJob::begin, position);
 }
 #if defined(DRIVETRAIN_ISA)
 }  // namespace DRIVETRAIN_ISA
@@ -87,10 +97,5 @@ void step_cpu(const StepJob& job, int64_t begin, int64_t end);
 LayerSums layer_sums_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end);
 void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key);
 }  // namespace avx512
-
-// Enqueues the whole step on a CUDA stream; job.params and job.rules point to device memory. Throws
-// EnvironmentError when the launch fails. In no_cuda.cpp both say that there is none.
-bool has_cuda();
-void step_cuda(const StepJob& job, void* stream);
 
 }  // namespace drivetrain::optim

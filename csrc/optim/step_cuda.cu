@@ -1,25 +1,20 @@
 // The CUDA step: picks the kernel for the rule and launches it once. Includes no torch header.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
-#include "base/check_cuda.h"
+#include "base/launch_cuda.h"
+#include "optim/cuda_step.h"
 #include "optim/loop_cuda.cuh"
 
 namespace drivetrain::optim {
 namespace {
 
 template <template <class> class RuleOf>
-void launch(const StepJob& job, cudaStream_t stream) {
+void launch(const StepJob& job, void* stream) {
   // Enough blocks to fill any GPU several times over; larger steps loop.
   constexpr int64_t kMaxBlocks = 1 << 16;
-  const auto blocks = static_cast<unsigned>(std::min((job.total + kTileCuda - 1) / kTileCuda, kMaxBlocks));
-  if (job.in_double) {
-    loop_cuda<RuleOf, double><<<blocks, kThreads, 0, stream>>>(job);
-  } else {
-    loop_cuda<RuleOf, float><<<blocks, kThreads, 0, stream>>>(job);
-  }
-  check_cuda(cudaGetLastError(), "launching the optimizer step");
+  const int64_t blocks = std::min((job.total + kTileCuda - 1) / kTileCuda, kMaxBlocks);
+  const auto loop = job.in_double ? loop_cuda<RuleOf, double> : loop_cuda<RuleOf, float>;
+  launch_cuda("launching the optimizer step", loop, blocks, kThreads, stream, job);
 }
 
 }  // namespace
@@ -28,12 +23,12 @@ bool has_cuda() { return true; }
 
 void step_cuda(const StepJob& job, void* stream) {
   if (job.total == 0) return;
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   switch (job.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return launch<Rule>(job, cuda_stream);
+    return launch<Rule>(job, stream);
     DT_OPTIM_RULES(DT_CASE)
+    DT_LAYER_RULES(DT_CASE)
 #undef DT_CASE
     default:  // the reader has refused it
       return;

@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "grad/lanes.h"
 #include "optim/hypers.h"
 #include "optim/storage_torch.h"
 
@@ -34,7 +35,7 @@ RuleInfo rule_info(const char* name, RuleKind kind, RuleInfo::Needs needs,
   RuleInfo info{name,
                 kind,
                 Args::kCountsSteps,
-                [](const Hypers& hyper, double step) { return RuleArgs::of(Args::make(hyper, step)); },
+                [](const Hypers& hypers, double step) { return RuleArgs::of(Args::make(hypers, step)); },
                 nullptr,
                 needs,
                 {}};
@@ -73,22 +74,64 @@ bool has_state(const c10::TensorImpl& param, const RuleInfo::State& state) {
   return state.of_all_shapes || (param.dim() < 2) == (state.kind == StateKind::kSquaredOfVector);
 }
 
-// A group's hyper-parameters, read from the dict that the Python class made of them.
-class PyHypers final : public Hypers {
- public:
-  explicit PyHypers(py::handle values) : values_(values) {}
+// Whether a dict's key is that interned name. A key that is equal but not interned (an unpickled one may be) differs in
+// address only.
+bool is_name(PyObject* key, PyObject* name) {
+  return key == name || (PyUnicode_CheckExact(key) && PyUnicode_GET_LENGTH(key) == PyUnicode_GET_LENGTH(name) &&
+                         PyUnicode_KIND(key) == PyUnicode_KIND(name) &&
+                         std::memcmp(PyUnicode_DATA(key), PyUnicode_DATA(name),
+                                     PyUnicode_GET_LENGTH(name) * PyUnicode_KIND(name)) == 0);
+}
 
-  double operator[](const char* name) const override {
-    PyObject* value = PyDict_GetItemString(values_.ptr(), name);
-    if (value == nullptr) throw InvariantError(text("the optimizer class gave no hyper-parameter '", name, "'"));
-    const double number = PyFloat_AsDouble(value);
-    if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    return number;
+// A tensor on a CUDA device, or null.
+const at::Tensor* cuda_tensor(PyObject* value) {
+  if (!THPVariable_Check(value)) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(value);
+  return tensor.is_cuda() ? &tensor : nullptr;
+}
+
+double number_of(PyObject* value) {
+  const double number = PyFloat_AsDouble(value);
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+// A group's hyper-parameters, from the dict that the Python class made of them. A learning rate on a device stays
+// there.
+// index: of the group.
+GroupNumbers numbers_of(py::handle hypers, size_t index) {
+  struct Field {
+    PyObject* name;  // interned, never freed
+    double Hypers::* value;
+  };
+  static const std::vector<Field> fields = {
+#define DT_ROW(name) {PyUnicode_InternFromString(#name), &Hypers::name},
+      DT_HYPERS(DT_ROW)
+#undef DT_ROW
+  };
+  GroupNumbers numbers = {};
+  Py_ssize_t position = 0;
+  PyObject *key = nullptr, *value = nullptr;
+  while (PyDict_Next(hypers.ptr(), &position, &key, &value)) {
+    const auto field = std::find_if(fields.begin(), fields.end(), [&](const Field& f) { return is_name(key, f.name); });
+    if (field == fields.end()) {
+      throw InvariantError(text("no rule has the hyper-parameter '", py::str(key).cast<std::string>(),
+                                "' that the optimizer class gave"));
+    }
+    if (const at::Tensor* tensor = cuda_tensor(value)) {
+      DT_INVARIANT(field->value == &Hypers::lr);
+      if (tensor->numel() != 1 || (tensor->scalar_type() != at::kFloat && tensor->scalar_type() != at::kDouble)) {
+        throw UserTypeError(text("param_groups[", index, "]: lr is a tensor of ", tensor->scalar_type(), " of shape ",
+                                 tensor->sizes(), ", expected one float32 or float64."));
+      }
+      numbers.lr = tensor->data_ptr();
+      numbers.lr_is_double = tensor->scalar_type() == at::kDouble;
+    } else {
+      numbers.hypers.*(field->value) = number_of(value);
+    }
   }
-
- private:
-  py::handle values_;
-};
+  return numbers;
+}
 
 bool is_double(const at::Tensor& tensor) { return c10::toRealValueType(tensor.scalar_type()) == at::kDouble; }
 
@@ -162,8 +205,10 @@ bool is_shaped_as_state(const c10::TensorImpl& param, const c10::TensorImpl& sta
                             : state.sizes().equals(*state_sizes(param, info.kind));
 }
 
-bool is_step_counter(const at::Tensor& step) {
-  return step.device().is_cpu() && step.numel() == 1 &&
+at::Device counter_device(const at::Device& of_param) { return of_param.is_cuda() ? of_param : at::Device(at::kCPU); }
+
+bool is_step_counter(const at::Tensor& step, const at::Device& of_param) {
+  return step.device() == counter_device(of_param) && step.numel() == 1 &&
          (step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble);
 }
 
@@ -173,26 +218,9 @@ double steps_done(const StepCounter& counter) {
   return counter.is_double ? *static_cast<double*>(counter.value) : *static_cast<float*>(counter.value);
 }
 
-// splitmix64's mixing (Steele et al. 2014): every bit of the result depends on every bit of x.
-uint64_t mixed(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 const at::Tensor& contiguous_copy(Batch& batch, const at::Tensor& tensor) {
   batch.copies.push_back({tensor, tensor.detach().clone(at::MemoryFormat::Contiguous)});
   return batch.copies.back().copy;
-}
-
-// Whether a dict's key is that interned name. A key that is equal but not interned (an unpickled one may be) differs in
-// address only.
-bool is_name(PyObject* key, PyObject* name) {
-  return key == name || (PyUnicode_CheckExact(key) && PyUnicode_GET_LENGTH(key) == PyUnicode_GET_LENGTH(name) &&
-                         PyUnicode_KIND(key) == PyUnicode_KIND(name) &&
-                         std::memcmp(PyUnicode_DATA(key), PyUnicode_DATA(name),
-                                     PyUnicode_GET_LENGTH(name) * PyUnicode_KIND(name)) == 0);
 }
 
 // `value` itself if it lies in memory as `like` does, else a copy that does (written back after the step if asked).
@@ -274,7 +302,11 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats
   for (Batch& batch : batches) {
     batch.params.clear();
     batch.copies.clear();
-    batch.total = 0;
+    batch.total = batch.num_chunks = 0;
+    batch.starts.clear();
+    batch.empty_starts.clear();
+    batch.numbers.clear();
+    batch.numbers_group = -1;
   }
   rules.clear();
   written.clear();
@@ -304,8 +336,8 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
 void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers,
                            const Precision& precision) {
   check_hypers(hypers, index);
-  groups_.push_back(
-      {group, index, &rule, hypers, precision, rule.counts_steps || precision.rounding == Rounding::kStochastic});
+  groups_.push_back({group, index, &rule, hypers, precision,
+                     rule.counts_steps || precision.rounding == Rounding::kStochastic, numbers_of(hypers, index)});
   PyObject* params = PyDict_GetItemString(group.ptr(), "params");
   DT_INVARIANT(params != nullptr && PyList_Check(params));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
@@ -533,11 +565,13 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
   if (group.counts_steps) {
     if (values.step == nullptr || !THPVariable_CheckExact(values.step)) return;
     const at::Tensor& step = THPVariable_Unpack(values.step);
-    if (!is_step_counter(step)) return;
+    if (!is_step_counter(step, reading.device)) return;
     footprint.add(values.step, step);
     reading.counter = counter_of(step);
-    footprint.step_value = reading.counter.value;
-    reading.steps_done = steps_done(reading.counter);
+    if (step.is_cpu()) {
+      footprint.step_value = reading.counter.value;
+      reading.steps_done = steps_done(reading.counter);
+    }
   }
   if (!meets(rule.needs, param)) return;
   if (rule.needs != RuleInfo::Needs::kNothing) read_shape(param, reading.job);
@@ -553,18 +587,22 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   const Group& group = groups_[entry.group];
   Batch& batch = batch_for(entry, reading.device, reading.in_double);
   ParamJob job = reading.job;
-  job.rule = rule_index(entry, reading.steps_done);
   for (size_t s = 0; s < group.rule->states.size(); ++s) {
     if (job.state[s].extra != nullptr) batch.total = num_blocks(batch.total) * kBlock;
   }
   job.begin = batch.total;
-  if (group.precision.rounding == Rounding::kStochastic) {
-    const uint64_t place = static_cast<uint64_t>(group.index) << 32 | entry.index;
-    job.key = mixed(mixed(place) + static_cast<uint64_t>(reading.steps_done));
+  const uint64_t seed = mixed(static_cast<uint64_t>(group.index) << 32 | entry.index);
+  if (batch.starts_on_device()) {
+    job.rule = start_index(batch, entry, reading, seed);
+  } else {
+    job.rule = rule_index(entry, reading.steps_done);
+    job.key = random_key(seed, reading.steps_done);
   }
   batch.total += job.numel;
+  job.first_chunk = batch.num_chunks;
+  batch.num_chunks += grad::num_chunks(job.numel);
   if (job.numel > 0) batch.params.push_back(job);
-  written.push_back({reading.param, reading.grad, reading.counter});
+  written.push_back({reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter()});
   entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
 }
 
@@ -635,8 +673,8 @@ void StepReader::read_other(const Entry& entry) {
   reading.param = param.unsafeGetTensorImpl();
   reading.grad = grad.unsafeGetTensorImpl();
   if (group.counts_steps) {
-    reading.counter = counter_of(checked_step(entry, values.step));
-    reading.steps_done = steps_done(reading.counter);
+    reading.counter = counter_of(checked_step(entry, param, values.step));
+    if (param.is_cpu()) reading.steps_done = steps_done(reading.counter);
   }
   const bool as_it_lies =
       rule.needs == RuleInfo::Needs::kRealRowByRow ? param.is_contiguous() && is_walkable(param) : is_walkable(param);
@@ -711,15 +749,17 @@ void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const a
   }
 }
 
-const at::Tensor& StepReader::checked_step(const Entry& entry, PyObject* value) const {
+const at::Tensor& StepReader::checked_step(const Entry& entry, const at::Tensor& param, PyObject* value) const {
+  const std::string device = counter_device(param.device()).str();
   if (value == nullptr || !THPVariable_Check(value)) {
-    throw UserTypeError(text(label(entry), ": its state has no tensor 'step'; expected a CPU tensor with one float."));
+    throw UserTypeError(
+        text(label(entry), ": its state has no tensor 'step'; expected a tensor with one float on ", device, "."));
   }
   const at::Tensor& step = THPVariable_Unpack(value);
-  if (!is_step_counter(step)) {
+  if (!is_step_counter(step, param.device())) {
     throw UserTypeError(text(label(entry), ": its state 'step' is ", step.scalar_type(), " of ", step.numel(),
-                             " elements on ", step.device().str(),
-                             "; expected one float32 on cpu (load_state_dict converts it)."));
+                             " elements on ", step.device().str(), "; expected one float32 on ", device,
+                             " (load_state_dict converts it)."));
   }
   return step;
 }
@@ -742,15 +782,16 @@ const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor
 }
 
 Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_double) {
-  if (device.is_cuda() && treats_grads_) {
-    throw UnsupportedError(text(label(entry), " is on ", device.str(),
-                                ": max_grad_norm, zero_grads_in_step and a grad_scale inside the step work on the CPU "
-                                "only so far; there use torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler."));
-  }
   const RuleInfo* rule = groups_[entry.group].rule;
-  if (device.is_cuda() && rule->adapt != nullptr) {
+  if (device.is_cuda() && rule->kind == RuleKind::kAdafactor) {
     throw UnsupportedError(text(label(entry), " is on ", device.str(), ": ", rule->name,
                                 " has no CUDA kernels yet, it runs on the CPU; there use AdamW or Lion."));
+  }
+  if (device.is_cuda() && rule->kind == RuleKind::kMuonMomentum &&
+      groups_[entry.group].precision.rounding == Rounding::kStochastic) {
+    throw UnsupportedError(text(label(entry), " is on ", device.str(),
+                                ": rounding='stochastic' does not work for Muon on CUDA so far; there use "
+                                "master_bits=24 or rounding='kahan'."));
   }
   for (Batch& batch : batches) {
     if (batch.rule == rule && batch.device == device && batch.in_double == in_double) return batch;
@@ -762,24 +803,54 @@ Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_doub
   // What would stop the step later must stop it here, before anything changes.
   if (device.is_cpu()) chosen_isa();
   if (device.is_cuda() && !has_cuda()) step_cuda({}, nullptr);  // throws what to do about it
-  batches.push_back(Batch{rule, device, in_double, {}, {}, 0});
+  batches.push_back(Batch{rule, device, in_double, {}, {}, 0, 0});
   return batches.back();
+}
+
+// What a rule is told of the steps before this one. One that does not count them gets 0 at a parameter's first step and
+// 1 after it.
+double StepReader::steps_told(const Entry& entry, double steps_done) const {
+  if (groups_[entry.group].rule->counts_steps) return steps_done;
+  return fresh_.count(entry.param) > 0 ? 0 : 1;
 }
 
 // The index of this parameter's RuleArgs; neighbours nearly always share theirs.
 int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
   const Group& group = groups_[entry.group];
-  if (!group.rule->counts_steps) {
-    // Such rules are told 1 on a parameter's first step and 2 after it.
-    steps_done = 1;
-    if (fresh_.count(entry.param) > 0) steps_done = 0;
-  }
+  steps_done = steps_told(entry, steps_done);
   if (rule_group_ != entry.group || rule_steps_done_ != steps_done) {
-    rules.push_back(group.rule->make_args(PyHypers(group.hypers), steps_done + 1));
+    Hypers hypers = group.numbers.hypers;
+    if (group.numbers.lr != nullptr) hypers.lr = number_of(PyDict_GetItemString(group.hypers.ptr(), "lr"));
+    rules.push_back(group.rule->make_args(hypers, steps_done + 1));
     rule_group_ = entry.group;
     rule_steps_done_ = steps_done;
   }
   return static_cast<int32_t>(rules.size()) - 1;
+}
+
+// The same on a device, where every parameter has its own; lists from what they are made there.
+int32_t StepReader::start_index(Batch& batch, const Entry& entry, const Reading& reading, uint64_t seed) {
+  const Group& group = groups_[entry.group];
+  if (batch.numbers_group != entry.group) {
+    if (group.numbers.lr != nullptr) {
+      const at::Device device = cuda_tensor(PyDict_GetItemString(group.hypers.ptr(), "lr"))->device();
+      if (device != batch.device) {
+        throw UserError(text(label(entry), " is on ", batch.device.str(), " but its group's lr is a tensor on ",
+                             device.str(), ": move it there, or use a number."));
+      }
+    }
+    batch.numbers.push_back(group.numbers);
+    batch.numbers_group = entry.group;
+  }
+  ParamStart start = {};
+  start.counter = reading.counter.value;
+  start.counter_is_double = reading.counter.is_double;
+  start.numbers = static_cast<int32_t>(batch.numbers.size()) - 1;
+  start.counts_steps = group.rule->counts_steps;
+  start.steps_done = steps_told(entry, reading.steps_done);
+  start.seed = seed;
+  (reading.job.numel > 0 ? batch.starts : batch.empty_starts).push_back(start);
+  return static_cast<int32_t>(batch.starts.size()) - 1;
 }
 
 // What a user calls the parameter: its name where the optimizer was given named_parameters() or where a

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "optim/cuda_step.h"
+#include "optim/device_table.h"
 #include "optim/layer.h"
 #include "optim/precision.h"
 #include "optim/step.h"
@@ -21,7 +23,7 @@ struct RuleInfo {
   const char* name;
   RuleKind kind;
   bool counts_steps;  // the state holds a tensor "step"
-  RuleArgs (*make_args)(const Hypers&, double step);
+  RuleArgs (*make_args)(const Hypers& hypers, double step);
   Adapt adapt;                                                            // null: no norms are asked for
   enum class Needs : uint8_t { kNothing, kMatrix, kRealRowByRow } needs;  // of a parameter's shape and memory
   struct State {
@@ -60,9 +62,25 @@ struct Batch {
   std::vector<ParamJob> params;
   std::deque<Copy> copies;  // a deque, so that references into it stay good
   int64_t total = 0;
+  int64_t num_chunks = 0;  // of gradients (grad/lanes.h)
+
+  // Where it is started on its device: what of, and where there all of it lies. Muon's shapes are the host's business.
+  bool starts_on_device() const { return device.is_cuda() && rule->kind != RuleKind::kMuonMomentum; }
+  std::vector<ParamStart> starts = {};        // of `params`, in the same order
+  std::vector<ParamStart> empty_starts = {};  // of parameters without elements, which only count
+  std::vector<GroupNumbers> numbers = {};
+  int64_t numbers_group = -1;  // whose the last ones are
+  DeviceTable table = {},
+              numbers_table = {};  // apart: schedulers change numbers in every step, and little else changes
+  struct Placed {
+    ParamJob* params;
+    const ParamStart* starts;
+    const GroupNumbers* numbers;
+  } placed = {};
 };
 
-// A counter of steps, to be advanced.
+// A counter of steps, to be advanced: beside its parameter on CUDA, by the step itself, so that nobody has to ask the
+// device whether the step was made; else on the CPU.
 struct StepCounter {
   void* value;     // null: the rule has none
   bool is_double;  // else float
@@ -72,7 +90,7 @@ struct StepCounter {
 struct Written {
   c10::TensorImpl* param;
   c10::TensorImpl* grad;
-  StepCounter counter;
+  StepCounter counter;  // on the CPU
 };
 
 // Where in memory one parameter's objects lay at the last step. With thousands of small parameters a step is bound by
@@ -144,6 +162,7 @@ class StepReader {
     pybind11::handle hypers;
     Precision precision;
     bool counts_steps;  // its rule or its rounding needs it
+    GroupNumbers numbers;
   };
 
   // One parameter as Python holds it. Borrowed: the groups and the state keep the objects alive.
@@ -174,8 +193,8 @@ class StepReader {
     at::ScalarType dtype = at::kFloat;  // the parameter's, whatever the kind but kNoGradient
     at::Device device = at::kCPU;
     ParamJob job = {};
-    double steps_done = 0;
-    StepCounter counter = {};
+    double steps_done = 0;     // as far as the host knows
+    StepCounter counter = {};  // on the parameter's device, if that is CUDA
     c10::TensorImpl* param = nullptr;
     c10::TensorImpl* grad = nullptr;
   };
@@ -192,9 +211,11 @@ class StepReader {
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
-  const at::Tensor& checked_step(const Entry& entry, PyObject* value) const;
+  const at::Tensor& checked_step(const Entry& entry, const at::Tensor& param, PyObject* value) const;
   Batch& batch_for(const Entry& entry, at::Device device, bool in_double);
   int32_t rule_index(const Entry& entry, double steps_done);
+  int32_t start_index(Batch& batch, const Entry& entry, const Reading& reading, uint64_t seed);
+  double steps_told(const Entry& entry, double steps_done) const;
   std::string label(const Entry& entry) const;
 
   pybind11::handle state_;  // borrowed for the step

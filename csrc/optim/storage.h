@@ -189,8 +189,20 @@ DT_HOST_DEVICE float master_of(float master, uint16_t half) {
   return float16_from_float(master) == half ? master : float_from_float16(half);
 }
 
+// splitmix64's mixing (Steele et al. 2014): every bit of the result depends on every bit of x.
+DT_HOST_DEVICE uint64_t mixed(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
 // ---- Stochastic rounding. Bits are a function of a key (one per parameter and step) and the element's number alone:
 // neither threads nor devices nor a restart change them. The mixing is lowbias32 (Wellons 2018).
+DT_HOST_DEVICE uint64_t random_key(uint64_t seed, double steps_done) {
+  return mixed(seed + static_cast<uint64_t>(steps_done));
+}
+
 DT_HOST_DEVICE uint32_t random_bits(uint64_t key, int64_t index) {
   uint32_t x = static_cast<uint32_t>(index) ^ static_cast<uint32_t>(key);
   x = (x ^ (x >> 16)) * 0x7feb352du + static_cast<uint32_t>(key >> 32);

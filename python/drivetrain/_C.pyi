@@ -1,6 +1,6 @@
 """Types of the native module; tests/test_stub.py compares them with the module itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,22 +23,25 @@ class StepOptions:
     def __init__(
         self,
         *,
-        grad_scale: float = ...,
-        found_inf: float = ...,
+        grad_scale: float | Tensor = ...,
+        found_inf: float | Tensor = ...,
         max_grad_norm: float | None = ...,
         check_finite: bool = ...,
         zero_grads: bool = ...,
+        overflow: Tensor | None = ...,
     ) -> None: ...
 
 class StepResult:
     @property
     def missing(self) -> list[tuple[Tensor, int, str]]: ...
     @property
+    def is_on_device(self) -> bool: ...
+    @property
     def grad_norm(self) -> float | None: ...
     @property
     def skipped(self) -> bool: ...
 
-def optim_check_hypers(hypers: dict[str, float], group: int) -> None: ...
+def optim_check_hypers(hypers: Mapping[str, float | Tensor], group: int) -> None: ...
 def has_cuda() -> bool: ...
 def num_step_threads() -> int: ...
 
@@ -60,7 +63,7 @@ def optim_step(
     reader: StepReader,
     groups: list[dict[str, Any]],
     rules: Sequence[str],
-    hypers: list[dict[str, float]],
+    hypers: list[dict[str, float | Tensor]],
     precisions: Sequence[Precision],
     state: dict[Tensor, Any],
     fresh: list[Tensor],

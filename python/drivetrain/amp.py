@@ -11,7 +11,7 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler, with a floor for the scale, patience before it falls, and one pass less.
 
     With torch's class a step reads and writes every gradient once to look for infs and NaNs before the optimizer reads
-    them. With an optimizer of drivetrain.optim whose parameters are on the CPU this one leaves the search to the
+    them. With an optimizer of drivetrain.optim whose parameters are on one device this one leaves the search to the
     optimizer, which reads each gradient once for it (and for `max_grad_norm`) and writes none. Any other optimizer is
     stepped as torch's class does it. On CUDA nothing here waits for the device.
 
@@ -57,8 +57,9 @@ class GradScaler(torch.amp.GradScaler):
         """The search that torch's step() makes unless unscale_() has made it."""
         if not (isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling):
             return super()._check_inf_per_device(optimizer)
-        found = optimizer._overflow_flag = torch.zeros(())
-        per_device: dict[str, Any] = {"cpu": found}
+        devices = (param.device for group in optimizer.param_groups for param in group["params"])
+        found = optimizer._overflow_flag = torch.zeros((), device=next(devices, torch.device("cpu")))
+        per_device: dict[Any, Any] = {found.device: found}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = per_device
         return per_device
 

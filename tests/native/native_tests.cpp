@@ -1,14 +1,12 @@
 // The torch-free core on its own, mainly for the sanitizers: kernels on exact-sized heap blocks and from several
-// threads, the bucket plan, the progress that another thread reads, the choice of instruction set, and (shm_tests.cpp)
-// shared memory. Exits non-zero and names what failed.
+// threads, the bucket plan, the progress that another thread reads, the choice of instruction set, shared memory
+// (shm_tests.cpp) and CUDA kernels (cuda_tests.cpp). Exits non-zero and names what failed.
 #include "native_tests.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,6 +16,7 @@
 #include "ddp/plan.h"
 #include "ddp/progress.h"
 #include "optim/step.h"
+#include "step_blocks.h"
 
 namespace drivetrain {
 
@@ -34,79 +33,6 @@ void expect(bool holds, const std::string& what) {
 namespace {
 
 using namespace drivetrain;
-using optim::Format;
-
-struct FixedHypers final : optim::Hypers {
-  double operator[](const char* name) const override {
-    const std::string key = name;
-    if (key == "lr") return 0.1;
-    if (key == "beta1" || key == "momentum") return 0.9;
-    if (key == "beta2") return 0.99;
-    if (key == "eps") return 1e-8;
-    if (key == "weight_decay") return 0.01;
-    if (key == "decoupled_weight_decay") return 1;
-    return 0;
-  }
-};
-
-// Bytes of what a format has beside its values.
-int64_t extra_bytes_of(Format format, int64_t numel) {
-  switch (format) {
-    case Format::kBFloat16Remainder8:
-      return numel;
-    case Format::kBFloat16Remainder16:
-    case Format::kBFloat16Kahan:
-    case Format::kFloat16Kahan:
-      return 2 * numel;
-    case Format::kFloat16Master:
-      return 4 * numel;
-    case Format::kSigned8:
-    case Format::kSquared8:
-      return (numel + optim::kBlock - 1) / optim::kBlock * 4;
-    default:
-      return 0;
-  }
-}
-
-// A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
-struct Block {
-  std::vector<unsigned char> bytes;
-  std::vector<unsigned char> extra;
-  Format format;
-
-  Block(Format f, int64_t numel, int seed)
-      : bytes(optim::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
-    std::vector<double> values(numel);
-    for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
-    if (format == Format::kFloat64) {
-      std::memcpy(bytes.data(), values.data(), bytes.size());
-      return;
-    }
-    std::vector<float> floats(values.begin(), values.end());
-    optim::baseline::convert_cpu({floats.data(), Format::kFloat32}, stream(), numel, /*key=*/7);
-  }
-  optim::Stream stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
-};
-
-// The formats of one step's streams.
-struct Layout {
-  const char* name;
-  Format param, grad, state;
-};
-const std::vector<Layout> kLayouts = {
-    {"float32", Format::kFloat32, Format::kFloat32, Format::kFloat32},
-    {"float64", Format::kFloat64, Format::kFloat64, Format::kFloat64},
-    {"bfloat16", Format::kBFloat16, Format::kBFloat16, Format::kBFloat16},
-    {"float16", Format::kFloat16, Format::kFloat16, Format::kFloat16},
-    {"remainder of 16 bits, signed codes", Format::kBFloat16Remainder16, Format::kBFloat16, Format::kSigned8},
-    {"remainder of 8 bits, codes of squares", Format::kBFloat16Remainder8, Format::kBFloat16, Format::kSquared8},
-    {"bfloat16 with compensation", Format::kBFloat16Kahan, Format::kFloat32, Format::kBFloat16},
-    {"float16 with compensation", Format::kFloat16Kahan, Format::kFloat16, Format::kFloat32},
-    {"float16 with master", Format::kFloat16Master, Format::kFloat16, Format::kSquared8},
-    {"bfloat16 at random", Format::kBFloat16Stochastic, Format::kBFloat16, Format::kSigned8},
-    {"float16 at random", Format::kFloat16Stochastic, Format::kFloat16, Format::kFloat16},
-};
-
 using StepCpu = void (*)(const optim::StepJob&, int64_t, int64_t);
 
 StepCpu step_of(Isa isa) {
@@ -121,75 +47,30 @@ StepCpu step_of(Isa isa) {
   return nullptr;
 }
 
-int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
-
 const std::vector<int64_t> kSizes = {1, 15, 16, 17, 511, 512, 513, 3000};
 
 // One step over parameters of all sizes with `threads` threads; returns all bytes that it left.
-std::vector<unsigned char> run_step(optim::RuleKind kind, const optim::RuleArgs& args, int num_states,
-                                    const Layout& layout, Isa isa, int threads) {
-  std::vector<std::vector<Block>> blocks;
-  std::vector<optim::ParamJob> params;
-  int64_t total = 0;
-  for (int64_t numel : kSizes) {
-    std::vector<Block>& mine = blocks.emplace_back();
-    for (int b = 0; b < 2 + num_states; ++b) {
-      mine.emplace_back(b == 0 ? layout.param : b == 1 ? layout.grad : layout.state, numel, b);
-    }
-    optim::ParamJob job = {};
-    job.param = mine[0].stream();
-    job.grad = mine[1].stream();
-    for (int s = 0; s < num_states; ++s) job.state[s] = mine[2 + s].stream();
-    job.begin = total = num_blocks(total) * optim::kBlock;
-    job.numel = numel;
-    job.key = numel * 0x9e3779b97f4a7c15u;
-    total += numel;
-    params.push_back(job);
-  }
-  optim::StepJob job = {};
-  job.kind = kind;
-  job.in_double = layout.param == Format::kFloat64;
-  job.params = params.data();
-  job.num_params = static_cast<int32_t>(params.size());
-  job.rules = &args;
-  job.total = total;
+std::vector<unsigned char> run_step(const TestedRule& rule, const Layout& layout, Isa isa, int threads) {
+  const Params params(rule, layout, kSizes);
+  const optim::StepJob job = params.job();
   std::vector<std::thread> workers;
   for (int t = 0; t < threads; ++t) {
-    const auto cut = [&](int64_t part) { return std::min(num_blocks(total) * part / threads * optim::kBlock, total); };
+    const auto cut = [&](int64_t part) {
+      return std::min(num_blocks(job.total) * part / threads * optim::kBlock, job.total);
+    };
     workers.emplace_back([&, t, cut] { step_of(isa)(job, cut(t), cut(t + 1)); });
   }
   for (std::thread& worker : workers) worker.join();
-  std::vector<unsigned char> result;
-  for (auto& mine : blocks) {
-    for (Block& block : mine) {
-      result.insert(result.end(), block.bytes.begin(), block.bytes.end());
-      result.insert(result.end(), block.extra.begin(), block.extra.end());
-    }
-  }
-  return result;
+  return params.bytes();
 }
 
 void test_kernels() {
-  struct Rule {
-    const char* name;
-    optim::RuleKind kind;
-    optim::RuleArgs args;
-    int num_states;
-  };
-  const FixedHypers hypers;
-  const Rule rules[] = {
-#define DT_ROW(Rule, name, ...)                                                                    \
-  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, 3)), \
-   optim::Rule<float>::kNumStates},
-      DT_OPTIM_RULES(DT_ROW)
-#undef DT_ROW
-  };
-  for (const Rule& rule : rules) {
+  for (const TestedRule& rule : tested_rules()) {
     for (const Layout& layout : kLayouts) {
-      const auto expected = run_step(rule.kind, rule.args, rule.num_states, layout, Isa::kBaseline, 1);
+      const auto expected = run_step(rule, layout, Isa::kBaseline, 1);
       for (Isa isa : available_isas()) {
         for (int threads : {1, 3}) {
-          const auto found = run_step(rule.kind, rule.args, rule.num_states, layout, isa, threads);
+          const auto found = run_step(rule, layout, isa, threads);
           expect(found == expected, text(rule.name, ", ", layout.name, ", ", name_of(isa), ", ", threads,
                                          " threads: other bytes than baseline with one thread"));
         }
@@ -263,6 +144,7 @@ int main() {
   test_progress();
   test_isa();
   test_shared_memory();
+  test_cuda_kernels();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

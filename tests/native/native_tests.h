@@ -9,5 +9,6 @@ namespace drivetrain {
 void expect(bool holds, const std::string& what);
 
 void test_shared_memory();
+void test_cuda_kernels();
 
 }  // namespace drivetrain

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class Adafactor(FusedOptimizer, torch.optim.Adafactor):
@@ -33,13 +34,13 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     def _rule(self, group: dict[str, Any]) -> str:
         return "adafactor"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         eps1, eps2 = group["eps"]
         if eps1 is None:
             dtypes = [param.dtype for param in group["params"] if param.is_floating_point() or param.is_complex()]
             eps1 = torch.finfo(dtypes[0] if dtypes else torch.float32).eps
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "beta2_decay": group["beta2_decay"],
             "eps1": eps1,
             "eps2": eps2,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class Adagrad(FusedOptimizer, torch.optim.Adagrad):
@@ -24,9 +24,9 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     def _rule(self, group: dict[str, Any]) -> str:
         return "adagrad"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "lr_decay": group["lr_decay"],
             "weight_decay": group["weight_decay"],
             "eps": group["eps"],

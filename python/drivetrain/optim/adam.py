@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class Adam(FusedOptimizer, torch.optim.Adam):
@@ -17,17 +18,17 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     Source: Kingma & Ba 2015, algorithm 1; AMSGrad after Reddi et al. 2018, in torch's form.
 
     Raises:
-        NotImplementedError: `capturable=True` or `differentiable=True`.
+        NotImplementedError: `differentiable=True`.
         ValueError: as torch, for hyper-parameters out of range.
     """
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "adam_amsgrad" if group["amsgrad"] else "adam"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "beta1": float(beta1),
             "beta2": float(beta2),
             "eps": group["eps"],
@@ -43,6 +44,6 @@ class AdamW(Adam, torch.optim.AdamW):
     As :class:`Adam`, with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2).
 
     Raises:
-        NotImplementedError: `capturable=True` or `differentiable=True`.
+        NotImplementedError: `differentiable=True`.
         ValueError: as torch, for hyper-parameters out of range.
     """

@@ -47,6 +47,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     clipped, as after torch's own functions. `grad_scale` and `found_inf` are read from attributes of that name, as
     torch's fused optimizers read them: gradients are divided by the one, nothing is updated where the other is above 0.
 
+    On CUDA step() never waits for the device, and all of this is worked out there: `grad_norm` and `last_step_skipped`
+    wait for it when they are read, a step that is left out gives no warning, and the states that a first step makes
+    are there even if it was left out (of the rules only SGD's dampening notices: its first gradient then counts less).
+    The step counters of parameters on CUDA are there too, in float32, as torch's fused optimizers keep them; loading a
+    state moves them to where their parameter is. So a step may be captured into a CUDA graph, with any storage, once a
+    step outside of it has made the states; with a learning rate in a tensor on the device, replays follow it.
+    `capturable` changes nothing.
+
     Four say how parameters and states live in memory; each may also be a key of a parameter group, and may change
     between steps. The arithmetic is in float32 whatever they say.
 
@@ -67,8 +75,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     zero_grads_in_step: bool = False
     _max_grad_norm: float | None = None
-    _grad_norm: float | None = None
-    _skipped = False
+    _result: _C.StepResult | None = None  # of the last step
     _precision: Mapping[str, Any] = MappingProxyType({})  # what the constructor was given of precision.DEFAULTS
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict is about
     _reader: _C.StepReader | None = None
@@ -99,8 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Groups without any are as torch's, key by key.
         self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
         super().__init__(*args, **kwargs)
-        # On CUDA GradScaler must unscale beforehand.
-        self._step_supports_amp_scaling = self.is_on_cpu
+        self._step_supports_amp_scaling = self._scales_in_step
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         constructed.append(f"{type(self).__name__} ({count} parameters in {groups})")
@@ -118,25 +124,36 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The 2-norm of the last step's gradients, unscaled and before clipping; None: it was not asked for."""
-        return self._grad_norm
+        """The 2-norm of the last step's gradients, unscaled and before clipping; None: it was not asked for.
+
+        On CUDA waits for the device; after a replay of a captured step, of that.
+        """
+        return None if self._result is None else self._result.grad_norm
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step() left everything as it was because a gradient was not finite."""
-        return self._skipped
+        """Whether the last step() left everything as it was because a gradient was not finite.
+
+        On CUDA waits for the device; after a replay of a captured step, of that.
+        """
+        return self._result is not None and self._result.skipped
 
     @property
     def is_on_cpu(self) -> bool:
         """Whether all parameters are on the CPU."""
         return all(param.device.type == "cpu" for group in self.param_groups for param in group["params"])
 
+    @property
+    def _scales_in_step(self) -> bool:
+        """Whether GradScaler leaves unscaling to the step: where all gradients are in one place."""
+        return len({param.device for group in self.param_groups for param in group["params"]}) <= 1
+
     def _rule(self, group: dict[str, Any]) -> str:
         """The native rule for this group, by its name in csrc/optim/rules.h."""
         raise NotImplementedError
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
-        """The group's numbers, by the names that the native rule reads."""
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
+        """The group's numbers, by the names that the native rule reads; a learning rate on CUDA stays there."""
         raise NotImplementedError
 
     def _initial_state(self, param: Tensor, group: dict[str, Any]) -> Tensor:
@@ -179,12 +196,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 written.append((param, "", before))
             write(param, entries)
 
-        # float32 on the CPU, as torch keeps it by default (float64 where that is the default dtype).
+        # float32, as torch keeps it by default (float64 where that is the default dtype).
         step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         # Name by name, so that the steps to come find each name's tensors side by side in memory.
         for param, group, _ in params:
             if self.state[param].get("step") is None and _C.optim_counts_steps(rule, precision.of(group)):
-                write(param, {"step": torch.zeros((), dtype=step_dtype)})
+                write(param, {"step": torch.zeros((), dtype=step_dtype, device=_counter_device(param))})
         for name, kind in _C.optim_states(rule):
             for param, group, label in params:
                 state = self.state[param]
@@ -211,9 +228,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 since the last step; the message names the parameter. A hyper-parameter is no number.
             ValueError: a gradient's shape or device does not fit its parameter; two parameters, or the gradients of
                 two where the step writes them, share memory; a group lacks a hyper-parameter, or has one out of range.
-            RuntimeError: a gradient is sparse.
-            NotImplementedError: the parameters are on a device for which this build has no kernels, or are tensor
-                subclasses that wrap others (DTensor).
+            RuntimeError: a gradient is sparse; the first step, which makes states, is captured into a CUDA graph.
+            NotImplementedError: the parameters are on a device for which this build has no kernels, or on several
+                where max_grad_norm or a GradScaler needs them on one, or are tensor subclasses that wrap others
+                (DTensor).
             ValueError: the environment variable DRIVETRAIN_ISA names no instruction set of this processor.
             In every case no parameter, no state and no step counter has changed.
         """
@@ -236,7 +254,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         reader = self._reader
         if reader is None:  # copies and pickles come without one
             reader = self._reader = _C.StepReader()
-        options = self._options(check_finite=overflow_flag is not None)
+        options = self._options(overflow_flag)
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
             return _C.optim_step(reader, self.param_groups, rules, hypers, precisions, self.state, fresh, options)
@@ -245,6 +263,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             result = run([])
             if result.missing:
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"drivetrain.optim.{type(self).__name__}: {result.missing[0][2]} has no state yet, and every "
+                        "replay of a CUDA graph would make it anew: call step() once before the capture."
+                    )
                 written: list[tuple[Tensor, str, Any]] = []
                 fresh: list[Tensor] = []
                 skipped = True
@@ -255,14 +278,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                         ]
                         fresh += self._complete_states(lacking, rule, written)
                     result = run(fresh)
-                    skipped = result.skipped
+                    skipped = not result.is_on_device and result.skipped
                 finally:
                     if skipped:  # a first step is yet to come
                         self._take_back(written)
                 assert not result.missing, "what was made is not what the step asks for"
-        self._grad_norm, self._skipped = result.grad_norm, result.skipped
+        self._result = result
         counts: Counts = self.__dict__.setdefault("_counts", Counts())  # copies and pickles come without any
-        counts.add(result.grad_norm, self.max_grad_norm, result.skipped, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        if result.is_on_device:  # to look is to wait
+            counts.add(None, None, False, seconds)
+            return loss
+        counts.add(result.grad_norm, self.max_grad_norm, result.skipped, seconds)
         if overflow_flag is not None:
             overflow_flag.fill_(float(result.skipped))
         if result.skipped and getattr(self, "found_inf", None) is None:
@@ -273,7 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return loss
 
-    def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float]]:
+    def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float | Tensor]]:
         """What a group asks of the native step: rule, storages and numbers, which that checks for their range."""
         try:
             return self._rule(group), precision.of(group), self._hypers(group)
@@ -293,25 +320,32 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not self.state[param]:
                 del self.state[param]
 
-    def _options(self, check_finite: bool) -> _C.StepOptions:
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scale = 1.0 if grad_scale is None else float(grad_scale)
+    def _options(self, overflow_flag: Tensor | None) -> _C.StepOptions:
+        scale, found_inf = self._scalar("grad_scale", 1.0), self._scalar("found_inf", 0.0)
         # Infinity is what a scaler's scale may grow to; the gradients are then found not to be finite.
-        if not scale > 0 and not found_inf:
+        if isinstance(scale, float) and not scale > 0 and not (isinstance(found_inf, float) and found_inf):
             raise ValueError(f"grad_scale is {scale}, expected a number above 0: gradients are divided by it")
         return _C.StepOptions(
             grad_scale=scale,
-            found_inf=0.0 if found_inf is None else float(found_inf),
+            found_inf=found_inf,
             max_grad_norm=self.max_grad_norm,
-            check_finite=check_finite,
+            check_finite=overflow_flag is not None,
             zero_grads=self.zero_grads_in_step,
+            overflow=overflow_flag if overflow_flag is not None and overflow_flag.is_cuda else None,
         )
+
+    def _scalar(self, name: str, default: float) -> float | Tensor:
+        """The attribute of that name, left on the device where the parameters are on it too."""
+        value = getattr(self, name, None)
+        if isinstance(value, Tensor) and value.is_cuda and not self.is_on_cpu:
+            return value.detach()
+        return default if value is None else float(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, and refuses the options that the constructor refuses.
 
         Raises:
-            NotImplementedError: the group sets `capturable` or `differentiable`.
+            NotImplementedError: the group sets `differentiable`.
             ValueError: an option or a hyper-parameter of the group is out of range, or not finite.
             TypeError: a hyper-parameter is no number.
             In every case the optimizer has the groups that it had.
@@ -327,26 +361,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._step_supports_amp_scaling = self.is_on_cpu
+        self._step_supports_amp_scaling = self._scales_in_step
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_max_grad_norm", "zero_grads_in_step", "_precision")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes torch's state, whichever of its implementations wrote it: step counters go to the CPU."""
+        """Takes torch's state, whichever of its implementations wrote it: step counters go to their place."""
         super().__setstate__(state)
         self._reader = None  # what it knows of the last step is not about these states
-        self._step_supports_amp_scaling = self.is_on_cpu
+        self._step_supports_amp_scaling = self._scales_in_step
         for group in self.param_groups:
             for option, value in self._precision.items():
                 group.setdefault(option, value)
         if self._loading is not None:
             self._keep_dtypes(self._loading)
-        for values in self.state.values():
-            step = values.get("step")
-            if isinstance(step, Tensor) and (step.device.type != "cpu" or not step.is_floating_point()):
-                values["step"] = step.detach().to("cpu", torch.float32)
+        for param, values in self.state.items():
+            step, device = values.get("step"), _counter_device(param)
+            if isinstance(step, Tensor) and (step.device != device or not step.is_floating_point()):
+                values["step"] = step.detach().to(device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, save that every state keeps the dtype in which it was saved (torch casts it to the parameter's).
@@ -415,7 +449,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         self.state[param][name] = value.to(param.device)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """state_dict() as torch's own class has it: compressed states as float32 tensors, without what is ours alone.
+        """state_dict() as torch's own class has it: compressed states as float32 tensors, step counters on the CPU
+        unless the group says `fused` or `capturable`, without what is ours alone.
 
         The way back is load_state_dict(). What a master keeps beyond its parameter is not part of torch's state: see
         float32_value().
@@ -425,6 +460,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         keys = [key for group in result["param_groups"] for key in group["params"]]
         by_key = dict(zip(keys, params, strict=True))
         result["state"] = {key: precision.plain(state, by_key[key]) for key, state in result["state"].items()}
+        for group in result["param_groups"]:
+            if not (group.get("fused") or group.get("capturable")):
+                for key in group["params"]:
+                    state = result["state"].get(key, {})
+                    if isinstance(state.get("step"), Tensor):
+                        state["step"] = state["step"].cpu()
         result["param_groups"] = [
             {option: value for option, value in group.items() if option not in precision.NAMES}
             for group in result["param_groups"]
@@ -453,14 +494,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise KeyError(f"a parameter of shape {tuple(param.shape)} that is not in this optimizer's param_groups")
 
 
+def learning_rate(group: dict[str, Any]) -> float | Tensor:
+    """The group's `lr` as a number, or where it is: on CUDA, for the step to read there."""
+    lr = group["lr"]
+    return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
+
+
+def _counter_device(param: Any) -> torch.device:
+    """Where the step counter of a parameter is kept: beside it on CUDA, else on the CPU."""
+    return param.device if isinstance(param, Tensor) and param.is_cuda else torch.device("cpu")
+
+
 def refuse_unsupported(name: str, options: dict[str, Any]) -> None:
     """Raises NotImplementedError for torch's constructor options that would otherwise be ignored in silence.
 
-    `foreach` and `fused` choose between torch's implementations; ours is always fused, so they change nothing.
+    `foreach` and `fused` choose between torch's implementations; ours is always fused, so they change nothing. Nor does
+    `capturable`: on CUDA every step is.
     """
-    for option, instead in (
-        ("capturable", "leave it out (steps inside a CUDA graph are not supported yet)"),
-        ("differentiable", f"use torch.optim.{name} to differentiate through the step"),
-    ):
-        if options.get(option):
-            raise NotImplementedError(f"drivetrain.optim.{name} does not support {option}=True: {instead}")
+    if options.get("differentiable"):
+        raise NotImplementedError(
+            f"drivetrain.optim.{name} does not support differentiable=True: use torch.optim.{name} to differentiate "
+            "through the step"
+        )

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arguments import check_arguments
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class _LAMBArguments(torch.optim.Optimizer):
@@ -54,9 +54,10 @@ class LAMB(FusedOptimizer, _LAMBArguments):
     are taken a few at a time, so that the second finds all but large ones in the cache. The norms are summed in
     float64 in a fixed order: the same bits whatever the number of threads and the instruction set.
 
-    On the CPU only. Dtypes, options beside these and what they change: as in :class:`drivetrain.optim.Adam`. The
-    clipping by the norm of all gradients that other implementations have built in (at 1.0) is `max_grad_norm` here, and
-    off by default.
+    On CUDA four launches, however many parameters there are: the step's scalars, the norms, what they make of each
+    parameter's step, and the step; the same bits. Dtypes, options beside these and what they change: as in
+    :class:`drivetrain.optim.Adam`. The clipping by the norm of all gradients that other implementations have built in
+    (at 1.0) is `max_grad_norm` here, and off by default.
 
     Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", algorithm 2.
 
@@ -75,17 +76,16 @@ class LAMB(FusedOptimizer, _LAMBArguments):
 
     Raises:
         ValueError: hyper-parameters out of range.
-        NotImplementedError: at a step with parameters on a CUDA device.
     """
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "lamb"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         beta1, beta2 = group["betas"]
         flags = ("bias_correction", "grad_averaging", "always_adapt", "trust_clip", "maximize")
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "beta1": float(beta1),
             "beta2": float(beta2),
             "eps": group["eps"],

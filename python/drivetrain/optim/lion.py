@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arguments import check_arguments
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class _LionArguments(torch.optim.Optimizer):
@@ -48,10 +48,10 @@ class Lion(FusedOptimizer, _LionArguments):
     def _rule(self, group: dict[str, Any]) -> str:
         return "lion"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "beta1": float(beta1),
             "beta2": float(beta2),
             "weight_decay": group["weight_decay"],

@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class Muon(FusedOptimizer, torch.optim.Muon):
@@ -45,11 +46,11 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     def _rule(self, group: dict[str, Any]) -> str:
         return "muon"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         _check(group)
         a, b, c = group["ns_coefficients"]
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "weight_decay": group["weight_decay"],
             "momentum": group["momentum"],
             "nesterov": group["nesterov"],

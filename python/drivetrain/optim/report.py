@@ -15,7 +15,7 @@ MIB = 2**20
 
 @dataclass
 class Counts:
-    """Steps of one optimizer since it was made."""
+    """Steps of one optimizer since it was made; on a GPU, which is not asked, all count as made and none as clipped."""
 
     steps: int = 0
     skipped: int = 0  # left out because a gradient was not finite

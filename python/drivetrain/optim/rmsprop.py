@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class RMSprop(FusedOptimizer, torch.optim.RMSprop):
@@ -16,7 +17,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     Source: Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, equations 38 to 41; in torch's form.
 
     Raises:
-        NotImplementedError: `capturable=True` or `differentiable=True`.
+        NotImplementedError: `differentiable=True`.
         ValueError: as torch, for hyper-parameters out of range.
     """
 
@@ -24,9 +25,9 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         centered, momentum = bool(group["centered"]), bool(group["momentum"] > 0)
         return "rmsprop" + "_centered" * centered + "_momentum" * momentum
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "alpha": group["alpha"],
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],

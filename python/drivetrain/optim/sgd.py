@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .base import FusedOptimizer
+from .base import FusedOptimizer, learning_rate
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
@@ -21,9 +22,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     def _rule(self, group: dict[str, Any]) -> str:
         return "sgd_momentum" if group["momentum"] else "sgd"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float]:
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
-            "lr": float(group["lr"]),
+            "lr": learning_rate(group),
             "momentum": group["momentum"],
             "dampening": group["dampening"],
             "weight_decay": group["weight_decay"],

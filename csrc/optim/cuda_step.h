@@ -1,0 +1,71 @@
+// One step on CUDA as plain data, launch by launch: every call enqueues on a CUDA stream (cudaStream_t), waits for
+// nothing, and throws EnvironmentError when the launch fails. All pointers are of the device. Needs no torch header. In
+// no_cuda.cpp all of it says that there is no CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "optim/step.h"
+#include "optim/treatment.h"
+
+namespace drivetrain::optim {
+
+bool has_cuda();
+
+// Whether work on the stream is being captured into a CUDA graph.
+bool is_capturing(void* stream);
+
+// Writes bytes of the host to the device through arguments of kernels: a graph keeps those, so that nothing of the
+// host's has to outlive it.
+void write_cuda(void* to, const void* from, size_t bytes, void* stream);
+
+// Where numbers lie that only the device knows; null where the host's hold.
+struct TreatmentScalars {
+  const float* grad_scale;
+  const float* found_inf;
+  float* overflow;  // gets 1 if the norm is not finite, else 0
+};
+
+// treatment_of(), the norm's sum being that of the chunks.
+void treat_cuda(const TreatmentAsked& asked, const TreatmentScalars& scalars, const double* chunk_sums,
+                int64_t num_chunks, GradTreatment* treatment, void* stream);
+
+// A group's hyper-parameters.
+struct GroupNumbers {
+  Hypers hypers;
+  const void* lr;  // on the device: takes the place of hypers.lr unless null
+  bool lr_is_double;
+};
+
+// From what one parameter's RuleArgs and random bits are made.
+struct ParamStart {
+  void* counter;  // of steps done; null: neither its rule nor its rounding needs any
+  bool counter_is_double;
+  bool counts_steps;  // the rule does
+  int32_t numbers;    // index into the step's
+  double steps_done;  // what a rule that does not is told instead
+  uint64_t seed;      // of the random bits
+};
+
+// Fills rules[i] and params[i].key, and counts the step unless the treatment (may be null) skips it: of the starts
+// beyond num_params too. params[i].rule must be i.
+struct StepStart {
+  RuleKind kind;
+  ParamJob* params;
+  const ParamStart* starts;
+  const GroupNumbers* numbers;
+  RuleArgs* rules;
+  int32_t num_params, num_starts;
+  const GradTreatment* treatment;
+};
+void start_cuda(const StepStart& start, void* stream);
+
+// Of a rule that asks for norms (layer.h): takes the sums over all chunks, for which there must be memory, and adapts
+// `rules`, which are the job's. Writes nothing else.
+void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream);
+
+// The whole step, norms apart.
+void step_cuda(const StepJob& job, void* stream);
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,31 @@
+// Uploads of tables; see device_table.h.
+#include "optim/device_table.h"
+
+#include <ATen/ops/empty.h>
+
+#include <cstring>
+
+#include "optim/cuda_step.h"
+
+namespace drivetrain::optim {
+
+char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void* stream) {
+  const auto size = static_cast<int64_t>(bytes.size());
+  if (is_capturing(stream)) {
+    captured_.push_back(at::empty({size}, at::TensorOptions(at::kByte).device(device)));
+    write_cuda(captured_.back().data_ptr(), bytes.data(), bytes.size(), stream);
+    return static_cast<char*>(captured_.back().data_ptr());
+  }
+  // On another stream the copy need not be there yet, and its memory might be given away too early.
+  if (!on_device_.defined() || stream_ != stream || bytes_ != bytes) {
+    // torch's allocator reuses pinned memory only after the copy.
+    const at::Tensor pinned = at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true));
+    std::memcpy(pinned.data_ptr(), bytes.data(), bytes.size());
+    on_device_ = pinned.to(device, /*non_blocking=*/true);  // new memory: the last step may still read the old
+    bytes_ = bytes;
+    stream_ = stream;
+  }
+  return static_cast<char*>(on_device_.data_ptr());
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,86 @@
+// A CUDA step's memory and launches; see run_cuda.h.
+#include "optim/run_cuda.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "base/current_stream.h"
+#include "grad/norm.h"
+
+namespace drivetrain::optim {
+namespace {
+
+at::Tensor empty_on(c10::Device device, int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+}
+
+template <class T>
+void append(std::vector<char>& bytes, const std::vector<T>& values) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 8 == 0);  // so that what follows is aligned
+  const char* begin = reinterpret_cast<const char*>(values.data());
+  bytes.insert(bytes.end(), begin, begin + values.size() * sizeof(T));
+}
+
+}  // namespace
+
+void place_on_device(Batch& batch) {
+  const c10::DeviceGuard guard(batch.device);
+  std::vector<char> bytes;
+  append(bytes, batch.params);
+  append(bytes, batch.starts);
+  append(bytes, batch.empty_starts);
+  void* const stream = current_stream(batch.device);
+  char* table = batch.table.hold(bytes, batch.device, stream);
+  batch.placed.params = reinterpret_cast<ParamJob*>(table);
+  table += batch.params.size() * sizeof(ParamJob);
+  batch.placed.starts = reinterpret_cast<const ParamStart*>(table);
+  bytes.clear();
+  append(bytes, batch.numbers);
+  batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
+}
+
+at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const TreatmentAsked& asked,
+                           const TreatmentScalars& scalars) {
+  const c10::Device device = batches.front()->device;
+  const c10::DeviceGuard guard(device);
+  void* const stream = current_stream(device);
+  int64_t num_chunks = 0;
+  if (asked.measures) {
+    for (const Batch* batch : batches) num_chunks += batch->num_chunks;
+  }
+  const at::Tensor sums = empty_on(device, num_chunks * static_cast<int64_t>(sizeof(double)));
+  const at::Tensor treatment = empty_on(device, sizeof(GradTreatment));
+  auto* const all = static_cast<double*>(sums.data_ptr());
+  if (asked.measures) {
+    double* of_batch = all;
+    for (const Batch* batch : batches) {
+      grad::chunk_sums_cuda(batch->placed.params, static_cast<int32_t>(batch->params.size()), batch->num_chunks,
+                            of_batch, stream);
+      of_batch += batch->num_chunks;
+    }
+  }
+  treat_cuda(asked, scalars, all, num_chunks, static_cast<GradTreatment*>(treatment.data_ptr()), stream);
+  return treatment;
+}
+
+void run_on_device(const Batch& batch, StepJob job) {
+  const c10::DeviceGuard guard(batch.device);
+  void* const stream = current_stream(batch.device);
+  const at::Tensor rules = empty_on(batch.device, job.num_params * static_cast<int64_t>(sizeof(RuleArgs)));
+  job.params = batch.placed.params;
+  job.rules = static_cast<const RuleArgs*>(rules.data_ptr());
+  job.num_rules = job.num_params;
+  start_cuda({job.kind, batch.placed.params, batch.placed.starts, batch.placed.numbers,
+              static_cast<RuleArgs*>(rules.data_ptr()), job.num_params,
+              static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()), job.treatment_on_device},
+             stream);
+  at::Tensor sums;
+  if (batch.rule->adapt != nullptr) {
+    sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(LayerSums)));
+    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()),
+               static_cast<RuleArgs*>(rules.data_ptr()), stream);
+  }
+  step_cuda(job, stream);
+}
+
+}  // namespace drivetrain::optim

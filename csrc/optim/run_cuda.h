@@ -1,0 +1,23 @@
+// Runs batches on CUDA: their tables, their gradients' treatment and their launches, with no wait for the device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "optim/cuda_step.h"
+#include "optim/step_reader.h"
+
+namespace drivetrain::optim {
+
+// Puts what kernels read of the batch onto its device; before the calls below.
+void place_on_device(Batch& batch);
+
+// What is asked of the gradients of all batches, which are on one device, worked out there: a GradTreatment as bytes.
+at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const TreatmentAsked& asked,
+                           const TreatmentScalars& scalars);
+
+// One launch for the rules' scalars and the step counters, two between for rules that ask for norms, one for the step.
+void run_on_device(const Batch& batch, StepJob job);
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,103 @@
+// What comes before the step itself on CUDA: the treatment of gradients, every parameter's RuleArgs, the step counters,
+// and tables for graphs. Includes no torch header.
+#include <algorithm>
+#include <cstring>
+
+#include "base/launch_cuda.h"
+#include "grad/lanes_cuda.cuh"
+#include "optim/cuda_step.h"
+
+namespace drivetrain::optim {
+namespace {
+
+constexpr int kStartThreads = 128;
+
+__global__ void treat(TreatmentAsked asked, TreatmentScalars scalars, const double* chunk_sums, int64_t num_chunks,
+                      GradTreatment* treatment) {
+  const double sum = grad::sum_in_lanes(0, num_chunks, [=](int64_t i) { return chunk_sums[i]; });
+  if (threadIdx.x != 0) return;
+  if (scalars.grad_scale != nullptr) asked.grad_scale = *scalars.grad_scale;
+  if (scalars.found_inf != nullptr) asked.found_inf = *scalars.found_inf;
+  *treatment = treatment_of(asked, sum);
+  if (scalars.overflow != nullptr) *scalars.overflow = treatment->norm - treatment->norm == 0 ? 0.0f : 1.0f;
+}
+
+__device__ RuleArgs args_of(RuleKind kind, const Hypers& hypers, double step) {
+  switch (kind) {
+#define DT_CASE(Rule, ...) \
+  case RuleKind::k##Rule:  \
+    return RuleArgs::of(Rule<float>::Args::make(hypers, step));
+    DT_OPTIM_RULES(DT_CASE)
+    DT_LAYER_RULES(DT_CASE)
+#undef DT_CASE
+    default:  // the reader has refused it
+      return {};
+  }
+}
+
+__global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kStartThreads + threadIdx.x;
+  if (i >= step.num_starts) return;
+  const ParamStart start = step.starts[i];
+  const GroupNumbers& numbers = step.numbers[start.numbers];
+  double steps_done = 0;
+  if (start.counter != nullptr) {
+    steps_done = start.counter_is_double ? *static_cast<double*>(start.counter) : *static_cast<float*>(start.counter);
+  }
+  if (i < step.num_params) {
+    Hypers hypers = numbers.hypers;
+    if (numbers.lr != nullptr) {
+      hypers.lr =
+          numbers.lr_is_double ? *static_cast<const double*>(numbers.lr) : *static_cast<const float*>(numbers.lr);
+    }
+    step.rules[i] = args_of(step.kind, hypers, (start.counts_steps ? steps_done : start.steps_done) + 1);
+    step.params[i].key = random_key(start.seed, steps_done);
+  }
+  if (start.counter == nullptr || (step.treatment != nullptr && step.treatment->skips)) return;
+  if (start.counter_is_double) {
+    *static_cast<double*>(start.counter) += 1;
+  } else {
+    *static_cast<float*>(start.counter) += 1;
+  }
+}
+
+// As many bytes as a kernel's arguments may have everywhere, less the others.
+struct Piece {
+  unsigned char bytes[4000];
+};
+
+__global__ void __launch_bounds__(kStartThreads) write_piece(Piece piece, unsigned char* to, int32_t bytes) {
+  for (int32_t i = threadIdx.x; i < bytes; i += kStartThreads) to[i] = piece.bytes[i];
+}
+
+}  // namespace
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
+  for (size_t begin = 0; begin < bytes; begin += sizeof(Piece)) {
+    Piece piece = {};
+    const size_t size = std::min(bytes - begin, sizeof(Piece));
+    std::memcpy(piece.bytes, static_cast<const unsigned char*>(from) + begin, size);
+    launch_cuda("writing the optimizer's table", write_piece, 1, kStartThreads, stream, piece,
+                static_cast<unsigned char*>(to) + begin, static_cast<int32_t>(size));
+  }
+}
+
+void treat_cuda(const TreatmentAsked& asked, const TreatmentScalars& scalars, const double* chunk_sums,
+                int64_t num_chunks, GradTreatment* treatment, void* stream) {
+  launch_cuda("launching the treatment of gradients", treat, 1, grad::kLanes, stream, asked, scalars, chunk_sums,
+              num_chunks, treatment);
+}
+
+void start_cuda(const StepStart& start, void* stream) {
+  if (start.num_starts == 0) return;
+  launch_cuda("launching the start of the optimizer step", start_step,
+              (start.num_starts + kStartThreads - 1) / kStartThreads, kStartThreads, stream, start);
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,212 @@
+// A block's threads as fibers: each runs to its next barrier, in the order asked for; see cuda_runtime.h.
+#include "cuda_runtime.h"
+
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
+// Fibers run one at a time, but to the thread sanitizer they are threads that only barriers order, as on a GPU: so that
+// it finds a kernel's races. What is ours it must not look at.
+#define DT_UNSEEN __attribute__((no_sanitize("thread")))
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_on_cpu {
+
+Order order = Order::kForwards;
+int num_launches = 0;
+
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStackBytes = 256 << 10;
+
+struct Barrier {
+  unsigned size = 0, arrived = 0, generation = 0;
+};
+
+struct Fiber {
+  ucontext_t context = {};
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  bool is_done = false;
+  double exchanged[2] = {};  // with its warp; in turn, so that the next exchange cannot overtake this one
+  unsigned turn = 0;
+#if defined(__SANITIZE_ADDRESS__)
+  void* fake_stack = nullptr;
+#endif
+#if defined(__SANITIZE_THREAD__)
+  void* tsan = nullptr;
+#endif
+};
+
+ucontext_t scheduler;
+#if defined(__SANITIZE_ADDRESS__)
+void* scheduler_fake_stack = nullptr;
+const void* scheduler_stack = nullptr;
+size_t scheduler_stack_bytes = 0;
+#endif
+#if defined(__SANITIZE_THREAD__)
+void* scheduler_tsan = nullptr;
+#endif
+std::vector<std::unique_ptr<Fiber>> fibers;
+std::vector<Barrier> warps;
+Barrier block;
+const std::function<void()>* body = nullptr;
+unsigned idle_turns = 0;  // since something last happened
+
+DT_UNSEEN void enter(Fiber& fiber) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
+#endif
+#if defined(__SANITIZE_THREAD__)
+  __tsan_switch_to_fiber(fiber.tsan, 0);
+#endif
+  swapcontext(&scheduler, &fiber.context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
+#endif
+}
+
+DT_UNSEEN void leave(Fiber& fiber) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(fiber.is_done ? nullptr : &fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
+#endif
+#if defined(__SANITIZE_THREAD__)
+  __tsan_switch_to_fiber(scheduler_tsan, __tsan_switch_to_fiber_no_sync);
+#endif
+  swapcontext(&fiber.context, &scheduler);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, &scheduler_stack, &scheduler_stack_bytes);
+#endif
+}
+
+DT_UNSEEN Fiber& current() { return *fibers[threadIdx.x]; }
+
+DT_UNSEEN void run_fiber() {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+#endif
+  Fiber& fiber = current();
+  (*body)();
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(&block);
+#endif
+  fiber.is_done = true;
+  idle_turns = 0;
+  leave(fiber);
+}
+
+DT_UNSEEN void wait(Barrier& barrier) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(&barrier);
+#endif
+  idle_turns = 0;
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == barrier.size) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  while (barrier.generation == generation) {
+    if (++idle_turns > 2 * blockDim.x) {
+      std::fprintf(stderr, "a barrier is not reached by all threads of its block or warp\n");
+      std::abort();
+    }
+    leave(current());
+  }
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(&barrier);
+#endif
+}
+
+template <class Read>
+DT_UNSEEN auto exchange(unsigned mask, double value, const Read& read) {
+  if (mask != 0xffffffffu) std::abort();
+  const unsigned lane = threadIdx.x % kWarp, first = threadIdx.x - lane;
+  const unsigned turn = current().turn++ % 2;
+  current().exchanged[turn] = value;
+  wait(warps[threadIdx.x / kWarp]);
+  return read(lane, [first, turn](unsigned of_lane) { return fibers[first + of_lane]->exchanged[turn]; });
+}
+
+DT_UNSEEN void run_block(unsigned threads) {
+  block = {threads};
+  warps.assign(threads / kWarp, {kWarp});
+  while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& fiber = *fibers[i];
+    fiber.is_done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    makecontext(&fiber.context, run_fiber, 0);
+#if defined(__SANITIZE_THREAD__)
+    if (fiber.tsan == nullptr) fiber.tsan = __tsan_create_fiber(0);
+    scheduler_tsan = __tsan_get_current_fiber();
+#endif
+  }
+  for (unsigned left = threads; left > 0;) {
+    for (unsigned i = 0; i < threads; ++i) {
+      threadIdx.x = order == Order::kForwards ? i : threads - 1 - i;
+      if (current().is_done) continue;
+      enter(current());
+      left -= current().is_done;
+    }
+  }
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(&block);
+#endif
+}
+
+}  // namespace
+
+DT_UNSEEN cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+  ++num_launches;
+  const unsigned blocks = config.gridDim.x, threads = config.blockDim.x;
+  if (blocks == 0 || threads == 0 || threads > 1024 || threads % kWarp != 0) return cudaErrorInvalidConfiguration;
+  gridDim = config.gridDim;
+  blockDim = config.blockDim;
+  body = &thread;
+  for (unsigned i = 0; i < blocks; ++i) {
+    blockIdx.x = order == Order::kForwards ? i : blocks - 1 - i;
+    run_block(threads);
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda_on_cpu
+
+void __syncthreads() { cuda_on_cpu::wait(cuda_on_cpu::block); }
+
+unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  return cuda_on_cpu::exchange(mask, value, [](unsigned, const auto& value_of) {
+    double largest = 0;
+    for (unsigned lane = 0; lane < cuda_on_cpu::kWarp; ++lane) {
+      largest = value_of(lane) > largest ? value_of(lane) : largest;
+    }
+    return static_cast<unsigned>(largest);
+  });
+}
+
+double __shfl_down_sync(unsigned mask, double value, unsigned delta) {
+  return cuda_on_cpu::exchange(mask, value, [delta](unsigned lane, const auto& value_of) {
+    return value_of(lane + delta < cuda_on_cpu::kWarp ? lane + delta : lane);
+  });
+}
+
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidConfiguration"; }
+const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}

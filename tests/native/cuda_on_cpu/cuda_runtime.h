@@ -1,0 +1,54 @@
+// Stands for CUDA's header of that name: kernels compiled as C++ run on the CPU, a block's threads as fibers that take
+// turns at barriers and nowhere else. For kernels in one dimension, and of the language only what ours use.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+#define __shared__ static  // one block runs at a time
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned of_x = 1) : x(of_x) {}
+};
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+void __syncthreads();
+// Of a whole warp: `mask` must have all its threads.
+unsigned __reduce_max_sync(unsigned mask, unsigned value);
+double __shfl_down_sync(unsigned mask, double value, unsigned delta);
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+namespace cuda_on_cpu {
+
+// Of blocks, and of a block's threads between barriers: what depends on it lacks a barrier or an atomic operation.
+enum class Order { kForwards, kBackwards };
+extern Order order;
+
+extern int num_launches;
+
+cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+
+}  // namespace cuda_on_cpu
+
+template <class... Params, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  return cuda_on_cpu::run(*config, [&] { kernel(args...); });
+}

@@ -1,0 +1,270 @@
+// The CUDA kernels on the CPU (cuda_on_cpu/): the same bytes as the CPU's loops, whatever the order of threads.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "grad/norm.h"
+#include "grad/total.h"
+#include "native_tests.h"
+#include "optim/cuda_step.h"
+#include "step_blocks.h"
+
+namespace drivetrain {
+namespace {
+
+constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
+const std::vector<int64_t> kSizes = {0, 1, 255, 256, 257, 0, 1283};
+
+void test_step(const TestedRule& rule, const Layout& layout, const optim::GradTreatment& treatment) {
+  const Params expected(rule, layout, kSizes);
+  optim::StepJob job = expected.job();
+  job.treatment = treatment;
+  optim::baseline::step_cpu(job, 0, job.total);
+  for (cuda_on_cpu::Order order : kOrders) {
+    // What depends on the order is the loop's, not the rule's: one rule in both is enough.
+    if (order == cuda_on_cpu::Order::kForwards && rule.kind != optim::RuleKind::kAdam) continue;
+    cuda_on_cpu::order = order;
+    const Params found(rule, layout, kSizes);
+    job = found.job();
+    job.treatment = treatment;
+    optim::step_cuda(job, nullptr);
+    expect(found.bytes() == expected.bytes(),
+           text("CUDA ", rule.name, ", ", layout.name, ", factor ", treatment.factor, ": other bytes than the CPU"));
+  }
+}
+
+void test_steps() {
+  const optim::GradTreatment treated = {0.3, optim::GradAfter::kTreated}, zeroed = {0.7, optim::GradAfter::kZero};
+  for (const TestedRule& rule : tested_rules()) {
+    for (const Layout& layout : kLayouts) {
+      test_step(rule, layout, {});
+      if (rule.kind != optim::RuleKind::kAdam) continue;
+      test_step(rule, layout, treated);
+      test_step(rule, layout, zeroed);
+    }
+  }
+}
+
+void test_norm() {
+  for (const Layout& layout : kLayouts) {
+    const TestedRule rule = tested_rules()[0];
+    const Params params(rule, layout, {1, 31, 33, grad::kChunk - 1, 0, grad::kChunk + 513, 2 * grad::kChunk});
+    std::vector<double> expected;
+    for (const optim::ParamJob& job : params.jobs()) {
+      for (int64_t begin = 0; begin < job.numel; begin += grad::kChunk) {
+        expected.push_back(
+            grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + grad::kChunk, job.numel)));
+      }
+    }
+    std::vector<double> found(params.num_chunks());
+    grad::chunk_sums_cuda(params.jobs().data(), static_cast<int32_t>(params.jobs().size()), params.num_chunks(),
+                          found.data(), nullptr);
+    expect(found == expected, text("CUDA norm, ", layout.name, ": other sums than the CPU"));
+  }
+}
+
+void test_treatment() {
+  constexpr double kInf = INFINITY;
+  for (int64_t count : {0, 1, 33, 1000}) {
+    for (double last : {4.0, kInf, static_cast<double>(NAN)}) {
+      for (const optim::TreatmentAsked& asked :
+           {optim::TreatmentAsked{}, {4, 0, true, kInf, false}, {4, 0, true, 0.5, true}, {2, 3, false, kInf, false}}) {
+        std::vector<double> sums(count);
+        grad::Total total;
+        for (int64_t i = 0; i < count; ++i) {
+          sums[i] = i + 1 == count ? last : 1.0 / static_cast<double>(i + 3);
+          total.add(sums[i]);
+        }
+        const optim::GradTreatment expected = optim::treatment_of(asked, total.get());
+        const float scale = static_cast<float>(asked.grad_scale), found_inf = static_cast<float>(asked.found_inf);
+        optim::TreatmentAsked rest = asked;
+        rest.grad_scale = 1;
+        rest.found_inf = 0;
+        float overflow = -1;
+        optim::GradTreatment found;
+        optim::treat_cuda(rest, {&scale, &found_inf, &overflow}, sums.data(), count, &found, nullptr);
+        const bool is_same_norm = found.norm == expected.norm || (found.norm != found.norm && last != 4.0);
+        const bool is_same_factor = found.factor == expected.factor || (expected.skips && found.skips);
+        expect(is_same_norm && is_same_factor && found.after == expected.after && found.skips == expected.skips,
+               text("CUDA treatment of ", count, " chunks, the last ", last, ": another than the CPU's"));
+        expect(overflow == ((asked.measures && count > 0 && !(last == 4.0)) ? 1.0f : 0.0f), "an overflow is told of");
+      }
+    }
+  }
+}
+
+// As optim/run_cuda.cpp does it: norm, treatment, start and step, twice, the counters in float and in double.
+void test_whole_step(size_t which, const Layout& layout, bool overflows) {
+  constexpr double kSteps = 2;
+  const TestedRule rule = tested_rules(kSteps + 1)[which];
+  const optim::TreatmentAsked asked = {4, 0, true, 2.5, true};
+  const uint64_t seed = 77;
+  Params expected(rule, layout, kSizes), found(rule, layout, kSizes);
+  if (overflows) {
+    for (Params* params : {&expected, &found}) {
+      auto* grad = static_cast<unsigned char*>(params->jobs().back().grad.data);
+      std::memset(grad + 2 * optim::bytes_of(layout.grad), 0xff, optim::bytes_of(layout.grad));  // a NaN
+    }
+  }
+  const std::vector<unsigned char> before = found.bytes();
+  grad::Total total;
+  for (optim::ParamJob& job : expected.jobs()) {
+    total.add(grad::baseline::sum_of_squares_cpu(job.grad, 0, job.numel));
+    job.key = optim::random_key(seed, kSteps);
+  }
+  optim::StepJob cpu = expected.job();
+  cpu.treatment = optim::treatment_of(asked, total.get());
+  expect(cpu.treatment.skips == overflows, "a step is left out where a gradient is not finite");
+  if (!overflows) optim::baseline::step_cpu(cpu, 0, cpu.total);
+
+  std::vector<optim::ParamJob>& params = found.jobs();
+  const auto num_params = static_cast<int32_t>(params.size());
+  float counter = kSteps;
+  double double_counter = kSteps;
+  std::vector<float> counters(params.size(), kSteps);
+  const double lr = fixed_hypers().lr;
+  std::vector<optim::GroupNumbers> numbers = {{fixed_hypers(), nullptr, false}, {fixed_hypers(), &lr, true}};
+  numbers[1].hypers.lr = NAN;
+  std::vector<optim::ParamStart> starts;
+  for (int32_t i = 0; i < num_params; ++i) {
+    params[i].rule = i;
+    params[i].key = 0;
+    starts.push_back({&counters[i], false, true, i % 2, 0, seed});
+  }
+  starts[0].counter = &counter;
+  starts[1].counter = &double_counter;
+  starts[1].counter_is_double = true;
+  starts[2].counter = nullptr;  // a rule that counts no steps: told what the host knows
+  starts[2].counts_steps = false;
+  starts[2].steps_done = kSteps;
+  const bool draws = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat16Stochastic;
+  if (draws) starts[2].counter = &counters[2];
+
+  float empty_counter = kSteps;
+  starts.push_back({&empty_counter, false, true, 0, 0, seed});
+
+  // Through the kernel that writes what a graph keeps.
+  std::vector<optim::ParamJob> table(params.size());
+  optim::write_cuda(table.data(), params.data(), params.size() * sizeof(optim::ParamJob), nullptr);
+  std::vector<double> sums(found.num_chunks());
+  std::vector<optim::RuleArgs> rules(params.size());
+  optim::GradTreatment treatment;
+  grad::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
+  optim::treat_cuda(asked, {}, sums.data(), found.num_chunks(), &treatment, nullptr);
+  optim::start_cuda(
+      {rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1, &treatment},
+      nullptr);
+  optim::StepJob job = found.job();
+  job.params = table.data();
+  job.rules = rules.data();
+  job.num_rules = num_params;
+  job.treatment_on_device = &treatment;
+  optim::step_cuda(job, nullptr);
+
+  const std::string name = text("CUDA, whole step of ", rule.name, ", ", layout.name);
+  const double after = overflows ? kSteps : kSteps + 1;
+  expect(counter == after && double_counter == after && empty_counter == after, text(name, ": counters"));
+  if (!overflows) {
+    expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
+    return;
+  }
+  for (const optim::ParamJob& param : params) {  // zeroed: put back what was there, and nothing else may differ
+    const auto* grad = static_cast<const unsigned char*>(param.grad.data);
+    const int64_t bytes = param.numel * optim::bytes_of(layout.grad);
+    expect(std::all_of(grad, grad + bytes, [](unsigned char byte) { return byte == 0; }), text(name, ": not zeroed"));
+    std::memcpy(param.grad.data, expected.jobs()[&param - params.data()].grad.data, bytes);
+  }
+  expect(found.bytes() == before, text(name, ": an overflow has changed something"));
+}
+
+void test_whole_steps() {
+  for (cuda_on_cpu::Order order : kOrders) {
+    cuda_on_cpu::order = order;
+    for (size_t which = 0; which < tested_rules().size(); ++which) {
+      for (const Layout& layout : kLayouts) {
+        const bool is_adam = tested_rules()[which].kind == optim::RuleKind::kAdam;
+        const bool differs = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat64;
+        if (!is_adam && !differs) continue;  // storages meet all rules in test_steps
+        test_whole_step(which, layout, false);
+        if (is_adam) test_whole_step(which, layout, true);
+      }
+    }
+  }
+}
+
+// What norms make of the rule's arguments.
+optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const optim::LayerSums& sums,
+                        int64_t numel) {
+  switch (kind) {
+#define DT_CASE(Rule, ...)                           \
+  case optim::RuleKind::k##Rule: {                   \
+    auto args = rule.as<optim::Rule<float>::Args>(); \
+    args.adapt(sums, numel);                         \
+    return optim::RuleArgs::of(args);                \
+  }
+    DT_LAYER_RULES(DT_CASE)
+#undef DT_CASE
+    default:
+      return rule;
+  }
+}
+
+// As optim/layer.cpp and optim/run_cuda.cpp do it.
+void test_layers(const TestedRule& rule, const Layout& layout) {
+  const std::vector<int64_t> sizes = {1, 257, 0, grad::kChunk + 33, 40};
+  Params expected(rule, layout, sizes), found(rule, layout, sizes);
+  const auto num_params = static_cast<int32_t>(found.jobs().size());
+  for (Params* params : {&expected, &found}) {
+    for (int32_t i = 0; i < num_params; ++i) params->jobs()[i].rule = i;
+  }
+  std::vector<optim::RuleArgs> rules(num_params, rule.args), found_rules = rules;
+  optim::StepJob job = expected.job();
+  job.treatment = {0.3, optim::GradAfter::kTreated};
+  job.rules = rules.data();
+  std::vector<optim::LayerSums> totals;
+  for (const optim::ParamJob& param : expected.jobs()) {
+    grad::Total of_param, of_direction;
+    for (int64_t begin = 0; begin < param.numel; begin += grad::kChunk) {
+      const optim::LayerSums sums =
+          optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + grad::kChunk, param.numel));
+      of_param.add(sums.param);
+      of_direction.add(sums.direction);
+    }
+    totals.push_back({of_param.get(), of_direction.get()});
+  }
+  for (int32_t i = 0; i < num_params; ++i) {
+    rules[i] = adapted(rule.kind, rules[i], totals[i], expected.jobs()[i].numel);
+  }
+  optim::baseline::step_cpu(job, 0, job.total);
+
+  const optim::GradTreatment treatment = job.treatment;
+  job = found.job();
+  job.treatment_on_device = &treatment;
+  job.rules = found_rules.data();
+  std::vector<optim::LayerSums> sums(found.num_chunks());
+  optim::adapt_cuda(job, found.num_chunks(), sums.data(), found_rules.data(), nullptr);
+  optim::step_cuda(job, nullptr);
+  expect(found.bytes() == expected.bytes(), text("CUDA ", rule.name, ", ", layout.name, ": other bytes than the CPU"));
+}
+
+}  // namespace
+
+void test_cuda_kernels() {
+  test_steps();
+  test_norm();
+  test_treatment();
+  test_whole_steps();
+  for (cuda_on_cpu::Order order : kOrders) {
+    cuda_on_cpu::order = order;
+    for (const TestedRule& rule : layer_rules()) {
+      for (const Layout& layout : kLayouts) test_layers(rule, layout);
+    }
+  }
+}
+
+}  // namespace drivetrain

@@ -1,0 +1,194 @@
+// What the native tests step: parameters of any size and format in memory of exactly that size.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "grad/lanes.h"
+#include "optim/step.h"
+
+namespace drivetrain {
+
+using optim::Format;
+
+inline int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
+
+// What every rule asks for.
+inline optim::Hypers fixed_hypers() {
+  optim::Hypers hypers = {};
+#define DT_ZERO(name) hypers.name = 0;
+  DT_HYPERS(DT_ZERO)
+#undef DT_ZERO
+  hypers.lr = 0.1;
+  hypers.beta1 = hypers.momentum = 0.9;
+  hypers.beta2 = 0.99;
+  hypers.eps = 1e-8;
+  hypers.weight_decay = 0.01;
+  hypers.decoupled_weight_decay = 1;
+  hypers.d = hypers.bias_correction = hypers.grad_averaging = 1;
+  hypers.eps1 = hypers.eps2 = 1e-3;
+  hypers.beta2_decay = -0.8;
+  hypers.dampening = 0.25;
+  hypers.lr_decay = 0.1;
+  return hypers;
+}
+
+// Bytes of what a format has beside its values.
+inline int64_t extra_bytes_of(Format format, int64_t numel) {
+  switch (format) {
+    case Format::kBFloat16Remainder8:
+      return numel;
+    case Format::kBFloat16Remainder16:
+    case Format::kBFloat16Kahan:
+    case Format::kFloat16Kahan:
+      return 2 * numel;
+    case Format::kFloat16Master:
+      return 4 * numel;
+    case Format::kSigned8:
+    case Format::kSquared8:
+      return (numel + optim::kBlock - 1) / optim::kBlock * 4;
+    default:
+      return 0;
+  }
+}
+
+// A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
+struct Block {
+  std::vector<unsigned char> bytes;
+  std::vector<unsigned char> extra;
+  Format format;
+
+  Block(Format f, int64_t numel, int seed)
+      : bytes(optim::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
+    if (numel == 0) return;
+    std::vector<double> values(numel);
+    for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
+    if (format == Format::kFloat64) {
+      std::memcpy(bytes.data(), values.data(), bytes.size());
+      return;
+    }
+    std::vector<float> floats(values.begin(), values.end());
+    optim::baseline::convert_cpu({floats.data(), Format::kFloat32}, stream(), numel, /*key=*/7);
+  }
+  optim::Stream stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
+};
+
+// The formats of one step's streams; of states with 8 bits, the codes that fit the rule.
+struct Layout {
+  const char* name;
+  Format param, grad, state;
+};
+inline const std::vector<Layout> kLayouts = {
+    {"float32", Format::kFloat32, Format::kFloat32, Format::kFloat32},
+    {"float64", Format::kFloat64, Format::kFloat64, Format::kFloat64},
+    {"bfloat16", Format::kBFloat16, Format::kBFloat16, Format::kBFloat16},
+    {"float16", Format::kFloat16, Format::kFloat16, Format::kFloat16},
+    {"remainder of 16 bits, codes", Format::kBFloat16Remainder16, Format::kBFloat16, Format::kSigned8},
+    {"remainder of 8 bits, codes", Format::kBFloat16Remainder8, Format::kBFloat16, Format::kSigned8},
+    {"bfloat16 with compensation", Format::kBFloat16Kahan, Format::kFloat32, Format::kBFloat16},
+    {"float16 with compensation", Format::kFloat16Kahan, Format::kFloat16, Format::kFloat32},
+    {"float16 with master", Format::kFloat16Master, Format::kFloat16, Format::kSigned8},
+    {"bfloat16 at random", Format::kBFloat16Stochastic, Format::kBFloat16, Format::kSigned8},
+    {"float16 at random", Format::kFloat16Stochastic, Format::kFloat16, Format::kFloat16},
+};
+
+// A step's rule as tests know it.
+struct TestedRule {
+  const char* name;
+  optim::RuleKind kind;
+  optim::RuleArgs args;
+  int num_states;
+  const bool* squared;  // of its states
+};
+
+// For their third step, or any other.
+inline std::vector<TestedRule> tested_rules(double step = 3) {
+  const optim::Hypers hypers = fixed_hypers();
+  return {
+#define DT_ROW(Rule, name, ...)                                                                       \
+  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, step)), \
+   optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
+      DT_OPTIM_RULES(DT_ROW)
+#undef DT_ROW
+  };
+}
+
+// Those that ask for norms.
+inline std::vector<TestedRule> layer_rules() {
+  const optim::Hypers hypers = fixed_hypers();
+  return {
+#define DT_ROW(Rule, name, ...)                                                                    \
+  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, 3)), \
+   optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
+      DT_LAYER_RULES(DT_ROW)
+#undef DT_ROW
+  };
+}
+
+// Parameters of these sizes, always with the same values.
+class Params {
+ public:
+  Params(const TestedRule& rule, const Layout& layout, const std::vector<int64_t>& sizes)
+      : rule_(rule), layout_(layout) {
+    const auto state_format = [&](int s) {
+      return layout.state != Format::kSigned8 ? layout.state : rule.squared[s] ? Format::kSquared8 : Format::kSigned8;
+    };
+    for (int64_t numel : sizes) {
+      std::vector<Block>& mine = blocks_.emplace_back();
+      for (int b = 0; b < 2 + rule.num_states; ++b) {
+        mine.emplace_back(b == 0 ? layout.param : b == 1 ? layout.grad : state_format(b - 2), numel, b);
+      }
+      optim::ParamJob job = {};
+      job.param = mine[0].stream();
+      job.grad = mine[1].stream();
+      for (int s = 0; s < rule.num_states; ++s) job.state[s] = mine[2 + s].stream();
+      job.begin = total_ = num_blocks(total_) * optim::kBlock;
+      job.numel = numel;
+      job.key = numel * 0x9e3779b97f4a7c15u;
+      total_ += numel;
+      job.first_chunk = num_chunks_;
+      num_chunks_ += grad::num_chunks(numel);
+      if (numel > 0) jobs_.push_back(job);
+    }
+  }
+
+  // One step of all of them.
+  optim::StepJob job() const {
+    optim::StepJob job = {};
+    job.kind = rule_.kind;
+    job.in_double = layout_.param == Format::kFloat64;
+    job.params = jobs_.data();
+    job.num_params = static_cast<int32_t>(jobs_.size());
+    job.rules = &rule_.args;
+    job.num_rules = 1;
+    job.total = total_;
+    return job;
+  }
+
+  std::vector<optim::ParamJob>& jobs() { return jobs_; }
+  const std::vector<optim::ParamJob>& jobs() const { return jobs_; }
+  int64_t num_chunks() const { return num_chunks_; }
+
+  // All that is there now.
+  std::vector<unsigned char> bytes() const {
+    std::vector<unsigned char> result;
+    for (const auto& mine : blocks_) {
+      for (const Block& block : mine) {
+        result.insert(result.end(), block.bytes.begin(), block.bytes.end());
+        result.insert(result.end(), block.extra.begin(), block.extra.end());
+      }
+    }
+    return result;
+  }
+
+ private:
+  TestedRule rule_;
+  Layout layout_;
+  std::vector<std::vector<Block>> blocks_;
+  std::vector<optim::ParamJob> jobs_;
+  int64_t total_ = 0, num_chunks_ = 0;
+};
+
+}  // namespace drivetrain

@@ -1,0 +1,237 @@
+"""Steps on a GPU: the CPU's bits with everything around the rule, no wait for the device, loss scalers, CUDA graphs.
+
+tests/native/cuda_tests.cpp compares the kernels themselves with the CPU's loops on every machine.
+"""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import drivetrain.amp
+from drivetrain import optim
+from test_optim import CASES, assert_same, cases, copies, make_params, set_grads
+from test_precision import PRECISIONS, everything, same_bits
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+def on_gpu(params: list[Tensor]) -> list[Tensor]:
+    return [p.detach().to(DEVICE, copy=True).requires_grad_() for p in params]
+
+
+def pair(ours: type, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The same optimizer on the CPU and on the GPU."""
+    params = make_params(dtype)
+    return ours(params, **options), ours(on_gpu(params), **options)
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def largest(params: list[Tensor]) -> Tensor:
+    return max(params, key=Tensor.numel)
+
+
+def assert_same_bits(on_cpu: Any, on_device: Any) -> None:
+    for a, b in zip(everything(on_cpu), everything(on_device), strict=True):
+        assert same_bits(a, b.cpu())
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every wait for the device is an error inside."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@cases
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_treated_gradients_give_the_cpus_bits(case: str, max_norm: float, zero: bool, dtype: torch.dtype) -> None:
+    ours, _, _, options = CASES[case]
+    optimizers = pair(ours, {**options, "max_grad_norm": max_norm, "zero_grads_in_step": zero}, dtype)
+    for _ in range(3):
+        set_grads(*map(params_of, optimizers))
+        for optimizer in optimizers:
+            optimizer.grad_scale = torch.tensor(4.0, device=params_of(optimizer)[0].device)
+            optimizer.step()
+        assert optimizers[0].grad_norm == optimizers[1].grad_norm
+        assert_same_bits(*optimizers)
+        for a, b in zip(*map(params_of, optimizers), strict=True):
+            assert same_bits(a.grad, b.grad.cpu())
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_overflow_leaves_everything_as_it_was(zero: bool, precision: str) -> None:
+    params = on_gpu(make_params(torch.bfloat16))
+    optimizer = optim.AdamW(params, max_grad_norm=1.0, zero_grads_in_step=zero, **PRECISIONS[precision])
+    set_grads(params)
+    optimizer.step()
+    before = copy.deepcopy(everything(optimizer))
+    set_grads(params)
+    largest(params).grad.view(-1)[0] = math.inf
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert optimizer.grad_norm == math.inf
+    assert all(same_bits(a, b) for a, b in zip(everything(optimizer), before, strict=True))
+    assert not zero or not any(param.grad.any() for param in params)
+    set_grads(params)
+    optimizer.step()
+    assert not optimizer.last_step_skipped
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 2.0])
+def test_any_found_inf_above_0_counts(value: float) -> None:
+    """torch's kernels ask whether it is 1, and several devices make it 2."""
+    params = on_gpu(make_params())
+    optimizer = optim.AdamW(params)
+    set_grads(params)
+    optimizer.found_inf = torch.tensor(value, device=DEVICE)
+    before = copies(params)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True)) == (value > 0)
+    assert optimizer.state[params[0]]["step"] == (0 if value > 0 else 1)
+
+
+@cases
+def test_a_step_does_not_wait_for_the_device(case: str) -> None:
+    ours, _, _, options = CASES[case]
+    optimizer = pair(ours, {**options, "max_grad_norm": 1.0, "zero_grads_in_step": True})[1]
+    set_grads(params_of(optimizer))
+    optimizer.step()
+    with no_waiting():
+        for _ in range(3):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, drivetrain.amp.GradScaler])
+def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) -> None:
+    params = on_gpu(make_params())
+    twins = copies(params)
+    ours, theirs = optim.AdamW(params), torch.optim.AdamW(twins, fused=True)
+    scaler, twin_scaler = (
+        cls(DEVICE, init_scale=8.0, growth_interval=2) for cls in (scaler_class, torch.amp.GradScaler)
+    )
+    for each in (scaler, twin_scaler):
+        each.scale(torch.ones((), device=DEVICE))
+
+    def step(overflows: bool) -> None:
+        set_grads(params, twins)
+        for some in (params, twins):
+            for param in some:
+                param.grad.mul_(8.0)
+            if overflows:
+                largest(some).grad.view(-1)[0] = math.nan
+        with no_waiting():
+            scaler.step(ours)
+            scaler.update()
+        twin_scaler.step(theirs)
+        twin_scaler.update()
+        assert scaler.get_scale() == twin_scaler.get_scale()
+        assert_same(params, twins, rtol=3e-6, atol=3e-6)
+
+    set_grads(params)
+    ours.found_inf = torch.ones((), device=DEVICE)  # makes the states
+    ours.step()
+    del ours.found_inf
+    for overflows in (False, True, False, False):
+        step(overflows)
+    assert ours.state[params[0]]["step"] == 3
+
+
+def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None:
+    options = PRECISIONS.get(precision, {})
+    if dtype == torch.float16 and options.get("master_bits") == 24:
+        pytest.skip("24 bits are for bfloat16 parameters")
+    on_cpu, on_device = pair(optim.AdamW, {**options, "min_8bit_size": 0, "max_grad_norm": 1.0}, dtype)
+    on_device.param_groups[0]["lr"] = lr = torch.tensor(
+        on_cpu.param_groups[0]["lr"], device=DEVICE, dtype=torch.float64
+    )
+    cpu_params, params = params_of(on_cpu), params_of(on_device)
+    set_grads(cpu_params, params)
+    on_cpu.step()
+    on_device.step()
+    graph = captured(on_device.step)
+    for rate in (1e-3, 1e-2, 1e-2):
+        fresh = [torch.empty_like(param) for param in cpu_params]
+        for param, other, grad in zip(cpu_params, params, fresh, strict=True):
+            param.grad = grad.normal_().to(param.grad.dtype)
+            other.grad.copy_(param.grad)
+        lr.fill_(rate)
+        on_cpu.param_groups[0]["lr"] = rate
+        on_cpu.step()
+        graph.replay()
+        assert on_cpu.grad_norm == on_device.grad_norm
+        assert_same_bits(on_cpu, on_device)
+    for optimizer in (on_cpu, on_device):  # outside of the graph again
+        optimizer.step()
+    assert_same_bits(on_cpu, on_device)
+
+
+def test_a_first_step_is_not_captured() -> None:
+    params = on_gpu(make_params())
+    set_grads(params)
+    optimizer = optim.AdamW(params)
+    with pytest.raises(RuntimeError, match="has no state yet, and every replay of a CUDA graph would make it anew"):
+        captured(optimizer.step)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_go_to_torch_and_back(fused: bool) -> None:
+    params = on_gpu(make_params())
+    twins = copies(params)
+    theirs = torch.optim.AdamW(twins, fused=fused)
+    set_grads(params, twins)
+    theirs.step()
+    ours = optim.AdamW(params)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert all(ours.state[param]["step"].device == param.device for param in params)
+    with torch.no_grad():
+        for param, twin in zip(params, twins, strict=True):
+            param.copy_(twin)
+    set_grads(params, twins)
+    ours.step()
+    theirs.step()
+    assert_same(params, twins, rtol=3e-6, atol=3e-6)
+    assert pickle.loads(pickle.dumps(ours)).state_dict()["state"][0]["step"] == 2
+    theirs.load_state_dict(copy.deepcopy(ours.torch_state_dict()))
+    set_grads(params, twins)
+    ours.step()
+    theirs.step()
+    assert_same(params, twins, rtol=3e-6, atol=3e-6)
+
+
+def test_gradients_on_two_devices_have_no_norm_together() -> None:
+    params = [*make_params(), *on_gpu(make_params())]
+    set_grads(params)
+    optimizer = optim.AdamW(params, max_grad_norm=1.0)
+    before = copies(params)
+    with pytest.raises(NotImplementedError, match="need all of an optimizer's on one device"):
+        optimizer.step()
+    assert_same(params, before, rtol=0, atol=0)

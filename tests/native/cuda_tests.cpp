@@ -18,6 +18,12 @@ namespace drivetrain {
 namespace {
 
 constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
+// There a fiber costs much, and what races is the loops', not the rules'.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kOneRule = true;
+#else
+constexpr bool kOneRule = false;
+#endif
 const std::vector<int64_t> kSizes = {0, 1, 255, 256, 257, 0, 1283};
 
 void test_step(const TestedRule& rule, const Layout& layout, const optim::GradTreatment& treatment) {
@@ -41,6 +47,7 @@ void test_step(const TestedRule& rule, const Layout& layout, const optim::GradTr
 void test_steps() {
   const optim::GradTreatment treated = {0.3, optim::GradAfter::kTreated}, zeroed = {0.7, optim::GradAfter::kZero};
   for (const TestedRule& rule : tested_rules()) {
+    if (kOneRule && rule.kind != optim::RuleKind::kAdam) continue;
     for (const Layout& layout : kLayouts) {
       test_step(rule, layout, {});
       if (rule.kind != optim::RuleKind::kAdam) continue;
@@ -189,7 +196,7 @@ void test_whole_steps() {
       for (const Layout& layout : kLayouts) {
         const bool is_adam = tested_rules()[which].kind == optim::RuleKind::kAdam;
         const bool differs = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat64;
-        if (!is_adam && !differs) continue;  // storages meet all rules in test_steps
+        if (!is_adam && (kOneRule || !differs)) continue;  // storages meet all rules in test_steps
         test_whole_step(which, layout, false);
         if (is_adam) test_whole_step(which, layout, true);
       }

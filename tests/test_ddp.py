@@ -629,6 +629,7 @@ FAULTS = """
 """
 
 
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer has its own allocator")
 def test_gradients_get_their_memory_back() -> None:
     """A gradient that has gone to the arena leaves its memory to the next, instead of to the system."""
     done = subprocess.run(

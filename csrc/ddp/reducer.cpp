@@ -701,14 +701,14 @@ void Reducer::finalize() {
 // Where .grad is what the transport has left, and nothing else, everywhere.
 void Reducer::share_norm() {
   if (weight_ || scaling_.as_sum || comm_hook_ || optimizer_in_backward_ || low_precision_ || rpc_context_) return;
-  std::vector<grad::SeenGradient> gradients;
+  grad::Gradients gradients;
   gradients.reserve(params_.size());
   for (const Parameter& param : params_) {
     const at::Tensor& grad = param.tensor.grad();
     if (param.sparse || param.delegated || !grad.is_same(param.view) ||
         (param.without_grad && param.untouched.defined()))
       return;
-    gradients.emplace_back(grad.unsafeGetTensorImpl());
+    gradients.push_back(grad.unsafeGetTensorImpl());
   }
   std::optional<double> sum = 0;
   for (const Bucket& bucket : buckets_) {

@@ -2,6 +2,7 @@
 #include "grad/reduced_norm.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 namespace drivetrain::grad {
@@ -17,10 +18,19 @@ Registry& registry() {
   return registry;
 }
 
-std::vector<SeenGradient> sorted(std::vector<SeenGradient> gradients) {
-  std::sort(gradients.begin(), gradients.end(),
-            [](const SeenGradient& a, const SeenGradient& b) { return std::less<>()(a.tensor, b.tensor); });
+Gradients sorted(Gradients gradients) {
+  std::sort(gradients.begin(), gradients.end(), std::less<>());
   return gradients;
+}
+
+// Any write through autograd's eyes moves a tensor's.
+std::vector<uint32_t> versions_of(const Gradients& gradients) {
+  std::vector<uint32_t> versions;
+  versions.reserve(gradients.size());
+  for (c10::TensorImpl* gradient : gradients) {
+    versions.push_back(gradient->is_inference() ? 0 : gradient->version_counter().current_version());
+  }
+  return versions;
 }
 
 }  // namespace
@@ -39,9 +49,10 @@ bool ReducedNorm::is_wanted() const {
   return is_wanted_;
 }
 
-void ReducedNorm::publish(std::vector<SeenGradient> gradients, std::optional<double> sum_of_squares) {
+void ReducedNorm::publish(Gradients gradients, std::optional<double> sum_of_squares) {
   const std::lock_guard<std::mutex> lock(mutex_);
   gradients_ = std::move(gradients);
+  if (sum_of_squares) versions_ = versions_of(gradients_);
   sum_of_squares_ = sum_of_squares;
 }
 
@@ -51,17 +62,17 @@ void ReducedNorm::forget() {
   sum_of_squares_.reset();
 }
 
-std::optional<double> ReducedNorm::ask(const std::vector<SeenGradient>& gradients) {
+std::optional<double> ReducedNorm::ask(const Gradients& gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
   // Usually both have them in the model's order.
   if (gradients.size() != gradients_.size() || (gradients != gradients_ && sorted(gradients) != sorted(gradients_))) {
     return std::nullopt;
   }
   is_wanted_ = true;
-  return sum_of_squares_;
+  return sum_of_squares_ && versions_ == versions_of(gradients_) ? sum_of_squares_ : std::nullopt;
 }
 
-std::optional<double> known_sum_of_squares(const std::vector<SeenGradient>& gradients) {
+std::optional<double> known_sum_of_squares(const Gradients& gradients) {
   if (gradients.empty()) return std::nullopt;
   std::vector<std::shared_ptr<ReducedNorm>> norms;
   {

@@ -12,17 +12,9 @@
 
 namespace drivetrain::grad {
 
-// A gradient as a reduction left it, or as somebody has it now: any write through autograd's eyes moves the version.
-struct SeenGradient {
-  const c10::TensorImpl* tensor;
-  uint32_t version;
+using Gradients = std::vector<c10::TensorImpl*>;
 
-  explicit SeenGradient(c10::TensorImpl* impl)
-      : tensor(impl), version(impl->is_inference() ? 0 : impl->version_counter().current_version()) {}
-  bool operator==(const SeenGradient&) const = default;
-};
-
-// Of all gradients that one reducer reduces. The tensors must outlive what is published of them: forget() first.
+// Of all gradients that one reducer reduces.
 class ReducedNorm {
  public:
   // Whoever asks known_sum_of_squares() finds it, as long as it exists.
@@ -31,20 +23,21 @@ class ReducedNorm {
   // Whether somebody has asked for just these gradients, so that sums are worth their trouble.
   bool is_wanted() const;
   // What the reduction has written; none: it has not added up squares.
-  void publish(std::vector<SeenGradient> gradients, std::optional<double> sum_of_squares);
+  void publish(Gradients gradients, std::optional<double> sum_of_squares);
   void forget();
-  // The sum, if these are the gradients; they are wanted from now on.
-  std::optional<double> ask(const std::vector<SeenGradient>& gradients);
+  // The sum, if these are the gradients and no version has moved since; they are wanted from now on.
+  std::optional<double> ask(const Gradients& gradients);
 
  private:
   mutable std::mutex mutex_;
   bool is_wanted_ = false;
-  std::vector<SeenGradient> gradients_;
+  Gradients gradients_;  // may be gone, unless somebody asks for the very same
+  std::vector<uint32_t> versions_;
   std::optional<double> sum_of_squares_;
 };
 
 // If a reduction has left exactly these gradients, in any order, and nobody has written to them since. Writes through
 // .data or a pointer are not seen.
-std::optional<double> known_sum_of_squares(const std::vector<SeenGradient>& gradients);
+std::optional<double> known_sum_of_squares(const Gradients& gradients);
 
 }  // namespace drivetrain::grad

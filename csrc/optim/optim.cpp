@@ -78,10 +78,10 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
 // Over all gradients that the step has read, as they are. Not read again where our DistributedDataParallel has just
 // written them.
 double sum_of_squares(const StepReader& read) {
-  std::vector<grad::SeenGradient> seen;
-  seen.reserve(read.written.size());
-  for (const Written& written : read.written) seen.emplace_back(written.grad);
-  if (const std::optional<double> known = grad::known_sum_of_squares(seen)) return *known;
+  grad::Gradients written;
+  written.reserve(read.written.size());
+  for (const Written& each : read.written) written.push_back(each.grad);
+  if (const std::optional<double> known = grad::known_sum_of_squares(written)) return *known;
   std::vector<grad::Gradient> gradients;
   for (const Batch& batch : read.batches) {
     DT_INVARIANT(batch.params.empty() || batch.device.is_cpu());

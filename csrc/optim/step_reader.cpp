@@ -591,12 +591,13 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
     if (job.state[s].extra != nullptr) batch.total = num_blocks(batch.total) * kBlock;
   }
   job.begin = batch.total;
-  const uint64_t seed = mixed(static_cast<uint64_t>(group.index) << 32 | entry.index);
+  const bool is_random = group.precision.rounding == Rounding::kStochastic;
+  const uint64_t seed = is_random ? mixed(static_cast<uint64_t>(group.index) << 32 | entry.index) : 0;
   if (batch.starts_on_device()) {
     job.rule = start_index(batch, entry, reading, seed);
   } else {
     job.rule = rule_index(entry, reading.steps_done);
-    job.key = random_key(seed, reading.steps_done);
+    if (is_random) job.key = random_key(seed, reading.steps_done);
   }
   batch.total += job.numel;
   job.first_chunk = batch.num_chunks;

@@ -33,10 +33,7 @@ __global__ void __launch_bounds__(kThreads) layer_sums(StepJob job, int64_t num_
     double sum = 0;
     for (int64_t base = begin; base < end; base += kTileCuda) {
       T value[kElementsPerThread] = {}, grad[kElementsPerThread] = {}, state[kMaxStates][kElementsPerThread] = {};
-      load_param(param.param, base, end, value);
-      load_plain(param.grad, base, end, grad);
-#pragma unroll
-      for (int s = 0; s < Rule::kNumStates; ++s) load_state(param.state[s], base, end, state[s]);
+      load_tile<Rule::kNumStates>(param, base, end, value, grad, state);
 #pragma unroll
       for (int k = 0; k < kElementsPerThread; ++k) {
         T own[kMaxStates];

@@ -247,6 +247,16 @@ __device__ void store_state(const Stream& stream, int64_t base, int64_t end, con
   store_plain(stream, base, end, values);
 }
 
+// What a rule with that many states reads of a tile.
+template <int kNumStates, class T>
+__device__ void load_tile(const ParamJob& param, int64_t base, int64_t end, T (&value)[kElementsPerThread],
+                          T (&grad)[kElementsPerThread], T (&state)[kMaxStates][kElementsPerThread]) {
+  load_param(param.param, base, end, value);
+  load_plain(param.grad, base, end, grad);
+#pragma unroll
+  for (int s = 0; s < kNumStates; ++s) load_state(param.state[s], base, end, state[s]);
+}
+
 __device__ inline GradTreatment treatment_of_job(const StepJob& job) {
   return job.treatment_on_device != nullptr ? *job.treatment_on_device : job.treatment;
 }
@@ -266,10 +276,7 @@ __device__ void update_range(const StepJob& job, const GradTreatment& treatment,
   const T factor = T(treatment.factor);
   for (int64_t base = begin; base < end; base += kTileCuda) {
     T value[kElementsPerThread] = {}, grad[kElementsPerThread] = {}, state[kMaxStates][kElementsPerThread] = {};
-    load_param(param.param, base, end, value);
-    load_plain(param.grad, base, end, grad);
-#pragma unroll
-    for (int s = 0; s < Rule::kNumStates; ++s) load_state(param.state[s], base, end, state[s]);
+    load_tile<Rule::kNumStates>(param, base, end, value, grad, state);
 #pragma unroll
     for (int k = 0; k < kElementsPerThread; ++k) {
       T own[kMaxStates];

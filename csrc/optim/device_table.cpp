@@ -9,6 +9,14 @@
 
 namespace drivetrain::optim {
 
+at::Tensor uploaded(const std::vector<char>& bytes, c10::Device device) {
+  // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
+  const auto size = static_cast<int64_t>(bytes.size());
+  const at::Tensor pinned = at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true));
+  std::memcpy(pinned.data_ptr(), bytes.data(), bytes.size());
+  return pinned.to(device, /*non_blocking=*/true);
+}
+
 char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void* stream) {
   const auto size = static_cast<int64_t>(bytes.size());
   if (is_capturing(stream)) {
@@ -18,10 +26,7 @@ char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void
   }
   // On another stream the copy need not be there yet, and its memory might be given away too early.
   if (!on_device_.defined() || stream_ != stream || bytes_ != bytes) {
-    // torch's allocator reuses pinned memory only after the copy.
-    const at::Tensor pinned = at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true));
-    std::memcpy(pinned.data_ptr(), bytes.data(), bytes.size());
-    on_device_ = pinned.to(device, /*non_blocking=*/true);  // new memory: the last step may still read the old
+    on_device_ = uploaded(bytes, device);  // new memory: the last step may still read the old
     bytes_ = bytes;
     stream_ = stream;
   }

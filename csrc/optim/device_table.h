@@ -3,9 +3,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <type_traits>
 #include <vector>
 
 namespace drivetrain::optim {
+
+// Table by table, each aligned.
+template <class T>
+void append_bytes(std::vector<char>& bytes, const T* values, size_t count) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 8 == 0);
+  const char* begin = reinterpret_cast<const char*>(values);
+  bytes.insert(bytes.end(), begin, begin + count * sizeof(T));
+}
+
+// A copy on the device, in the order of its current stream; the host does not wait.
+at::Tensor uploaded(const std::vector<char>& bytes, c10::Device device);
 
 // Uploaded again only where they have changed, through pinned memory: the host never waits. While a CUDA graph is
 // captured they go into memory of their own, written by the graph itself and kept as long as this object lives:

@@ -3,17 +3,17 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <vector>
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "optim/cuda_step.h"
+#include "optim/device_table.h"
 #include "optim/precision.h"
 
 namespace drivetrain::optim {
@@ -25,13 +25,11 @@ void run_step_cuda(c10::Device device, StepJob job) {
   if (is_capturing(current_stream(device))) {
     throw UnsupportedError("Muon's step cannot be captured into a CUDA graph: call it outside of the capture.");
   }
-  const size_t params_bytes = job.num_params * sizeof(ParamJob), rules_bytes = job.num_rules * sizeof(RuleArgs);
-  // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
-  const auto bytes = at::TensorOptions(at::kByte).pinned_memory(true);
-  const at::Tensor table = at::empty({static_cast<int64_t>(params_bytes + rules_bytes)}, bytes);
-  std::memcpy(table.data_ptr(), job.params, params_bytes);
-  std::memcpy(static_cast<char*>(table.data_ptr()) + params_bytes, job.rules, rules_bytes);
-  const at::Tensor on_device = table.to(device, /*non_blocking=*/true);
+  std::vector<char> bytes;
+  append_bytes(bytes, job.params, job.num_params);
+  const size_t params_bytes = bytes.size();
+  append_bytes(bytes, job.rules, job.num_rules);
+  const at::Tensor on_device = uploaded(bytes, device);
   job.params = static_cast<const ParamJob*>(on_device.data_ptr());
   job.rules = reinterpret_cast<const RuleArgs*>(static_cast<const char*>(on_device.data_ptr()) + params_bytes);
   step_cuda(job, current_stream(device));

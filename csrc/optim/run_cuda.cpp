@@ -14,28 +14,21 @@ at::Tensor empty_on(c10::Device device, int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
 }
 
-template <class T>
-void append(std::vector<char>& bytes, const std::vector<T>& values) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 8 == 0);  // so that what follows is aligned
-  const char* begin = reinterpret_cast<const char*>(values.data());
-  bytes.insert(bytes.end(), begin, begin + values.size() * sizeof(T));
-}
-
 }  // namespace
 
 void place_on_device(Batch& batch) {
   const c10::DeviceGuard guard(batch.device);
   std::vector<char> bytes;
-  append(bytes, batch.params);
-  append(bytes, batch.starts);
-  append(bytes, batch.empty_starts);
+  append_bytes(bytes, batch.params.data(), batch.params.size());
+  append_bytes(bytes, batch.starts.data(), batch.starts.size());
+  append_bytes(bytes, batch.empty_starts.data(), batch.empty_starts.size());
   void* const stream = current_stream(batch.device);
   char* table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table);
   table += batch.params.size() * sizeof(ParamJob);
   batch.placed.starts = reinterpret_cast<const ParamStart*>(table);
   bytes.clear();
-  append(bytes, batch.numbers);
+  append_bytes(bytes, batch.numbers.data(), batch.numbers.size());
   batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
 }
 

@@ -214,21 +214,25 @@ def hangs_in_join(hanging: int) -> list[str]:
     return messages
 
 
-def test_names_a_wait_in_join(on_ranks: OnRanks) -> None:
-    late, waiting = on_ranks(hangs_in_join, 0)
-    assert late == []
-    assert re.fullmatch(
-        r"rank 1 has waited [\d.]+ s: (bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\]|the [a-z, ]+) of step 5 waits "
-        r"for rank 0, last seen in 1 \(tests/test_watch\.py:\d+ in forward\)",
-        waiting[0],
-    ), waiting
-    waiting, late = on_ranks(hangs_in_join, 1)
-    assert late == []
-    assert re.fullmatch(
-        r"rank 0 has waited [\d.]+ s: the count of ranks that still have inputs of step 3 waits for rank 1, "
-        r"last seen at tests/test_watch\.py:\d+ in hangs_in_join",
-        waiting[0],
-    ), waiting
+@pytest.mark.parametrize(
+    ("hanging", "report"),
+    [
+        (
+            0,
+            r"rank 1 has waited [\d.]+ s: (bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\]|the [a-z, ]+) of step 5 waits "
+            r"for rank 0, last seen in 1 \(tests/test_watch\.py:\d+ in forward\)",
+        ),
+        (
+            1,
+            r"rank 0 has waited [\d.]+ s: the count of ranks that still have inputs of step 3 waits for rank 1, "
+            r"last seen at tests/test_watch\.py:\d+ in hangs_in_join",
+        ),
+    ],
+)
+def test_names_a_wait_in_join(on_ranks: OnRanks, hanging: int, report: str) -> None:
+    messages = on_ranks(hangs_in_join, hanging)
+    assert messages[hanging] == []
+    assert re.fullmatch(report, messages[1 - hanging][0]), messages
 
 
 RANK = """

@@ -71,6 +71,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
     param.tensor = std::move(params[i]);
     param.name = std::move(names[i]);
     param.sparse = options.sparse[i];
+    param.grad_dtype = param.tensor.grad_dtype().value_or(param.tensor.scalar_type());
   }
   local_used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
   int64_t largest = 0;
@@ -137,7 +138,8 @@ void Reducer::begin_weighted(double weight) {
     if (is_clean) weight_.reset();  // they were zeroed, and with them what their weights counted
     if (!is_clean && !weight_) {
       throw UserError(
-          "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised backward, "
+          "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised "
+          "backward, "
           "of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
     }
   }
@@ -212,6 +214,7 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
   is_rebuilt_ = is_measuring_ = was_joining_ = false;
   fired_.clear();
   build_arena(plan(registration_order()));
+  if (on_moved_) on_moved_(gradient_places());
 }
 
 void Reducer::reset_state() {

@@ -75,6 +75,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Whether somebody refers, beside .grad, to any of these tensors; asked before buckets are rebuilt.
   void set_are_held(std::function<bool(const std::vector<at::Tensor>&)> are_held) { are_held_ = std::move(are_held); }
+  // By parameter, where its gradient lies in the arena (undefined: nowhere, it is sparse); and who is told when that
+  // has changed, after the gradients that are being accumulated have moved.
+  std::vector<at::Tensor> gradient_places() const;
+  void set_on_moved(std::function<void(const std::vector<at::Tensor>&)> on_moved) { on_moved_ = std::move(on_moved); }
   // Whether the buckets have been rebuilt in the first step's order.
   bool has_rebuilt_buckets();
 
@@ -191,6 +195,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor tensor;
     std::string name;
     bool sparse = false;
+    at::ScalarType grad_dtype = at::kFloat;  // of its .grad, as far as mixed precision does not say otherwise
     size_t bucket = 0;
     int64_t offset = 0;  // bytes from the bucket's start
     at::Tensor view;     // its place in the arena, strided as the gradient layout contract asks; what .grad becomes
@@ -349,6 +354,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::function<void()>> end_callbacks_;
   std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step
   std::function<bool(const std::vector<at::Tensor>&)> are_held_;
+  std::function<void(const std::vector<at::Tensor>&)> on_moved_;
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // steps_ at the first

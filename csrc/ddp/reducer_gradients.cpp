@@ -151,6 +151,7 @@ void Reducer::finish_param(Parameter& param, bool used_somewhere) {
     return;
   }
   const at::Tensor& result = param.sparse ? buckets_[param.bucket].flat : param.view;
+  result.unsafeGetTensorImpl()->bump_version();  // transports write memory
   with_grad(param, [&](at::Tensor& grad) {
     if (!grad.is_same(result)) grad = result;
   });

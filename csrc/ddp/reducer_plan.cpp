@@ -58,7 +58,7 @@ double median(std::vector<double> values) {
 }  // namespace
 
 at::ScalarType Reducer::grad_dtype(const Parameter& param) const {
-  return low_precision_ && param.tensor.is_floating_point() ? *low_precision_ : param.tensor.scalar_type();
+  return low_precision_ && param.tensor.is_floating_point() ? *low_precision_ : param.grad_dtype;
 }
 
 // Until measured, gradients are expected in the reverse of the order in which modules were registered.
@@ -132,6 +132,12 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   plan_report_ = PlanReport();
 }
 
+std::vector<at::Tensor> Reducer::gradient_places() const {
+  std::vector<at::Tensor> places;
+  for (const Parameter& param : params_) places.push_back(param.view);
+  return places;
+}
+
 at::Tensor Reducer::view_of(const Parameter& param) const {
   return piece_of(buckets_[param.bucket].flat, param.offset, param.tensor.sizes(), grad_strides(param.tensor),
                   grad_dtype(param));
@@ -191,12 +197,14 @@ std::vector<at::Tensor> Reducer::copy_kept_gradients() const {
   return kept;
 }
 
+// The last part of a move.
 void Reducer::put_back(const std::vector<at::Tensor>& kept) {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!kept[i].defined()) continue;
-    params_[i].view.copy_(kept[i]);
+    params_[i].view.variable_data().copy_(kept[i]);  // no new version: it is what was there
     params_[i].tensor.mutable_grad() = params_[i].view;
   }
+  if (on_moved_) on_moved_(gradient_places());
 }
 
 // Whether the arena has these buckets already.

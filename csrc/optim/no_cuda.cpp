@@ -1,5 +1,6 @@
 // The CUDA step's absence: what a build without nvcc answers.
 #include "base/check.h"
+#include "grad/accumulate.h"
 #include "grad/norm.h"
 #include "optim/cuda_step.h"
 
@@ -30,6 +31,7 @@ void step_cuda(const StepJob&, void*) { say_there_is_none(); }
 
 namespace grad {
 
+void accumulate_cuda(const Addition&, int64_t, void*) { say_there_is_none(); }
 void chunk_sums_cuda(const optim::ParamJob*, int32_t, int64_t, double*, void*) { say_there_is_none(); }
 
 }  // namespace grad

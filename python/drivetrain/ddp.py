@@ -17,7 +17,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from . import _C, parameter_names, watch
+from . import _C, main_grad, parameter_names, watch
 from . import transport as transports
 from .bucket_plan import BucketPlan, describe_plan
 from .ddp_logger import Logger
@@ -383,6 +383,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             plan_from_measurement=not self._why_not_planned,
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
+        if main_grad.keep_in_arena(self.reducer, parameters) and self.mixed_precision is not None:
+            raise NotImplementedError(
+                "main_grads() does not go together with mixed_precision: both say in which dtype gradients are kept. "
+                "Leave one of the two out."
+            )
         transports.warn_of_fallback(comm, self.process_group)
         self.logger = Logger(self, names, comm.name, static_graph)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
@@ -566,6 +571,8 @@ def _check_same_on_all_ranks(
     mine = {f"argument {name!r}": repr(value) for name, value in arguments.items()}
     for name, param in named_params:
         mine[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, strides {param.stride()}"
+        if param.grad_dtype not in (param.dtype, None):
+            mine[f"the gradient of parameter {name!r}"] = str(param.grad_dtype)
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -17,12 +17,17 @@ from .watch import Watched, waiting
 _wrappers = itertools.count(1)
 
 
-def _are_held(tensors: list[torch.Tensor]) -> bool:
-    """Whether Python refers to any of these tensors, which the native reducer owns, beside this list."""
+def _are_held(tensors: list[torch.Tensor], params: Sequence[nn.Parameter]) -> bool:
+    """Whether Python refers to any of these tensors, which the native reducer owns, beside this list and as the
+    parameters' main gradients, which follow them."""
     owner = nn.Parameter(torch.empty(0))
     owner.grad = torch.empty(0)
     not_held = [owner.grad]  # how many references that makes depends on the version of torch
-    return any(sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) for i in range(len(tensors)))
+    main = {id(getattr(param, "main_grad", None)) for param in params}
+    return any(
+        sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) + (id(tensors[i]) in main)
+        for i in range(len(tensors))
+    )
 
 
 class Reducer(_C.Reducer):
@@ -83,7 +88,7 @@ class Reducer(_C.Reducer):
             plan_from_measurement=plan_from_measurement,
             wrapper=self._wrapper,
         )
-        self.set_are_held(_are_held)
+        self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._told_of_rebuilding = False
         self._process_group = process_group
         self._transport = transport

@@ -1,0 +1,163 @@
+// The hooks that accumulate micro-gradients into main gradients; see main_grads.h.
+#include "grad/main_grads.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/current_stream.h"
+#include "grad/accumulate.h"
+#include "optim/storage_torch.h"
+
+namespace drivetrain::grad {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Walked from the first element to the last, both see the same elements in the same order.
+bool is_walked_as(const at::Tensor& tensor, const at::Tensor& other) {
+  return tensor.layout() == at::kStrided && tensor.device() == other.device() && tensor.sizes() == other.sizes() &&
+         tensor.strides() == other.strides();
+}
+
+}  // namespace
+
+class MainGrads::Hook : public torch::autograd::FunctionPreHook {
+ public:
+  Hook(std::weak_ptr<MainGrads> owner, size_t index) : owner_(std::move(owner)), index_(index) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const auto owner = owner_.lock();
+    if (!owner || !grads[0].defined()) return grads;
+    return {owner->take(index_, grads[0])};
+  }
+
+ private:
+  const std::weak_ptr<MainGrads> owner_;  // weak: a graph may outlive it
+  const size_t index_;
+};
+
+std::shared_ptr<MainGrads> MainGrads::make(std::vector<at::Tensor> params, std::vector<at::Tensor> main,
+                                           WasAdded was_added) {
+  std::shared_ptr<MainGrads> made(new MainGrads(std::move(params), std::move(main), std::move(was_added)));
+  made->add_hooks();
+  return made;
+}
+
+MainGrads::MainGrads(std::vector<at::Tensor> params, std::vector<at::Tensor> main, WasAdded was_added)
+    : was_added_(std::move(was_added)) {
+  DT_INVARIANT(params.size() == main.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    Parameter& param = params_.emplace_back();
+    param.tensor = std::move(params[i]);
+    param.main = std::move(main[i]);
+    DT_INVARIANT(param.main.sizes() == param.tensor.sizes() && param.main.device() == param.tensor.device());
+    if (param.main.scalar_type() == at::kBFloat16) {
+      param.residual = at::zeros({param.main.numel()}, param.main.options().dtype(at::kChar));
+    }
+  }
+}
+
+void MainGrads::add_hooks() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Parameter& param = params_[i];
+    auto accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    // .grad may have another dtype than what backward computes, which autograd would convert before the hook sees it.
+    accumulator->mutable_input_metadata(0).set_grad_dtype(std::nullopt);
+    auto hook = std::make_unique<Hook>(weak_from_this(), i);
+    param.hook = hook.get();
+    // Of the node, not of the tensor: after the hooks that users have on the tensor.
+    accumulator->add_pre_hook(std::move(hook));
+    // The parameter refers to its accumulator weakly: without this reference both would go.
+    param.accumulator = std::shared_ptr<torch::autograd::Node>(accumulator.get(), [accumulator](auto*) {});
+  }
+}
+
+MainGrads::~MainGrads() {
+  for (Parameter& param : params_) {
+    if (!param.accumulator) continue;
+    auto& hooks = param.accumulator->pre_hooks();
+    hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [&](const auto& hook) { return hook.get() == param.hook; }),
+                hooks.end());
+    param.accumulator->mutable_input_metadata(0).set_grad_dtype(param.main.scalar_type());
+  }
+}
+
+void MainGrads::move_to(size_t index, at::Tensor main) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Parameter& param = params_.at(index);
+  DT_INVARIANT(is_walked_as(main, param.main) && main.scalar_type() == param.main.scalar_type());
+  // A residual that belonged to what lay in the old place belongs to what lies in the new one.
+  const bool moves = is_seen(param, param.main) && param.tensor.grad().is_same(main);
+  param.main = std::move(main);
+  if (moves) see(param);
+}
+
+at::Tensor MainGrads::residual(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Parameter& param = params_.at(index);
+  return is_seen(param, param.tensor.grad()) ? param.residual : at::Tensor();
+}
+
+// Whether it is the gradient that the residual belongs to, and nobody has written it (a reduction, a scaler, a
+// zero_grad).
+bool MainGrads::is_seen(const Parameter& param, const at::Tensor& grad) {
+  return grad.defined() && grad.unsafeGetTensorImpl() == param.seen && grad._version() == param.version;
+}
+
+void MainGrads::see(Parameter& param) {
+  param.seen = param.tensor.grad().unsafeGetTensorImpl();
+  param.version = param.tensor.grad()._version();
+}
+
+// What autograd shall accumulate itself: nothing, if it can be helped.
+at::Tensor MainGrads::take(size_t index, const at::Tensor& micro) {
+  const bool was_added = was_added_(index);  // takes the GIL: not under the mutex
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return take_locked(params_[index], micro, was_added);
+}
+
+at::Tensor MainGrads::take_locked(Parameter& param, const at::Tensor& micro, bool was_added) {
+  // A graph of the gradient itself is autograd's business, and so are sparse gradients; and what somebody else has put
+  // into .grad is added to as it is.
+  at::Tensor& grad = param.tensor.mutable_grad();
+  const bool is_ours = !grad.defined() || (is_walked_as(grad, param.main) && !grad.requires_grad() &&
+                                           grad.scalar_type() == param.main.scalar_type());
+  if (at::GradMode::is_enabled() || micro.layout() != at::kStrided || micro.sizes() != param.main.sizes() ||
+      micro.device() != param.main.device() || !is_ours) {
+    return micro.to(param.main.scalar_type());
+  }
+  const at::NoGradGuard no_grad_tracking;
+  const bool starts = !grad.defined() && !was_added;
+  if (!grad.defined()) {
+    grad = param.main;
+  } else if (param.residual.defined() && !is_seen(param, grad)) {
+    param.residual.zero_();
+  }
+  if (!was_added) {
+    const at::Tensor alike = is_walked_as(micro, grad) ? micro : at::empty_like(grad, micro.options()).copy_(micro);
+    Addition addition{optim::stream_of(grad), optim::stream_of(alike), starts};
+    if (param.residual.defined()) {
+      addition.main.format = optim::Format::kBFloat16Remainder8;
+      addition.main.extra = param.residual.data_ptr();
+    }
+    if (grad.is_cuda()) {
+      const c10::DeviceGuard guard(grad.device());
+      accumulate_cuda(addition, grad.numel(), current_stream(grad.device()));
+    } else {
+      accumulate(addition, grad.numel());
+    }
+  }
+  grad.unsafeGetTensorImpl()->bump_version();
+  see(param);
+  return {};
+}
+
+}  // namespace drivetrain::grad

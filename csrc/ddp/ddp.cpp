@@ -218,6 +218,7 @@ void register_ddp(py::module_& m) {
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
       .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())
       .def("end_weighted", &Reducer::end_weighted, py::arg("failed"), no_gil())
+      .def("reduce_collected", &Reducer::reduce_collected, no_gil())
       .def("set_joining", &Reducer::set_joining, py::arg("divisor"), no_gil())
       .def("is_graph_known", &Reducer::is_graph_known, no_gil())
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))

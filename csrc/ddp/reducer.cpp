@@ -126,18 +126,20 @@ void Reducer::begin_weighted(double weight) {
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
         "mixed_precision: both use gradients before the sum of weights is known.");
   }
-  bool is_clean = true, is_untouched = true;
-  for (const Parameter& param : params_) {
+  const auto holds_nothing = [](const Parameter& param) {
     const at::Tensor& grad = param.tensor.grad();
-    is_clean = is_clean && (!grad.defined() || grad.count_nonzero().item<int64_t>() == 0);
-    is_untouched = is_untouched && param.weighted == seen_grad(param);
-  }
-  // Gradients were zeroed, and with them what their weights counted; not those that a backward left at zero.
-  if (is_clean && !is_untouched) weight_.reset();
-  if (!is_clean && !weight_) {
-    throw UserError(
-        "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised backward, "
-        "of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
+    return !grad.defined() || grad.count_nonzero().item<int64_t>() == 0;
+  };
+  const auto is_untouched = [this](const Parameter& param) { return param.weighted == seen_grad(param); };
+  // Only where somebody has touched gradients since the last weight need they be read.
+  if (!weight_ || !std::all_of(params_.begin(), params_.end(), is_untouched)) {
+    const bool is_clean = std::all_of(params_.begin(), params_.end(), holds_nothing);
+    if (is_clean) weight_.reset();  // they were zeroed, and with them what their weights counted
+    if (!is_clean && !weight_) {
+      throw UserError(
+          "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised backward, "
+          "of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
+    }
   }
   weight_ = weight_.value_or(0) + weight;
   is_weighted_ = true;
@@ -332,7 +334,7 @@ void Reducer::handle_gradient(size_t index, bool came) {
     const int64_t since = clock_ns() - now_.backward_start - now_.exposed;
     ready_[step * params_.size() + index] = 1e-9 * static_cast<double>(since);
   }
-  start_full_buckets();
+  start_full_buckets_in_backward();
 }
 
 void Reducer::begin_backward() {
@@ -410,7 +412,28 @@ void Reducer::mark_rest_unused() {
     params_[i].without_grad = params_[i].fired == 0 || !(rpc_context_ || params_[i].tensor.grad().defined());
     mark_ready(i);
   }
-  start_full_buckets();
+  start_full_buckets_in_backward();
+}
+
+void Reducer::reduce_collected() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const at::NoGradGuard no_grad_tracking;
+  noting_errors([&] {
+    if (step_ == Step::kRunning) end_interrupted_step();
+    weight_ = weight_.value_or(0);
+    was_joining_ = was_joining_ || is_measuring_;  // no gradient's time is seen here
+    reset();
+    begin_backward();
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (params_[i].ready) continue;
+      params_[i].without_grad = !params_[i].tensor.grad().defined();
+      mark_ready(i);
+    }
+    start_full_buckets();
+    const Graph graph = graph_;
+    finalize();
+    graph_ = graph;  // a static graph is still to be counted
+  });
 }
 
 void Reducer::delay_all_reduce() {
@@ -424,15 +447,16 @@ void Reducer::delay_all_reduce() {
 
 // ---- Buckets.
 
-// Starts buckets strictly in plan order, so that every rank issues the same collectives in the same order.
-void Reducer::start_full_buckets() {
-  if (next_bucket_ == buckets_.size()) return;
+// Starts buckets strictly in plan order, so that every rank issues the same collectives in the same order. Returns
+// whether all have started, with what the step sums beside them, by this very call.
+bool Reducer::start_full_buckets() {
+  if (next_bucket_ == buckets_.size()) return false;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].phase == Phase::kFull) {
     if (next_bucket_ == 0) now_.comm_start = clock_ns();
     start(buckets_[next_bucket_]);
     ++next_bucket_;
   }
-  if (next_bucket_ < buckets_.size()) return;
+  if (next_bucket_ < buckets_.size()) return false;
   now_.backward_end = clock_ns();
   const at::Device device = params_[0].tensor.device();
   if (shares_used_map()) {
@@ -448,6 +472,11 @@ void Reducer::start_full_buckets() {
     replica_hashes_ = replica_hashes_.to(device);
     replica_reduce_ = comm_->start_sum(replica_hashes_);
   }
+  return true;
+}
+
+void Reducer::start_full_buckets_in_backward() {
+  if (!start_full_buckets()) return;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->finalize_backward();
   });

@@ -88,6 +88,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_weighted(double weight);
   void end_weighted(bool failed);
 
+  // Reduces at once what weighted backwards under no_sync() have collected, for an accumulation that ends without a
+  // backward that synchronises. Other ranks may be in that one; a rank that has collected nothing counts with 0.
+  void reduce_collected();
+
   // The next step is one of ranks that may run out of inputs; divides by that many (0: all) instead of all.
   void set_joining(int64_t divisor);
 
@@ -265,7 +269,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_backward();
   void begin_unprepared_backward();
   void end_unprepared_backward();
-  void start_full_buckets();
+  bool start_full_buckets();
+  void start_full_buckets_in_backward();
   void start(Bucket& bucket);
   void reduce(Bucket& bucket);
   [[noreturn]] void fail_start(const std::string& what, const std::exception& error);

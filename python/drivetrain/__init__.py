@@ -7,9 +7,19 @@ from ._torch_version import check_torch
 check_torch()  # before anything touches the native module, whose own complaint would be an undefined symbol
 
 from . import amp, optim  # noqa: E402
+from .accumulate import accumulate  # noqa: E402
 from .clip_grad import clip_grad_norm_  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
 from .swap import install, uninstall  # noqa: E402
 
 __version__ = version("drivetrain")
-__all__ = ["DistributedDataParallel", "__version__", "amp", "clip_grad_norm_", "install", "optim", "uninstall"]
+__all__ = [
+    "DistributedDataParallel",
+    "__version__",
+    "accumulate",
+    "amp",
+    "clip_grad_norm_",
+    "install",
+    "optim",
+    "uninstall",
+]

@@ -267,7 +267,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         means gives tokens on short batches more to say.
 
         Every rank must give a weight in the same backwards. The loss is multiplied with it before backward: in float16
-        large weights overflow (give them as shares of a usual batch).
+        large weights overflow (give them as shares of a usual batch). With weight 0 no backward runs and the loss,
+        which may be nan as the mean of nothing, is not looked at; this rank takes part in the reduction all the same.
 
         Args:
             loss: as for `torch.Tensor.backward`.
@@ -291,7 +292,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.reducer.begin_weighted(float(weight))
         failed = True
         try:
-            (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+            if weight > 0:
+                (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+            elif self.require_backward_grad_sync:
+                self.reducer.reduce_collected()
             failed = False
         finally:
             self.reducer.end_weighted(failed)

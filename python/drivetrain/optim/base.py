@@ -73,6 +73,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     arithmetic, and the names of each rule's states, are in csrc/optim/rules.h.
     """
 
+    # Set, and deleted, by whoever scales the loss; not there otherwise.
+    grad_scale: float | Tensor
+    found_inf: float | Tensor
+
     zero_grads_in_step: bool = False
     _max_grad_norm: float | None = None
     _result: _C.StepResult | None = None  # of the last step

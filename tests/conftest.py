@@ -11,7 +11,10 @@ from drivetrain import _C
 from ranks import RankPool
 
 # The files that take longest, the longest first: neither of two processes (see Makefile) is then left alone with one.
-LONGEST = ("test_torch_ddp", "test_native", "test_faults", "test_frameworks", "test_nccl", "test_cli", "test_watch")
+LONGEST = (
+    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_shm"),
+    *("test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

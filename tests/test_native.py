@@ -1,4 +1,4 @@
-"""The torch-free core under every sanitizer: tests/native built and run once for each."""
+"""The torch-free core under every sanitizer: tests/native built and run for those that go together, and for threads."""
 
 import os
 import shutil

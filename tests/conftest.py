@@ -10,8 +10,15 @@ import torch
 from drivetrain import _C
 from ranks import RankPool
 
+# The files that take longest, the longest first: neither of two processes (see Makefile) is then left alone with one.
+LONGEST = (
+    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_shm"),
+    *("test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no NVIDIA GPU here")

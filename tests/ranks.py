@@ -1,6 +1,5 @@
 """Real ranks for tests: processes that live for the whole session and form a fresh gloo group for every call."""
 
-import multiprocessing
 import random
 import time
 import traceback
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from warm import warm_context
 
 GROUP_TIMEOUT_S = 20
 CALL_TIMEOUT_S = 120
@@ -54,7 +55,7 @@ class RankPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self._world_size), daemon=True)

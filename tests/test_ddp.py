@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import ddp as ddp_module
+from warm import WarmScript
 
 TorchDDP = ddp_module.TorchDistributedDataParallel
 OnRanks = Callable[..., list[Any]]
@@ -476,7 +477,7 @@ DYING_RANK = """
     from drivetrain import DistributedDataParallel as DDP
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
     model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), bucket_cap_mb=0.02)
     for step in range(10_000):
         def die(grad):
@@ -494,15 +495,8 @@ def test_a_rank_that_dies_or_stops_in_mid_step(tmp_path: Path, how: signal.Signa
     script = tmp_path / "dying.py"
     script.write_text(textwrap.dedent(DYING_RANK).replace("SIGNAL", str(int(how))))
     port = str(20_000 + os.getpid() % 20_000)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(2)]
     try:
         _, error = ranks[0].communicate(timeout=60)
     finally:

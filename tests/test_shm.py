@@ -454,7 +454,7 @@ def test_choices(on_ranks: OnRanks) -> None:
 # Two hosts: network namespaces with a wire between them.
 
 TWO_HOSTS = """
-    import os, random, sys, time, torch, torch.distributed as dist
+    import os, random, time, torch, torch.distributed as dist
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP
 
@@ -472,37 +472,41 @@ TWO_HOSTS = """
         def forward(self, *inputs):
             return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
 
-    wire = {"wire_dtype": torch.bfloat16} if "wire" in sys.argv else {}
-    model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True, **wire)
-    for step in range(20):
-        inputs = [torch.full_like(w, ((step + i) % 8 + 1) * 1.001) for i, w in enumerate(model.module.weights)]
-        model.zero_grad()
-        model(*[x * (rank + 1) for x in inputs]).backward()
-        for w, x in zip(model.module.weights, inputs, strict=True):
-            tolerance = 1e-2 if wire or w.dtype == torch.bfloat16 else 1e-6
-            torch.testing.assert_close(w.grad, x * ((world + 1) / 2), rtol=tolerance, atol=0)
-            is_rounded = torch.equal(w.grad, w.grad.bfloat16().to(w.dtype))
-            assert is_rounded == bool(wire or w.dtype == torch.bfloat16)
-            grads = [torch.empty_like(w) for _ in range(world)]
-            dist.all_gather(grads, w.grad)
-            assert all(torch.equal(grads[0], other) for other in grads)
+    def train(wire):
+        model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True, **wire)
+        for step in range(20):
+            inputs = [torch.full_like(w, ((step + i) % 8 + 1) * 1.001) for i, w in enumerate(model.module.weights)]
+            model.zero_grad()
+            model(*[x * (rank + 1) for x in inputs]).backward()
+            for w, x in zip(model.module.weights, inputs, strict=True):
+                tolerance = 1e-2 if wire or w.dtype == torch.bfloat16 else 1e-6
+                torch.testing.assert_close(w.grad, x * ((world + 1) / 2), rtol=tolerance, atol=0)
+                is_rounded = torch.equal(w.grad, w.grad.bfloat16().to(w.dtype))
+                assert is_rounded == bool(wire or w.dtype == torch.bfloat16)
+                grads = [torch.empty_like(w) for _ in range(world)]
+                dist.all_gather(grads, w.grad)
+                assert all(torch.equal(grads[0], other) for other in grads)
 
-    # Two modules in one backward, on ranks that dawdle: their buckets come to the leaders in any order.
-    models = [DDP(Products(), bucket_cap_mb=0.1, **wire) for _ in range(2)]
-    weights = [w for each in models for w in each.module.weights]
-    dawdle = random.Random(rank)
-    for weight in weights:
-        weight.register_hook(lambda grad: time.sleep(dawdle.random() * 3e-3) if dawdle.random() < 0.2 else None)
-    for step in range(30):
-        factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) for i, w in enumerate(weights)]
-        losses = [each(*[x * world for x in factors[8 * i : 8 * i + 8]]) for i, each in enumerate(models)]
-        sum(losses).backward()
-        for weight, x in zip(weights, factors, strict=True):
-            assert torch.equal(weight.grad, x * world), step
-        for each in models:
-            each.zero_grad()
-    # In one write: the ranks share the pipe, and print() writes piece by piece.
-    os.write(1, ("rank %d of %d %s\\n" % (rank, world, model._get_ddp_logging_data()["transport"])).encode())
+        # Two modules in one backward, on ranks that dawdle: their buckets come to the leaders in any order.
+        models = [DDP(Products(), bucket_cap_mb=0.1, **wire) for _ in range(2)]
+        weights = [w for each in models for w in each.module.weights]
+        dawdle = random.Random(rank)
+        for weight in weights:
+            weight.register_hook(lambda grad: time.sleep(dawdle.random() * 3e-3) if dawdle.random() < 0.2 else None)
+        for step in range(30):
+            factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) for i, w in enumerate(weights)]
+            losses = [each(*[x * world for x in factors[8 * i : 8 * i + 8]]) for i, each in enumerate(models)]
+            sum(losses).backward()
+            for weight, x in zip(weights, factors, strict=True):
+                assert torch.equal(weight.grad, x * world), step
+            for each in models:
+                each.zero_grad()
+        # In one write: the ranks share the pipe, and print() writes piece by piece.
+        transport = model._get_ddp_logging_data()["transport"]
+        os.write(1, ("rank %d of %d %s, %s\\n" % (rank, world, transport, "wire" if wire else "as it is")).encode())
+
+    for wire in ({}, {"wire_dtype": torch.bfloat16}):
+        train(wire)
     dist.destroy_process_group()
 """
 
@@ -531,9 +535,8 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
 
 
-@pytest.mark.parametrize("argument", ["", "wire"])
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (2, 1)], ids=str)
-def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int], argument: str) -> None:
+def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int]) -> None:
     script = tmp_path / "hosts.py"
     script.write_text(textwrap.dedent(TWO_HOSTS))
     launchers = [
@@ -541,7 +544,7 @@ def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[i
             [
                 *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"],
                 *["--node-rank", str(node), "--nproc-per-node", str(count)],
-                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script), argument],
+                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script)],
             ],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "wire"},
             stdout=subprocess.PIPE,
@@ -558,4 +561,4 @@ def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[i
     assert [launcher.returncode for launcher in launchers] == [0, 0], results
     world = sum(ranks_per_host)
     said = sorted(line for out, _ in results for line in out.splitlines())
-    assert said == [f"rank {rank} of {world} shm" for rank in range(world)]
+    assert said == [f"rank {rank} of {world} shm, {wire}" for rank in range(world) for wire in ("as it is", "wire")]

@@ -26,6 +26,7 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain import watch
 from ranks import RankPool
 from test_ddp import SMALL_BUCKETS, OnRanks, message_of
+from warm import WarmScript
 
 LIMIT_S = 1.0  # on a busy machine a rank must be heard of within half of it
 LATE_S = 2.5
@@ -248,20 +249,17 @@ RANK = """
 """
 
 
-def script_ranks(tmp_path: Path, script: str, count: int, **environment: str) -> list[subprocess.Popen[str]]:
+def python(file: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, str(file)]
+    return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+
+
+def script_ranks(tmp_path: Path, script: str, count: int, start: Callable[..., Any], **environment: str) -> list[Any]:
     file = tmp_path / "train.py"
     file.write_text(textwrap.dedent(RANK) + textwrap.dedent(script))
     port = str(20_000 + os.getpid() % 20_000)
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(file)],
-            env={**os.environ, **world, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    return [start(file, {**world, "RANK": str(rank)}) for rank in range(count)]
 
 
 STOPPED = """
@@ -274,9 +272,8 @@ STOPPED = """
 
 def report_and_error(tmp_path: Path, transport: str, stopped: int) -> tuple[str, str]:
     """Rank 1's first report of a rank that was stopped, and what it prints from then on: it is killed, too."""
-    ranks = script_ranks(tmp_path, STOPPED, 3, DRIVETRAIN_TRANSPORT=transport, STOPPED=str(stopped))
+    ranks = script_ranks(tmp_path, STOPPED, 3, WarmScript, DRIVETRAIN_TRANSPORT=transport, STOPPED=str(stopped))
     try:
-        assert ranks[1].stderr
         report = next(line for line in ranks[1].stderr if "has waited" in line)
         ranks[stopped].kill()
         _, error = ranks[1].communicate(timeout=60)
@@ -316,7 +313,7 @@ EARLY_EXIT = """
 
 
 def test_a_rank_that_ends_first_leaves_the_others_in_peace(tmp_path: Path) -> None:
-    ranks = script_ranks(tmp_path, EARLY_EXIT, 2)
+    ranks = script_ranks(tmp_path, EARLY_EXIT, 2, python)  # to the end of the interpreter
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     finally:

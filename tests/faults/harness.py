@@ -105,7 +105,7 @@ class Harness:
                 return str(error)
         return ""
 
-    def run(self, fault: str, seed: int, transport: str, ranks: int = 2) -> Outcome:
+    def run(self, fault: str, seed: int, transport: str, ranks: int = 2, then_clean: bool = True) -> Outcome:
         """The round of that fault and seed, and a clean run after it; before the first, one to compare with."""
         before = Outcome(clean(transport, ranks))
         if ranks not in self._values:
@@ -113,7 +113,8 @@ class Harness:
         outcome = Outcome(draw(fault, seed, transport, ranks))
         self._run(outcome)
         after = Outcome(clean(transport, ranks))
-        self._run(after)
+        if then_clean:
+            self._run(after)
         for when, run in (("before", before), ("after", after)):
             outcome.problems += [f"the run {when} it: {problem}" for problem in run.problems]
         return outcome

@@ -4,7 +4,6 @@ import contextlib
 import faulthandler
 import functools
 import inspect
-import multiprocessing
 import os
 import re
 import shutil
@@ -21,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
+
+from warm import warm_context
 
 WORLD_SIZE = 2
 RPC_RANKS = 4  # tests with remote parts: two trainers, a worker that holds the remote parts, and a master
@@ -143,7 +144,7 @@ class Pool:
 
     def _start(self, count: int) -> list[_Rank]:
         """The first `count` ranks; starts those that are missing."""
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         running = len(self._ranks)
         for rank in range(running, count):
             here, there = context.Pipe()

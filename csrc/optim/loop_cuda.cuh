@@ -9,29 +9,29 @@ constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 4;  // loads in flight per thread before the first is used
 constexpr int kTileCuda = kThreads * kElementsPerThread;
 
-// This thread's elements of a tile that begins at `base`, side by side with the block's other threads. The format is
-// looked at once per tile.
-template <class Value, class T, class FromValue>
-__device__ void load_elements(const Value* from, int64_t base, int64_t end, T (&values)[kElementsPerThread],
+// This thread's elements of a tile, kStride apart from `first` on, side by side with those of other threads. The format
+// is looked at once per tile.
+template <int kStride, class Value, class T, int kCount, class FromValue>
+__device__ void load_elements(const Value* from, int64_t first, int64_t end, T (&values)[kCount],
                               FromValue from_value) {
 #pragma unroll
-  for (int k = 0; k < kElementsPerThread; ++k) {
-    const int64_t i = base + k * kThreads + threadIdx.x;
+  for (int k = 0; k < kCount; ++k) {
+    const int64_t i = first + k * kStride;
     if (i < end) values[k] = from_value(from[i]);
   }
 }
 
-template <class Value, class T, class ToValue>
-__device__ void store_elements(Value* to, int64_t base, int64_t end, const T (&values)[kElementsPerThread],
-                               ToValue to_value) {
+template <int kStride, class Value, class T, int kCount, class ToValue>
+__device__ void store_elements(Value* to, int64_t first, int64_t end, const T (&values)[kCount], ToValue to_value) {
 #pragma unroll
-  for (int k = 0; k < kElementsPerThread; ++k) {
-    const int64_t i = base + k * kThreads + threadIdx.x;
+  for (int k = 0; k < kCount; ++k) {
+    const int64_t i = first + k * kStride;
     if (i < end) to[i] = to_value(values[k], i);
   }
 }
 
-// Of a parameter in 16 bits with an array beside it: join(half, extra) gives the value.
+// Of a parameter in 16 bits with an array beside it: join(half, extra) gives the value. From here on a tile begins at
+// `base`, and all threads of the block share it.
 template <class Extra, class Join>
 __device__ void load_pairs(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread],
                            Join join_value) {
@@ -106,42 +106,52 @@ __device__ void store_blocks(const Stream& stream, int64_t base, int64_t end,
 // ---- Tiles. Gradients have plain formats, parameters may have pairs and states blocks: what cannot be is not
 // compiled.
 
-template <class T>
-__device__ void load_plain(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+template <int kStride, class T, int kCount>
+__device__ void load_plain_elements(const Stream& stream, int64_t first, int64_t end, T (&values)[kCount]) {
   switch (stream.format) {
     case Format::kFloat64:
-      return load_elements(static_cast<const double*>(stream.data), base, end, values,
-                           [](double value) { return static_cast<T>(value); });
+      return load_elements<kStride>(static_cast<const double*>(stream.data), first, end, values,
+                                    [](double value) { return static_cast<T>(value); });
     case Format::kBFloat16:
     case Format::kBFloat16Stochastic:
-      return load_elements(static_cast<const uint16_t*>(stream.data), base, end, values,
-                           [](uint16_t bits) { return static_cast<T>(float_from_bfloat16(bits)); });
+      return load_elements<kStride>(static_cast<const uint16_t*>(stream.data), first, end, values,
+                                    [](uint16_t bits) { return static_cast<T>(float_from_bfloat16(bits)); });
     case Format::kFloat16:
     case Format::kFloat16Stochastic:
-      return load_elements(static_cast<const uint16_t*>(stream.data), base, end, values,
-                           [](uint16_t bits) { return static_cast<T>(float_from_float16(bits)); });
+      return load_elements<kStride>(static_cast<const uint16_t*>(stream.data), first, end, values,
+                                    [](uint16_t bits) { return static_cast<T>(float_from_float16(bits)); });
     default:
-      return load_elements(static_cast<const float*>(stream.data), base, end, values,
-                           [](float value) { return static_cast<T>(value); });
+      return load_elements<kStride>(static_cast<const float*>(stream.data), first, end, values,
+                                    [](float value) { return static_cast<T>(value); });
+  }
+}
+
+template <class T>
+__device__ void load_plain(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  load_plain_elements<kThreads>(stream, base + threadIdx.x, end, values);
+}
+
+template <int kStride, class T, int kCount>
+__device__ void store_plain_elements(const Stream& stream, int64_t first, int64_t end, const T (&values)[kCount]) {
+  switch (stream.format) {
+    case Format::kFloat64:
+      return store_elements<kStride>(static_cast<double*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return static_cast<double>(value); });
+    case Format::kBFloat16:
+      return store_elements<kStride>(static_cast<uint16_t*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return bfloat16_from_float(static_cast<float>(value)); });
+    case Format::kFloat16:
+      return store_elements<kStride>(static_cast<uint16_t*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return float16_from_float(static_cast<float>(value)); });
+    default:
+      return store_elements<kStride>(static_cast<float*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return static_cast<float>(value); });
   }
 }
 
 template <class T>
 __device__ void store_plain(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
-  switch (stream.format) {
-    case Format::kFloat64:
-      return store_elements(static_cast<double*>(stream.data), base, end, values,
-                            [](T value, int64_t) { return static_cast<double>(value); });
-    case Format::kBFloat16:
-      return store_elements(static_cast<uint16_t*>(stream.data), base, end, values,
-                            [](T value, int64_t) { return bfloat16_from_float(static_cast<float>(value)); });
-    case Format::kFloat16:
-      return store_elements(static_cast<uint16_t*>(stream.data), base, end, values,
-                            [](T value, int64_t) { return float16_from_float(static_cast<float>(value)); });
-    default:
-      return store_elements(static_cast<float*>(stream.data), base, end, values,
-                            [](T value, int64_t) { return static_cast<float>(value); });
-  }
+  store_plain_elements<kThreads>(stream, base + threadIdx.x, end, values);
 }
 
 template <class T>
@@ -176,12 +186,13 @@ __device__ void store_param(const Stream& stream, uint64_t key, int64_t base, in
   if constexpr (sizeof(T) == sizeof(float)) {
     switch (stream.format) {
       case Format::kBFloat16Stochastic:
-        return store_elements(static_cast<uint16_t*>(stream.data), base, end, values, [key](float value, int64_t i) {
-          return stochastic_bfloat16(value, random_bits(key, i));
-        });
+        return store_elements<kThreads>(
+            static_cast<uint16_t*>(stream.data), base + threadIdx.x, end, values,
+            [key](float value, int64_t i) { return stochastic_bfloat16(value, random_bits(key, i)); });
       case Format::kFloat16Stochastic:
-        return store_elements(static_cast<uint16_t*>(stream.data), base, end, values,
-                              [key](float value, int64_t i) { return stochastic_float16(value, random_bits(key, i)); });
+        return store_elements<kThreads>(
+            static_cast<uint16_t*>(stream.data), base + threadIdx.x, end, values,
+            [key](float value, int64_t i) { return stochastic_float16(value, random_bits(key, i)); });
       case Format::kBFloat16Remainder16:
         return store_pairs<int16_t>(stream, base, end, values, [](float value, uint16_t& half, int16_t& remainder) {
           const Split parts = split(value);
@@ -247,14 +258,49 @@ __device__ void store_state(const Stream& stream, int64_t base, int64_t end, con
   store_plain(stream, base, end, values);
 }
 
-// What a rule with that many states reads of a tile.
-template <int kNumStates, class T>
+// How often `size` fits into a position below size + kTileCuda: mostly known without the long division.
+__device__ inline int64_t whole_times(int64_t position, int64_t size) {
+  return size >= kTileCuda ? position >= size : static_cast<uint32_t>(position) / static_cast<uint32_t>(size);
+}
+
+// The state of a parameter whose matrices have it as rows and columns.
+template <class T>
+__device__ void load_factored(const ParamJob& param, const Stream& state, int64_t base, int64_t end,
+                              T (&values)[kElementsPerThread]) {
+  const auto* rows = static_cast<const T*>(state.data);
+  const auto* columns = static_cast<const T*>(state.extra);
+  const int64_t row = base / param.columns, column = base - row * param.columns;
+  const int64_t matrix = row / param.rows, row_of_matrix = row - matrix * param.rows;
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t in_tile = k * kThreads + threadIdx.x;
+    if (base + in_tile >= end) continue;
+    const int64_t more_rows = whole_times(column + in_tile, param.columns);
+    const int64_t more_matrices = whole_times(row_of_matrix + more_rows, param.rows);
+    values[k] =
+        rows[row + more_rows] * columns[(matrix + more_matrices - more_rows) * param.columns + column + in_tile];
+  }
+}
+
+template <class Rule>
+constexpr bool kFactorsMatrices = requires { Rule::kFactorsMatrices; };
+
+// What a rule reads of a tile.
+template <class Rule, class T>
 __device__ void load_tile(const ParamJob& param, int64_t base, int64_t end, T (&value)[kElementsPerThread],
                           T (&grad)[kElementsPerThread], T (&state)[kMaxStates][kElementsPerThread]) {
   load_param(param.param, base, end, value);
   load_plain(param.grad, base, end, grad);
 #pragma unroll
-  for (int s = 0; s < kNumStates; ++s) load_state(param.state[s], base, end, state[s]);
+  for (int s = 0; s < Rule::kNumStates; ++s) {
+    if constexpr (kFactorsMatrices<Rule>) {
+      if (param.state[s].format == Format::kFactored) {
+        load_factored(param, param.state[s], base, end, state[s]);
+        continue;
+      }
+    }
+    load_state(param.state[s], base, end, state[s]);
+  }
 }
 
 __device__ inline GradTreatment treatment_of_job(const StepJob& job) {
@@ -276,7 +322,7 @@ __device__ void update_range(const StepJob& job, const GradTreatment& treatment,
   const T factor = T(treatment.factor);
   for (int64_t base = begin; base < end; base += kTileCuda) {
     T value[kElementsPerThread] = {}, grad[kElementsPerThread] = {}, state[kMaxStates][kElementsPerThread] = {};
-    load_tile<Rule::kNumStates>(param, base, end, value, grad, state);
+    load_tile<Rule>(param, base, end, value, grad, state);
 #pragma unroll
     for (int k = 0; k < kElementsPerThread; ++k) {
       T own[kMaxStates];
@@ -291,7 +337,10 @@ __device__ void update_range(const StepJob& job, const GradTreatment& treatment,
     store_param(param.param, param.key, base, end, value);
     if (treatment.after != GradAfter::kKeep) store_plain(param.grad, base, end, grad);
 #pragma unroll
-    for (int s = 0; s < Rule::kNumStates; ++s) store_state(param.state[s], base, end, state[s]);
+    for (int s = 0; s < Rule::kNumStates; ++s) {
+      if (kFactorsMatrices<Rule> && param.state[s].format == Format::kFactored) continue;
+      store_state(param.state[s], base, end, state[s]);
+    }
   }
 }
 

@@ -46,7 +46,7 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
       }
     }
   });
-  for (const Batch& batch : read.batches) {
+  for (Batch& batch : read.batches) {
     if (batch.total == 0) continue;
     StepJob job = {};
     job.kind = batch.rule->kind;

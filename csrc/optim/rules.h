@@ -4,7 +4,8 @@
 // and a template <class T> whose operator() updates one element; kSquared says which of its states are means or sums of
 // squares, of which 8 bits keep the root. A new element-wise optimizer is one such pair and one row in DT_OPTIM_RULES,
 // which names its states as torch's class does. A rule whose step has a length that depends on the whole parameter's
-// norms (DT_LAYER_RULES) says its direction apart, and what to make of the norms: see layer.h.
+// norms (DT_LAYER_RULES) says its direction apart, and what to make of the norms: see layer.h. Args that depend on the
+// shape of a matrix have fit(rows, columns), called once with it, both 0 where the parameter is none.
 #pragma once
 
 #include <cmath>
@@ -76,6 +77,34 @@ DT_HOST_DEVICE double power(double base, double exponent) {
   return result;
 }
 
+// A base of 1 or above to any power of 0 or below, as exp(exponent * log(base)): the same bits on CPU and GPU, and a
+// relative error of some 2^-53 times that logarithm's size. (Bases below 1 count as 1, powers below 1e-307 as 0.)
+DT_HOST_DEVICE double decayed(double base, double exponent) {
+  if (!(base > 1)) return 1;
+  constexpr double kLog2 = 0.693147180559945309417;
+  // base = mantissa * 2^shift, with a mantissa near 1, whose logarithm is 2 artanh((mantissa - 1) / (mantissa + 1)).
+  const uint64_t bits = bits_as<uint64_t>(base);
+  double shift = static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
+  double mantissa = bits_as<double>((bits & 0x000fffffffffffffu) | 0x3ff0000000000000u);
+  if (mantissa > 1.4142135623730951) {
+    mantissa *= 0.5;
+    shift += 1;
+  }
+  const double ratio = (mantissa - 1) / (mantissa + 1), square = ratio * ratio;
+  double series = 0;
+  for (int k = 21; k > 0; k -= 2) series = series * square + 1.0 / k;
+  const double logarithm = exponent * (2 * ratio * series + shift * kLog2);
+  if (!(logarithm > -707)) return 0;
+  // exp of it, 2^whole times that of what is left, which is half of log(2) at most.
+  constexpr double kLog2Leading = 0x1.62e42feep-1, kLog2Rest = 0x1.a39ef35793c76p-33;
+  constexpr double kRounds = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves no room for a fraction
+  const double whole = (logarithm * (1 / kLog2) + kRounds) - kRounds;
+  const double rest = (logarithm - whole * kLog2Leading) - whole * kLog2Rest;
+  double exponential = 1;
+  for (int k = 14; k > 0; --k) exponential = 1 + exponential * rest / k;
+  return exponential * bits_as<double>(static_cast<uint64_t>(static_cast<int64_t>(whole) + 1023) << 52);
+}
+
 // -1, 0 or 1; a NaN stays one.
 template <class T>
 DT_HOST_DEVICE T sign_of(T x) {
@@ -86,6 +115,12 @@ DT_HOST_DEVICE T sign_of(T x) {
 template <class T>
 DT_HOST_DEVICE T maximum(T a, T b) {
   return a != a || a > b ? a : b;
+}
+
+// The same of min, for the first of both.
+template <class T>
+DT_HOST_DEVICE T minimum(T a, T b) {
+  return a >= b ? b : a;
 }
 
 // ---- Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2). The step
@@ -471,27 +506,32 @@ struct MuonStep {
   }
 };
 
-// ---- Adafactor (Shazeer & Stern 2018, alg. 4 and 5, in torch's form). Its matrices have passes of their own
-// (adafactor.cpp) with the same Args; vectors keep a second moment per element and are a rule like others.
+// ---- Adafactor (Shazeer & Stern 2018, alg. 4 and 5, in torch's form). Vectors keep a second moment per element; a
+// matrix has it factored (adafactor_pass.h), by passes of their own before this rule's, whose state is then
+// 1 / sqrt(second moment).
 struct AdafactorArgs {
   double sign;
   double fresh;  // what the newest gradient counts in second moments: step ** beta2_decay
   double eps1, eps2, d;
   double decay;      // 1 - lr * weight_decay
   double step_size;  // min(lr, 1 / sqrt(step)), times what adapt() makes of both norms
+  double is_matrix;
 
   static constexpr bool kCountsSteps = true;
   static DT_HOST_DEVICE AdafactorArgs make(const Hypers& hyper, double step) {
     AdafactorArgs args;
     args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.fresh = pow(step, hyper.beta2_decay);
+    args.fresh = decayed(step, hyper.beta2_decay);
     args.eps1 = hyper.eps1;
     args.eps2 = hyper.eps2;
     args.d = hyper.d;
     args.decay = 1 - hyper.lr * hyper.weight_decay;
     args.step_size = fmin(hyper.lr, 1 / sqrt(step));
+    args.is_matrix = 0;
     return args;
   }
+
+  DT_HOST_DEVICE void fit(int64_t rows, int64_t) { is_matrix = rows > 0; }
 
   DT_HOST_DEVICE void adapt(const LayerSums& sums, int64_t numel) {
     const double param_size = sqrt(sums.param / numel), size = sqrt(sums.direction / numel);
@@ -500,16 +540,25 @@ struct AdafactorArgs {
 };
 
 template <class T>
-struct AdafactorVector {
+struct Adafactor {
   using Args = AdafactorArgs;
   static constexpr int kNumStates = 1;
   static constexpr bool kSquared[kMaxStates] = {true};
-  T sign, fresh, floor, decay, step_size;
+  static constexpr bool kFactorsMatrices = true;
+  T sign, fresh, floor, most, decay, step_size;
+  bool is_matrix;
 
-  DT_HOST_DEVICE explicit AdafactorVector(const Args& a)
-      : sign(T(a.sign)), fresh(T(a.fresh)), floor(T(a.eps1 * a.eps1)), decay(T(a.decay)), step_size(T(a.step_size)) {}
+  DT_HOST_DEVICE explicit Adafactor(const Args& a)
+      : sign(T(a.sign)),
+        fresh(T(a.fresh)),
+        floor(T(a.eps1 * a.eps1)),
+        most(T(1 / a.eps1)),
+        decay(T(a.decay)),
+        step_size(T(a.step_size)),
+        is_matrix(a.is_matrix != 0) {}
 
   DT_HOST_DEVICE T direction(T, T grad, T (&state)[kMaxStates]) const {
+    if (is_matrix) return sign * grad * minimum(state[0], most);
     T& variance = state[0];
     variance = variance + fresh * (grad * grad - variance);
     return sign * grad / square_root(maximum(variance, floor));
@@ -541,11 +590,11 @@ struct AdafactorVector {
 
 #define DT_LAYER_RULES(X)                  \
   X(Lamb, "lamb", "exp_avg", "exp_avg_sq") \
-  X(AdafactorVector, "adafactor_vector", "variance")
+  X(Adafactor, "adafactor", "variance", "row_var", "col_var")
 
 enum class RuleKind : int32_t {
 #define DT_ENUMERATOR(Rule, ...) k##Rule,
-  DT_OPTIM_RULES(DT_ENUMERATOR) DT_LAYER_RULES(DT_ENUMERATOR) kAdafactor,
+  DT_OPTIM_RULES(DT_ENUMERATOR) DT_LAYER_RULES(DT_ENUMERATOR)
 #undef DT_ENUMERATOR
 };
 

@@ -18,15 +18,25 @@ at::Tensor empty_on(c10::Device device, int64_t bytes) {
 
 void place_on_device(Batch& batch) {
   const c10::DeviceGuard guard(batch.device);
+  if (batch.rule->kind == RuleKind::kAdafactor) {
+    // Made anew in every step: torch's allocator mostly gives the same memory, so that the table stays as it is.
+    batch.factoring = factoring_of(batch.params.data(), static_cast<int32_t>(batch.params.size()));
+    batch.factors = empty_on(batch.device, batch.factoring.num_doubles * static_cast<int64_t>(sizeof(double)));
+    place_factors(batch.factoring, batch.params.data(), static_cast<double*>(batch.factors.data_ptr()));
+  }
+  const std::vector<Factored>& matrices = batch.factoring.matrices;
   std::vector<char> bytes;
   append_bytes(bytes, batch.params.data(), batch.params.size());
   append_bytes(bytes, batch.starts.data(), batch.starts.size());
   append_bytes(bytes, batch.empty_starts.data(), batch.empty_starts.size());
+  append_bytes(bytes, matrices.data(), matrices.size());
   void* const stream = current_stream(batch.device);
   char* table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table);
   table += batch.params.size() * sizeof(ParamJob);
   batch.placed.starts = reinterpret_cast<const ParamStart*>(table);
+  table += (batch.starts.size() + batch.empty_starts.size()) * sizeof(ParamStart);
+  batch.placed.matrices = reinterpret_cast<const Factored*>(table);
   bytes.clear();
   append_bytes(bytes, batch.numbers.data(), batch.numbers.size());
   batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
@@ -56,7 +66,7 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
   return treatment;
 }
 
-void run_on_device(const Batch& batch, StepJob job) {
+void run_on_device(Batch& batch, StepJob job) {
   const c10::DeviceGuard guard(batch.device);
   void* const stream = current_stream(batch.device);
   const at::Tensor rules = empty_on(batch.device, job.num_params * static_cast<int64_t>(sizeof(RuleArgs)));
@@ -67,6 +77,9 @@ void run_on_device(const Batch& batch, StepJob job) {
               static_cast<RuleArgs*>(rules.data_ptr()), job.num_params,
               static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()), job.treatment_on_device},
              stream);
+  const Factoring& factoring = batch.factoring;
+  factor_cuda(job, batch.placed.matrices, static_cast<int32_t>(factoring.matrices.size()), factoring.num_units,
+              factoring.num_blocks, stream);
   at::Tensor sums;
   if (batch.rule->adapt != nullptr) {
     sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(LayerSums)));
@@ -74,6 +87,7 @@ void run_on_device(const Batch& batch, StepJob job) {
                static_cast<RuleArgs*>(rules.data_ptr()), stream);
   }
   step_cuda(job, stream);
+  batch.factors.reset();
 }
 
 }  // namespace drivetrain::optim

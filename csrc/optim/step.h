@@ -55,13 +55,13 @@ struct StepJob {
 #if defined(DRIVETRAIN_ISA)
 inline namespace DRIVETRAIN_ISA {
 #endif
-// The last parameter whose `begin` is not beyond `position`, or the first.
-DT_HOST_DEVICE int32_t last_from(const ParamJob* params, int32_t num_params, int64_t ParamJob::* begin,
-                                 int64_t position) {
-  int32_t low = 0, high = num_params - 1;
+// The last one whose `begin` is not beyond `position`, or the first.
+template <class Job>
+DT_HOST_DEVICE int32_t last_from(const Job* jobs, int32_t num_jobs, int64_t Job::* begin, int64_t position) {
+  int32_t low = 0, high = num_jobs - 1;
   while (low < high) {
     const int32_t middle = (low + high + 1) / 2;
-    if (params[middle].*begin <= position) {
+    if (jobs[middle].*begin <= position) {
       low = middle;
     } else {
       high = middle - 1;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "optim/adafactor.h"
 #include "optim/cuda_step.h"
 #include "optim/device_table.h"
 #include "optim/layer.h"
@@ -76,7 +77,10 @@ struct Batch {
     ParamJob* params;
     const ParamStart* starts;
     const GroupNumbers* numbers;
+    const Factored* matrices;
   } placed = {};
+  Factoring factoring = {};
+  at::Tensor factors = {};  // their memory, during the step
 };
 
 // A counter of steps, to be advanced: beside its parameter on CUDA, by the step itself, so that nobody has to ask the

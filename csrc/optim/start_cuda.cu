@@ -25,7 +25,9 @@ __global__ void treat(TreatmentAsked asked, TreatmentScalars scalars, const doub
 template <class Args>
 __device__ RuleArgs args_of(const Hypers& hypers, double step, const ParamJob& param) {
   Args args = Args::make(hypers, step);
-  if constexpr (requires { args.fit(param.rows, param.columns); }) args.fit(param.rows, param.columns);
+  if constexpr (requires { args.fit(param.rows, param.columns); }) {
+    if (param.rows > 0) args.fit(param.rows, param.columns);
+  }
   return RuleArgs::of(args);
 }
 

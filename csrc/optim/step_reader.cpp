@@ -598,7 +598,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   job.begin = batch.total;
   const bool is_random = group.precision.rounding == Rounding::kStochastic;
   const uint64_t seed = is_random ? mixed(static_cast<uint64_t>(group.index) << 32 | entry.index) : 0;
-  if (batch.starts_on_device()) {
+  if (batch.device.is_cuda()) {
     job.rule = start_index(batch, entry, reading, seed);
   } else {
     job.rule = rule_index(entry, reading.steps_done);
@@ -789,12 +789,6 @@ const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor
 
 Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_double) {
   const RuleInfo* rule = groups_[entry.group].rule;
-  if (device.is_cuda() && rule->kind == RuleKind::kMuonMomentum &&
-      groups_[entry.group].precision.rounding == Rounding::kStochastic) {
-    throw UnsupportedError(text(label(entry), " is on ", device.str(),
-                                ": rounding='stochastic' does not work for Muon on CUDA so far; there use "
-                                "master_bits=24 or rounding='kahan'."));
-  }
   for (Batch& batch : batches) {
     if (batch.rule == rule && batch.device == device && batch.in_double == in_double) return batch;
   }

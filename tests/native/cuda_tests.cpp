@@ -346,7 +346,7 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment) 
   std::vector<optim::RuleArgs> rules;
   for (optim::ParamJob& param : expected.jobs()) {
     auto args = optim::AdafactorArgs::make(fixed_hypers(), kSteps + 1);
-    args.fit(param.rows, param.columns);
+    if (param.rows > 0) args.fit(param.rows, param.columns);
     rules.push_back(optim::RuleArgs::of(args));
     param.key = optim::random_key(kSeed, kSteps);
   }
@@ -393,6 +393,70 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment) 
   expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
 }
 
+// Of Muon: both passes, with what they say in the place of products. As optim/muon.cpp and optim/run_cuda.cpp do it.
+void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatment treatment) {
+  constexpr double kSteps = 4;
+  constexpr uint64_t kSeed = 5;
+  Params expected(rule, layout, kSizes), found(rule, layout, kSizes);
+  const std::vector<unsigned char> before = found.bytes();
+  std::vector<optim::RuleArgs> rules;
+  std::vector<std::vector<uint16_t>> results[2];  // of the iteration
+  // The jobs of the momenta; those of the step are written over the parameters' own.
+  const auto momenta_of = [](Params& params, std::vector<std::vector<uint16_t>>& memory) {
+    std::vector<optim::ParamJob> momenta;
+    for (optim::ParamJob& job : params.jobs()) {
+      job.rule = static_cast<int32_t>(momenta.size());
+      job.rows = job.numel;
+      job.columns = 1;
+      memory.emplace_back(job.numel);
+      momenta.push_back(job);
+      momenta.back().param = job.grad = {memory.back().data(), Format::kBFloat16};
+    }
+    return momenta;
+  };
+  std::vector<optim::ParamJob> momenta = momenta_of(expected, results[0]);
+  for (optim::ParamJob& param : expected.jobs()) {
+    auto args = optim::MuonArgs::make(fixed_hypers(), 1);
+    args.fit(param.rows, param.columns);
+    rules.push_back(optim::RuleArgs::of(args));
+    param.key = optim::random_key(kSeed, kSteps);
+  }
+  optim::StepJob job = expected.job();
+  job.rules = rules.data();
+  if (!treatment.skips) {
+    job.treatment = treatment;
+    job.params = momenta.data();
+    optim::baseline::step_cpu(job, 0, job.total);
+    job.kind = optim::RuleKind::kMuonStep;
+    job.treatment = {};
+    job.params = expected.jobs().data();
+    optim::baseline::step_cpu(job, 0, job.total);
+  }
+
+  momenta = momenta_of(found, results[1]);
+  std::vector<float> counters(rules.size(), kSteps);
+  std::vector<optim::ParamStart> starts;
+  for (float& counter : counters) starts.push_back({&counter, false, false, 0, 1, kSeed});
+  const optim::GroupNumbers numbers = {fixed_hypers(), nullptr, false};
+  std::vector<optim::RuleArgs> found_rules(rules.size());
+  job = found.job();
+  job.treatment_on_device = &treatment;
+  job.rules = found_rules.data();
+  optim::start_cuda({job.kind, found.jobs().data(), starts.data(), &numbers, found_rules.data(), job.num_params,
+                     job.num_params, &treatment},
+                    nullptr);
+  job.params = momenta.data();
+  optim::step_cuda(job, nullptr);
+  job.kind = optim::RuleKind::kMuonStep;
+  job.only_skips = true;
+  job.params = found.jobs().data();
+  optim::step_cuda(job, nullptr);
+  const std::string name = text("CUDA muon, both passes, ", layout.name);
+  expect(counters[0] == kSteps + (treatment.skips ? 0 : 1), text(name, ": counters"));
+  expect(treatment.skips || results[0] == results[1], text(name, ": the step writes the iteration's results"));
+  expect(found.bytes() == (treatment.skips ? before : expected.bytes()), text(name, ": other bytes than the CPU"));
+}
+
 }  // namespace
 
 void test_cuda_kernels() {
@@ -410,6 +474,12 @@ void test_cuda_kernels() {
       test_factored(layout, {0.3, optim::GradAfter::kTreated});
     }
     test_factored(kLayouts[0], {1, optim::GradAfter::kZero});
+    for (const TestedRule& rule : tested_rules()) {
+      if (rule.kind != optim::RuleKind::kMuonMomentum) continue;
+      for (const Layout& layout : kLayouts) test_muon(rule, layout, {0.3, optim::GradAfter::kTreated});
+      test_muon(rule, kLayouts[0], {1, optim::GradAfter::kZero});
+      test_muon(rule, kLayouts[0], {0.3, optim::GradAfter::kTreated, /*skips=*/true});
+    }
   }
 }
 

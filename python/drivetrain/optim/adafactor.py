@@ -21,9 +21,9 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     order: the same bits whatever the number of threads, the instruction set and the device. Matrices that do not lie
     row by row in memory are stepped in a copy.
 
-    On CUDA six launches, however many parameters there are, and four where none is a matrix: the step's scalars, the
-    sums of rows and columns, the factors, the norms, what they make of each parameter's step, and the step. Each but
-    the first asks for all of what the one before it has written, so that there is none to save.
+    On CUDA six launches, however many parameters there are, and four where none is a matrix: the step's scalars; the
+    sums of rows and columns; the factors; the norms; what they make of each parameter's step; the step. From the third
+    on, each needs all that the one before it has written.
 
     Source: Shazeer & Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", algorithms 4 and 5,
     in torch's form: means instead of sums, eps1 in the update and not in the factors, no first moment. Where `eps[0]`

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import drivetrain.amp
 from drivetrain import optim
+from test_adafactor import PRECISIONS as ADAFACTORS_PRECISIONS
+from test_adafactor import SHAPES as MATRICES
 from test_optim import CASES, assert_same, cases, copies, make_params, set_grads
 from test_precision import PRECISIONS, everything, same_bits
 
@@ -27,9 +29,11 @@ def on_gpu(params: list[Tensor]) -> list[Tensor]:
     return [p.detach().to(DEVICE, copy=True).requires_grad_() for p in params]
 
 
-def pair(ours: type, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+def pair(
+    ours: type, options: dict[str, Any], dtype: torch.dtype = torch.float32, shapes: list[Any] | None = None
+) -> tuple[Any, Any]:
     """The same optimizer on the CPU and on the GPU."""
-    params = make_params(dtype)
+    params = make_params(dtype) if shapes is None else make_params(dtype, shapes)
     return ours(params, **options), ours(on_gpu(params), **options)
 
 
@@ -191,6 +195,85 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
     for optimizer in (on_cpu, on_device):  # outside of the graph again
         optimizer.step()
     assert_same_bits(on_cpu, on_device)
+
+
+@pytest.mark.parametrize("precision", ADAFACTORS_PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_adafactor_gives_the_cpus_bits(precision: str, dtype: torch.dtype) -> None:
+    """Factors of every shape, a step that overflows, no wait, and replays of a graph whose step count goes on."""
+    options = ADAFACTORS_PRECISIONS[precision]
+    if (dtype == torch.float16 and options.get("master_bits")) or (dtype == torch.float64 and "state_bits" in options):
+        pytest.skip("not for this dtype")
+    on_cpu, on_device = pair(optim.Adafactor, {**options, "max_grad_norm": 1.0}, dtype, MATRICES)
+    cpu_params, params = params_of(on_cpu), params_of(on_device)
+    set_grads(cpu_params, params)
+    graph = None
+    for step in range(6):
+        for param, other in zip(cpu_params, params, strict=True):
+            param.grad.normal_()
+            if step == 2:
+                param.grad.view(-1)[0] = math.inf
+            other.grad.copy_(param.grad)
+        if step == 3:
+            graph = captured(on_device.step)
+        with no_waiting():
+            if graph is not None:
+                graph.replay()
+            else:
+                on_device.step()
+        if step == 2:
+            with pytest.warns(UserWarning, match="the step was left out"):
+                on_cpu.step()
+        else:
+            on_cpu.step()
+        assert on_cpu.grad_norm == on_device.grad_norm
+        assert_same_bits(on_cpu, on_device)
+
+
+@pytest.mark.parametrize("precision", [{}, *PRECISIONS.values(), {"rounding": "stochastic"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_muon_is_the_cpus_but_for_its_products(precision: dict[str, Any], dtype: torch.dtype) -> None:
+    """The momentum has the CPU's bits: clipped, in a step that overflows, and in a graph that follows the rate."""
+    if dtype == torch.float16 and precision.get("master_bits") == 24:
+        pytest.skip("24 bits are for bfloat16 parameters")
+    options = {**precision, "min_8bit_size": 0, "max_grad_norm": 0.5, "weight_decay": 0.0}
+    shapes: list[Any] = [(64, 48), (48, 64), (300, 70), (64, 48), (7, 1), (0, 4)]
+    on_cpu, on_device = pair(optim.Muon, options, dtype, shapes)
+    on_device.param_groups[0]["lr"] = lr = torch.tensor(on_cpu.param_groups[0]["lr"], device=DEVICE)
+    cpu_params, params = params_of(on_cpu), params_of(on_device)
+    set_grads(cpu_params, params)
+    graph = None
+    for step in range(6):
+        for param, other in zip(cpu_params, params, strict=True):
+            param.grad.normal_()
+            if step == 2 and param.numel() > 0:
+                param.grad[0, 0] = math.nan
+            other.grad.copy_(param.grad)
+        if step == 3:
+            graph = captured(on_device.step)
+            on_cpu.param_groups[0]["lr"] = 0.01
+            lr.fill_(0.01)
+        before = [copies(cpu_params), copies(params)]
+        with no_waiting():
+            if graph is not None:
+                graph.replay()
+            else:
+                on_device.step()
+        if step == 2:
+            with pytest.warns(UserWarning, match="the step was left out"):
+                on_cpu.step()
+            assert on_device.last_step_skipped
+            assert all(same_bits(a, b) for a, b in zip(params, before[1], strict=True))
+        else:
+            on_cpu.step()
+            assert on_cpu.grad_norm == on_device.grad_norm
+        for param, other, *was in zip(cpu_params, params, *before, strict=True):
+            assert same_bits(param.grad, other.grad.cpu())
+            for name in on_cpu.state[param]:
+                if name.startswith("momentum"):
+                    assert same_bits(on_cpu.state[param][name], on_device.state[other][name].cpu())
+            moves = [(now.cpu().double() - then.cpu().double()) for now, then in zip((param, other), was, strict=True)]
+            assert (moves[0] - moves[1]).norm() <= (0.1 if dtype == torch.float32 else 1.0) * moves[0].norm() + 1e-12
 
 
 def test_a_first_step_is_not_captured() -> None:

@@ -1,4 +1,10 @@
-// Adafactor's passes over the matrices of one parameter, as plain data: what adafactor.cpp cuts up and its kernels get.
+// Adafactor's passes over the matrices of parameters, as plain data: how they are cut up, in which order sums are
+// taken, and what their kernels get on the CPU and on CUDA. Needs no torch header.
+//
+// A matrix is cut up in units of kUnitRows * kUnitColumns elements, a unit in strips of kStripRows rows. A row's
+// squares are added up within a unit in the order of grad/lanes.h, a column's within a strip from top to bottom, strips
+// to each other as a tree (the first half gets the second), units from the first to the last. The mean over a matrix'
+// rows: row i is added to slot i % kSlots, and the slots to each other as a tree. So the order depends on shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -7,53 +13,115 @@
 
 namespace drivetrain::optim {
 
-// A part of a parameter of shape [.., rows, columns], which lies contiguously. Rows are counted through all its
-// matrices: row r belongs to matrix r / rows.
-struct Block {
+constexpr int kStrips = 8;  // of a unit: warps of a block on CUDA
+constexpr int kStripRows = 32;
+constexpr int kUnitRows = kStrips * kStripRows;
+constexpr int kUnitColumns = 256;
+constexpr int kSlots = 256;  // threads of a block on CUDA
+
+// A parameter of `matrices` matrices, which lies contiguously. Sums are of squares of gradients. The values per row and
+// column whose product its step is to be multiplied by are its first state, of format kFactored.
+struct Factored {
+  int64_t param;  // index into StepJob::params
+  int64_t matrices, rows, columns;
+  double* row_sums;     // for every unit of columns: [matrices, rows]
+  double* column_sums;  // for every unit of rows: [matrices, columns]
+  // CUDA: of its units and of its blocks of the update, counted through all parameters.
+  int64_t first_unit, first_block;
+};
+
+// A part of a unit; rows are counted through all matrices.
+struct Strip {
   int64_t row_begin, row_end;
   int64_t column_begin, column_end;
 };
 
-// Of squares of gradients, in double; a block adds to its own.
-struct FactorSums {
-  double* rows;     // one per row
-  double* columns;  // one per matrix and column
-};
+#if defined(DRIVETRAIN_ISA)
+inline namespace DRIVETRAIN_ISA {
+#endif
 
-// What gradients are multiplied by, in the type that is computed in: 1 / sqrt(max(row * column, floor)), or if no
-// product is below the floor, with both roots taken beforehand, row * column.
-struct Factors {
-  void* rows;
-  void* columns;
-  double floor;
-  bool are_roots;
-};
+DT_HOST_DEVICE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-struct Least {
-  double row, column;
-};
+// Of low matrices a strip takes several, all of their rows each.
+DT_HOST_DEVICE bool is_low(const Factored& of) { return of.rows <= kStripRows; }
 
-// One copy per instruction set. sums: adds to both, and returns the sum of squares of the parameter's elements.
-// update: takes new sums (num_row_sums arrays for rows, one after the other, and as many as num_column_sums for
-// columns) into the states of the matrices [begin, end), and writes their factors, not roots; returns the least.
-// roots: of count factors. direction: its sum of squares. step: the parameter's, whose args have been adapted.
-#define DT_ADAFACTOR_PASSES                                                                                          \
-  double adafactor_sums_cpu(const StepJob& job, const ParamJob& param, const Block& block, FactorSums sums);         \
-  Least adafactor_update_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end, FactorSums sums, \
-                             int64_t num_row_sums, int64_t num_column_sums, Factors factors);                        \
-  void adafactor_roots_cpu(const StepJob& job, void* factors, int64_t count);                                        \
-  double adafactor_direction_cpu(const StepJob& job, const ParamJob& param, const Block& block,                      \
-                                 const Factors& factors);                                                            \
-  void adafactor_step_cpu(const StepJob& job, const ParamJob& param, const Block& block, const Factors& factors);
+// Of one matrix.
+DT_HOST_DEVICE int64_t num_row_units(const Factored& of) { return (of.rows + kUnitRows - 1) / kUnitRows; }
+DT_HOST_DEVICE int64_t num_column_units(const Factored& of) { return (of.columns + kUnitColumns - 1) / kUnitColumns; }
+
+DT_HOST_DEVICE int64_t num_units(const Factored& of) {
+  const int64_t in_unit = kStrips * (kStripRows / of.rows);
+  const int64_t high = is_low(of) ? (of.matrices + in_unit - 1) / in_unit : of.matrices * num_row_units(of);
+  return high * num_column_units(of);
+}
+
+// On CUDA a block of the update takes the rows of a matrix, or of as many low ones as it has warps, or kSlots columns.
+DT_HOST_DEVICE int64_t num_row_blocks(const Factored& of) {
+  return is_low(of) ? (of.matrices + kStrips - 1) / kStrips : of.matrices;
+}
+DT_HOST_DEVICE int64_t num_update_blocks(const Factored& of) {
+  return num_row_blocks(of) + (of.matrices * of.columns + kSlots - 1) / kSlots;
+}
+
+// May be empty.
+DT_HOST_DEVICE Strip strip_of(const Factored& of, int64_t unit, int strip) {
+  const int64_t across = num_column_units(of), down = unit / across, column = (unit - down * across) * kUnitColumns;
+  Strip result = {0, 0, column, smaller(column + kUnitColumns, of.columns)};
+  if (is_low(of)) {
+    const int64_t in_strip = kStripRows / of.rows, first = (down * kStrips + strip) * in_strip;
+    result.row_begin = smaller(first, of.matrices) * of.rows;
+    result.row_end = smaller(first + in_strip, of.matrices) * of.rows;
+  } else {
+    const int64_t units = num_row_units(of), matrix = down / units;
+    const int64_t row = (down - matrix * units) * kUnitRows + strip * kStripRows;
+    result.row_begin = matrix * of.rows + smaller(row, of.rows);
+    result.row_end = matrix * of.rows + smaller(row + kStripRows, of.rows);
+  }
+  return result;
+}
+
+// Where the sums of a unit's rows go, by row; and those of columns, by matrix and column.
+DT_HOST_DEVICE double* row_sums_of(const Factored& of, int64_t unit) {
+  return of.row_sums + unit % num_column_units(of) * of.matrices * of.rows;
+}
+DT_HOST_DEVICE double* column_sums_of(const Factored& of, int64_t unit) {
+  return of.column_sums + unit / num_column_units(of) % num_row_units(of) * of.matrices * of.columns;
+}
+
+// A state's new value. sum: over `count` squares.
+template <class T>
+DT_HOST_DEVICE T new_mean(double before, double sum, int64_t count, double fresh) {
+  return static_cast<T>(before + fresh * (sum / static_cast<double>(count) - before));
+}
+
+// What a gradient of value 1 is multiplied by: 1 / sqrt(row * column / mean of rows), as the product of both roots and,
+// within the row's, that of the mean. The step itself looks to it that the product is not too large.
+template <class T>
+DT_HOST_DEVICE T factor_of(T mean) {
+  return T(1) / square_root(mean);
+}
+template <class T>
+DT_HOST_DEVICE T scale_of_rows(double sum_of_means, int64_t rows, double eps1) {
+  return static_cast<T>(sqrt(maximum(sum_of_means / static_cast<double>(rows), eps1)));
+}
+
+#if defined(DRIVETRAIN_ISA)
+}  // namespace DRIVETRAIN_ISA
+#endif
+
+// One copy per instruction set. sums: of one unit. update: takes the sums of the matrices [begin, end) into their
+// states, the second of the parameter's for rows and the third for columns, and writes the first.
 namespace baseline {
-DT_ADAFACTOR_PASSES
-}
+void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
+void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);
+}  // namespace baseline
 namespace avx2 {
-DT_ADAFACTOR_PASSES
-}
+void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
+void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);
+}  // namespace avx2
 namespace avx512 {
-DT_ADAFACTOR_PASSES
-}
-#undef DT_ADAFACTOR_PASSES
+void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
+void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);
+}  // namespace avx512
 
 }  // namespace drivetrain::optim

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optim/adafactor_pass.h"
 #include "optim/step.h"
 #include "optim/treatment.h"
 
@@ -60,6 +61,11 @@ struct StepStart {
   const GradTreatment* treatment;
 };
 void start_cuda(const StepStart& start, void* stream);
+
+// Of Adafactor's matrices: takes gradients into the states of rows and columns, and fills what the parameters' first
+// states point to. All pointers are of the device; `rules` have been started.
+void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
+                 int64_t num_blocks, void* stream);
 
 // Of a rule that asks for norms (layer.h): takes the sums over all chunks, for which there must be memory, and adapts
 // `rules`, which are the job's. Writes nothing else.

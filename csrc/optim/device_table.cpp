@@ -8,7 +8,9 @@
 #include "optim/cuda_step.h"
 
 namespace drivetrain::optim {
+namespace {
 
+// In the order of the device's current stream.
 at::Tensor uploaded(const std::vector<char>& bytes, c10::Device device) {
   // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
   const auto size = static_cast<int64_t>(bytes.size());
@@ -16,6 +18,8 @@ at::Tensor uploaded(const std::vector<char>& bytes, c10::Device device) {
   std::memcpy(pinned.data_ptr(), bytes.data(), bytes.size());
   return pinned.to(device, /*non_blocking=*/true);
 }
+
+}  // namespace
 
 char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void* stream) {
   const auto size = static_cast<int64_t>(bytes.size());

@@ -17,9 +17,6 @@ void append_bytes(std::vector<char>& bytes, const T* values, size_t count) {
   bytes.insert(bytes.end(), begin, begin + count * sizeof(T));
 }
 
-// A copy on the device, in the order of its current stream; the host does not wait.
-at::Tensor uploaded(const std::vector<char>& bytes, c10::Device device);
-
 // Uploaded again only where they have changed, through pinned memory: the host never waits. While a CUDA graph is
 // captured they go into memory of their own, written by the graph itself and kept as long as this object lives:
 // replays neither read what later steps upload nor write where those read.

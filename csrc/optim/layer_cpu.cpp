@@ -31,7 +31,9 @@ LayerSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int6
     const T* values = load_tile(param.param, i, count, scratch[0]);
     const T* grad = load_tile(param.grad, i, count, scratch[1]);
     const T* state[kMaxStates] = {};
-    for (int s = 0; s < Rule::kNumStates; ++s) state[s] = load_tile(param.state[s], i, count, scratch[3 + s]);
+    for (int s = 0; s < Rule::kNumStates; ++s) {
+      state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[3 + s]);
+    }
     directions_of(rule, T(job.treatment.factor), values, grad, state[0], state[1], scratch[2], count);
     params.add(values, count);
     directions.add(scratch[2], count);

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) layer_sums(StepJob job, int64_t num_
     double sum = 0;
     for (int64_t base = begin; base < end; base += kTileCuda) {
       T value[kElementsPerThread] = {}, grad[kElementsPerThread] = {}, state[kMaxStates][kElementsPerThread] = {};
-      load_tile<Rule::kNumStates>(param, base, end, value, grad, state);
+      load_tile<Rule>(param, base, end, value, grad, state);
 #pragma unroll
       for (int k = 0; k < kElementsPerThread; ++k) {
         T own[kMaxStates];

@@ -80,7 +80,9 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     T* values = load_tile(param.param, i, count, scratch[0]);
     T* grad = load_tile(param.grad, i, count, scratch[1]);
     T* state[kMaxStates] = {};
-    for (int s = 0; s < Rule::kNumStates; ++s) state[s] = load_tile(param.state[s], i, count, scratch[2 + s]);
+    for (int s = 0; s < Rule::kNumStates; ++s) {
+      state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);
+    }
     Prepared prepared;
     update_tile<Rule, kCoded>(rule, T(job.treatment.factor), values, grad, state[0], state[1], state[2], count,
                               prepared);
@@ -118,7 +120,7 @@ void loop_cpu(const StepJob& job, int64_t begin, int64_t end) {
     const int64_t to = end - param.begin < param.numel ? end - param.begin : param.numel;
     if (job.in_double) {
       update_range<RuleOf, double, false>(job, param, from, to);
-    } else if (RuleOf<float>::kNumStates > 0 && param.state[0].extra != nullptr) {
+    } else if (RuleOf<float>::kNumStates > 0 && has_blocks(param.state[0].format)) {
       update_range<RuleOf, float, true>(job, param, from, to);
     } else {
       update_range<RuleOf, float, false>(job, param, from, to);

@@ -1,17 +1,16 @@
 // Muon's matrices in batches of one shape: their momentum, Newton-Schulz, their step; see muon.h.
 #include "optim/muon.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <tuple>
-#include <vector>
+#include <utility>
 
 #include "grad/norm.h"
 #include "optim/launch.h"
@@ -23,26 +22,13 @@ namespace {
 // Elements of a batch: the iteration has about four copies of it in bfloat16.
 constexpr int64_t kBatchElements = 1 << 23;
 
-struct Matrix {
-  ParamJob param;
-  MuonArgs args;
-};
-
 // Matrices with the same may share a batch: their shape as memory has it, and what the iteration depends on.
 auto shape_of(const ParamJob& param) {
   return param.is_transposed ? std::pair(param.columns, param.rows) : std::pair(param.rows, param.columns);
 }
-auto batch_key(const Matrix& matrix) {
-  const MuonArgs& args = matrix.args;
-  return std::tuple(shape_of(matrix.param), args.coefficients[0], args.coefficients[1], args.coefficients[2],
-                    args.iterations, args.eps);
-}
-
-// torch.optim.Muon's learning rates: Jordan's, or those of Liu et al. 2025 (section 2.2), which match AdamW's updates.
-double adjusted(const MuonArgs& args, const ParamJob& param) {
-  const double rows = param.rows, columns = param.columns;
-  return args.step_size * (args.matches_rms_adamw != 0 ? 0.2 * std::sqrt(std::max(rows, columns))
-                                                       : std::sqrt(std::max(1.0, rows / columns)));
+auto batch_key(const ParamJob& param, const MuonArgs& args) {
+  return std::tuple(shape_of(param), args.coefficients[0], args.coefficients[1], args.coefficients[2], args.iterations,
+                    args.eps);
 }
 
 // Of each matrix, in bfloat16 as torch has it. On the CPU in our own order, whatever the number of threads.
@@ -57,10 +43,11 @@ at::Tensor norms_of(const at::Tensor& matrices) {
   return norms.to(at::kBFloat16);
 }
 
-// Newton-Schulz with a polynomial of degree 5: towards the nearest orthogonal matrices. matrices: [number, rows,
-// columns], bfloat16, written. A tall matrix is multiplied from the right: the smaller of both products with its own
-// transpose is what the polynomial is taken of, and nothing is transposed in memory.
-at::Tensor orthogonalized(at::Tensor matrices, const MuonArgs& args) {
+// Newton-Schulz with a polynomial of degree 5: towards the nearest orthogonal matrices. matrices, other: [number, rows,
+// columns], bfloat16, of which every iteration reads one and writes the other, the first one `other`. A tall matrix is
+// multiplied from the right: the smaller of both products with its own transpose is what the polynomial is taken of,
+// and nothing is transposed in memory.
+void orthogonalize(at::Tensor matrices, at::Tensor other, const MuonArgs& args) {
   const auto [a, b, c] = args.coefficients;
   const bool is_tall = matrices.size(1) > matrices.size(2);
   matrices.div_(norms_of(matrices).clamp_min_(args.eps));
@@ -70,77 +57,92 @@ at::Tensor orthogonalized(at::Tensor matrices, const MuonArgs& args) {
     // Without the last product where it is not asked for: with alpha = 0 torch 2.13's baddbmm of bfloat16 matrices of
     // some sizes is wrong on the CPU, by a factor.
     const at::Tensor polynomial = c == 0 ? gram.mul(b) : at::baddbmm(gram, gram, gram, /*beta=*/b, /*alpha=*/c);
-    matrices = is_tall ? at::baddbmm(matrices, matrices, polynomial, /*beta=*/a)
-                       : at::baddbmm(matrices, polynomial, matrices, /*beta=*/a);
+    at::baddbmm_out(other, matrices, is_tall ? matrices : polynomial, is_tall ? polynomial : matrices, /*beta=*/a);
+    std::swap(matrices, other);
   }
-  return matrices.contiguous();
 }
 
-// One pass of a rule over the batch; params and rules are of the same order.
-void run_pass(c10::Device device, StepJob job, RuleKind kind, std::vector<ParamJob>& params,
-              const std::vector<RuleArgs>& rules) {
-  job.kind = kind;
-  job.total = 0;
-  for (size_t i = 0; i < params.size(); ++i) {
-    params[i].rule = static_cast<int32_t>(i);
-    params[i].begin = num_blocks(job.total) * kBlock;  // states may have blocks
-    job.total = params[i].begin + params[i].numel;
-  }
-  job.params = params.data();
-  job.num_params = static_cast<int32_t>(params.size());
-  job.rules = rules.data();
-  job.num_rules = static_cast<int32_t>(rules.size());
-  run_step(device, job);
-}
+int last_of(const MuonArgs& args) { return static_cast<int>(args.iterations) % 2; }
 
-void run_batch(c10::Device device, const StepJob& job, const Matrix* matrices, int64_t number) {
-  const auto [rows, columns] = shape_of(matrices->param);
-  const at::Tensor momenta = at::empty({number, rows, columns}, at::TensorOptions(at::kBFloat16).device(device));
-  const auto stream = [&](const at::Tensor& of, int64_t i) {
-    return Stream{static_cast<uint16_t*>(of.data_ptr()) + i * rows * columns, Format::kBFloat16};
-  };
-  std::vector<ParamJob> params;
-  std::vector<RuleArgs> rules;
-  for (int64_t i = 0; i < number; ++i) {
-    params.push_back(matrices[i].param);
-    params.back().param = stream(momenta, i);
-    rules.push_back(RuleArgs::of(matrices[i].args));
-  }
-  run_pass(device, job, RuleKind::kMuonMomentum, params, rules);
-
-  const at::Tensor orthogonal = orthogonalized(momenta, matrices->args);
-
-  StepJob step = job;
-  step.treatment = {};  // the gradients have had it
-  for (int64_t i = 0; i < number; ++i) {
-    params[i] = matrices[i].param;
-    params[i].grad = stream(orthogonal, i);
-    MuonArgs args = matrices[i].args;
-    args.step_size = adjusted(args, params[i]);
-    rules[i] = RuleArgs::of(args);
-  }
-  run_pass(device, step, RuleKind::kMuonStep, params, rules);
+Stream matrix_in(const at::Tensor& memory, int64_t index, int64_t numel) {
+  return {static_cast<uint16_t*>(memory.data_ptr()) + index * numel, Format::kBFloat16};
 }
 
 }  // namespace
 
-void run_muon(c10::Device device, const StepJob& job) {
-  std::vector<Matrix> matrices;
-  for (int32_t i = 0; i < job.num_params; ++i) {
-    matrices.push_back({job.params[i], job.rules[job.params[i].rule].as<MuonArgs>()});
+MuonPlan plan_muon(c10::Device device, const ParamJob* params, const std::vector<MuonArgs>& args) {
+  MuonPlan plan;
+  plan.order.resize(args.size());
+  std::iota(plan.order.begin(), plan.order.end(), 0);
+  const auto key = [&](size_t i) { return batch_key(params[plan.order[i]], args[plan.order[i]]); };
+  std::stable_sort(plan.order.begin(), plan.order.end(),
+                   [&](int32_t a, int32_t b) { return batch_key(params[a], args[a]) < batch_key(params[b], args[b]); });
+  int64_t largest = 0;
+  for (size_t first = 0, last = 0; first < plan.order.size(); first = last) {
+    const ParamJob& param = params[plan.order[first]];
+    const int64_t most = std::max<int64_t>(1, kBatchElements / param.numel);
+    while (last < plan.order.size() && static_cast<int64_t>(last - first) < most && key(last) == key(first)) ++last;
+    const auto [rows, columns] = shape_of(param);
+    const auto number = static_cast<int32_t>(last - first);
+    plan.batches.push_back({static_cast<int32_t>(first), number, rows, columns, 0, args[plan.order[first]]});
+    largest = std::max(largest, number * param.numel);
   }
-  std::stable_sort(matrices.begin(), matrices.end(),
-                   [](const Matrix& a, const Matrix& b) { return batch_key(a) < batch_key(b); });
-  for (size_t first = 0; first < matrices.size();) {
-    const int64_t most = std::max<int64_t>(1, kBatchElements / matrices[first].param.numel);
-    size_t last = first + 1;
-    while (last < matrices.size() && static_cast<int64_t>(last - first) < most &&
-           batch_key(matrices[last]) == batch_key(matrices[first])) {
-      ++last;
+  for (at::Tensor& memory : plan.memory) {
+    memory = at::empty({largest}, at::TensorOptions(at::kBFloat16).device(device));
+  }
+  for (MuonBatch& batch : plan.batches) {
+    for (int32_t i = 0; i < batch.number; ++i) {
+      ParamJob job = params[plan.order[batch.first + i]];
+      job.rule = batch.first + i;
+      job.begin = num_blocks(batch.total) * kBlock;  // states may have blocks
+      batch.total = job.begin + job.numel;
+      plan.momenta.push_back(job);
+      plan.momenta.back().param = matrix_in(plan.memory[0], i, job.numel);
+      plan.steps.push_back(job);
+      plan.steps.back().grad = matrix_in(plan.memory[last_of(batch.args)], i, job.numel);
     }
-    run_batch(device, job, &matrices[first], static_cast<int64_t>(last - first));
-    first = last;
   }
+  return plan;
+}
+
+void run_muon(const MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const ParamJob* steps,
+              const std::function<void(const StepJob&)>& run) {
+  for (const MuonBatch& batch : plan.batches) {
+    StepJob pass = job;
+    pass.num_params = batch.number;
+    pass.total = batch.total;
+    pass.kind = RuleKind::kMuonMomentum;
+    pass.params = momenta + batch.first;
+    run(pass);
+    const auto matrices = [&](const at::Tensor& memory) {
+      return memory.narrow(0, 0, batch.number * batch.rows * batch.columns)
+          .view({batch.number, batch.rows, batch.columns});
+    };
+    orthogonalize(matrices(plan.memory[0]), matrices(plan.memory[1]), batch.args);
+    pass.kind = RuleKind::kMuonStep;
+    pass.params = steps + batch.first;
+    pass.treatment = {};  // the gradients have had it
+    pass.only_skips = true;
+    run(pass);
+  }
+}
+
+void run_muon_cpu(const StepJob& shared) {
+  std::vector<MuonArgs> args;
+  for (int32_t i = 0; i < shared.num_params; ++i) {
+    args.push_back(shared.rules[shared.params[i].rule].as<MuonArgs>());
+  }
+  const MuonPlan plan = plan_muon(at::kCPU, shared.params, args);
+  std::vector<RuleArgs> rules;
+  for (int32_t i : plan.order) {
+    args[i].fit(shared.params[i].rows, shared.params[i].columns);
+    rules.push_back(RuleArgs::of(args[i]));
+  }
+  StepJob job = shared;
+  job.rules = rules.data();
+  job.num_rules = static_cast<int32_t>(rules.size());
+  run_muon(plan, job, plan.momenta.data(), plan.steps.data(),
+           [](const StepJob& pass) { run_step_cpu(pass, 0, pass.total); });
 }
 
 }  // namespace drivetrain::optim

@@ -46,7 +46,7 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
       }
     }
   });
-  for (const Batch& batch : read.batches) {
+  for (Batch& batch : read.batches) {
     if (batch.total == 0) continue;
     StepJob job = {};
     job.kind = batch.rule->kind;
@@ -58,16 +58,16 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    if (batch.starts_on_device()) {
+    if (batch.device.is_cuda()) {
       run_on_device(batch, job);
     } else if (job.kind == RuleKind::kAdafactor) {
       run_adafactor(job, batch.rule->adapt);
     } else if (batch.rule->adapt != nullptr) {
       run_layers(job, batch.rule->adapt);
     } else if (job.kind == RuleKind::kMuonMomentum) {
-      run_muon(batch.device, job);
+      run_muon_cpu(job);
     } else {
-      run_step(batch.device, job);
+      run_step_cpu(job, 0, job.total);
     }
     for (const Copy& copy : batch.copies) {
       if (copy.original.defined()) copy.original.detach().copy_(copy.copy);
@@ -171,11 +171,6 @@ std::vector<const Batch*> treated_on_device(const StepReader& read, const StepOp
                ": max_grad_norm, and grad_scale and found_inf as a GradScaler sets them, need all of "
                "an optimizer's on one device: make an optimizer for each."));
     }
-    if (batch->device.is_cuda() && !batch->starts_on_device()) {
-      throw UnsupportedError(text("these parameters are on ", batch->device.str(),
-                                  ": max_grad_norm and a grad_scale inside the step do not work for Muon on CUDA so "
-                                  "far; there use torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_."));
-    }
   }
   if (!batches.empty() && batches.front()->device.is_cpu()) batches.clear();
   return batches;
@@ -184,7 +179,7 @@ std::vector<const Batch*> treated_on_device(const StepReader& read, const StepOp
 void run(StepReader& reader, const StepOptions& options, const std::vector<const Batch*>& on_device,
          StepResult& result) {
   for (Batch& batch : reader.batches) {
-    if (batch.total > 0 && batch.starts_on_device()) place_on_device(batch);
+    if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
   }
   const TreatmentAsked asked = options.asked();
   result.measures = asked.measures;

@@ -18,17 +18,40 @@ at::Tensor empty_on(c10::Device device, int64_t bytes) {
 
 void place_on_device(Batch& batch) {
   const c10::DeviceGuard guard(batch.device);
+  // What lies on the device during the step alone is made anew in every step: torch's allocator mostly gives the same
+  // memory, so that the table stays as it is.
+  std::vector<ParamStart> starts = batch.starts;
+  if (batch.rule->kind == RuleKind::kAdafactor) {
+    batch.factoring = factoring_of(batch.params.data(), static_cast<int32_t>(batch.params.size()));
+    batch.factors = empty_on(batch.device, batch.factoring.num_doubles * static_cast<int64_t>(sizeof(double)));
+    place_factors(batch.factoring, batch.params.data(), static_cast<double*>(batch.factors.data_ptr()));
+  }
+  if (batch.rule->kind == RuleKind::kMuonMomentum) {
+    std::vector<MuonArgs> args;
+    for (const ParamStart& start : starts) args.push_back(MuonArgs::make(batch.numbers[start.numbers].hypers, 1));
+    batch.muon = plan_muon(batch.device, batch.params.data(), args);
+    starts.clear();
+    for (int32_t i : batch.muon.order) starts.push_back(batch.starts[i]);
+  }
+  starts.insert(starts.end(), batch.empty_starts.begin(), batch.empty_starts.end());
   std::vector<char> bytes;
-  append_bytes(bytes, batch.params.data(), batch.params.size());
-  append_bytes(bytes, batch.starts.data(), batch.starts.size());
-  append_bytes(bytes, batch.empty_starts.data(), batch.empty_starts.size());
+  const auto append = [&bytes](const auto& table) {
+    const size_t begin = bytes.size();
+    append_bytes(bytes, table.data(), table.size());
+    return begin;
+  };
+  const size_t params_begin = append(batch.params), starts_begin = append(starts);
+  const size_t factored_begin = append(batch.factoring.matrices);
+  const size_t momenta_begin = append(batch.muon.momenta), steps_begin = append(batch.muon.steps);
   void* const stream = current_stream(batch.device);
-  char* table = batch.table.hold(bytes, batch.device, stream);
-  batch.placed.params = reinterpret_cast<ParamJob*>(table);
-  table += batch.params.size() * sizeof(ParamJob);
-  batch.placed.starts = reinterpret_cast<const ParamStart*>(table);
+  char* const table = batch.table.hold(bytes, batch.device, stream);
+  batch.placed.params = reinterpret_cast<ParamJob*>(table + params_begin);
+  batch.placed.starts = reinterpret_cast<const ParamStart*>(table + starts_begin);
+  batch.placed.factored = reinterpret_cast<const Factored*>(table + factored_begin);
+  batch.placed.momenta = reinterpret_cast<const ParamJob*>(table + momenta_begin);
+  batch.placed.steps = reinterpret_cast<ParamJob*>(table + steps_begin);
   bytes.clear();
-  append_bytes(bytes, batch.numbers.data(), batch.numbers.size());
+  append(batch.numbers);
   batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
 }
 
@@ -56,24 +79,35 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
   return treatment;
 }
 
-void run_on_device(const Batch& batch, StepJob job) {
+void run_on_device(Batch& batch, StepJob job) {
   const c10::DeviceGuard guard(batch.device);
   void* const stream = current_stream(batch.device);
+  const bool is_muon = job.kind == RuleKind::kMuonMomentum;
   const at::Tensor rules = empty_on(batch.device, job.num_params * static_cast<int64_t>(sizeof(RuleArgs)));
+  auto* const of_params = static_cast<RuleArgs*>(rules.data_ptr());
   job.params = batch.placed.params;
-  job.rules = static_cast<const RuleArgs*>(rules.data_ptr());
+  job.rules = of_params;
   job.num_rules = job.num_params;
-  start_cuda({job.kind, batch.placed.params, batch.placed.starts, batch.placed.numbers,
-              static_cast<RuleArgs*>(rules.data_ptr()), job.num_params,
-              static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()), job.treatment_on_device},
+  start_cuda({job.kind, is_muon ? batch.placed.steps : batch.placed.params, batch.placed.starts, batch.placed.numbers,
+              of_params, job.num_params, static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()),
+              job.treatment_on_device},
              stream);
+  if (is_muon) {
+    run_muon(batch.muon, job, batch.placed.momenta, batch.placed.steps,
+             [stream](const StepJob& pass) { step_cuda(pass, stream); });
+    batch.muon = {};
+    return;
+  }
+  const Factoring& factoring = batch.factoring;
+  factor_cuda(job, batch.placed.factored, static_cast<int32_t>(factoring.matrices.size()), factoring.num_units,
+              factoring.num_blocks, stream);
   at::Tensor sums;
   if (batch.rule->adapt != nullptr) {
     sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(LayerSums)));
-    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()),
-               static_cast<RuleArgs*>(rules.data_ptr()), stream);
+    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()), of_params, stream);
   }
   step_cuda(job, stream);
+  batch.factors.reset();
 }
 
 }  // namespace drivetrain::optim

@@ -22,11 +22,20 @@ __global__ void treat(TreatmentAsked asked, TreatmentScalars scalars, const doub
   if (scalars.overflow != nullptr) *scalars.overflow = treatment->norm - treatment->norm == 0 ? 0.0f : 1.0f;
 }
 
-__device__ RuleArgs args_of(RuleKind kind, const Hypers& hypers, double step) {
+template <class Args>
+__device__ RuleArgs args_of(const Hypers& hypers, double step, const ParamJob& param) {
+  Args args = Args::make(hypers, step);
+  if constexpr (requires { args.fit(param.rows, param.columns); }) {
+    if (param.rows > 0) args.fit(param.rows, param.columns);
+  }
+  return RuleArgs::of(args);
+}
+
+__device__ RuleArgs args_of(RuleKind kind, const Hypers& hypers, double step, const ParamJob& param) {
   switch (kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return RuleArgs::of(Rule<float>::Args::make(hypers, step));
+    return args_of<Rule<float>::Args>(hypers, step, param);
     DT_OPTIM_RULES(DT_CASE)
     DT_LAYER_RULES(DT_CASE)
 #undef DT_CASE
@@ -50,7 +59,8 @@ __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
       hypers.lr =
           numbers.lr_is_double ? *static_cast<const double*>(numbers.lr) : *static_cast<const float*>(numbers.lr);
     }
-    step.rules[i] = args_of(step.kind, hypers, (start.counts_steps ? steps_done : start.steps_done) + 1);
+    const double done = start.counts_steps ? steps_done : start.steps_done;
+    step.rules[i] = args_of(step.kind, hypers, done + 1, step.params[i]);
     step.params[i].key = random_key(start.seed, steps_done);
   }
   if (start.counter == nullptr || (step.treatment != nullptr && step.treatment->skips)) return;

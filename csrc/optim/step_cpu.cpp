@@ -12,8 +12,6 @@ void step_cpu(const StepJob& job, int64_t begin, int64_t end) {
     DT_OPTIM_RULES(DT_CASE)
     DT_LAYER_RULES(DT_CASE)
 #undef DT_CASE
-    case RuleKind::kAdafactor:  // has loops of its own
-      return;
   }
 }
 

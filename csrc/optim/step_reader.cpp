@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
+#include <iterator>
 #include <optional>
 
 #include "base/check.h"
@@ -59,14 +60,22 @@ RuleInfo rule_info(const char* name, RuleKind kind, RuleInfo::Needs needs,
 
 template <template <class> class Rule>
 RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const char*> names) {
-  DT_INVARIANT(names.size() == Rule<float>::kNumStates);
+  constexpr bool kNeedsMatrices = requires { Rule<float>::kNeedsMatrices; };
+  constexpr bool kFactorsMatrices = requires { Rule<float>::kFactorsMatrices; };
+  // Of matrices, two states in the place of one.
+  constexpr StateKind kFactored[] = {StateKind::kSquaredOfVector, StateKind::kRowMeans, StateKind::kColumnMeans};
+  DT_INVARIANT(names.size() == (kFactorsMatrices ? std::size(kFactored) : Rule<float>::kNumStates));
   std::vector<std::pair<const char*, StateKind>> states;
   for (const char* state : names) {
-    states.emplace_back(state, Rule<float>::kSquared[states.size()] ? StateKind::kSquared : StateKind::kMean);
+    const size_t s = states.size();
+    const StateKind plain = Rule<float>::kSquared[s] ? StateKind::kSquared : StateKind::kMean;
+    states.emplace_back(state, kFactorsMatrices ? kFactored[s] : plain);
   }
-  constexpr bool kNeedsMatrices = requires { Rule<float>::kNeedsMatrices; };
-  return rule_info<typename Rule<float>::Args>(
-      name, kind, kNeedsMatrices ? RuleInfo::Needs::kMatrix : RuleInfo::Needs::kNothing, states);
+  return rule_info<typename Rule<float>::Args>(name, kind,
+                                               kNeedsMatrices     ? RuleInfo::Needs::kMatrix
+                                               : kFactorsMatrices ? RuleInfo::Needs::kRealRowByRow
+                                                                  : RuleInfo::Needs::kNothing,
+                                               states);
 }
 
 // Whether the parameter has that state.
@@ -240,10 +249,6 @@ const RuleInfo& find_rule(const std::string& name) {
 #define DT_ROW(Rule, name, ...) rule_info<Rule>(name, RuleKind::k##Rule, {__VA_ARGS__}),
       DT_OPTIM_RULES(DT_ROW) DT_LAYER_RULES(DT_ROW)
 #undef DT_ROW
-          rule_info<AdafactorArgs>("adafactor", RuleKind::kAdafactor, RuleInfo::Needs::kRealRowByRow,
-                                   {{"row_var", StateKind::kRowMeans},
-                                    {"col_var", StateKind::kColumnMeans},
-                                    {"variance", StateKind::kSquaredOfVector}}),
   };
   for (const RuleInfo& rule : rules) {
     if (name == rule.name) return rule;
@@ -593,7 +598,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   job.begin = batch.total;
   const bool is_random = group.precision.rounding == Rounding::kStochastic;
   const uint64_t seed = is_random ? mixed(static_cast<uint64_t>(group.index) << 32 | entry.index) : 0;
-  if (batch.starts_on_device()) {
+  if (batch.device.is_cuda()) {
     job.rule = start_index(batch, entry, reading, seed);
   } else {
     job.rule = rule_index(entry, reading.steps_done);
@@ -784,16 +789,6 @@ const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor
 
 Batch& StepReader::batch_for(const Entry& entry, at::Device device, bool in_double) {
   const RuleInfo* rule = groups_[entry.group].rule;
-  if (device.is_cuda() && rule->kind == RuleKind::kAdafactor) {
-    throw UnsupportedError(text(label(entry), " is on ", device.str(), ": ", rule->name,
-                                " has no CUDA kernels yet, it runs on the CPU; there use AdamW or Lion."));
-  }
-  if (device.is_cuda() && rule->kind == RuleKind::kMuonMomentum &&
-      groups_[entry.group].precision.rounding == Rounding::kStochastic) {
-    throw UnsupportedError(text(label(entry), " is on ", device.str(),
-                                ": rounding='stochastic' does not work for Muon on CUDA so far; there use "
-                                "master_bits=24 or rounding='kahan'."));
-  }
   for (Batch& batch : batches) {
     if (batch.rule == rule && batch.device == device && batch.in_double == in_double) return batch;
   }

@@ -11,9 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "optim/adafactor.h"
 #include "optim/cuda_step.h"
 #include "optim/device_table.h"
 #include "optim/layer.h"
+#include "optim/muon.h"
 #include "optim/precision.h"
 #include "optim/step.h"
 
@@ -64,8 +66,7 @@ struct Batch {
   int64_t total = 0;
   int64_t num_chunks = 0;  // of gradients (grad/lanes.h)
 
-  // Where it is started on its device: what of, and where there all of it lies. Muon's shapes are the host's business.
-  bool starts_on_device() const { return device.is_cuda() && rule->kind != RuleKind::kMuonMomentum; }
+  // On CUDA the step is started there: what of, and where there all of it lies.
   std::vector<ParamStart> starts = {};        // of `params`, in the same order
   std::vector<ParamStart> empty_starts = {};  // of parameters without elements, which only count
   std::vector<GroupNumbers> numbers = {};
@@ -76,7 +77,13 @@ struct Batch {
     ParamJob* params;
     const ParamStart* starts;
     const GroupNumbers* numbers;
+    const Factored* factored;
+    const ParamJob* momenta;
+    ParamJob* steps;
   } placed = {};
+  Factoring factoring = {};
+  at::Tensor factors = {};  // their memory, during the step
+  MuonPlan muon = {};       // the same
 };
 
 // A counter of steps, to be advanced: beside its parameter on CUDA, by the step itself, so that nobody has to ask the

@@ -201,6 +201,7 @@ T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
         return scratch;
       case Format::kFloat32:
       case Format::kFloat64:
+      case Format::kFactored:
         break;
     }
   }
@@ -208,10 +209,37 @@ T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
   return scratch;
 }
 
+// Of matrices of rows * columns elements.
+template <class T>
+T* load_factored(const Stream& stream, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
+  int64_t row = index / columns, column = index % columns, row_of_matrix = row % rows;
+  const T* of_columns = static_cast<const T*>(stream.extra) + row / rows * columns;
+  for (int64_t i = 0; i < count;) {
+    const T of_row = static_cast<const T*>(stream.data)[row];
+    const int64_t size = std::min(count - i, columns - column);
+    for (int64_t k = 0; k < size; ++k) scratch[i + k] = of_row * of_columns[column + k];
+    i += size;
+    ++row;
+    column = 0;
+    if (++row_of_matrix == rows) {
+      row_of_matrix = 0;
+      of_columns += columns;
+    }
+  }
+  return scratch;
+}
+
+// The same of a state of a parameter whose matrices have that shape.
+template <class T>
+T* load_state(const Stream& stream, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
+  return stream.format == Format::kFactored ? load_factored(stream, rows, columns, index, count, scratch)
+                                            : load_tile(stream, index, count, scratch);
+}
+
 // Writes a tile back unless load_tile gave the memory itself. key: what random rounding draws from.
 template <class T>
 void store_tile(const Stream& stream, int64_t index, int64_t count, const T* values, uint64_t key = 0) {
-  if (is_native<T>(stream)) return;
+  if (is_native<T>(stream) || stream.format == Format::kFactored) return;
   if constexpr (sizeof(T) == sizeof(float)) {
     auto* halves = static_cast<uint16_t*>(stream.data) + index;
     switch (stream.format) {
@@ -267,6 +295,7 @@ void store_tile(const Stream& stream, int64_t index, int64_t count, const T* val
         return store_blocks<SquaredCode>(stream, index, count, values);
       case Format::kFloat32:
       case Format::kFloat64:
+      case Format::kFactored:
         break;
     }
   }

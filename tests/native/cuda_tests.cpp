@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "base/check.h"
+#include "grad/accumulate.h"
 #include "grad/norm.h"
 #include "grad/total.h"
 #include "native_tests.h"
+#include "optim/adafactor.h"
 #include "optim/cuda_step.h"
 #include "step_blocks.h"
 
@@ -72,6 +74,42 @@ void test_norm() {
     grad::chunk_sums_cuda(params.jobs().data(), static_cast<int32_t>(params.jobs().size()), params.num_chunks(),
                           found.data(), nullptr);
     expect(found == expected, text("CUDA norm, ", layout.name, ": other sums than the CPU"));
+  }
+}
+
+// Into float32, and into bfloat16 with a byte beside it: what is there first and what is added to it.
+void test_accumulation() {
+  for (const int64_t numel : kSizes) {
+    for (const bool with_residual : {false, true}) {
+      for (const optim::Format format : {optim::Format::kBFloat16, optim::Format::kFloat16, optim::Format::kFloat32}) {
+        struct Main {
+          std::vector<unsigned char> values, residual;
+          bool operator==(const Main&) const = default;
+        };
+        const Main empty = {std::vector<unsigned char>(numel * (with_residual ? 2 : 4), 0xa5),
+                            std::vector<unsigned char>(with_residual ? numel : 0, 0x5a)};
+        const auto run = [&](const auto& accumulate) {
+          Main main = empty;
+          for (int64_t micro_step = 0; micro_step < 3; ++micro_step) {
+            std::vector<unsigned char> micro(numel * optim::bytes_of(format));
+            for (size_t i = 0; i < micro.size(); ++i) {
+              micro[i] = static_cast<unsigned char>(optim::mixed(i + 1000 * micro_step));  // of all magnitudes, and NaN
+            }
+            accumulate(grad::Addition{
+                {main.values.data(), with_residual ? optim::Format::kBFloat16Remainder8 : optim::Format::kFloat32,
+                 main.residual.data()},
+                {micro.data(), format},
+                micro_step == 0});
+          }
+          return main;
+        };
+        const Main expected =
+            run([&](const grad::Addition& addition) { grad::baseline::accumulate_cpu(addition, 0, numel); });
+        const Main found = run([&](const grad::Addition& addition) { accumulate_cuda(addition, numel, nullptr); });
+        expect(found == expected, text("CUDA accumulation of ", numel, ": other bytes than the CPU"));
+        expect(numel == 0 || !(found == empty), "an accumulation writes");
+      }
+    }
   }
 }
 
@@ -221,6 +259,18 @@ optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const
   }
 }
 
+// Of one parameter.
+optim::LayerSums layer_totals(const optim::StepJob& job, const optim::ParamJob& param) {
+  grad::Total of_param, of_direction;
+  for (int64_t begin = 0; begin < param.numel; begin += grad::kChunk) {
+    const optim::LayerSums sums =
+        optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + grad::kChunk, param.numel));
+    of_param.add(sums.param);
+    of_direction.add(sums.direction);
+  }
+  return {of_param.get(), of_direction.get()};
+}
+
 // As optim/layer.cpp and optim/run_cuda.cpp do it.
 void test_layers(const TestedRule& rule, const Layout& layout) {
   const std::vector<int64_t> sizes = {1, 257, 0, grad::kChunk + 33, 40};
@@ -234,16 +284,7 @@ void test_layers(const TestedRule& rule, const Layout& layout) {
   job.treatment = {0.3, optim::GradAfter::kTreated};
   job.rules = rules.data();
   std::vector<optim::LayerSums> totals;
-  for (const optim::ParamJob& param : expected.jobs()) {
-    grad::Total of_param, of_direction;
-    for (int64_t begin = 0; begin < param.numel; begin += grad::kChunk) {
-      const optim::LayerSums sums =
-          optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + grad::kChunk, param.numel));
-      of_param.add(sums.param);
-      of_direction.add(sums.direction);
-    }
-    totals.push_back({of_param.get(), of_direction.get()});
-  }
+  for (const optim::ParamJob& param : expected.jobs()) totals.push_back(layer_totals(job, param));
   for (int32_t i = 0; i < num_params; ++i) {
     rules[i] = adapted(rule.kind, rules[i], totals[i], expected.jobs()[i].numel);
   }
@@ -259,17 +300,223 @@ void test_layers(const TestedRule& rule, const Layout& layout) {
   expect(found.bytes() == expected.bytes(), text("CUDA ", rule.name, ", ", layout.name, ": other bytes than the CPU"));
 }
 
+// Of Adafactor: matrices smaller than a strip, several of them in one, higher and wider than a unit; and a vector.
+struct Shape {
+  int64_t matrices, rows, columns;  // no rows: `columns` elements
+};
+const std::vector<Shape> kShapes = {{1, 1, 1},   {70, 3, 3},  {1, 0, 257}, {1, 1, 600},   {1, 600, 1}, {3, 32, 31},
+                                    {9, 31, 33}, {2, 33, 40}, {1, 0, 1},   {1, 260, 300}, {2, 300, 3}, {1, 32, 256}};
+
+class Matrices {
+ public:
+  Matrices(const Layout& layout, const std::vector<Shape>& shapes) {
+    const Format state = layout.state == Format::kSigned8 ? Format::kFloat32 : layout.state;
+    for (const Shape& shape : shapes) {
+      const int64_t rows = shape.matrices * shape.rows, columns = shape.matrices * shape.columns;
+      const int64_t numel = shape.rows > 0 ? rows * shape.columns : columns;
+      std::vector<Block>& mine = blocks_.emplace_back();
+      mine.emplace_back(layout.param, numel, 0);
+      mine.emplace_back(layout.grad, numel, 1);
+      optim::ParamJob job = {};
+      if (shape.rows > 0) {
+        mine.emplace_back(state, rows, 2);
+        mine.emplace_back(state, columns, 3);
+        job.state[1] = mine[2].stream();
+        job.state[2] = mine[3].stream();
+        job.rows = shape.rows;
+        job.columns = shape.columns;
+      } else {
+        mine.emplace_back(state, numel, 2);
+        job.state[0] = mine[2].stream();
+      }
+      job.param = mine[0].stream();
+      job.grad = mine[1].stream();
+      job.begin = total_;
+      job.numel = numel;
+      job.rule = static_cast<int32_t>(jobs_.size());
+      total_ += numel;
+      job.first_chunk = num_chunks_;
+      num_chunks_ += grad::num_chunks(numel);
+      jobs_.push_back(job);
+    }
+    factoring = optim::factoring_of(jobs_.data(), static_cast<int32_t>(jobs_.size()));
+    memory_.assign(factoring.num_doubles, NAN);
+    optim::place_factors(factoring, jobs_.data(), memory_.data());
+    job.kind = optim::RuleKind::kAdafactor;
+    job.in_double = layout.param == Format::kFloat64;
+    job.params = jobs_.data();
+    job.num_params = job.num_rules = static_cast<int32_t>(jobs_.size());
+    job.total = total_;
+  }
+
+  std::vector<optim::ParamJob>& jobs() { return jobs_; }
+  int64_t num_chunks() const { return num_chunks_; }
+
+  // Parameters, gradients and states.
+  std::vector<unsigned char> bytes() const {
+    std::vector<unsigned char> result;
+    for (const auto& mine : blocks_) {
+      for (const Block& block : mine) {
+        result.insert(result.end(), block.bytes.begin(), block.bytes.end());
+        result.insert(result.end(), block.extra.begin(), block.extra.end());
+      }
+    }
+    return result;
+  }
+
+  optim::StepJob job = {};
+  optim::Factoring factoring;
+
+ private:
+  std::vector<std::vector<Block>> blocks_;
+  std::vector<optim::ParamJob> jobs_;
+  std::vector<double> memory_;
+  int64_t total_ = 0, num_chunks_ = 0;
+};
+
+// As optim/adafactor.cpp does it and, on CUDA, optim/run_cuda.cpp.
+void test_factored(const Layout& layout, const optim::GradTreatment& treatment) {
+  constexpr double kSteps = 6;
+  constexpr uint64_t kSeed = 5;
+  const std::string name = text("CUDA adafactor, ", layout.name);
+  Matrices expected(layout, kShapes), found(layout, kShapes);
+  std::vector<optim::RuleArgs> rules;
+  for (optim::ParamJob& param : expected.jobs()) {
+    auto args = optim::AdafactorArgs::make(fixed_hypers(), kSteps + 1);
+    if (param.rows > 0) args.fit(param.rows, param.columns);
+    rules.push_back(optim::RuleArgs::of(args));
+    param.key = optim::random_key(kSeed, kSteps);
+  }
+  optim::StepJob job = expected.job;
+  job.treatment = treatment;
+  job.rules = rules.data();
+  for (const optim::Factored& of : expected.factoring.matrices) {
+    for (int64_t unit = 0; unit < optim::num_units(of); ++unit) optim::baseline::adafactor_sums_cpu(job, of, unit);
+    optim::baseline::adafactor_update_cpu(job, of, 0, of.matrices);
+  }
+  for (size_t i = 0; i < rules.size(); ++i) {
+    rules[i] = adapted(job.kind, rules[i], layer_totals(job, expected.jobs()[i]), expected.jobs()[i].numel);
+  }
+  optim::baseline::step_cpu(job, 0, job.total);
+
+  std::vector<float> counters(rules.size(), kSteps);
+  std::vector<optim::ParamStart> starts;
+  for (float& counter : counters) starts.push_back({&counter, false, true, 0, 0, kSeed});
+  const optim::GroupNumbers numbers = {fixed_hypers(), nullptr, false};
+  const std::vector<unsigned char> before = found.bytes();
+  const auto step = [&](const optim::GradTreatment& of_gradients) {
+    std::vector<optim::RuleArgs> found_rules(rules.size());
+    std::vector<optim::LayerSums> sums(found.num_chunks());
+    optim::StepJob job = found.job;
+    job.treatment_on_device = &of_gradients;
+    job.rules = found_rules.data();
+    cuda_on_cpu::num_launches = 0;
+    optim::start_cuda({job.kind, found.jobs().data(), starts.data(), &numbers, found_rules.data(), job.num_params,
+                       job.num_params, &of_gradients},
+                      nullptr);
+    const auto& matrices = found.factoring.matrices;
+    optim::factor_cuda(job, matrices.data(), static_cast<int32_t>(matrices.size()), found.factoring.num_units,
+                       found.factoring.num_blocks, nullptr);
+    optim::adapt_cuda(job, found.num_chunks(), sums.data(), found_rules.data(), nullptr);
+    optim::step_cuda(job, nullptr);
+    expect(cuda_on_cpu::num_launches == 6, text(name, ": ", cuda_on_cpu::num_launches, " launches"));
+  };
+  optim::GradTreatment skipping = treatment;
+  skipping.skips = true;
+  skipping.after = optim::GradAfter::kKeep;
+  step(skipping);
+  expect(found.bytes() == before && counters[0] == kSteps, text(name, ": a step that is left out changes something"));
+  step(treatment);
+  expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
+}
+
+// Of Muon: both passes, with what they say in the place of products. As optim/muon.cpp and optim/run_cuda.cpp do it.
+void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatment treatment) {
+  constexpr double kSteps = 4;
+  constexpr uint64_t kSeed = 5;
+  Params expected(rule, layout, kSizes), found(rule, layout, kSizes);
+  const std::vector<unsigned char> before = found.bytes();
+  std::vector<optim::RuleArgs> rules;
+  std::vector<std::vector<uint16_t>> results[2];  // of the iteration
+  // The jobs of the momenta; those of the step are written over the parameters' own.
+  const auto momenta_of = [](Params& params, std::vector<std::vector<uint16_t>>& memory) {
+    std::vector<optim::ParamJob> momenta;
+    for (optim::ParamJob& job : params.jobs()) {
+      job.rule = static_cast<int32_t>(momenta.size());
+      job.rows = job.numel;
+      job.columns = 1;
+      memory.emplace_back(job.numel);
+      momenta.push_back(job);
+      momenta.back().param = job.grad = {memory.back().data(), Format::kBFloat16};
+    }
+    return momenta;
+  };
+  std::vector<optim::ParamJob> momenta = momenta_of(expected, results[0]);
+  for (optim::ParamJob& param : expected.jobs()) {
+    auto args = optim::MuonArgs::make(fixed_hypers(), 1);
+    args.fit(param.rows, param.columns);
+    rules.push_back(optim::RuleArgs::of(args));
+    param.key = optim::random_key(kSeed, kSteps);
+  }
+  optim::StepJob job = expected.job();
+  job.rules = rules.data();
+  if (!treatment.skips) {
+    job.treatment = treatment;
+    job.params = momenta.data();
+    optim::baseline::step_cpu(job, 0, job.total);
+    job.kind = optim::RuleKind::kMuonStep;
+    job.treatment = {};
+    job.params = expected.jobs().data();
+    optim::baseline::step_cpu(job, 0, job.total);
+  }
+
+  momenta = momenta_of(found, results[1]);
+  std::vector<float> counters(rules.size(), kSteps);
+  std::vector<optim::ParamStart> starts;
+  for (float& counter : counters) starts.push_back({&counter, false, false, 0, 1, kSeed});
+  const optim::GroupNumbers numbers = {fixed_hypers(), nullptr, false};
+  std::vector<optim::RuleArgs> found_rules(rules.size());
+  job = found.job();
+  job.treatment_on_device = &treatment;
+  job.rules = found_rules.data();
+  optim::start_cuda({job.kind, found.jobs().data(), starts.data(), &numbers, found_rules.data(), job.num_params,
+                     job.num_params, &treatment},
+                    nullptr);
+  job.params = momenta.data();
+  optim::step_cuda(job, nullptr);
+  job.kind = optim::RuleKind::kMuonStep;
+  job.only_skips = true;
+  job.params = found.jobs().data();
+  optim::step_cuda(job, nullptr);
+  const std::string name = text("CUDA muon, both passes, ", layout.name);
+  expect(counters[0] == kSteps + (treatment.skips ? 0 : 1), text(name, ": counters"));
+  expect(treatment.skips || results[0] == results[1], text(name, ": the step writes the iteration's results"));
+  expect(found.bytes() == (treatment.skips ? before : expected.bytes()), text(name, ": other bytes than the CPU"));
+}
+
 }  // namespace
 
 void test_cuda_kernels() {
   test_steps();
   test_norm();
+  test_accumulation();
   test_treatment();
   test_whole_steps();
   for (cuda_on_cpu::Order order : kOrders) {
     cuda_on_cpu::order = order;
     for (const TestedRule& rule : layer_rules()) {
       for (const Layout& layout : kLayouts) test_layers(rule, layout);
+    }
+    for (const Layout& layout : kLayouts) {
+      if (kOneRule && layout.param != Format::kFloat32) continue;
+      test_factored(layout, {0.3, optim::GradAfter::kTreated});
+    }
+    test_factored(kLayouts[0], {1, optim::GradAfter::kZero});
+    for (const TestedRule& rule : tested_rules()) {
+      if (rule.kind != optim::RuleKind::kMuonMomentum) continue;
+      for (const Layout& layout : kLayouts) test_muon(rule, layout, {0.3, optim::GradAfter::kTreated});
+      test_muon(rule, kLayouts[0], {1, optim::GradAfter::kZero});
+      test_muon(rule, kLayouts[0], {0.3, optim::GradAfter::kTreated, /*skips=*/true});
     }
   }
 }

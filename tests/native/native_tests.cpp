@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -79,6 +80,18 @@ void test_kernels() {
   }
 }
 
+// The standard library's pow up to the last bits.
+void test_decayed() {
+  for (double base : {1.0, 2.0, 3.0, 7.0, 1000.0, 1448.0, 123456.0, 1e9, 9007199254740992.0}) {
+    for (double exponent : {0.0, -0.8, -0.5, -1.0, -1e-3, -13.7, -50.0}) {
+      const double expected = std::pow(base, exponent), found = optim::decayed(base, exponent);
+      expect(std::abs(found - expected) <= 1e-15 * (1 + std::abs(std::log(expected))) * expected || expected < 1e-306,
+             text(base, " to the power of ", exponent, " is ", found, ", not ", expected));
+    }
+  }
+  expect(optim::decayed(5, 0) == 1 && optim::decayed(1, -0.8) == 1, "what is 1 is so exactly");
+}
+
 void test_plan() {
   const auto buckets =
       ddp::plan_buckets({{100, 4, 0}, {0, 4, 0}, {7, 8, 1}, {1000, 4, 0}}, {3, 2, 1, 0}, {64, 1 << 20});
@@ -140,6 +153,7 @@ void test_isa() {
 
 int main() {
   test_kernels();
+  test_decayed();
   test_plan();
   test_progress();
   test_isa();

@@ -18,7 +18,10 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     One pass over gradient and momentum, which leaves the momentum in bfloat16; Newton-Schulz on that, as torch has it
     in bfloat16, in batches of matrices of one shape; one pass over the parameter and the result. The multiplications
     take nearly all of the time. They are torch's: their last bits, and so the step's, may depend on the number of
-    threads and the processor, those of the momentum do not.
+    threads, the processor and the device, those of the momentum do not.
+
+    On CUDA one launch for the step's scalars and two per batch, for both passes, beside those of torch's products. A
+    step that is left out there runs the products all the same, as the host does not know of it, and writes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; `adjust_lr_fn` after Liu et
     al. 2025, "Muon is Scalable for LLM Training", section 2.2; in torch's form.

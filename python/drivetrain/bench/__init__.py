@@ -17,9 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "topic", choices=["optim", "ddp", "comm", "gpu", "all"], help="what to measure (gpu: where there is one)"
+        "topic",
+        choices=["optim", "accumulate", "ddp", "comm", "gpu", "all"],
+        help="what to measure (gpu: where there is one)",
     )
-    parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer's CPU step (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of one process's CPU work (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
 
@@ -29,19 +31,25 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import comm, ddp, optim
+    from . import accumulate, comm, ddp, optim
     from .measure import Row, print_table
 
     has_gpu = torch.cuda.is_available()
     if args.topic == "gpu" and not has_gpu:
         print("bench gpu: torch sees no NVIDIA GPU here", file=sys.stderr)
         return 2
-    topics = ["optim", "ddp", "comm", *(["gpu"] if has_gpu else [])] if args.topic == "all" else [args.topic]
+    topics = (
+        ["optim", "accumulate", "ddp", "comm", *(["gpu"] if has_gpu else [])] if args.topic == "all" else [args.topic]
+    )
     results: dict[str, list[Row]] = {}
     for topic in topics:
         if topic == "optim":
             results[topic] = optim.run(threads=args.threads, rounds=args.rounds)
             print_table(f"Optimizer step on the CPU, {args.threads} threads, {_C.isa()}", results[topic])
+        elif topic == "accumulate":
+            results[topic] = accumulate.run(threads=args.threads, rounds=args.rounds)
+            title = f"Gradient accumulation of GPT-2 124M's linear layers, {accumulate.MICRO_STEPS} micro-steps"
+            print_table(f"{title}, {args.threads} threads, {_C.isa()}", results[topic])
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])

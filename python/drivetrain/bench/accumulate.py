@@ -1,0 +1,226 @@
+"""What accumulating gradients of a bfloat16 model in more bits costs beyond backward: time, memory and error."""
+
+import copy
+import ctypes
+import functools
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+from ..main_grad import float32_grad, main_grads
+from .measure import Row, interleaved, median_interval, ratio_of_medians
+
+MICRO_STEPS = 8
+TOKENS = 32  # per micro-step: few, so that the rest of backward hides little
+_WIDTHS = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
+
+
+class Stack(nn.Module):
+    """The linear layers of GPT-2 124M, each beside the others: 85 M parameters."""
+
+    def __init__(self, num_layers: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(i, o) for _ in range(num_layers) for i, o in _WIDTHS])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, 768]; returns a scalar."""
+        wide = x.repeat(1, 4)
+        outputs = [layer(x if layer.in_features == 768 else wide) for layer in self.layers]
+        return torch.stack([output.float().square().mean() for output in outputs]).sum()
+
+
+def run(threads: int, rounds: int) -> list[Row]:
+    """Rows of time, then of memory, then of error; torch's column is its own accumulation in as many bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows = _measure_time(MICRO_STEPS * max(rounds // 4, 5))
+        for what, torchs, ours, bits in track(MEMORY, description="memory", transient=True):
+            rows.append(_measure_memory(what, torchs, ours, bits))
+        return rows + _measure_error()
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- Who accumulates; each takes a model in bfloat16 and returns what makes a micro-step of a loss.
+
+
+def _plain(model: nn.Module) -> Callable[[Tensor], None]:
+    """Backward into fresh gradients, which are then freed."""
+
+    def micro_step(loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+
+    return micro_step
+
+
+def _dropped(model: nn.Module) -> Callable[[Tensor], None]:
+    """Backward that frees every gradient as soon as it is there."""
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    return _in_bfloat16(model)
+
+
+def _in_bfloat16(model: nn.Module) -> Callable[[Tensor], None]:
+    return lambda loss: loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _in_float32(model: nn.Module) -> Callable[[Tensor], None]:
+    """torch's `.grad` in float32, which autograd adds a converted copy to."""
+    for param in model.parameters():
+        param.grad_dtype = torch.float32
+    return _in_bfloat16(model)
+
+
+def _in_copies(model: nn.Module) -> Callable[[Tensor], None]:
+    """torch's usual recipe: a float32 copy beside each parameter, added to from a hook, `.grad` freed at once."""
+    copies = {param: torch.zeros_like(param, dtype=torch.float32) for param in model.parameters()}
+
+    def add(param: Tensor) -> None:
+        copies[param].add_(param.grad)  # type: ignore[arg-type, index]
+        param.grad = None
+
+    for param in copies:
+        param.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+    return _in_bfloat16(model)
+
+
+def _in_main_grads(bits: int) -> Callable[[nn.Module], Callable[[Tensor], None]]:
+    def accumulate(model: nn.Module) -> Callable[[Tensor], None]:
+        main_grads(model, bits)
+        return _in_bfloat16(model)
+
+    return accumulate
+
+
+# ---- Time.
+
+
+def _measure_time(rounds: int) -> list[Row]:
+    """A micro-step's backward, whole and beyond one that accumulates nothing. Plain backward holds all its gradients at
+    a time, in fresh memory; one that frees each as it comes is the least that a backward can take."""
+    torch.manual_seed(0)
+    base, x = Stack().bfloat16(), torch.randn(TOKENS, 768).bfloat16()
+    accumulators = (_plain, _dropped, _in_float32, _in_copies, _in_main_grads(32), _in_main_grads(24))
+    models = [copy.deepcopy(base) for _ in accumulators]
+    steps = [make(model) for make, model in zip(accumulators, models, strict=True)]
+    losses = [torch.zeros(()) for _ in models]
+    done = [0 for _ in models]
+
+    def prepare(which: int) -> None:
+        if done[which] % MICRO_STEPS == 0:
+            models[which].zero_grad()
+        done[which] += 1
+        losses[which] = models[which](x)
+
+    calls = [functools.partial(lambda which: steps[which](losses[which]), which) for which in range(len(models))]
+    plain, dropped, *torchs, ours_32, ours_24 = interleaved(calls, rounds, prepare=prepare)
+    theirs = min(torchs, key=statistics.median)
+    rows = []
+    for what, ours in (("float32", ours_32), ("bfloat16 and a byte", ours_24)):
+        ratio, low, high = median_interval([b / a for a, b in zip(theirs, ours, strict=True)])
+        whole = statistics.median(theirs) * 1e3, statistics.median(ours) * 1e3
+        rows.append(Row(f"backward of 85 M bf16 into {what} (torch: float32)", "ms", *whole, ratio, low, high))
+        rows.append(Row("  beyond plain backward", "ms", _beyond(theirs, plain), _beyond(ours, plain)))
+        beyond = [[a - b for a, b in zip(times, dropped, strict=True)] for times in (theirs, ours)]
+        ratio, low, high = ratio_of_medians(beyond[0], beyond[1])
+        name = "  beyond a backward that frees each gradient"
+        least = _beyond(theirs, dropped), _beyond(ours, dropped)
+        rows.append(Row(name, "ms", *least, ratio, low, high, "<= 0.333", ratio <= 1 / 3))
+    return rows
+
+
+def _beyond(times: list[float], base: list[float]) -> float:
+    """Milliseconds, median of the paired differences."""
+    return 1e3 * statistics.median(time - of_base for time, of_base in zip(times, base, strict=True))
+
+
+# ---- Memory: each in a process of its own.
+
+MEMORY = (
+    ("accumulated in float32: peak bytes per parameter", _in_float32, _in_main_grads, 32),
+    ("accumulated in bfloat16 and a byte (torch: bfloat16): peak", _in_bfloat16, _in_main_grads, 24),
+)
+
+
+def _measure_memory(
+    what: str,
+    theirs: Callable[[nn.Module], Callable[[Tensor], None]],
+    ours: Callable[[int], Callable[[nn.Module], Callable[[Tensor], None]]],
+    bits: int,
+) -> Row:
+    """Peak of a window of backwards beyond the parameters and inputs, in bytes per parameter."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        torch_bytes = pool.apply(_peak_bytes, (theirs.__name__, 0))
+        our_bytes = pool.apply(_peak_bytes, ("", bits))
+    return Row(what, "B", torch_bytes, our_bytes)
+
+
+def _peak_bytes(theirs: str, bits: int) -> float:
+    model = Stack().bfloat16()
+    numel = sum(param.numel() for param in model.parameters())
+    x = torch.randn(TOKENS, 768).bfloat16()
+    model(x).backward()  # libraries' own memory is there from here on
+    model.zero_grad()
+    ctypes.CDLL(None).malloc_trim(0)  # and what that freed is the system's again
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+    micro_step = (_in_main_grads(bits) if bits else {f.__name__: f for f in (_in_float32, _in_bfloat16)}[theirs])(model)
+    for _ in range(MICRO_STEPS):
+        micro_step(model(x))
+    return (_status("VmHWM") - before) / numel
+
+
+def _status(key: str) -> int:
+    """Bytes that the kernel counts for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(key)))
+
+
+# ---- Error.
+
+
+def _measure_error() -> list[Row]:
+    """Of the sum of 64 micro-gradients, relative to the same in float64, in millionths; torch: bfloat16."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(768, 768), nn.Tanh(), nn.Linear(768, 768)).bfloat16()
+    models = [copy.deepcopy(base) for _ in range(4)]
+    main_grads(models[1], 32)
+    main_grads(models[2], 24)
+    alone = models[3]
+    exact = [torch.zeros(param.shape, dtype=torch.float64) for param in base.parameters()]
+    for _ in range(64):
+        x = torch.randn(TOKENS, 768).bfloat16()
+        for model in models:
+            model(x).float().square().mean().backward()
+        for total, param in zip(exact, alone.parameters(), strict=True):
+            assert param.grad is not None
+            total += param.grad.double()
+        alone.zero_grad()
+
+    def error(values: list[Tensor]) -> float:
+        pairs = list(zip(values, exact, strict=True))
+        return 1e6 * float(
+            (sum((v.double() - e).square().sum() for v, e in pairs) / sum(e.square().sum() for _, e in pairs)) ** 0.5
+        )
+
+    plain = error([param.grad for param in models[0].parameters() if param.grad is not None])
+    in_float32 = error([float32_grad(param) for param in models[1].parameters()])
+    joined = error([float32_grad(param) for param in models[2].parameters()])
+    halves = error([param.grad for param in models[2].parameters() if param.grad is not None])
+    what = "error of 64 micro-steps' sum"
+    return [
+        Row(f"{what}: float32 (torch: bfloat16)", "ppm", plain, in_float32),
+        Row(f"{what}: bfloat16 and a byte", "ppm", plain, joined),
+        Row(f"{what}: its bfloat16 half, which crosses the wire", "ppm", plain, halves),
+    ]

@@ -154,6 +154,17 @@ void Reducer::end_weighted(bool failed) {
   for (Parameter& param : params_) param.weighted = seen_grad(param);
 }
 
+// Whether, since the last weight, somebody has zeroed the gradients that weights count; the first gradient of the
+// backward after that, parameter `came`'s, is there.
+bool Reducer::were_zeroed(size_t came) const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& grad = params_[i].tensor.grad();
+    if (!grad.defined() || grad.unsafeGetTensorImpl() != params_[i].weighted.first) continue;
+    if (i == came ? params_.size() == 1 : grad.count_nonzero().item<int64_t>() > 0) return false;
+  }
+  return true;
+}
+
 // Changes with every write to .grad that autograd would notice, and with every other tensor there.
 std::pair<const void*, uint32_t> Reducer::seen_grad(const Parameter& param) const {
   const at::Tensor& grad = param.tensor.grad();
@@ -306,6 +317,7 @@ void Reducer::on_gradient(size_t index, bool came) {
 
 void Reducer::handle_gradient(size_t index, bool came) {
   Parameter& param = params_[index];
+  if (weight_ && !is_weighted_ && were_zeroed(index)) weight_.reset();
   if (weight_ && !is_weighted_) {
     throw_value_error(
         "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): "

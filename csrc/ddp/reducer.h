@@ -235,6 +235,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void noting_errors(const std::function<void()>& body);
   std::vector<ParamSize> param_sizes() const;
   std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
+  bool were_zeroed(size_t came) const;
   std::pair<const void*, uint32_t> seen_grad(const Parameter& param) const;
   bool is_rebuild_due() const;
   void rebuild_buckets();

@@ -431,6 +431,66 @@ def test_no_sync_beside_it(on_ranks: OnRanks) -> None:
     on_ranks(with_no_sync)
 
 
+def only_some_are_stepped() -> None:
+    """An optimizer of half the model, and parameters that the wrapper does not reduce."""
+    net = make_model()
+    twin = copy.deepcopy(net)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
+    model = DDP(net, **SMALL_BUCKETS)
+    optimizer = torch.optim.SGD([net[0].weight, net[2].weight], lr=0.3)
+    mine = make_batches([3, 5, 2, 7], seed=dist.get_rank())
+    train_in_windows(model, optimizer, mine, 2)
+    assert_equal_on_ranks([net[0].weight])
+    assert all(param.grad is None for param in net.parameters())
+    assert torch.equal(net[0].bias, twin[0].bias)
+    # The one that is not reduced gets this rank's own mean.
+    with torch.no_grad():
+        before = net[2].weight.clone()
+        twin.load_state_dict(net.state_dict())
+    x, targets = (torch.cat(parts) for parts in zip(*mine[:2], strict=True))
+    mean_loss(twin, x, targets).backward()
+    train_in_windows(model, optimizer, mine[:2], 2)
+    torch.testing.assert_close(net[2].weight, before - 0.3 * twin[2].weight.grad)
+
+
+def test_parameters_that_only_some_know(on_ranks: OnRanks) -> None:
+    on_ranks(only_some_are_stepped)
+
+
+def plain_backward_after() -> None:
+    """A window that was left by an exception, or weights that were zeroed, are nothing to the backward after."""
+    model = DDP(make_model(), **SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    x, targets = make_batches([4], seed=dist.get_rank())[0]
+
+    def interrupted() -> None:
+        with drivetrain.accumulate(model, optimizer, steps=2) as window:
+            window.backward(mean_loss(model, x, targets), weight=4)
+            raise KeyError
+
+    mean_loss(model, x, targets).backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    zeros = (
+        lambda: message_of(KeyError, interrupted),
+        model.zero_grad,
+        lambda: model.zero_grad(set_to_none=False),
+    )
+    for zero in zeros:
+        if zero is not zeros[0]:
+            with model.no_sync():
+                model.backward(mean_loss(model, x, targets), weight=3)
+        zero()
+        mean_loss(model, x, targets).backward()
+        for param, want in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad, want)
+        model.zero_grad()
+
+
+def test_plain_backward_after_weights(on_ranks: OnRanks) -> None:
+    on_ranks(plain_backward_after)
+
+
 def failing_backward_on_one_rank() -> None:
     """Other ranks' windows go on; this one's begins anew, and nothing of its first half is left in."""
     rank = dist.get_rank()

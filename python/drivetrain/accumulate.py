@@ -209,10 +209,8 @@ class Window:
 
     def _drop(self) -> None:
         """Forgets what has been collected. To other ranks the window goes on."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        if self._ddp is not None:
-            self._ddp.zero_grad()
+        for param in [*self._params(), *self._reduced_params()]:
+            param.grad = None
         self._micro_steps = 0
         self._weight = 0.0
         if self._ddp is not None:
@@ -281,6 +279,10 @@ class Window:
         for optimizer in self._optimizers:
             if not getattr(optimizer, "zero_grads_in_step", False):
                 optimizer.zero_grad()
+        stepped = {id(param) for param in self._params()}
+        for param in self._reduced_params():
+            if id(param) not in stepped:
+                param.grad = None
 
     def _fused_and_alone(self) -> FusedOptimizer | None:
         """The optimizer, if it can take a divisor and a norm into its step."""
@@ -323,11 +325,13 @@ class Window:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return list({id(param): param for group in groups for param in group["params"]}.values())
 
+    def _reduced_params(self) -> list[Tensor]:
+        """Those whose gradients the wrapper reduces, whether an optimizer has them or not."""
+        return [] if self._ddp is None else list(self._ddp._module_parameters)
+
     def _unreduced_params(self) -> list[Tensor]:
-        """Those whose gradients are sums still."""
-        if self._ddp is None:
-            return self._params()
-        reduced = {id(param) for param in self._ddp._module_parameters}
+        """Those of the optimizers whose gradients are sums still."""
+        reduced = {id(param) for param in self._reduced_params()}
         return [param for param in self._params() if id(param) not in reduced]
 
     # ---- Mistakes.

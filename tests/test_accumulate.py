@@ -453,8 +453,20 @@ def only_some_are_stepped() -> None:
     torch.testing.assert_close(net[2].weight, before - 0.3 * twin[2].weight.grad)
 
 
+def nothing_for_what_is_not_reduced() -> None:
+    """A rank that takes part in the others' window with nothing has no mean for a parameter of its own."""
+    net = make_model()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
+    model = DDP(net, **SMALL_BUCKETS)
+    optimizer = drivetrain.optim.SGD([net[0].weight, net[2].weight], lr=0.3, zero_grads_in_step=True)
+    train_in_windows(model, optimizer, make_batches([3, 5, 2, 7][: 2 + 2 * dist.get_rank()]), 2)
+    assert_equal_on_ranks([net[0].weight])
+    assert torch.isfinite(net[2].weight).all()
+
+
 def test_parameters_that_only_some_know(on_ranks: OnRanks) -> None:
     on_ranks(only_some_are_stepped)
+    on_ranks(nothing_for_what_is_not_reduced)
 
 
 def plain_backward_after() -> None:

@@ -148,7 +148,8 @@ class Window:
         """`loss.backward()`, and in the window's last micro-batch the step.
 
         Args:
-            loss: the mean over this micro-batch, not divided by anything else.
+            loss: the mean over this micro-batch, not divided by anything else. One in 16 bits rounds its weight to
+                them: have it in float32.
             weight: what it is a mean of, a count of tokens or samples: finite and >= 0 (0: the loss, which may be nan,
                 is not looked at). On CUDA a tensor is waited for.
             **kwargs: for `torch.Tensor.backward`.
@@ -411,7 +412,8 @@ def _wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def _divide(params: Iterable[Tensor], divisor: float) -> None:
+    """By 0: not at all. Then nothing was added to them, and what is there are zeros."""
     grads = [param.grad for param in params if param.grad is not None]
-    if grads and divisor != 1.0:
+    if grads and divisor not in (0.0, 1.0):
         with torch.no_grad():
             torch._foreach_div_(grads, divisor)

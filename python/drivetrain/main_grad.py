@@ -19,7 +19,8 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
 
     In 16 bits what a micro-batch adds is rounded to the sum's last bit, and from some number of them on adds nothing.
     Here a C++ hook adds each micro-gradient in float32 as soon as backward has it, and frees it: two copies of a
-    gradient exist for one parameter at a time. Call it before wrapping the model into DistributedDataParallel.
+    gradient exist for one parameter at a time. Call it once the model has its dtype and device, before wrapping it into
+    DistributedDataParallel.
 
     * 32: `.grad` is the float32 gradient (`grad_dtype` says so), 4 bytes per parameter. Optimizers of drivetrain.optim
       read it as it is; so do norms and clipping. Under DDP it crosses the wire in float32.

@@ -17,6 +17,7 @@ from .measure import Row, interleaved, median_interval, ratio_of_medians
 
 MICRO_STEPS = 8
 TOKENS = 32  # per micro-step: few, so that the rest of backward hides little
+Accumulator = Callable[[nn.Module], Callable[[Tensor], None]]
 _WIDTHS = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
 
 
@@ -40,8 +41,8 @@ def run(threads: int, rounds: int) -> list[Row]:
     torch.set_num_threads(threads)
     try:
         rows = _measure_time(MICRO_STEPS * max(rounds // 4, 5))
-        for what, torchs, ours, bits in track(MEMORY, description="memory", transient=True):
-            rows.append(_measure_memory(what, torchs, ours, bits))
+        for what, theirs, ours in track(MEMORY, description="memory", transient=True):
+            rows.append(_measure_memory(what, theirs, ours))
         return rows + _measure_error()
     finally:
         torch.set_num_threads(before)
@@ -95,12 +96,13 @@ def _in_copies(model: nn.Module) -> Callable[[Tensor], None]:
     return _in_bfloat16(model)
 
 
-def _in_main_grads(bits: int) -> Callable[[nn.Module], Callable[[Tensor], None]]:
-    def accumulate(model: nn.Module) -> Callable[[Tensor], None]:
-        main_grads(model, bits)
-        return _in_bfloat16(model)
+def _in_main_grads(model: nn.Module, bits: int) -> Callable[[Tensor], None]:
+    main_grads(model, bits)
+    return _in_bfloat16(model)
 
-    return accumulate
+
+_IN_32_BITS = functools.partial(_in_main_grads, bits=32)
+_IN_24_BITS = functools.partial(_in_main_grads, bits=24)
 
 
 # ---- Time.
@@ -111,7 +113,7 @@ def _measure_time(rounds: int) -> list[Row]:
     a time, in fresh memory; one that frees each as it comes is the least that a backward can take."""
     torch.manual_seed(0)
     base, x = Stack().bfloat16(), torch.randn(TOKENS, 768).bfloat16()
-    accumulators = (_plain, _dropped, _in_float32, _in_copies, _in_main_grads(32), _in_main_grads(24))
+    accumulators: tuple[Accumulator, ...] = (_plain, _dropped, _in_float32, _in_copies, _IN_32_BITS, _IN_24_BITS)
     models = [copy.deepcopy(base) for _ in accumulators]
     steps = [make(model) for make, model in zip(accumulators, models, strict=True)]
     losses = [torch.zeros(()) for _ in models]
@@ -148,25 +150,19 @@ def _beyond(times: list[float], base: list[float]) -> float:
 # ---- Memory: each in a process of its own.
 
 MEMORY = (
-    ("accumulated in float32: peak bytes per parameter", _in_float32, _in_main_grads, 32),
-    ("accumulated in bfloat16 and a byte (torch: bfloat16): peak", _in_bfloat16, _in_main_grads, 24),
+    ("accumulated in float32: peak bytes per parameter", _in_float32, _IN_32_BITS),
+    ("accumulated in bfloat16 and a byte (torch: bfloat16): peak", _in_bfloat16, _IN_24_BITS),
 )
 
 
-def _measure_memory(
-    what: str,
-    theirs: Callable[[nn.Module], Callable[[Tensor], None]],
-    ours: Callable[[int], Callable[[nn.Module], Callable[[Tensor], None]]],
-    bits: int,
-) -> Row:
+def _measure_memory(what: str, *accumulators: Accumulator) -> Row:
     """Peak of a window of backwards beyond the parameters and inputs, in bytes per parameter."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        torch_bytes = pool.apply(_peak_bytes, (theirs.__name__, 0))
-        our_bytes = pool.apply(_peak_bytes, ("", bits))
+        torch_bytes, our_bytes = [pool.apply(_peak_bytes, (accumulator,)) for accumulator in accumulators]
     return Row(what, "B", torch_bytes, our_bytes)
 
 
-def _peak_bytes(theirs: str, bits: int) -> float:
+def _peak_bytes(accumulator: Accumulator) -> float:
     model = Stack().bfloat16()
     numel = sum(param.numel() for param in model.parameters())
     x = torch.randn(TOKENS, 768).bfloat16()
@@ -175,7 +171,7 @@ def _peak_bytes(theirs: str, bits: int) -> float:
     ctypes.CDLL(None).malloc_trim(0)  # and what that freed is the system's again
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
-    micro_step = (_in_main_grads(bits) if bits else {f.__name__: f for f in (_in_float32, _in_bfloat16)}[theirs])(model)
+    micro_step = accumulator(model)
     for _ in range(MICRO_STEPS):
         micro_step(model(x))
     return (_status("VmHWM") - before) / numel

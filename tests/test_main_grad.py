@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import drivetrain
 from drivetrain import DistributedDataParallel as DDP
 from reference import formats
-from test_ddp import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, message_of
+from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks, message_of
 
 HALVES = [torch.bfloat16, torch.float16]
 BITS = [(torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 24)]
@@ -207,21 +207,14 @@ def test_sparse_gradients_are_autograds() -> None:
     assert_bits(words.weight.grad.to_dense()[1], torch.full((4,), 4.0))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.middle = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
+class CheckpointedTied(Tied):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.middle, self.embed(x), use_reentrant=False).relu())
 
 
 @pytest.mark.parametrize("bits", [32, 24])
 def test_tied_weights_and_checkpointing(bits: int) -> None:
-    model = Tied().bfloat16()
+    model = CheckpointedTied().bfloat16()
     twin = copy.deepcopy(model)
     drivetrain.main_grads(model, bits)
     totals = [torch.zeros(param.shape) for param in twin.parameters()]

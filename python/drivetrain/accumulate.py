@@ -1,6 +1,5 @@
 """Gradient accumulation: several micro-batches, the exact mean over all that they count, one step of the optimizer."""
 
-import math
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from . import watch
 from .clip_grad import clip_grad_norm_
-from .ddp import DistributedDataParallel
+from .ddp import DistributedDataParallel, checked_weight
 from .optim.base import FusedOptimizer
 
 _NOTHING = torch.zeros(())  # a loss that weighs nothing
@@ -137,6 +136,9 @@ class Window:
                 self._complete()
             else:
                 self._drop()
+        except BaseException:
+            self._drop()
+            raise
         finally:
             self._is_open = False
             for handle in self._handles:
@@ -167,11 +169,7 @@ class Window:
                 "window.backward() was called outside of its block: call it inside of 'with drivetrain.accumulate(...) "
                 "as window:'."
             )
-        weight = float(weight)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(
-                f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of"
-            )
+        weight = checked_weight(float(weight))
         self._check_untouched()
         is_last = self._micro_steps + 1 >= self._steps
         try:
@@ -193,36 +191,38 @@ class Window:
         if is_last:
             self._begin()
         else:
-            if self._ddp is not None:  # for the next forward
-                self._ddp.require_backward_grad_sync = self._micro_steps + 1 >= self._steps
-            self._remember()
+            self._expect_next()
         return is_last
 
     def _begin(self) -> None:
         """A new window."""
-        self._micro_steps = 0
-        self._weight = 0.0
         if self._ddp is not None:
             # So that the next forward takes rank 0's buffers, on ranks whose window ended without a last forward, too.
             self._ddp.require_forward_param_sync = True
-            self._ddp.require_backward_grad_sync = self._steps == 1
-        self._remember()
+        self._begin_anew()
 
     def _drop(self) -> None:
         """Forgets what has been collected. To other ranks the window goes on."""
         for param in [*self._params(), *self._reduced_params()]:
             param.grad = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._micro_steps = 0
         self._weight = 0.0
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        """The next forward and backward."""
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = self._steps == 1
+            self._ddp.require_backward_grad_sync = self._micro_steps + 1 >= self._steps
         self._remember()
 
     def _complete(self) -> None:
         """The end of the block: a shorter window, and then those that other ranks still have."""
         if self._ddp is None:
             if self._micro_steps > 0:
-                self._step_or_drop()
+                self._step()
             return
         if self._micro_steps > 0 or self._begun is not None:
             self._reduce_and_step()
@@ -234,19 +234,8 @@ class Window:
     def _reduce_and_step(self) -> None:
         assert self._ddp is not None
         self._ddp.require_backward_grad_sync = True
-        try:
-            self._ddp.backward(_NOTHING, weight=0.0)
-        except BaseException:
-            self._drop()
-            raise
-        self._step_or_drop()
-
-    def _step_or_drop(self) -> None:
-        try:
-            self._step()
-        except BaseException:
-            self._drop()
-            raise
+        self._ddp.backward(_NOTHING, weight=0.0)
+        self._step()
         self._begin()
 
     # ---- The step.
@@ -346,8 +335,9 @@ class Window:
 
     def _remember(self) -> None:
         """One gradient, and its version: whoever zeroes or adds to all of them changes it."""
-        params = self._params()
-        chosen = next((param for param in params if param.grad is not None), params[0] if params else None)
+        params = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        with_grad = (param for group in params for param in group if param.grad is not None)
+        chosen = next(with_grad, next((param for group in params for param in group), None))
         grad = None if chosen is None else chosen.grad
         self._seen = None if chosen is None else (chosen, grad, 0 if grad is None else grad._version)
 

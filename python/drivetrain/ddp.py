@@ -283,13 +283,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if weight is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(
-                f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of"
-            )
+        weight = checked_weight(weight)
         if self._join_config.enable:
             raise ValueError("weight does not go together with join(): ranks without inputs take no part in it")
-        self.reducer.begin_weighted(float(weight))
+        self.reducer.begin_weighted(weight)
         failed = True
         try:
             if weight > 0:
@@ -531,6 +528,13 @@ class _WatchedJoinHook(JoinHook):
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
+
+
+def checked_weight(weight: float) -> float:
+    """The weight; raises ValueError for what can be none."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of")
+    return float(weight)
 
 
 def _refuse_unknown(changed: dict[str, object]) -> None:

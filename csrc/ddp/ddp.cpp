@@ -7,9 +7,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
-#include <optional>
 
 #include "base/check.h"
+#include "base/held_function.h"
 #include "ddp/comm.h"
 #include "ddp/plan.h"
 #include "ddp/progress.h"
@@ -39,14 +39,6 @@ void set_python_hook(Reducer& reducer, py::object state, py::object hook) {
   reducer.set_comm_hook(std::move(native));
 }
 
-// Freed under the GIL, wherever the reducer lets go of it.
-std::shared_ptr<py::function> hold(py::function function) {
-  return {new py::function(std::move(function)), [](py::function* held) {
-            const py::gil_scoped_acquire gil;
-            delete held;
-          }};
-}
-
 void set_are_held(Reducer& reducer, py::function are_held) {
   reducer.set_are_held([held = hold(std::move(are_held))](const std::vector<at::Tensor>& tensors) {
     const py::gil_scoped_acquire gil;
@@ -54,16 +46,10 @@ void set_are_held(Reducer& reducer, py::function are_held) {
   });
 }
 
-std::vector<std::optional<at::Tensor>> plain(const std::vector<at::Tensor>& places) {
-  std::vector<std::optional<at::Tensor>> result;
-  for (const at::Tensor& place : places) result.push_back(place.defined() ? std::optional(place) : std::nullopt);
-  return result;
-}
-
 void set_on_moved(Reducer& reducer, py::function on_moved) {
   reducer.set_on_moved([held = hold(std::move(on_moved))](const std::vector<at::Tensor>& places) {
     const py::gil_scoped_acquire gil;
-    (*held)(plain(places));
+    (*held)(places);
   });
 }
 
@@ -248,7 +234,7 @@ void register_ddp(py::module_& m) {
       .def("arena_bytes", &Reducer::arena_bytes)
       .def("set_are_held", &set_are_held, py::arg("are_held"))
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
-      .def("gradient_places", [](const Reducer& reducer) { return plain(reducer.gradient_places()); })
+      .def("gradient_places", &Reducer::gradient_places)
       .def("shadow_planning", &Reducer::shadow_planning, no_gil())
       // Under the names by which torch's wrapper calls them.
       .def("_ddp_graph_static", &Reducer::is_graph_static, no_gil())

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/grad_accumulator.h"
 #include "base/heap.h"
 #include "ddp/replicas.h"
 #include "ddp/tensors.h"
@@ -87,7 +88,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
 void Reducer::add_hooks() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Parameter& param = params_[i];
-    auto accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    param.accumulator = grad_accumulator_of(param.tensor);
     // Weak: a graph may outlive the wrapper.
     auto hook = [weak = weak_from_this(), i](const torch::autograd::variable_list& outputs,
                                              const torch::autograd::variable_list& inputs) {
@@ -95,9 +96,8 @@ void Reducer::add_hooks() {
       return outputs;
     };
     // Without a function for compiled autograd: that refuses the hook with an error instead of leaving it out.
-    param.hook = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));
-    // The parameter refers to its accumulator weakly: without this reference both would go.
-    param.accumulator = std::shared_ptr<Node>(accumulator.get(), [accumulator](Node*) {});
+    param.hook =
+        param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));
   }
 }
 
@@ -139,8 +139,7 @@ void Reducer::begin_weighted(double weight) {
     if (!is_clean && !weight_) {
       throw UserError(
           "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised "
-          "backward, "
-          "of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
+          "backward, of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
     }
   }
   weight_ = weight_.value_or(0) + weight;

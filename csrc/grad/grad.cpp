@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/held_function.h"
 #include "grad/main_grads.h"
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
@@ -36,20 +37,10 @@ double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
 // was_added(index) is Python's.
 std::shared_ptr<MainGrads> make_main_grads(std::vector<at::Tensor> params, std::vector<at::Tensor> main,
                                            py::function was_added) {
-  // Freed under the GIL, wherever that is.
-  const std::shared_ptr<py::function> held(new py::function(std::move(was_added)), [](py::function* function) {
-    const py::gil_scoped_acquire gil;
-    delete function;
-  });
-  return MainGrads::make(std::move(params), std::move(main), [held](size_t index) {
+  return MainGrads::make(std::move(params), std::move(main), [held = hold(std::move(was_added))](size_t index) {
     const py::gil_scoped_acquire gil;
     return (*held)(index).cast<bool>();
   });
-}
-
-std::optional<at::Tensor> residual_of(MainGrads& main_grads, size_t index) {
-  at::Tensor residual = main_grads.residual(index);
-  return residual.defined() ? std::optional(std::move(residual)) : std::nullopt;
 }
 
 }  // namespace
@@ -60,7 +51,7 @@ void register_grad(py::module_& m) {
   py::class_<MainGrads, std::shared_ptr<MainGrads>>(m, "MainGrads")
       .def(py::init(&make_main_grads), py::arg("params"), py::arg("main"), py::arg("was_added"))
       .def("move_to", &MainGrads::move_to, py::arg("index"), py::arg("main"), no_gil())
-      .def("residual", &residual_of, py::arg("index"), no_gil());
+      .def("residual", &MainGrads::residual, py::arg("index"), no_gil());
 }
 
 }  // namespace drivetrain::grad

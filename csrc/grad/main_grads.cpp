@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "base/current_stream.h"
+#include "base/grad_accumulator.h"
 #include "grad/accumulate.h"
 #include "optim/storage_torch.h"
 
@@ -68,15 +69,13 @@ MainGrads::MainGrads(std::vector<at::Tensor> params, std::vector<at::Tensor> mai
 void MainGrads::add_hooks() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Parameter& param = params_[i];
-    auto accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    param.accumulator = grad_accumulator_of(param.tensor);
     // .grad may have another dtype than what backward computes, which autograd would convert before the hook sees it.
-    accumulator->mutable_input_metadata(0).set_grad_dtype(std::nullopt);
+    param.accumulator->mutable_input_metadata(0).set_grad_dtype(std::nullopt);
     auto hook = std::make_unique<Hook>(weak_from_this(), i);
     param.hook = hook.get();
     // Of the node, not of the tensor: after the hooks that users have on the tensor.
-    accumulator->add_pre_hook(std::move(hook));
-    // The parameter refers to its accumulator weakly: without this reference both would go.
-    param.accumulator = std::shared_ptr<torch::autograd::Node>(accumulator.get(), [accumulator](auto*) {});
+    param.accumulator->add_pre_hook(std::move(hook));
   }
 }
 

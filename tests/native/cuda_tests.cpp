@@ -353,16 +353,7 @@ class Matrices {
   int64_t num_chunks() const { return num_chunks_; }
 
   // Parameters, gradients and states.
-  std::vector<unsigned char> bytes() const {
-    std::vector<unsigned char> result;
-    for (const auto& mine : blocks_) {
-      for (const Block& block : mine) {
-        result.insert(result.end(), block.bytes.begin(), block.bytes.end());
-        result.insert(result.end(), block.extra.begin(), block.extra.end());
-      }
-    }
-    return result;
-  }
+  std::vector<unsigned char> bytes() const { return bytes_of(blocks_); }
 
   optim::StepJob job = {};
   optim::Factoring factoring;

@@ -75,6 +75,18 @@ struct Block {
   optim::Stream stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
 };
 
+// All that is there now.
+inline std::vector<unsigned char> bytes_of(const std::vector<std::vector<Block>>& blocks) {
+  std::vector<unsigned char> result;
+  for (const auto& mine : blocks) {
+    for (const Block& block : mine) {
+      result.insert(result.end(), block.bytes.begin(), block.bytes.end());
+      result.insert(result.end(), block.extra.begin(), block.extra.end());
+    }
+  }
+  return result;
+}
+
 // The formats of one step's streams; of states with 8 bits, the codes that fit the rule.
 struct Layout {
   const char* name;
@@ -171,17 +183,7 @@ class Params {
   const std::vector<optim::ParamJob>& jobs() const { return jobs_; }
   int64_t num_chunks() const { return num_chunks_; }
 
-  // All that is there now.
-  std::vector<unsigned char> bytes() const {
-    std::vector<unsigned char> result;
-    for (const auto& mine : blocks_) {
-      for (const Block& block : mine) {
-        result.insert(result.end(), block.bytes.begin(), block.bytes.end());
-        result.insert(result.end(), block.extra.begin(), block.extra.end());
-      }
-    }
-    return result;
-  }
+  std::vector<unsigned char> bytes() const { return bytes_of(blocks_); }
 
  private:
   TestedRule rule_;

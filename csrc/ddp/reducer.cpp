@@ -7,7 +7,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/autograd/context/context.h>
 
@@ -20,6 +20,7 @@
 #include "base/heap.h"
 #include "ddp/replicas.h"
 #include "ddp/tensors.h"
+#include "grad/fuse_wgrad.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -56,6 +57,27 @@ std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs
 
 }  // namespace
 
+// Without what compiled autograd asks of hooks: that refuses it with an error instead of leaving it out.
+class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::KnowsPlace {
+ public:
+  Hook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list& inputs) override {
+    if (const auto reducer = reducer_.lock()) reducer->on_gradient(index_, inputs.empty() || inputs[0].defined());
+    return outputs;
+  }
+
+  at::Tensor place() override {
+    const auto reducer = reducer_.lock();
+    return reducer ? reducer->free_place(index_) : at::Tensor();
+  }
+
+ private:
+  const std::weak_ptr<Reducer> reducer_;  // weak: a graph may outlive the wrapper
+  const size_t index_;
+};
+
 std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vector<std::string> names,
                                        std::shared_ptr<Comm> comm, const Options& options) {
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(params), std::move(names), std::move(comm), options));
@@ -89,15 +111,7 @@ void Reducer::add_hooks() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Parameter& param = params_[i];
     param.accumulator = grad_accumulator_of(param.tensor);
-    // Weak: a graph may outlive the wrapper.
-    auto hook = [weak = weak_from_this(), i](const torch::autograd::variable_list& outputs,
-                                             const torch::autograd::variable_list& inputs) {
-      if (const auto self = weak.lock()) self->on_gradient(i, inputs.empty() || inputs[0].defined());
-      return outputs;
-    };
-    // Without a function for compiled autograd: that refuses the hook with an error instead of leaving it out.
-    param.hook =
-        param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook)));
+    param.hook = param.accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
   }
 }
 

@@ -79,6 +79,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // has changed, after the gradients that are being accumulated have moved.
   std::vector<at::Tensor> gradient_places() const;
   void set_on_moved(std::function<void(const std::vector<at::Tensor>&)> on_moved) { on_moved_ = std::move(on_moved); }
+  // The same of one parameter whose gradient is yet to come; undefined where it must come as autograd brings it.
+  at::Tensor free_place(size_t index);
   // Whether the buckets have been rebuilt in the first step's order.
   bool has_rebuilt_buckets();
 
@@ -191,6 +193,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     kReducing,  // with the transport
   };
 
+  class Hook;
   struct Parameter {
     at::Tensor tensor;
     std::string name;

@@ -138,6 +138,16 @@ std::vector<at::Tensor> Reducer::gradient_places() const {
   return places;
 }
 
+at::Tensor Reducer::free_place(size_t index) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Parameter& param = params_[index];
+  const Bucket& bucket = buckets_[param.bucket];
+  if (param.sparse || param.ready || low_precision_ || bucket.phase != Phase::kFilling) return {};
+  // Somebody may have assigned to .grad.data, and with that to our view.
+  const void* place = static_cast<char*>(bucket.flat.data_ptr()) + param.offset;
+  return param.view.data_ptr() == place ? param.view : at::Tensor();
+}
+
 at::Tensor Reducer::view_of(const Parameter& param) const {
   return piece_of(buckets_[param.bucket].flat, param.offset, param.tensor.sizes(), grad_strides(param.tensor),
                   grad_dtype(param));

@@ -2,6 +2,7 @@
 #include "grad/grad.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -9,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/held_function.h"
+#include "grad/fuse_wgrad.h"
 #include "grad/main_grads.h"
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
@@ -48,6 +50,10 @@ std::shared_ptr<MainGrads> make_main_grads(std::vector<at::Tensor> params, std::
 void register_grad(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;  // a hook that holds its mutex never waits for the GIL
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
+  // Hooks of Python's on what backward keeps may raise (those of activation checkpointing do), and torch's errors shall
+  // be of torch's kinds.
+  m.def("fused_linear", torch::wrap_pybind_function_no_gil(&fused_linear), py::arg("input"), py::arg("weight"),
+        py::arg("bias"), py::arg("is_conv1d"));
   py::class_<MainGrads, std::shared_ptr<MainGrads>>(m, "MainGrads")
       .def(py::init(&make_main_grads), py::arg("params"), py::arg("main"), py::arg("was_added"))
       .def("move_to", &MainGrads::move_to, py::arg("index"), py::arg("main"), no_gil())

@@ -15,6 +15,7 @@
 #include "base/current_stream.h"
 #include "base/grad_accumulator.h"
 #include "grad/accumulate.h"
+#include "grad/fuse_wgrad.h"
 #include "optim/storage_torch.h"
 
 namespace drivetrain::grad {
@@ -30,7 +31,7 @@ bool is_walked_as(const at::Tensor& tensor, const at::Tensor& other) {
 
 }  // namespace
 
-class MainGrads::Hook : public torch::autograd::FunctionPreHook {
+class MainGrads::Hook : public torch::autograd::FunctionPreHook, public KeepsGradient {
  public:
   Hook(std::weak_ptr<MainGrads> owner, size_t index) : owner_(std::move(owner)), index_(index) {}
 
@@ -38,6 +39,11 @@ class MainGrads::Hook : public torch::autograd::FunctionPreHook {
     const auto owner = owner_.lock();
     if (!owner || !grads[0].defined()) return grads;
     return {owner->take(index_, grads[0])};
+  }
+
+  bool add(const WeightGrad& weight_grad) override {
+    const auto owner = owner_.lock();
+    return owner && owner->add(index_, weight_grad);
   }
 
  private:
@@ -120,27 +126,12 @@ void MainGrads::see(Parameter& param) {
 at::Tensor MainGrads::take(size_t index, const at::Tensor& micro) {
   const bool was_added = was_added_(index);  // takes the GIL: not under the mutex
   const std::lock_guard<std::mutex> lock(mutex_);
-  return take_locked(params_[index], micro, was_added);
-}
-
-at::Tensor MainGrads::take_locked(Parameter& param, const at::Tensor& micro, bool was_added) {
-  // A graph of the gradient itself is autograd's business, and so are sparse gradients; and what somebody else has put
-  // into .grad is added to as it is.
-  at::Tensor& grad = param.tensor.mutable_grad();
-  const bool is_ours = !grad.defined() || (is_walked_as(grad, param.main) && !grad.requires_grad() &&
-                                           grad.scalar_type() == param.main.scalar_type());
-  if (at::GradMode::is_enabled() || micro.layout() != at::kStrided || micro.sizes() != param.main.sizes() ||
-      micro.device() != param.main.device() || !is_ours) {
-    return micro.to(param.main.scalar_type());
-  }
-  const at::NoGradGuard no_grad_tracking;
-  const bool starts = !grad.defined() && !was_added;
-  if (!grad.defined()) {
-    grad = param.main;
-  } else if (param.residual.defined() && !is_seen(param, grad)) {
-    param.residual.zero_();
-  }
-  if (!was_added) {
+  Parameter& param = params_[index];
+  // Sparse gradients are autograd's business.
+  const bool fits =
+      micro.layout() == at::kStrided && micro.sizes() == param.main.sizes() && micro.device() == param.main.device();
+  const auto add_micro = [&](const at::Tensor& grad, bool starts) {
+    if (was_added) return;
     const at::Tensor alike = is_walked_as(micro, grad) ? micro : at::empty_like(grad, micro.options()).copy_(micro);
     Addition addition{optim::stream_of(grad), optim::stream_of(alike), starts};
     if (param.residual.defined()) {
@@ -153,10 +144,38 @@ at::Tensor MainGrads::take_locked(Parameter& param, const at::Tensor& micro, boo
     } else {
       accumulate(addition, grad.numel());
     }
+  };
+  return fits && add_to(param, was_added, add_micro) ? at::Tensor() : micro.to(param.main.scalar_type());
+}
+
+bool MainGrads::add(size_t index, const WeightGrad& weight_grad) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Parameter& param = params_.at(index);
+  const bool has_residual = param.residual.defined();
+  if (!param.main.is_contiguous() || !can_add(weight_grad, param.main.scalar_type(), has_residual)) return false;
+  return add_to(param, /*was_added=*/false,
+                [&](const at::Tensor& grad, bool starts) { grad::add(weight_grad, grad, param.residual, starts); });
+}
+
+// Lets `add` add to .grad, which is the main gradient where it is none yet (starts: nothing is there). Returns whether
+// it did: a graph of the gradient itself is autograd's business, and so is what somebody else has put into .grad.
+template <class Add>
+bool MainGrads::add_to(Parameter& param, bool was_added, const Add& add) {
+  at::Tensor& grad = param.tensor.mutable_grad();
+  const bool is_ours = !grad.defined() || (is_walked_as(grad, param.main) && !grad.requires_grad() &&
+                                           grad.scalar_type() == param.main.scalar_type());
+  if (at::GradMode::is_enabled() || !is_ours) return false;
+  const at::NoGradGuard no_grad_tracking;
+  const bool starts = !grad.defined() && !was_added;
+  if (!grad.defined()) {
+    grad = param.main;
+  } else if (param.residual.defined() && !is_seen(param, grad)) {
+    param.residual.zero_();
   }
+  add(grad, starts);
   grad.unsafeGetTensorImpl()->bump_version();
   see(param);
-  return {};
+  return true;
 }
 
 }  // namespace drivetrain::grad

@@ -11,6 +11,8 @@
 #include <mutex>
 #include <vector>
 
+#include "grad/weight_grad.h"
+
 namespace drivetrain::grad {
 
 // A parameter's main gradient has a place for as long as this object lives, and is its .grad while that is defined: the
@@ -36,6 +38,9 @@ class MainGrads : public std::enable_shared_from_this<MainGrads> {
   // has written .grad since.
   at::Tensor residual(size_t index);
 
+  // Whether a layer's weight gradient has been added; if not, autograd is to bring it.
+  bool add(size_t index, const WeightGrad& weight_grad);
+
  private:
   struct Parameter {
     at::Tensor tensor;
@@ -51,7 +56,8 @@ class MainGrads : public std::enable_shared_from_this<MainGrads> {
   MainGrads(std::vector<at::Tensor> params, std::vector<at::Tensor> main, WasAdded was_added);
   void add_hooks();
   at::Tensor take(size_t index, const at::Tensor& micro);
-  at::Tensor take_locked(Parameter& param, const at::Tensor& micro, bool was_added);
+  template <class Add>
+  static bool add_to(Parameter& param, bool was_added, const Add& add);
   static bool is_seen(const Parameter& param, const at::Tensor& grad);
   static void see(Parameter& param);
 

@@ -10,6 +10,7 @@ from . import amp, optim  # noqa: E402
 from .accumulate import accumulate  # noqa: E402
 from .clip_grad import clip_grad_norm_  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
+from .fuse_wgrad import fuse_wgrad  # noqa: E402
 from .main_grad import float32_grad, main_grads  # noqa: E402
 from .swap import install, uninstall  # noqa: E402
 
@@ -21,6 +22,7 @@ __all__ = [
     "amp",
     "clip_grad_norm_",
     "float32_grad",
+    "fuse_wgrad",
     "install",
     "main_grads",
     "optim",

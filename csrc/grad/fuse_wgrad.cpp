@@ -1,0 +1,170 @@
+// The autograd function of linear layers with a fused weight gradient; see fuse_wgrad.h.
+#include "grad/fuse_wgrad.h"
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <mutex>
+
+namespace drivetrain::grad {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+at::Tensor as_matrix(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
+at::Tensor multiply(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, bool is_conv1d) {
+  if (!is_conv1d) return at::linear(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  at::DimVector sizes(input.sizes().slice(0, input.dim() - 1));
+  sizes.push_back(weight.size(1));
+  return at::addmm(bias, as_matrix(input), weight).view(sizes);
+}
+
+WeightGrad weight_grad_of(const at::Tensor& input, const at::Tensor& grad, bool is_conv1d) {
+  const at::Tensor inputs = as_matrix(input).contiguous(), grads = as_matrix(grad).contiguous();
+  return is_conv1d ? WeightGrad{inputs, grads} : WeightGrad{grads, inputs};
+}
+
+// Whether the backward under way accumulates into the weight's .grad, and nobody looks at the gradient before.
+bool goes_unseen(const at::Tensor& weight, Node& accumulator) {
+  if (!weight.is_leaf() || !torch::autograd::impl::hooks(weight).empty()) return false;
+  const auto is_ours = [](const auto& hook) { return dynamic_cast<KeepsGradient*>(hook.get()) != nullptr; };
+  if (!std::all_of(accumulator.pre_hooks().begin(), accumulator.pre_hooks().end(), is_ours)) return false;
+  if (torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr()) return false;
+  // Not autograd.grad(), and not a backward into other leaves.
+  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  if (exec_info == nullptr || exec_info->empty()) return true;
+  const auto found = exec_info->find(&accumulator);
+  return found != exec_info->end() && found->second.needed_ && !found->second.captures_;
+}
+
+// Backward may run on several threads at a time.
+std::mutex& mutex_of(const at::Tensor& weight) {
+  static std::array<std::mutex, 64> mutexes;
+  return mutexes[std::hash<const void*>()(weight.unsafeGetTensorImpl()) / alignof(c10::TensorImpl) % mutexes.size()];
+}
+
+at::Tensor place_of(Node& accumulator) {
+  for (const auto& hook : accumulator.post_hooks()) {
+    if (auto* knowing = dynamic_cast<KnowsPlace*>(hook.get())) return knowing->place();
+  }
+  return {};
+}
+
+// Whether it is there.
+bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
+  const auto accumulator = torch::autograd::impl::grad_accumulator(weight);
+  if (!goes_unseen(weight, *accumulator)) return false;
+  const auto& keepers = accumulator->pre_hooks();
+  if (!keepers.empty()) return dynamic_cast<KeepsGradient&>(*keepers.front()).add(weight_grad);
+  const std::lock_guard<std::mutex> lock(mutex_of(weight));
+  at::Tensor& grad = weight.mutable_grad();
+  const at::Tensor to = grad.defined() ? grad : place_of(*accumulator);
+  if (!to.defined() || to.requires_grad() || to.layout() != at::kStrided || !to.is_contiguous() ||
+      to.sizes() != weight.sizes() || to.device() != weight.device() ||
+      !can_add(weight_grad, to.scalar_type(), /*has_residual=*/false)) {
+    return false;
+  }
+  add(weight_grad, to, /*residual=*/{}, /*starts=*/!grad.defined());
+  if (!grad.defined()) grad = to;
+  return true;
+}
+
+// As autograd takes it: in the dtype that .grad has, if the product can be summed in that.
+at::Tensor product_of(const WeightGrad& weight_grad, const at::Tensor& weight) {
+  const at::ScalarType dtype = weight.grad_dtype().value_or(weight.scalar_type());
+  if (!can_add(weight_grad, dtype, /*has_residual=*/false)) return at::mm(weight_grad.left.t(), weight_grad.right);
+  at::Tensor grad = at::empty(weight.sizes(), weight.options().dtype(dtype).requires_grad(false));
+  add(weight_grad, grad, /*residual=*/{}, /*starts=*/true);
+  return grad;
+}
+
+struct FusedLinear : torch::autograd::Function<FusedLinear> {
+  // The weight as it is multiplied with, which autocast may have cast.
+  struct Multiplied {
+    at::Tensor weight;
+  };
+
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const Multiplied& multiplied, bool is_conv1d) {
+    ctx->set_materialize_grads(false);
+    // As torch's: what no gradient needs is not kept. (Also the version of a weight that autocast has cast.)
+    ctx->save_for_backward({input, input.requires_grad() ? multiplied.weight : at::Tensor()});
+    ctx->saved_data["weight"] = weight;
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["is_conv1d"] = is_conv1d;
+    return multiply(input, multiplied.weight, bias.value_or(at::Tensor()), is_conv1d);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list results(5);  // of input, weight, bias, and what is no tensor
+    const at::Tensor& grad = grads[0];
+    if (!grad.defined()) return results;
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &input = saved[0], weight = ctx->saved_data["weight"].toTensor();
+    const bool is_conv1d = ctx->saved_data["is_conv1d"].toBool();
+    const bool is_twice = at::GradMode::is_enabled();  // somebody wants gradients of these gradients
+    if (ctx->needs_input_grad(0)) {
+      const at::Tensor by = is_twice ? weight.to(grad.scalar_type()) : saved[1];
+      results[0] = at::matmul(grad, is_conv1d ? by.t() : by);
+    }
+    if (ctx->needs_input_grad(1)) {
+      const WeightGrad weight_grad = weight_grad_of(input, grad, is_conv1d);
+      if (is_twice) {
+        results[1] = at::mm(weight_grad.left.t(), weight_grad.right);
+      } else if (!add_to_grad(weight_grad, weight)) {
+        results[1] = product_of(weight_grad, weight);
+      }
+    }
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) results[2] = as_matrix(grad).sum(0);
+    return results;
+  }
+};
+
+// Tensors that are nothing else, on devices that we know.
+bool is_plain(const at::Tensor& tensor) {
+  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+}  // namespace
+
+at::Tensor fused_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias,
+                        bool is_conv1d) {
+  at::Tensor bias = given_bias.value_or(at::Tensor());
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (!at::GradMode::is_enabled() || !weight.requires_grad() || transforms || input.dim() == 0 || weight.dim() != 2 ||
+      !is_plain(input) || !is_plain(weight)) {
+    return multiply(input, weight, bias, is_conv1d);
+  }
+  const at::DeviceType device = weight.device().type();
+  at::Tensor to_multiply = input, multiplied = weight;
+  if (at::autocast::is_autocast_enabled(device)) {
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    to_multiply = at::autocast::cached_cast(dtype, input, device);
+    multiplied = at::autocast::cached_cast(dtype, weight, device);
+    if (bias.defined()) bias = at::autocast::cached_cast(dtype, bias, device);
+    // A cast's gradient would be one of the weight's own size.
+    if (!multiplied.is_same(weight)) multiplied = multiplied.detach();
+  }
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast_dispatch_keyset);
+  return FusedLinear::apply(to_multiply, weight, bias.defined() ? std::optional(bias) : std::nullopt,
+                            FusedLinear::Multiplied{multiplied}, is_conv1d);
+}
+
+}  // namespace drivetrain::grad

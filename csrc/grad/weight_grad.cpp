@@ -1,0 +1,211 @@
+// The products of weight gradients: torch's own where it has them, and on the CPU bfloat16 ones that are summed in
+// float32, over the block products that oneDNN compiles for the processor and libtorch exports.
+#include "grad/weight_grad.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/DeviceGuard.h>
+#include <emmintrin.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "base/current_stream.h"
+#include "grad/accumulate.h"
+#include "optim/storage_torch.h"
+
+namespace drivetrain::grad {
+namespace {
+
+// Blocks of the product, and how many tokens are summed at a time: what fits the caches of every processor that has
+// the instructions.
+constexpr int64_t kRows = 64, kColumns = 64, kTokens = 512;
+// Sums of fewer tokens are filled up with zeros: every length has code of its own.
+constexpr int64_t kTokensStep = 32;
+// Elements of a stripe of rows that is summed aside, for what has a remainder.
+constexpr int64_t kAside = 1 << 17;
+
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// c[rows][columns] = (adds: +=) a * b. a: [rows][tokens]; b: [tokens / 2][kColumns][2]; c's rows are ld_c apart.
+void multiply_block(int64_t rows, int64_t columns, int64_t tokens, const at::BFloat16* a, const at::BFloat16* b,
+                    float* c, int64_t ld_c, bool adds) {
+  at::native::cpublas::brgemm(rows, columns, tokens, tokens, kColumns, ld_c, adds, a, b, c, /*is_vnni=*/true);
+}
+
+// Whether libtorch has block products here: it throws where it has not.
+bool has_block_products() {
+  static const bool found = [] {
+    std::array<at::BFloat16, kTokensStep> a = {};
+    std::array<at::BFloat16, kTokensStep * kColumns> b = {};
+    std::array<float, kColumns> c = {};
+    try {
+      multiply_block(1, kColumns, kTokensStep, a.data(), b.data(), c.data(), kColumns, false);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    at::native::cpublas::brgemm_release();
+    return true;
+  }();
+  return found && at::globalContext().userEnabledMkldnn();
+}
+
+// out[column][row] = in[row][column], 8 by 8.
+void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int64_t ld_out) {
+  __m128i pairs[8];  // of rows: of the first and second, the left and the right half of their columns; and so on
+  for (int i = 0; i < 4; ++i) {
+    const __m128i upper = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 2 * i * ld_in));
+    const __m128i lower = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + (2 * i + 1) * ld_in));
+    pairs[i] = _mm_unpacklo_epi16(upper, lower);
+    pairs[4 + i] = _mm_unpackhi_epi16(upper, lower);
+  }
+  for (int half = 0; half < 2; ++half) {
+    const __m128i* of = pairs + 4 * half;
+    const std::array<__m128i, 2> first = {_mm_unpacklo_epi32(of[0], of[1]), _mm_unpackhi_epi32(of[0], of[1])};
+    const std::array<__m128i, 2> last = {_mm_unpacklo_epi32(of[2], of[3]), _mm_unpackhi_epi32(of[2], of[3])};
+    for (int i = 0; i < 2; ++i) {
+      at::BFloat16* to = out + (4 * half + 2 * i) * ld_out;
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi64(first[i], last[i]));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + ld_out), _mm_unpackhi_epi64(first[i], last[i]));
+    }
+  }
+}
+
+// to[column][token], `padded` tokens long, from a [tokens][.] matrix whose rows are ld apart.
+void pack_rows(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t columns, at::BFloat16* to,
+               int64_t padded) {
+  const int64_t whole_tokens = tokens / 8 * 8, whole_columns = columns / 8 * 8;
+  for (int64_t m = 0; m < whole_columns; m += 8) {
+    for (int64_t k = 0; k < whole_tokens; k += 8) transpose_8x8(from + k * ld + m, ld, to + m * padded + k, padded);
+  }
+  for (int64_t m = 0; m < columns; ++m) {
+    at::BFloat16* row = to + m * padded;
+    for (int64_t k = m < whole_columns ? whole_tokens : 0; k < tokens; ++k) row[k] = from[k * ld + m];
+    std::fill(row + tokens, row + padded, at::BFloat16(0));
+  }
+}
+
+// to[token / 2][kColumns][token % 2], `padded` tokens long, as the processor's instructions want them.
+void pack_columns(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t columns, at::BFloat16* to,
+                  int64_t padded) {
+  static constexpr std::array<at::BFloat16, kColumns> kZeros = {};
+  for (int64_t k = 0; k < padded; k += 2) {
+    const at::BFloat16* even = k < tokens ? from + k * ld : kZeros.data();
+    const at::BFloat16* odd = k + 1 < tokens ? from + (k + 1) * ld : kZeros.data();
+    at::BFloat16* pairs = to + k * kColumns;
+    for (int64_t n = 0; n < columns; ++n) {
+      pairs[2 * n] = even[n];
+      pairs[2 * n + 1] = odd[n];
+    }
+  }
+}
+
+// Where the product's rows from `row` on lie, and what the addition of them, summed aside, is.
+Addition addition_of(const at::Tensor& grad, const at::Tensor& residual, int64_t row, optim::Stream micro,
+                     bool starts) {
+  const int64_t offset = row * grad.size(1);
+  return {{grad.data_ptr<at::BFloat16>() + offset, optim::Format::kBFloat16Remainder8,
+           residual.data_ptr<int8_t>() + offset},
+          micro,
+          starts};
+}
+
+void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts) {
+  const at::Tensor &left = weight_grad.left, &right = weight_grad.right;
+  const int64_t tokens = left.size(0), rows = left.size(1), columns = right.size(1);
+  const int64_t num_columns = (columns + kColumns - 1) / kColumns;
+  // Fewer rows at a time where a stripe of them is summed aside.
+  const int64_t stripe = residual.defined() ? std::clamp<int64_t>(kAside / columns, 1, kRows) : kRows;
+  const int64_t num_stripes = (rows + stripe - 1) / stripe;
+  const int64_t most = round_up(std::min(tokens, kTokens), kTokensStep);
+  const at::Tensor packed = at::empty({num_columns * kColumns * most}, right.options());
+  auto* b = packed.data_ptr<at::BFloat16>();
+  const auto accumulate_cpu = for_chosen_isa(baseline::accumulate_cpu, avx2::accumulate_cpu, avx512::accumulate_cpu);
+  for (int64_t token = 0; token < tokens; token += kTokens, starts = false) {
+    const int64_t count = std::min(kTokens, tokens - token), padded = round_up(count, kTokensStep);
+    const auto* from_left = left.const_data_ptr<at::BFloat16>() + token * rows;
+    const auto* from_right = right.const_data_ptr<at::BFloat16>() + token * columns;
+    at::parallel_for(0, num_columns, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin * kColumns; n < std::min(end * kColumns, columns); n += kColumns) {
+        pack_columns(from_right + n, columns, count, std::min(kColumns, columns - n), b + n * padded, padded);
+      }
+    });
+    at::parallel_for(0, num_stripes, 1, [&](int64_t begin, int64_t end) {
+      std::vector<at::BFloat16> a(stripe * padded);
+      std::vector<float> aside(residual.defined() ? stripe * columns : 0);
+      for (int64_t m = begin * stripe; m < std::min(end * stripe, rows); m += stripe) {
+        const int64_t height = std::min(stripe, rows - m);
+        pack_rows(from_left + m, rows, count, height, a.data(), padded);
+        float* to = residual.defined() ? aside.data() : grad.data_ptr<float>() + m * columns;
+        for (int64_t n = 0; n < columns; n += kColumns) {
+          multiply_block(height, std::min(kColumns, columns - n), padded, a.data(), b + n * padded, to + n, columns,
+                         /*adds=*/!residual.defined() && !starts);
+        }
+        if (!residual.defined()) continue;
+        const Addition addition = addition_of(grad, residual, m, {to, optim::Format::kFloat32}, starts);
+        accumulate_cpu(addition, 0, height * columns);
+      }
+      at::native::cpublas::brgemm_release();
+    });
+  }
+}
+
+// On CUDA what has a remainder takes a product of some rows at a time.
+void add_aside(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts) {
+  constexpr int64_t kElements = 1 << 22;
+  const int64_t rows = grad.size(0), columns = grad.size(1);
+  const int64_t stripe = std::max<int64_t>(kElements / columns, 1);
+  const c10::DeviceGuard guard(grad.device());
+  for (int64_t m = 0; m < rows; m += stripe) {
+    const int64_t height = std::min(stripe, rows - m);
+    const at::Tensor part = at::mm(weight_grad.left.narrow(1, m, height).t(), weight_grad.right, at::kFloat);
+    const Addition addition = addition_of(grad, residual, m, optim::stream_of(part), starts);
+    accumulate_cuda(addition, height * columns, current_stream(grad.device()));
+  }
+}
+
+bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+}  // namespace
+
+bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_residual) {
+  const at::ScalarType dtype = weight_grad.left.scalar_type();
+  if (!has_residual && grad_dtype == dtype) return true;
+  if (!is_16_bit(dtype) || (!has_residual && grad_dtype != at::kFloat)) return false;
+  return !weight_grad.is_on_cpu() || (dtype == at::kBFloat16 && has_block_products());
+}
+
+void add(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts) {
+  DT_INVARIANT(can_add(weight_grad, grad.scalar_type(), residual.defined()) && grad.is_contiguous());
+  if (grad.numel() == 0) return;
+  at::Tensor to = grad;
+  const at::Tensor left = weight_grad.left.t();
+  const bool is_plain = !residual.defined() && grad.scalar_type() == left.scalar_type();
+  if (weight_grad.left.size(0) == 0) {
+    if (!starts) return;
+    to.zero_();
+    if (residual.defined()) residual.zero_();
+  } else if (is_plain && starts) {
+    at::mm_out(to, left, weight_grad.right);
+  } else if (is_plain) {
+    at::addmm_out(to, to, left, weight_grad.right);
+  } else if (weight_grad.is_on_cpu()) {
+    add_in_blocks(weight_grad, grad, residual, starts);
+  } else if (residual.defined()) {
+    add_aside(weight_grad, grad, residual, starts);
+  } else if (starts) {
+    at::mm_out(to, left, weight_grad.right, at::kFloat);
+  } else {
+    at::addmm_out(to, to, left, weight_grad.right, at::kFloat);
+  }
+}
+
+}  // namespace drivetrain::grad

@@ -12,6 +12,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
+from ..fuse_wgrad import fuse_wgrad
 from ..main_grad import float32_grad, main_grads
 from .measure import Row, interleaved, median_interval, ratio_of_medians
 
@@ -101,8 +102,15 @@ def _in_main_grads(model: nn.Module, bits: int) -> Callable[[Tensor], None]:
     return _in_bfloat16(model)
 
 
+def _fused(model: nn.Module, bits: int) -> Callable[[Tensor], None]:
+    fuse_wgrad(model)
+    return _in_main_grads(model, bits)
+
+
 _IN_32_BITS = functools.partial(_in_main_grads, bits=32)
 _IN_24_BITS = functools.partial(_in_main_grads, bits=24)
+_FUSED_32_BITS = functools.partial(_fused, bits=32)
+_FUSED_24_BITS = functools.partial(_fused, bits=24)
 
 
 # ---- Time.
@@ -113,7 +121,13 @@ def _measure_time(rounds: int) -> list[Row]:
     a time, in fresh memory; one that frees each as it comes is the least that a backward can take."""
     torch.manual_seed(0)
     base, x = Stack().bfloat16(), torch.randn(TOKENS, 768).bfloat16()
-    accumulators: tuple[Accumulator, ...] = (_plain, _dropped, _in_float32, _in_copies, _IN_32_BITS, _IN_24_BITS)
+    ours = {
+        "float32": _IN_32_BITS,
+        "bfloat16 and a byte": _IN_24_BITS,
+        "float32, fused": _FUSED_32_BITS,
+        "bfloat16 and a byte, fused": _FUSED_24_BITS,
+    }
+    accumulators: tuple[Accumulator, ...] = (_plain, _dropped, _in_float32, _in_copies, *ours.values())
     models = [copy.deepcopy(base) for _ in accumulators]
     steps = [make(model) for make, model in zip(accumulators, models, strict=True)]
     losses = [torch.zeros(()) for _ in models]
@@ -126,18 +140,18 @@ def _measure_time(rounds: int) -> list[Row]:
         losses[which] = models[which](x)
 
     calls = [functools.partial(lambda which: steps[which](losses[which]), which) for which in range(len(models))]
-    plain, dropped, *torchs, ours_32, ours_24 = interleaved(calls, rounds, prepare=prepare)
-    theirs = min(torchs, key=statistics.median)
+    plain, dropped, *others = interleaved(calls, rounds, prepare=prepare)
+    theirs = min(others[:2], key=statistics.median)
     rows = []
-    for what, ours in (("float32", ours_32), ("bfloat16 and a byte", ours_24)):
-        ratio, low, high = median_interval([b / a for a, b in zip(theirs, ours, strict=True)])
-        whole = statistics.median(theirs) * 1e3, statistics.median(ours) * 1e3
+    for what, times in zip(ours, others[2:], strict=True):
+        ratio, low, high = median_interval([b / a for a, b in zip(theirs, times, strict=True)])
+        whole = statistics.median(theirs) * 1e3, statistics.median(times) * 1e3
         rows.append(Row(f"backward of 85 M bf16 into {what} (torch: float32)", "ms", *whole, ratio, low, high))
-        rows.append(Row("  beyond plain backward", "ms", _beyond(theirs, plain), _beyond(ours, plain)))
-        beyond = [[a - b for a, b in zip(times, dropped, strict=True)] for times in (theirs, ours)]
+        rows.append(Row("  beyond plain backward", "ms", _beyond(theirs, plain), _beyond(times, plain)))
+        beyond = [[a - b for a, b in zip(each, dropped, strict=True)] for each in (theirs, times)]
         ratio, low, high = ratio_of_medians(beyond[0], beyond[1])
         name = "  beyond a backward that frees each gradient"
-        least = _beyond(theirs, dropped), _beyond(ours, dropped)
+        least = _beyond(theirs, dropped), _beyond(times, dropped)
         rows.append(Row(name, "ms", *least, ratio, low, high, "<= 0.333", ratio <= 1 / 3))
     return rows
 
@@ -152,6 +166,8 @@ def _beyond(times: list[float], base: list[float]) -> float:
 MEMORY = (
     ("accumulated in float32: peak bytes per parameter", _in_float32, _IN_32_BITS),
     ("accumulated in bfloat16 and a byte (torch: bfloat16): peak", _in_bfloat16, _IN_24_BITS),
+    ("accumulated in float32, fused: peak", _in_float32, _FUSED_32_BITS),
+    ("accumulated in bfloat16 and a byte, fused (torch: bfloat16): peak", _in_bfloat16, _FUSED_24_BITS),
 )
 
 

@@ -53,6 +53,18 @@ void set_on_moved(Reducer& reducer, py::function on_moved) {
   });
 }
 
+void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
+  std::function<void(const std::vector<size_t>&, bool)> call;
+  if (on_reduced) {
+    call = [held = hold(std::move(*on_reduced))](const std::vector<size_t>& params, bool is_last) {
+      const py::gil_scoped_acquire gil;
+      (*held)(params, is_last);
+    };
+  }
+  const py::gil_scoped_release no_gil;
+  reducer.set_on_reduced(std::move(call));
+}
+
 void add_end_callback(Reducer& reducer, py::function callback) {
   const auto held = hold(std::move(callback));
   const py::gil_scoped_release no_gil;
@@ -234,6 +246,7 @@ void register_ddp(py::module_& m) {
       .def("arena_bytes", &Reducer::arena_bytes)
       .def("set_are_held", &set_are_held, py::arg("are_held"))
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
+      .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("gradient_places", &Reducer::gradient_places)
       .def("shadow_planning", &Reducer::shadow_planning, no_gil())
       // Under the names by which torch's wrapper calls them.

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <algorithm>
+#include <exception>
 #include <unordered_set>
 #include <utility>
 
@@ -136,7 +137,7 @@ void Reducer::remove_autograd_hooks() {
 
 void Reducer::begin_weighted(double weight) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (optimizer_in_backward_ || low_precision_) {
+  if (optimizer_in_backward_ || on_reduced_ || low_precision_) {
     throw UnsupportedError(
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
         "mixed_precision: both use gradients before the sum of weights is known.");
@@ -222,6 +223,11 @@ void Reducer::set_optimizer_in_backward() {
   optimizer_in_backward_ = true;
 }
 
+void Reducer::set_on_reduced(std::function<void(const std::vector<size_t>&, bool)> on_reduced) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  on_reduced_ = std::move(on_reduced);
+}
+
 void Reducer::set_mixed_precision(at::ScalarType dtype) {
   remove_autograd_hooks();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -269,7 +275,7 @@ void Reducer::reset() {
     bucket.reduce.reset();
     if (bucket.sparse) bucket.flat = at::Tensor();
   }
-  next_bucket_ = 0;
+  next_bucket_ = next_to_hand_over_ = 0;
   unused_.clear();
   used_reduce_.reset();
   weight_reduce_.reset();
@@ -504,7 +510,9 @@ bool Reducer::start_full_buckets() {
 }
 
 void Reducer::start_full_buckets_in_backward() {
-  if (!start_full_buckets()) return;
+  const bool have_all_started = start_full_buckets();
+  hand_over_reduced();
+  if (!have_all_started) return;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->finalize_backward();
   });
@@ -633,9 +641,35 @@ void Reducer::finish_bucket(Bucket& bucket) {
   }
 }
 
+// Hands over what is reduced by now, in order; what else is known at the end of backward only stays until then.
+void Reducer::hand_over_reduced() {
+  if (!on_reduced_ || shares_used_map() || options_.skip_unused_buckets || low_precision_ || rpc_context_) return;
+  while (next_to_hand_over_ < next_bucket_) {
+    Bucket& bucket = buckets_[next_to_hand_over_];
+    if (bucket.reduce) {
+      if (bucket.reduce->is_held_back() || !bucket.reduce->is_done()) return;
+      wait_for(*bucket.reduce, bucket.label, place_of(next_to_hand_over_));
+      finish_bucket(bucket);
+    }
+    for (size_t i : bucket.params) finish_param(params_[i], !params_[i].without_grad || params_[i].used_somewhere);
+    hand_over_next();
+  }
+}
+
+// An error of whom it is handed to is raised once backward has reduced everything: other ranks wait for that.
+void Reducer::hand_over_next() {
+  const Bucket& bucket = buckets_[next_to_hand_over_++];
+  if (hand_over_error_) return;
+  try {
+    on_reduced_(bucket.params, next_to_hand_over_ == buckets_.size());
+  } catch (...) {
+    hand_over_error_ = std::current_exception();
+  }
+}
+
 void Reducer::wait_for_buckets() {
   RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
-  for (size_t i = 0; i < buckets_.size(); ++i) {
+  for (size_t i = next_to_hand_over_; i < buckets_.size(); ++i) {
     const Bucket& bucket = buckets_[i];
     if (bucket.reduce) wait_for(*bucket.reduce, bucket.label, place_of(i));
   }
@@ -684,6 +718,7 @@ void Reducer::forget_step() {
   forwards_ = 0;
   is_joining_ = false;
   end_callbacks_.clear();
+  hand_over_error_ = nullptr;
 }
 
 void Reducer::finalize_backward() {
@@ -704,7 +739,7 @@ void Reducer::finalize() {
   if (exposed.size() == kExposedKept) exposed.erase(exposed.begin());
   exposed.push_back(1e-9 * static_cast<double>(now_.exposed));
   try {
-    for (Bucket& bucket : buckets_) finish_bucket(bucket);
+    for (size_t i = next_to_hand_over_; i < buckets_.size(); ++i) finish_bucket(buckets_[i]);
   } catch (...) {
     forget_step();
     throw;
@@ -736,9 +771,11 @@ void Reducer::finalize() {
     if (param.without_grad && used_reduce_) used_somewhere = global_used_.data_ptr<int32_t>()[i] > 0;
     if (param.without_grad && is_skipped(buckets_[param.bucket])) used_somewhere = false;
     if (graph_ == Graph::kStaticUnknown) param.used_somewhere = used_somewhere;
-    if (!optimizer_in_backward_ && !low_precision_) finish_param(param, used_somewhere);
+    const bool is_left = !optimizer_in_backward_ && !low_precision_ && param.bucket >= next_to_hand_over_;
+    if (is_left) finish_param(param, used_somewhere);
   }
   if (graph_ == Graph::kStaticUnknown) graph_ = Graph::kStaticKnown;
+  while (on_reduced_ && next_to_hand_over_ < buckets_.size()) hand_over_next();
   if (norm_ && norm_is_due_) share_norm();
   local_used_.zero_();
   weight_.reset();
@@ -748,10 +785,12 @@ void Reducer::finalize() {
   is_joining_ = false;
   progress_->end_step();
   const bool compare = replica_reduce_ != nullptr;
+  const std::exception_ptr error = std::exchange(hand_over_error_, nullptr);
   std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);
   end_callbacks_.clear();
   reset();
   for (const auto& callback : callbacks) callback();
+  if (error) std::rethrow_exception(error);
   if (compare) compare_replicas();
 }
 

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -111,6 +112,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   // The hook steps the parameters and keeps or drops their gradients as it likes.
   void set_optimizer_in_backward();
+  // Is told of the parameters of each bucket, by index, once their .grad are what a synchronised backward leaves there,
+  // while that goes on where it can be known so early (else at its end), and whether the bucket is the last; null:
+  // nobody. May take .grad away.
+  void set_on_reduced(std::function<void(const std::vector<size_t>&, bool)> on_reduced);
   // Parameters have that dtype in forward and backward only; gradients arrive through on_gradient(), in that dtype.
   void set_mixed_precision(at::ScalarType dtype);
   // Another set of ranks from the next step on.
@@ -286,6 +291,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_skipped(const Bucket& bucket) const;
   bool shares_used_map() const;
   void finalize_backward();
+  void hand_over_reduced();
+  void hand_over_next();
   void finish_bucket(Bucket& bucket);
   void finish_param(Parameter& param, bool used_somewhere);
   void wait_for_buckets();
@@ -336,10 +343,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Step step_ = Step::kIdle;
   // Of distributed autograd over RPC, which keeps gradients by itself instead of in .grad; null: not under it.
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> rpc_context_;
-  bool is_wanted_ = false;      // this reducer's parameters are entered as wanted
-  int forwards_ = 0;            // prepared since the last synchronised backward
-  size_t next_bucket_ = 0;      // the first that has not started
-  std::vector<size_t> unused_;  // found from the outputs, marked when backward begins
+  bool is_wanted_ = false;        // this reducer's parameters are entered as wanted
+  int forwards_ = 0;              // prepared since the last synchronised backward
+  size_t next_bucket_ = 0;        // the first that has not started
+  size_t next_to_hand_over_ = 0;  // the first that on_reduced_ has not been told of
+  std::vector<size_t> unused_;    // found from the outputs, marked when backward begins
   Scaling scaling_;
   int64_t divisor_ = 0;  // ranks to divide by; 0: all
   bool is_joining_ = false;
@@ -359,6 +367,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step
   std::function<bool(const std::vector<at::Tensor>&)> are_held_;
   std::function<void(const std::vector<at::Tensor>&)> on_moved_;
+  std::function<void(const std::vector<size_t>&, bool)> on_reduced_;
+  std::exception_ptr hand_over_error_;  // what it has thrown in the step under way
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // steps_ at the first

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,13 +90,30 @@ class Reducer(_C.Reducer):
         )
         self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._told_of_rebuilding = False
+        self._params = params
+        self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._process_group = process_group
         self._transport = transport
         self._wire_dtype = wire_dtype
-        self._first_param = params[0]
         self._modules = modules
         self._report_hang_after = report_hang_after
         self._watch()
+
+    def add_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
+        """`call` is given the parameters of each bucket once their `.grad` are reduced, inside backward where that can
+        be; it may take these away. And whether the bucket is the backward's last."""
+        self._on_reduced.append(call)
+        self.set_on_reduced(self._tell)
+
+    def remove_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
+        """`call` hears of no more."""
+        self._on_reduced.remove(call)
+        if not self._on_reduced:
+            self.set_on_reduced(None)
+
+    def _tell(self, indices: list[int], is_last: bool) -> None:
+        for call in self._on_reduced:
+            call([self._params[index] for index in indices], is_last)
 
     def _watch(self) -> None:
         self.watched: Watched | None = None
@@ -112,7 +129,7 @@ class Reducer(_C.Reducer):
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
-        device = self._first_param.device
+        device = self._params[0].device
         self.set_comm(transports.make_comm(self._transport, process_group, device, self._wire_dtype))
         self._watch()
 

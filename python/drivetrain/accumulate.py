@@ -1,17 +1,17 @@
 """Gradient accumulation: several micro-batches, the exact mean over all that they count, one step of the optimizer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from . import watch
 from .clip_grad import clip_grad_norm_
-from .ddp import DistributedDataParallel, checked_weight
+from .ddp import checked_weight, wrapper_in
 from .optim.base import FusedOptimizer
 
 _NOTHING = torch.zeros(())  # a loss that weighs nothing
@@ -63,7 +63,8 @@ def accumulate(
     Raises:
         ValueError: steps is below 1.
         TypeError: optimizer is none.
-        NotImplementedError: the model is wrapped into another parallel class than drivetrain's.
+        NotImplementedError: the model is wrapped into another parallel class than drivetrain's; an optimizer steps in
+            backward, and there is a wrapper, a scaler or max_grad_norm.
     """
     return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
 
@@ -91,7 +92,19 @@ class Window:
         for index, one in enumerate(self._optimizers):
             if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(f"optimizer[{index}] is a {type(one).__name__}, expected a torch.optim.Optimizer")
-        self._ddp = _wrapper_in(model)
+        self._ddp = wrapper_in(model, "drivetrain.accumulate()")
+        self._in_backward = [
+            one.in_backward
+            for one in self._optimizers
+            if isinstance(one, FusedOptimizer) and one.in_backward is not None
+        ]
+        if self._in_backward and (self._ddp is not None or scaler is not None or max_grad_norm is not None):
+            raise NotImplementedError(
+                "after optimizer.step_in_backward() the gradients of a window are used while its last backward runs. "
+                "drivetrain.accumulate() can then have no scaler and no max_grad_norm, which need all of them first, "
+                "and no DistributedDataParallel, whose ranks know the sum of their weights at the end: use no_sync() "
+                "there, without weights."
+            )
         self._steps = steps
         self._scaler = scaler
         self._scheduler = scheduler
@@ -180,7 +193,8 @@ class Window:
                 self._ddp.require_backward_grad_sync = is_last
                 self._ddp.backward(loss, weight, **kwargs)
             elif weight > 0:
-                (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+                with self._stepping_in_backward(weight, is_last):
+                    (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
             self._micro_steps += 1
             self._weight += weight
             if is_last:
@@ -193,6 +207,21 @@ class Window:
         else:
             self._expect_next()
         return is_last
+
+    @contextmanager
+    def _stepping_in_backward(self, weight: float, is_last: bool) -> Iterator[None]:
+        """Of optimizers that do so: nothing, or with the mean over the window that this backward completes."""
+        with ExitStack() as stack:
+            for steps in self._in_backward:
+                if is_last:
+                    steps.divisor = self._weight + weight
+                else:
+                    stack.enter_context(steps.no_step())
+            try:
+                yield
+            finally:
+                for steps in self._in_backward:
+                    steps.divisor = 1.0
 
     def _begin(self) -> None:
         """A new window."""
@@ -373,32 +402,6 @@ class Window:
         with watch.waiting(self._ddp.reducer.progress(), "the beginning of another window of accumulate()"):
             dist.all_reduce(flag, group=self._ddp.process_group)
         return bool(flag.item() > 0)
-
-
-def _wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that the model is or has inside, if it is ours."""
-    wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
-    for module in model.modules():
-        if "FSDP" in type(module).__name__ or type(module).__name__ == "FullyShardedDataParallel":
-            raise NotImplementedError(
-                "drivetrain.accumulate() does not support sharded models (FSDP): use no_sync() or "
-                "set_requires_gradient_sync() there."
-            )
-    if not wrappers:
-        return None
-    wrapper = wrappers[0]
-    if len(wrappers) > 1 or not isinstance(wrapper, DistributedDataParallel):
-        what = f"{len(wrappers)} DistributedDataParallel wrappers" if len(wrappers) > 1 else "torch's own class"
-        raise NotImplementedError(
-            "drivetrain.accumulate() needs a model in one drivetrain.DistributedDataParallel, or in none; this one has "
-            f"{what}: swap it (drivetrain.install() does it for a script that builds torch's)."
-        )
-    if not wrapper._has_reducer() or wrapper._use_python_reducer:
-        raise NotImplementedError(
-            "drivetrain.accumulate() needs the reducer, and this DistributedDataParallel has none: all its parameters' "
-            "reductions are delayed, or compiled into backward."
-        )
-    return wrapper
 
 
 def _divide(params: Iterable[Tensor], divisor: float) -> None:

@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
 from . import precision
+from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .report import Counts, Report, report_of
 
 # Hyper-parameters that older state dicts of torch's classes lack, and those by which another class' state is known.
@@ -83,6 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _precision: Mapping[str, Any] = MappingProxyType({})  # what the constructor was given of precision.DEFAULTS
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict is about
     _reader: _C.StepReader | None = None
+    in_backward: StepInBackward | None = None  # what step_in_backward() returned, until that is removed
     _overflow_flag: Tensor | None = None  # where drivetrain.amp.GradScaler wants to be told of the next step's
 
     def __init__(
@@ -124,6 +126,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None and not value > 0:
             raise ValueError(f"max_grad_norm is {value}, expected a number above 0 (inf: only measure), or None")
+        if value is not None and self.in_backward is not None:
+            raise NotImplementedError(f"max_grad_norm is {value}, but {WHY_NOT_CLIPPED}")
         self._max_grad_norm = value
 
     @property
@@ -247,46 +251,69 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_outside_the_graph(self, closure: Callable[[], float] | None) -> float | None:
         return self._step(closure)
 
+    def step_in_backward(
+        self, model: nn.Module, *, clip_by_previous_norm: float | None = None, bucket_cap_mb: float = 25.0
+    ) -> StepInBackward:
+        """Lets backward step the model's parameters, each as soon as its gradient is there, and free that.
+
+        So gradients take the memory of one bucket at a time, not of the whole model: with bfloat16 parameters,
+        `master_bits=24` and `state_bits=8` all that is kept takes 5 bytes per parameter. Under drivetrain's
+        DistributedDataParallel a bucket is stepped once it is reduced, while backward and other reductions go on; there
+        the gradients' memory is the reducer's arena and stays.
+
+        The loop may stay as it is: `step()` then steps what backward has left, of parameters that are not the model's
+        for example, and `zero_grad()` finds nothing. Learning rates are those of the time of backward. To accumulate
+        micro-batches, run all but the last backward under the returned object's `no_step()`, or all of them in
+        drivetrain.accumulate(); a backward that steps adds its gradients to what is there and steps with the sum.
+
+        What this cannot be: an exception inside backward leaves those parameters stepped whose turn had come. A
+        parameter whose gradient comes in several parts in one backward (reentrant activation checkpointing around it
+        twice) would be stepped with each. `max_grad_norm` and GradScaler need all gradients before the first is used,
+        and raise.
+
+        Args:
+            model: some of its parameters are this optimizer's. Wrap it into DistributedDataParallel first.
+            clip_by_previous_norm: a norm: the gradients of a backward are scaled as if their own norm were that of the
+                backward before (the first are not scaled). Not what torch.nn.utils.clip_grad_norm_ does: a sudden spike
+                passes, and the step after it is clipped.
+            bucket_cap_mb: MiB of gradients that are collected before a step; DistributedDataParallel has its own.
+
+        Returns:
+            an object with `no_step()`, `remove()` and, with clip_by_previous_norm, `grad_norm`.
+
+        Raises:
+            NotImplementedError: max_grad_norm is set; the model is wrapped into another parallel class.
+            ValueError: clip_by_previous_norm or bucket_cap_mb is not above 0; none of the model's parameters is the
+                optimizer's.
+            RuntimeError: backward steps already.
+        """
+        if self.in_backward is not None:
+            raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
+        if self.max_grad_norm is not None:
+            raise NotImplementedError(f"max_grad_norm is {self.max_grad_norm}, but {WHY_NOT_CLIPPED}")
+        if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
+            raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a number above 0")
+        self.in_backward = StepInBackward(self, model, clip_by_previous_norm, bucket_cap_mb)
+        return self.in_backward
+
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         overflow_flag, self._overflow_flag = self._overflow_flag, None
+        if self.in_backward is not None and (overflow_flag is not None or hasattr(self, "found_inf")):
+            raise RuntimeError(
+                f"drivetrain.optim.{type(self).__name__}: a GradScaler looks at all gradients before the first is "
+                "used, and after step_in_backward() backward has used them, scaled as they were: train in bfloat16 "
+                "without a scaler, or leave step_in_backward() out."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        asked = [self._asked_by(group, index) for index, group in enumerate(self.param_groups)]
-        rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
-        reader = self._reader
-        if reader is None:  # copies and pickles come without one
-            reader = self._reader = _C.StepReader()
-        options = self._options(overflow_flag)
-
-        def run(fresh: list[Tensor]) -> _C.StepResult:
-            return _C.optim_step(reader, self.param_groups, rules, hypers, precisions, self.state, fresh, options)
-
+        if self._reader is None:  # copies and pickles come without one
+            self._reader = _C.StepReader()
         begin = time.perf_counter()
-        with torch.no_grad():
-            result = run([])
-            if result.missing:
-                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
-                        f"drivetrain.optim.{type(self).__name__}: {result.missing[0][2]} has no state yet, and every "
-                        "replay of a CUDA graph would make it anew: call step() once before the capture."
-                    )
-                written: list[tuple[Tensor, str, Any]] = []
-                fresh: list[Tensor] = []
-                skipped = True
-                try:
-                    for rule in dict.fromkeys(rules):
-                        lacking = [
-                            (p, self.param_groups[i], label) for p, i, label in result.missing if rules[i] == rule
-                        ]
-                        fresh += self._complete_states(lacking, rule, written)
-                    result = run(fresh)
-                    skipped = not result.is_on_device and result.skipped
-                finally:
-                    if skipped:  # a first step is yet to come
-                        self._take_back(written)
-                assert not result.missing, "what was made is not what the step asks for"
+        result = self.step_groups(self.param_groups, self._reader, self._options(overflow_flag))
         self._result = result
         counts: Counts = self.__dict__.setdefault("_counts", Counts())  # copies and pickles come without any
         seconds = time.perf_counter() - begin
@@ -303,6 +330,44 @@ class FusedOptimizer(torch.optim.Optimizer):
                 stacklevel=3,
             )
         return loss
+
+    @torch.no_grad()
+    def step_groups(
+        self, groups: list[dict[str, Any]], reader: _C.StepReader, options: _C.StepOptions
+    ) -> _C.StepResult:
+        """The step of `groups`, which are this optimizer's, or copies with some of their parameters.
+
+        Args:
+            reader: the one of the last step of the same parameters, or a new one.
+        """
+        asked = [self._asked_by(group, index) for index, group in enumerate(groups)]
+        rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
+
+        def run(fresh: list[Tensor]) -> _C.StepResult:
+            return _C.optim_step(reader, groups, rules, hypers, precisions, self.state, fresh, options)
+
+        result = run([])
+        if not result.missing:
+            return result
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"drivetrain.optim.{type(self).__name__}: {result.missing[0][2]} has no state yet, and every "
+                "replay of a CUDA graph would make it anew: call step() once before the capture."
+            )
+        written: list[tuple[Tensor, str, Any]] = []
+        fresh: list[Tensor] = []
+        skipped = True
+        try:
+            for rule in dict.fromkeys(rules):
+                lacking = [(p, groups[i], label) for p, i, label in result.missing if rules[i] == rule]
+                fresh += self._complete_states(lacking, rule, written)
+            result = run(fresh)
+            skipped = not result.is_on_device and result.skipped
+        finally:
+            if skipped:  # a first step is yet to come
+                self._take_back(written)
+        assert not result.missing, "what was made is not what the step asks for"
+        return result
 
     def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float | Tensor]]:
         """What a group asks of the native step: rule, storages and numbers, which that checks for their range."""

@@ -1,0 +1,163 @@
+"""Steps inside backward: of each parameter as soon as its gradient is there, whose memory is then free for others."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _C
+from ..ddp import wrapper_in
+
+if TYPE_CHECKING:
+    from .base import FusedOptimizer
+
+WHY_NOT_CLIPPED = (
+    "clipping by the norm of all gradients needs the last of them before the first is used, and with "
+    "step_in_backward() the first is gone by then: leave max_grad_norm None, or clip by the norm of the step before, "
+    "step_in_backward(model, clip_by_previous_norm=...)."
+)
+
+
+class StepInBackward:
+    """What `optimizer.step_in_backward()` returns.
+
+    Attributes:
+        divisor: what the gradients of the next backward that steps are divided by first; 1.0 unless somebody sets it.
+    """
+
+    def __init__(
+        self, optimizer: "FusedOptimizer", model: nn.Module, clip_by_previous_norm: float | None, bucket_cap_mb: float
+    ) -> None:
+        self.divisor = 1.0
+        self._optimizer = optimizer
+        self._max_norm = clip_by_previous_norm
+        self._bucket_bytes = bucket_cap_mb * 2**20
+        self._readers: dict[int, _C.StepReader] = {}  # by the first parameter of a bucket
+        self._pending: dict[int, Tensor] = {}  # with gradients that fill no bucket yet
+        self._pending_bytes = 0
+        self._task: int | None = None  # of autograd's, whose end flushes them
+        self._is_off = False
+        self._squares: Tensor | None = None  # the sum over the gradients of the backward under way
+        self._norm: Tensor | None = None  # of those of the last one
+        places: dict[Tensor, tuple[int, int]] = {
+            param: (group, place)
+            for group, params in enumerate(group["params"] for group in optimizer.param_groups)
+            for place, param in enumerate(params)
+        }
+        self._places: dict[Tensor, tuple[int, int]] = {
+            param: places[param] for param in model.parameters() if param in places
+        }
+        if not self._places:
+            names = f"the model, a {type(model).__name__}, has no parameter of this {type(optimizer).__name__}"
+            raise ValueError(f"{names}: give the module whose parameters the optimizer was made with.")
+        self._ddp = wrapper_in(model, "step_in_backward()")
+        self._handles: list[Any] = []
+        if self._ddp is None:
+            self._handles = [
+                param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                for param in self._places
+                if param.requires_grad
+            ]
+        else:
+            self._ddp.reducer.add_on_reduced(self._on_reduced)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the gradients of the last backward that stepped, before clipping; None: there was none yet, or
+        clip_by_previous_norm was not asked for. On CUDA waits for the device."""
+        return None if self._norm is None else float(self._norm)
+
+    @contextmanager
+    def no_step(self) -> Iterator[None]:
+        """Backward inside of this adds to `.grad` and steps nothing, for all micro-batches but the last. Under
+        DistributedDataParallel it is no_sync()."""
+        before = self._is_off
+        with ExitStack() as stack:
+            if self._ddp is not None:
+                stack.enter_context(self._ddp.no_sync())
+            self._is_off = True
+            try:
+                yield
+            finally:
+                self._is_off = before
+
+    def remove(self) -> None:
+        """Backward steps no more."""
+        if self._ddp is not None:
+            self._ddp.reducer.remove_on_reduced(self._on_reduced)
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer.in_backward = None
+
+    # ---- Who says that a gradient is there.
+
+    def _on_gradient(self, param: Tensor) -> None:
+        if self._is_off or param.grad is None:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if id(param) not in self._pending:
+            self._pending[id(param)] = param
+            self._pending_bytes += param.grad.numel() * param.grad.element_size()
+        if self._pending_bytes >= self._bucket_bytes:
+            self._flush()
+
+    def _on_reduced(self, params: Sequence[Tensor], is_last: bool) -> None:
+        self._step([param for param in params if param in self._places and param.grad is not None])
+        if is_last:
+            self._end_norm()
+
+    def _flush(self) -> None:
+        # Somebody may have taken gradients away since: zero_grad() after a backward that raised, for example.
+        params = [param for param in self._pending.values() if param.grad is not None]
+        self._pending.clear()
+        self._pending_bytes = 0
+        self._step(params)
+
+    def _end(self) -> None:
+        self._task = None
+        self._flush()
+        self._end_norm()
+
+    # ---- The step of one bucket.
+
+    def _step(self, params: Sequence[Tensor]) -> None:
+        """Of parameters that have gradients, which are gone then."""
+        if not params:
+            return
+        places = sorted(self._places[param] for param in params)
+        groups = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            chosen = [place for of_group, place in places if of_group == index]
+            some = {key: [group[key][place] for place in chosen] for key in ("params", "param_names") if key in group}
+            groups.append({**group, **some})
+        grads = [param.grad for param in params if param.grad is not None]
+        grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
+        reader = self._readers.setdefault(id(params[0]), _C.StepReader())
+        self._optimizer.step_groups(groups, reader, _C.StepOptions(grad_scale=grad_scale))
+        for param in params:
+            param.grad = None
+
+    def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:
+        """What gradients are divided by, given the norm of the backward before; this one's is added up."""
+        if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
+            squares = torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
+        else:
+            squares = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).double().square().sum()
+        squares = squares / self.divisor**2
+        self._squares = squares if self._squares is None else self._squares + squares
+        if self._norm is None:
+            return self.divisor
+        scale = self.divisor * ((self._norm + 1e-6) / max_norm).clamp(min=1.0)
+        return scale.float() if scale.is_cuda else float(scale)
+
+    def _end_norm(self) -> None:
+        if self._squares is None:
+            return
+        norm, self._squares = self._squares.sqrt(), None
+        # One that is not finite clips nothing that comes after it.
+        self._norm = norm if self._norm is None else torch.where(norm.isfinite(), norm, self._norm)

@@ -1,0 +1,421 @@
+"""Steps inside backward, against the same steps after it: bits, memory, micro-batches, ranks, mistakes."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import drivetrain
+from drivetrain import DistributedDataParallel as DDP
+from drivetrain import optim
+from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
+
+CAPS = [1e-6, 0.002, 25.0]  # MiB: each parameter, some together, all
+Make = Callable[[Any], optim.base.FusedOptimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": functools.partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "AdamW": functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+    "AdamW of 8 bits": functools.partial(optim.AdamW, lr=0.01, state_bits=8, min_8bit_size=1),
+    "Lion": functools.partial(optim.Lion, lr=0.01),
+    "LAMB": functools.partial(optim.LAMB, lr=0.01),
+    "Adafactor": functools.partial(optim.Adafactor, lr=0.01),
+}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 21), nn.Tanh(), nn.Linear(21, 3))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, param), expected in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(param, expected[1]), name
+
+
+def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    mine, others = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == others["param_groups"]
+    assert mine["state"].keys() == others["state"].keys()
+    for index, state in others["state"].items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                assert torch.equal(mine["state"][index][name], value), (index, name)
+            else:
+                assert mine["state"][index][name] == value
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_bits(name: str, cap: float) -> None:
+    theirs = net()
+    ours = copy.deepcopy(theirs)
+    in_backward, after = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
+    in_backward.step_in_backward(ours, bucket_cap_mb=cap)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in (in_backward, after)]
+    for _ in range(5):
+        x = torch.randn(4, 10)
+        for model, optimizer, scheduler in zip((ours, theirs), (in_backward, after), schedulers, strict=True):
+            loss_of(model, x).backward()
+            if model is ours:
+                assert all(param.grad is None for param in ours.parameters())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert_same(ours, theirs)
+    assert_same_state(in_backward, after)
+
+
+def test_groups_storages_and_other_parameters() -> None:
+    """Named parameters in two groups, bfloat16 with master bits in one; one parameter that the model does not have."""
+    theirs = net()
+    theirs[2].bfloat16()
+    ours = copy.deepcopy(theirs)
+
+    class Casting(nn.Module):
+        def __init__(self, inner: nn.Sequential, extra: nn.Parameter) -> None:
+            super().__init__()
+            self.inner, self.extras = inner, [extra]  # in a list: no parameter of this module
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.inner[2](self.inner[:2](x).bfloat16()).float()
+            return self.inner[4](self.inner[3](hidden)) * self.extras[0]
+
+    def make(model: nn.Sequential) -> tuple[Casting, optim.AdamW]:
+        extra = nn.Parameter(torch.ones(()))
+        named = [(n, p) for n, p in model.named_parameters() if not n.startswith("2.")]
+        groups = [
+            {"params": [*named, ("extra", extra)], "lr": 0.02},
+            {"params": list(model[2].named_parameters(prefix="2")), "master_bits": 24, "state_bits": 8},
+        ]
+        return Casting(model, extra), optim.AdamW(groups, lr=0.01, min_8bit_size=1)
+
+    (our_model, in_backward), (their_model, after) = make(ours), make(theirs)
+    in_backward.step_in_backward(our_model, bucket_cap_mb=0.002)
+    for _ in range(4):
+        x = torch.randn(4, 10)
+        for model, optimizer in ((our_model, in_backward), (their_model, after)):
+            loss_of(model, x).backward()
+            assert (model.extras[0].grad is None) is False
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(ours, theirs)
+        assert torch.equal(our_model.extras[0], their_model.extras[0])
+    assert_same_state(in_backward, after)
+
+
+def test_one_bucket_of_gradients_at_a_time() -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(10)])
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.step_in_backward(model, bucket_cap_mb=2 * 4096 / 2**20)
+    seen: list[tuple[int, int]] = []
+
+    def look(*_: Any) -> None:
+        there = sum(param.grad is not None for param in model.parameters())
+        stepped = sum(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        seen.append((there, stepped))
+
+    for layer in model:
+        layer.register_full_backward_pre_hook(look)
+    loss_of(model, torch.randn(4, 32).requires_grad_()).backward()
+    assert [there for there, _ in seen] == [0, 1] * 5
+    assert [stepped for _, stepped in seen] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_micro_batches(cap: float) -> None:
+    theirs = net()
+    ours = copy.deepcopy(theirs)
+    in_backward, after = optim.AdamW(ours.parameters(), lr=0.01), optim.AdamW(theirs.parameters(), lr=0.01)
+    steps = in_backward.step_in_backward(ours, bucket_cap_mb=cap)
+    for _ in range(3):
+        batches = torch.randn(3, 4, 10)
+        with steps.no_step():
+            for x in batches[:-1]:
+                loss_of(ours, x).backward()
+        loss_of(ours, batches[-1]).backward()
+        for x in batches:
+            loss_of(theirs, x).backward()
+        after.step()
+        after.zero_grad()
+        assert_same(ours, theirs)
+    # What was only collected, step() steps.
+    for model in (ours, theirs):
+        with steps.no_step():
+            loss_of(model, batches[0]).backward()
+    in_backward.step()
+    after.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [16, 24, 32])
+def test_windows(bits: int) -> None:
+    """Of drivetrain.accumulate(): token means, a shorter last window, weights of 0, main gradients, fused layers."""
+    theirs = net()
+    if bits < 32:
+        theirs = theirs.bfloat16()
+    ours = copy.deepcopy(theirs)
+    optimizers = []
+    for model in (ours, theirs):
+        if bits == 24:
+            drivetrain.main_grads(model, 24)
+            drivetrain.fuse_wgrad(model)
+        optimizers.append(optim.AdamW(model.parameters(), lr=0.01))
+    optimizers[0].step_in_backward(ours, bucket_cap_mb=0.002)
+    batches, weights = torch.randn(11, 4, 10), [3, 1, 2, 5, 5, 0, 0, 4, 0, 2, 7]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        with drivetrain.accumulate(model, optimizer, steps=3) as window:
+            for x, weight in zip(batches, weights, strict=True):
+                window.backward(loss_of(model, x.to(model[0].weight.dtype)), weight=weight)
+                if model is ours and window.micro_steps == 0 and bits != 24:
+                    assert all(param.grad is None for param in model.parameters())
+    assert_same(ours, theirs)
+    assert_same_state(*optimizers)
+
+
+def test_clipping_by_the_norm_before() -> None:
+    theirs = net()
+    ours = copy.deepcopy(theirs)
+    in_backward, after = optim.SGD(ours.parameters(), lr=0.5), optim.SGD(theirs.parameters(), lr=0.5)
+    steps = in_backward.step_in_backward(ours, clip_by_previous_norm=0.1, bucket_cap_mb=0.002)
+    assert steps.grad_norm is None
+    previous = 0.0
+    for k in range(6):
+        x = torch.randn(4, 10) * (1e6 if k == 3 else 1.0)
+        loss_of(ours, x).backward()
+        loss_of(theirs, x).backward()
+        norm = torch.nn.utils.get_total_norm([param.grad for param in theirs.parameters()]).item()
+        assert steps.grad_norm == pytest.approx(norm, rel=1e-5)
+        after.grad_scale = max(1.0, (previous + 1e-6) / 0.1)
+        after.step()
+        after.zero_grad()
+        previous = norm
+        torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_that_is_not_finite_clips_nothing() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    steps = optimizer.step_in_backward(model, clip_by_previous_norm=1.0)
+    for value, norm in ((2.0, 2.0), (float("inf"), 2.0), (3.0, 3.0)):
+        (model.weight[0, 0] * value).backward()
+        assert steps.grad_norm == norm
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_shared_weights_checkpointing_and_autocast(is_fused: bool) -> None:
+    class Checkpointed(Tied):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.middle, self.embed(x), use_reentrant=False).relu()
+            return self.head(checkpoint(self.middle, hidden, use_reentrant=False))
+
+    theirs = Checkpointed()
+    ours = copy.deepcopy(theirs)
+    if is_fused:
+        for model in (ours, theirs):
+            drivetrain.fuse_wgrad(model)
+    in_backward, after = optim.AdamW(ours.parameters(), lr=0.01), optim.AdamW(theirs.parameters(), lr=0.01)
+    in_backward.step_in_backward(ours, bucket_cap_mb=1e-6)
+    for _ in range(4):
+        x = torch.randint(11, (6,))
+        for model in (ours, theirs):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, x)
+            loss.backward()
+        after.step()
+        after.zero_grad()
+        assert_same(ours, theirs)
+
+
+def test_another_use_of_a_stepped_weight_is_an_error() -> None:
+    """Not a gradient by other values than the forward's."""
+    model = nn.Linear(5, 5, bias=False)
+    optim.SGD(model.parameters(), lr=0.1).step_in_backward(model, bucket_cap_mb=1e-6)
+    x = torch.randn(2, 5).requires_grad_()
+    y = (x @ model.weight.detach().t()).tanh()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(y).sum().backward()
+
+
+def test_backward_that_raises() -> None:
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("stop")
+
+    model = net()
+    twin = copy.deepcopy(model)
+    optimizer, after = optim.SGD(model.parameters(), lr=0.1), optim.SGD(twin.parameters(), lr=0.1)
+    optimizer.step_in_backward(model)
+    x = torch.randn(4, 10)
+    with pytest.raises(ValueError, match="stop"):
+        model[2:](Raising.apply(model[:2](x))).sum().backward()
+    assert_same(model, twin)  # the bucket was not full
+    optimizer.zero_grad()
+    for each in (model, twin):
+        loss_of(each, x).backward()
+    after.step()
+    assert_same(model, twin)
+
+
+def test_removed() -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    optimizer, after = optim.SGD(model.parameters(), lr=0.1), optim.SGD(twin.parameters(), lr=0.1)
+    optimizer.step_in_backward(model).remove()
+    optimizer.step_in_backward(model).remove()
+    x = torch.randn(4, 10)
+    for each in (model, twin):
+        loss_of(each, x).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    optimizer.step()
+    after.step()
+    assert_same(model, twin)
+    assert copy.deepcopy(optimizer).in_backward is None
+
+
+def test_refusals() -> None:
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    with pytest.raises(NotImplementedError, match=r"max_grad_norm is 1.0, but clipping by the norm of all gradients"):
+        optimizer.step_in_backward(model)
+    optimizer.max_grad_norm = None
+    with pytest.raises(ValueError, match="clip_by_previous_norm is -1, expected a number above 0"):
+        optimizer.step_in_backward(model, clip_by_previous_norm=-1)
+    with pytest.raises(ValueError, match="bucket_cap_mb is 0, expected a number above 0"):
+        optimizer.step_in_backward(model, bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="the model, a Linear, has no parameter of this AdamW"):
+        optimizer.step_in_backward(nn.Linear(2, 2))
+    assert optimizer.in_backward is None
+    optimizer.step_in_backward(model)
+    with pytest.raises(RuntimeError, match="called before"):
+        optimizer.step_in_backward(model)
+    with pytest.raises(NotImplementedError, match="max_grad_norm is 2, but clipping"):
+        optimizer.max_grad_norm = 2
+    with pytest.raises(NotImplementedError, match="can then have no scaler and no max_grad_norm"):
+        drivetrain.accumulate(model, optimizer, 2, max_grad_norm=1.0)
+    for scaler in (torch.amp.GradScaler("cpu"), drivetrain.amp.GradScaler("cpu")):
+        scaler.scale(loss_of(model, torch.randn(4, 10))).backward()
+        with pytest.raises((RuntimeError, AssertionError), match=r"GradScaler looks at all|No inf checks"):
+            scaler.step(optimizer)
+
+
+# ---- Ranks.
+
+
+class Branching(nn.Module):
+    """Uses one of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(10, 37), nn.Linear(37, 3), nn.Linear(37, 3)
+        self.goes_left = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.left if self.goes_left else self.right)(self.first(x).tanh())
+
+
+def on_ranks_as_after(options: dict[str, Any], branches: bool) -> None:
+    torch.manual_seed(1)
+    models = [DDP(Branching() if branches else net(), **options) for _ in range(2)]
+    models[0].load_state_dict(models[1].state_dict())
+    optimizers = []
+    for model in models:
+        params = list(model.parameters())
+        optimizers.append([optim.AdamW(params[:2], lr=0.01), optim.SGD(params[2:], lr=0.1, momentum=0.9)])
+    handles = [optimizer.step_in_backward(models[0]) for optimizer in optimizers[0]]
+    torch.manual_seed(dist.get_rank())
+    for step in range(7):
+        batches = torch.randn(2, 4, 10)
+        for model, pair in zip(models, optimizers, strict=True):
+            if branches:
+                model.module.goes_left = (step + dist.get_rank()) % 3 > 0
+            if "static_graph" not in options:
+                with model.no_sync():
+                    loss_of(model, batches[0]).backward()
+            loss_of(model, batches[1]).backward()
+            if model is models[0]:
+                assert all(param.grad is None for param in model.parameters())
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(*models)
+        assert_equal_on_ranks([param.detach() for param in models[0].parameters()])
+    for mine, others in zip(*optimizers, strict=True):
+        assert_same_state(mine, others)
+    # no_step() is no_sync(), and after remove() gradients stay.
+    with handles[0].no_step():
+        loss_of(models[0], batches[0]).backward()
+    assert any(param.grad is not None for param in models[0].parameters())
+    for handle in handles:
+        handle.remove()
+    loss_of(models[0], batches[0]).backward()
+    assert any(param.grad is not None for param in models[0].parameters())
+
+
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("options", "branches"),
+    [
+        ({}, False),
+        (SMALL_BUCKETS, False),
+        ({**SMALL_BUCKETS, "find_unused_parameters": True}, True),
+        ({**SMALL_BUCKETS, "static_graph": True}, False),
+    ],
+)
+def test_ranks(on_ranks: OnRanks, options: dict[str, Any], branches: bool, transport: str) -> None:
+    on_ranks(on_ranks_as_after, {**options, "transport": transport}, branches)
+
+
+def refusals_on_ranks() -> None:
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(NotImplementedError, match=r"step_in_backward\(\) needs a model in one drivetrain"):
+        optimizer.step_in_backward(TorchDDP(model))
+    wrapped = DDP(model)
+    optimizer.step_in_backward(wrapped)
+    with pytest.raises(NotImplementedError, match="know the sum of their weights at the end"):
+        drivetrain.accumulate(wrapped, optimizer, 2)
+    with pytest.raises(NotImplementedError, match="optimizers that run inside backward"):
+        wrapped.backward(loss_of(wrapped, torch.randn(4, 10)), weight=2)
+
+
+def test_refusals_on_ranks(on_ranks: OnRanks) -> None:
+    on_ranks(refusals_on_ranks)
+
+
+def step_that_raises() -> str:
+    """In backward, on one rank: raised there, at the end, so that the other one gets all its reductions."""
+    torch.manual_seed(1)
+    model = DDP(net(), **SMALL_BUCKETS)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step_in_backward(model)
+    loss_of(model, torch.randn(4, 10)).backward()
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["lr"] = "fast"
+        with pytest.raises(ValueError, match=r"param_groups.0.: could not convert string to float: 'fast'"):
+            loss_of(model, torch.randn(4, 10)).backward()
+        optimizer.param_groups[0]["lr"] = 0.1
+    else:
+        loss_of(model, torch.randn(4, 10)).backward()
+    dist.barrier()
+    optimizer.zero_grad()
+    loss_of(model, torch.randn(4, 10)).backward()
+    return "done"
+
+
+def test_step_that_raises(on_ranks: OnRanks) -> None:
+    assert on_ranks(step_that_raises) == ["done", "done"]

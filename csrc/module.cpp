@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/frame_self.h"
+#include "base/heap.h"
 #include "ddp/ddp.h"
 #include "grad/grad.h"
 #include "optim/optim.h"
@@ -39,6 +40,7 @@ void register_base(py::module_& m) {
     return names;
   });
   m.def("force_isa", &force_isa, py::arg("name"));
+  m.def("return_freed_memory", &return_freed_memory);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // glibc's rule behind heap.h.
 #include "base/heap.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <cstdlib>
 
@@ -20,5 +22,7 @@ void keep_freed_memory(int64_t bytes) {
   void* volatile block = std::malloc(std::min(kTensors * bytes, kLargestThreshold));
   std::free(block);
 }
+
+void return_freed_memory() { malloc_trim(0); }
 
 }  // namespace drivetrain

@@ -11,4 +11,9 @@ namespace drivetrain {
 // thresholds, or another library provides malloc.
 void keep_freed_memory(int64_t bytes);
 
+// The opposite, at once: gives the system every whole page that is free, also in the heap's middle. Where tensors that
+// stay were allocated between others that went, the holes of these are too small for the next and would keep their
+// memory.
+void return_freed_memory();
+
 }  // namespace drivetrain

@@ -138,9 +138,13 @@ class StepInBackward:
         grads = [param.grad for param in params if param.grad is not None]
         grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())
+        states_before = len(self._optimizer.state)
         self._optimizer.step_groups(groups, reader, _C.StepOptions(grad_scale=grad_scale))
         for param in params:
             param.grad = None
+        del grads
+        if len(self._optimizer.state) > states_before and self._optimizer.is_on_cpu:
+            _C.return_freed_memory()  # states that stay now lie between gradients that went
 
     def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:
         """What gradients are divided by, given the norm of the backward before; this one's is added up."""

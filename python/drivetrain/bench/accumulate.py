@@ -5,7 +5,8 @@ import ctypes
 import functools
 import multiprocessing
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from ..fuse_wgrad import fuse_wgrad
 from ..main_grad import float32_grad, main_grads
+from ..optim import AdamW
 from .measure import Row, interleaved, median_interval, ratio_of_medians
 
 MICRO_STEPS = 8
+BUCKET_MB = 8.0  # of step_in_backward(): a few of the largest gradients
 TOKENS = 32  # per micro-step: few, so that the rest of backward hides little
 Accumulator = Callable[[nn.Module], Callable[[Tensor], None]]
 _WIDTHS = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
@@ -44,6 +47,8 @@ def run(threads: int, rounds: int) -> list[Row]:
         rows = _measure_time(MICRO_STEPS * max(rounds // 4, 5))
         for what, theirs, ours in track(MEMORY, description="memory", transient=True):
             rows.append(_measure_memory(what, theirs, ours))
+        for what, theirs, ours, target in track(TRAINING, description="memory", transient=True):
+            rows.append(_measure_training(what, theirs, ours, target))
         return rows + _measure_error()
     finally:
         torch.set_num_threads(before)
@@ -161,6 +166,40 @@ def _beyond(times: list[float], base: list[float]) -> float:
     return 1e3 * statistics.median(time - of_base for time, of_base in zip(times, base, strict=True))
 
 
+# ---- Who trains, likewise.
+
+
+def _stepped_by_torch(model: nn.Module, micro_steps: int) -> Callable[[Tensor], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    done = 0
+
+    def micro_step(loss: Tensor) -> None:
+        nonlocal done
+        loss.backward()  # type: ignore[no-untyped-call]
+        done += 1
+        if done % micro_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return micro_step
+
+
+def _stepped_in_backward(model: nn.Module, micro_steps: int, bits: int = 16) -> Callable[[Tensor], None]:
+    if bits > 16:
+        main_grads(model, bits)
+        fuse_wgrad(model)
+    steps = AdamW(model.parameters(), master_bits=24, state_bits=8).step_in_backward(model, bucket_cap_mb=BUCKET_MB)
+    done = 0
+
+    def micro_step(loss: Tensor) -> None:
+        nonlocal done
+        done += 1
+        with steps.no_step() if done % micro_steps else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    return micro_step
+
+
 # ---- Memory: each in a process of its own.
 
 MEMORY = (
@@ -169,26 +208,53 @@ MEMORY = (
     ("accumulated in float32, fused: peak", _in_float32, _FUSED_32_BITS),
     ("accumulated in bfloat16 and a byte, fused (torch: bfloat16): peak", _in_bfloat16, _FUSED_24_BITS),
 )
+# What is trained takes 5 bytes: bfloat16, 8 bits of remainder, two states of 8 bits (torch: 6, and the gradient).
+TRAINING = tuple(
+    (
+        f"AdamW in backward, {what}: peak with the parameters",
+        functools.partial(_stepped_by_torch, micro_steps=micro_steps),
+        functools.partial(_stepped_in_backward, micro_steps=micro_steps, bits=bits),
+        5.2 + accumulator,
+    )
+    for what, micro_steps, bits, accumulator in (
+        ("1 micro-step", 1, 16, 0),
+        ("8 in bfloat16", MICRO_STEPS, 16, 2),
+        ("8 in bfloat16 and a byte, fused", MICRO_STEPS, 24, 3),
+    )
+)
 
 
 def _measure_memory(what: str, *accumulators: Accumulator) -> Row:
     """Peak of a window of backwards beyond the parameters and inputs, in bytes per parameter."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        torch_bytes, our_bytes = [pool.apply(_peak_bytes, (accumulator,)) for accumulator in accumulators]
+    torch_bytes, our_bytes = _peaks(accumulators)
     return Row(what, "B", torch_bytes, our_bytes)
+
+
+def _measure_training(what: str, theirs: Accumulator, ours: Accumulator, target: float) -> Row:
+    """Peak of two windows of backwards and steps beyond the inputs, in bytes per parameter."""
+    torch_bytes, our_bytes = [peak + 2 for peak in _peaks((theirs, ours))]
+    target += BUCKET_MB * 2**20 / sum(param.numel() for param in Stack().parameters())
+    return Row(what, "B", torch_bytes, our_bytes, target=f"<= {target:.2f} B", met=our_bytes <= target)
+
+
+def _peaks(accumulators: Sequence[Accumulator]) -> list[float]:
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return [pool.apply(_peak_bytes, (accumulator,)) for accumulator in accumulators]
 
 
 def _peak_bytes(accumulator: Accumulator) -> float:
     model = Stack().bfloat16()
     numel = sum(param.numel() for param in model.parameters())
-    x = torch.randn(TOKENS, 768).bfloat16()
+    x = torch.randn(4, 768).bfloat16()  # few, so that activations take next to nothing
     model(x).backward()  # libraries' own memory is there from here on
     model.zero_grad()
+    small = nn.Linear(768, 1).bfloat16()
+    accumulator(small)(small(x).float().sum())  # and Python's modules
     ctypes.CDLL(None).malloc_trim(0)  # and what that freed is the system's again
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
     micro_step = accumulator(model)
-    for _ in range(MICRO_STEPS):
+    for _ in range(2 * MICRO_STEPS):
         micro_step(model(x))
     return (_status("VmHWM") - before) / numel
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +40,8 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
     """Rows for GPUs, one rank each; on one alone, what the wrappers cost beside its work with nobody to talk to."""
     ranks = max(torch.cuda.device_count(), 1)
     where = "one GPU" if ranks == 1 else f"{ranks} GPUs"
-    for what, make in _GPU_CASES.items():
-        measure = functools.partial(_gpu_times, device.type, rounds, make(is_dry))
-        plain, theirs, ours = on_ranks(measure, count=ranks, backend=BACKENDS[device.type])
+    measure = functools.partial(_gpu_times, device.type, rounds, is_dry)
+    for what, (plain, theirs, ours) in on_ranks(measure, count=ranks, backend=BACKENDS[device.type]).items():
         yield ratio_row(f"{what}, {where}", theirs, ours)
         added = [[b - a for a, b in zip(plain, wrapped, strict=True)] for wrapped in (theirs, ours)]
         yield Row("  beyond no DDP", "ms", *(1e3 * statistics.median(seconds) for seconds in added))
@@ -188,37 +186,22 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
     ]
 
 
-def _gpt_case(is_dry: bool) -> tuple[Callable[[], nn.Module], Callable[[torch.device], torch.Tensor]]:
-    """What makes the model, and its input."""
+def _gpu_times(device_type: str, rounds: int, is_dry: bool) -> dict[str, list[list[float]]]:
+    """By case: seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     width, layers, time_steps = (48, 1, 16) if is_dry else (768, 12, 512)
-    make = functools.partial(_GPT, width=width, layers=layers, time_steps=time_steps)
-    return make, functools.partial(_tokens, time_steps)
+    tokens = torch.randint(0, 256, (8, time_steps + 1), device=device)
+    small = _Products([(64,)] * (10 if is_dry else 1000))
+    cases: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "forward and backward, GPT of 85 M in fp32": (_GPT(width, layers, time_steps), tokens),
+        "forward and backward, 1,000 parameters of 64": (small, torch.randn(64, device=device)),
+    }
+    return {what: _steps_of(module.to(device), x, device, rounds) for what, (module, x) in cases.items()}
 
 
-def _tokens(time_steps: int, device: torch.device) -> torch.Tensor:
-    return torch.randint(0, 256, (8, time_steps + 1), device=device)
-
-
-def _small_case(is_dry: bool) -> tuple[Callable[[], nn.Module], Callable[[torch.device], torch.Tensor]]:
-    make = functools.partial(_Products, [(64,)] * (10 if is_dry else 1000))
-    return make, functools.partial(torch.ones, 64)
-
-
-_GPU_CASES = {
-    "forward and backward, GPT of 85 M in fp32": _gpt_case,
-    "forward and backward, 1,000 parameters of 64": _small_case,
-}
-
-
-def _gpu_times(device_type: str, rounds: int, case: Any) -> list[list[float]]:
-    """Seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
-    is_cuda = device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    make, make_input = case
-    plain = make().to(device)
+def _steps_of(plain: nn.Module, x: torch.Tensor, device: torch.device, rounds: int) -> list[list[float]]:
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    ours = DistributedDataParallel(copy.deepcopy(plain), transport="nccl" if is_cuda else "auto")
-    x = make_input(device=device)
+    ours = DistributedDataParallel(copy.deepcopy(plain), transport="nccl" if device.type == "cuda" else "auto")
 
     def step(model: nn.Module) -> None:
         model.zero_grad()

@@ -40,6 +40,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.force_isa("")
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each kind of device in turn: where a test names none, it makes its tensors there."""
+    torch.set_default_device(None if request.param == "cpu" else request.param)
+    yield request.param
+    torch.set_default_device(None)
+
+
 @pytest.fixture(scope="session")
 def _rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool = RankPool(world_size=2, folder=tmp_path_factory.mktemp("ranks"))

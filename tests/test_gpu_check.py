@@ -76,6 +76,13 @@ def test_a_dry_run_goes_through_every_kind_of_job(tmp_path: Path) -> None:
         assert len(report.table(rows)) == 2 + len(rows)
 
 
+def test_every_file_with_a_gpu_test_is_chosen(request: pytest.FixtureRequest, repository: Path) -> None:
+    """Of those in this run of pytest; the whole suite knows all."""
+    files = {item.path for item in request.session.items if "gpu" in item.keywords}
+    assert Path(__file__) in files
+    assert files <= set(parts.gpu_test_files(repository))
+
+
 SLEEPER = """
 import os, subprocess, sys, time
 import pytest

@@ -371,7 +371,7 @@ net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(
 
 
 def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
-    """Runs the script on ranks, which share a GPU if they must; returns exit code and output of all or the first few."""
+    """Runs the script on ranks, which share a GPU if they must; returns exit code and output of all or of the first."""
     code = textwrap.dedent(GPU_PREAMBLE) + textwrap.dedent(script)
     ranks = []
     for rank in range(size):

@@ -99,22 +99,14 @@ def _note_missing(code: int | None, output: str) -> Details:
 
 def _tests(setting: Setting) -> list[Job]:
     outcomes = setting.folder / "outcomes.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-p",
-        "gpu_check.outcomes",
-        "-p",
-        "_hypothesis_pytestplugin",
-    ]
-    command += ["-c", f"{setting.repository}/pyproject.toml", f"--rootdir={setting.repository}"]
-    command += ["--tb=short", "-o", "faulthandler_timeout=60", "-o", f"cache_dir={setting.folder / 'pytest_cache'}"]
+    command: Command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "gpu_check.outcomes"]
+    command += ["-p", "_hypothesis_pytestplugin", "-c", f"{setting.repository}/pyproject.toml"]
+    command += [f"--rootdir={setting.repository}", "--continue-on-collection-errors", "--tb=short"]
+    command += ["-o", "faulthandler_timeout=60", "-o", f"cache_dir={setting.folder / 'pytest_cache'}"]
     if not setting.is_dry and importlib.util.find_spec("xdist"):
         # Several processes share the GPU. Without pytest-xdist it takes longer, and one lost context costs all tests.
         command += ["-p", "xdist.plugin", "--numprocesses", str(min(8, setting.num_cores)), "--dist", "worksteal"]
+    command += setting.pytest_arguments or gpu_test_files(setting.repository)
     # Whatever else is installed on the machine for pytest is not ours.
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GPU_CHECK_OUTCOMES": str(outcomes), **setting.environment}
 
@@ -122,18 +114,13 @@ def _tests(setting: Setting) -> list[Job]:
         return _read_outcomes(outcomes, code)
 
     what = "every test marked gpu, the device-parametrised ones of the CPU suite among them"
-    return [
-        Job(
-            "tests",
-            "pytest",
-            what,
-            [*command, *(setting.pytest_arguments or ["tests"])],
-            90,
-            read,
-            environment,
-            outcomes,
-        )
-    ]
+    return [Job("tests", "pytest", what, command, 90, read, environment, outcomes)]
+
+
+def gpu_test_files(repository: Path) -> list[Path]:
+    """Those with tests marked gpu, by hand or by the fixture `device`: others may need what no GPU machine has."""
+    marked = re.compile(r'mark\.gpu\b|usefixtures\("device"\)|[(,] ?device: str\b')
+    return [file for file in sorted((repository / "tests").glob("test_*.py")) if marked.search(file.read_text())]
 
 
 def _read_outcomes(file: Path, code: int | None) -> Details:

@@ -17,7 +17,7 @@ from pathlib import Path
 # torch and its NCCL are the machine's own.
 TOOLS = (
     *("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja>=1.10", "rich>=13", "numpy>=1.26"),
-    *("pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6"),
+    *("pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6", "expecttest>=0.2"),
 )
 PYTHON = "3.12"  # for which wheels are downloaded
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from drivetrain import _C
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_check import jobs, parts, readme, report, tools  # noqa: E402
+from gpu_check import jobs, outcomes, parts, readme, report, tools  # noqa: E402
 
 TIMEOUT_S = 300
 
@@ -137,6 +138,46 @@ def test_a_result_that_cannot_be_read_is_a_failure_and_not_the_end(tmp_path: Pat
     assert outcome["status"] == "failed"
     assert "its result cannot be read: JSONDecodeError" in outcome["note"]
     assert outcome["log"] == "[1, 2"
+
+
+def test_outcomes_of_tests(tmp_path: Path) -> None:
+    lines = [
+        '{"begins": "a"}\n{"test": "a", "outcome": "passed", "seconds": 0.5, "why": ""}',
+        '{"begins": "b"}\n{"test": "b", "outcome": "failed", "seconds": 2.0, "why": "wrong bits"}',
+        '{"test": "b", "outcome": "failed", "seconds": 0, "why": "its process ended"}',
+        '{"begins": "c"}\n{"test": "c", "outcome": "skipped", "seconds": 0, "why": "no second GPU"}',
+        '{"begins": "d"}\n{"test": "d", "outco',  # cut off by a kill
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    found = parts._read_outcomes(tmp_path / "lines", None)
+    assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["failures"] == {"b": "wrong bits\nits process ended"}
+    assert found["skips"] == {"no second GPU": 1}
+    assert found["unfinished"] == ["d"]
+    assert found["note"] == "1 failed, 1 passed, 1 skipped, 1 had begun"
+    assert parts._read_outcomes(tmp_path / "nothing", 0)["status"] == "failed"
+
+
+def test_a_process_without_its_cuda_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    watch, failed = outcomes.LostContext(), SimpleNamespace(failed=True)
+    watch.pytest_runtest_logfinish()
+    watch.pytest_runtest_logreport(failed)
+    watch.pytest_runtest_logfinish()  # a failure that left the context alone
+    assert not ended
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    watch.pytest_runtest_logfinish()  # nothing failed since
+    assert not ended
+    watch.pytest_runtest_logreport(failed)
+    watch.pytest_runtest_logfinish()
+    assert ended == [outcomes.LOST_CONTEXT]
 
 
 RAN = "imported\nthe device answers\nall kernels ran\n"

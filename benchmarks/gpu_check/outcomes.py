@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+LOST_CONTEXT = 70  # the exit code of a worker that has lost its own
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of pytest-xdist's workers; who gives out the tests hears of them all
@@ -55,7 +57,7 @@ class LostContext:
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            os._exit(70)
+            os._exit(LOST_CONTEXT)
 
 
 def _why(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -127,7 +127,12 @@ def _read_outcomes(file: Path, code: int | None) -> Details:
     """Counts, failures with the end of their accounts, reasons of skips, and who had begun when all was over."""
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     begun = dict.fromkeys(line["begins"] for line in lines if "begins" in line)
-    tests = {line["test"]: line for line in lines if "test" in line}
+    tests: dict[str, Details] = {}
+    for line in lines:
+        if "test" in line:
+            earlier = tests.get(line["test"], {})  # it may fail once more, in its teardown or with its process
+            failed = {"outcome": "failed", "why": f"{earlier['why']}\n{line['why']}"} if earlier.get("why") else {}
+            tests[line["test"]] = {**line, **failed}
     counts = collections.Counter(line["outcome"] for line in tests.values())
     skips = collections.Counter(line["why"] for line in tests.values() if line["outcome"] == "skipped")
     details: Details = {

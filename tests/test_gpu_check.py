@@ -16,6 +16,7 @@ import torch
 
 import gpu_kernels
 from drivetrain import _C
+from drivetrain.bench import gpu
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -37,6 +38,7 @@ def result_in(folder: Path) -> dict[str, Any]:
 
 
 def test_list_names_every_job() -> None:
+    assert list(parts.MEASUREMENTS) == list(gpu.MEASUREMENTS)
     output, _ = start("--list").communicate(timeout=TIMEOUT_S)
     parts_listed = [line.split()[0] for line in output.splitlines()]
     assert dict.fromkeys(parts_listed) == dict.fromkeys(parts.PARTS)

@@ -95,7 +95,7 @@ def test_that_ends():
     pass
 
 def test_that_does_not():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     with open({pid!r}, "w") as file:
         file.write(str(child.pid) + "\\n")
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""One command in a process group of its own, with a time limit: whatever it starts ends with it."""
+"""One command with a time limit: whatever it starts ends with it."""
 
 import contextlib
 import os
@@ -82,11 +82,27 @@ def run(job: Job, limit_s: float, deadline: Deadline, log: Path, folder: Path) -
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the whole group: also what outlives a process that has ended by itself."""
+    """Ends its group, also what has outlived it, and descendants in other groups: torchrun gives each rank its own."""
+    others = _descendants(process.pid)
     for how in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
-            if how == signal.SIGTERM and process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE_S)
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, how)
+        if how == signal.SIGTERM and process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
     process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            name, _, rest = stat.read_text().rpartition(")")
+            parents[int(name.split()[0])] = int(rest.split()[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]

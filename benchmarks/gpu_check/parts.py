@@ -2,7 +2,6 @@
 row in drivetrain/bench/gpu.py."""
 
 import collections
-import importlib.util
 import json
 import os
 import re
@@ -103,8 +102,7 @@ def _tests(setting: Setting) -> list[Job]:
     command += ["-p", "_hypothesis_pytestplugin", "-c", f"{setting.repository}/pyproject.toml"]
     command += [f"--rootdir={setting.repository}", "--continue-on-collection-errors", "--tb=short"]
     command += ["-o", "faulthandler_timeout=60", "-o", f"cache_dir={setting.folder / 'pytest_cache'}"]
-    if not setting.is_dry and importlib.util.find_spec("xdist"):
-        # Several processes share the GPU. Without pytest-xdist it takes longer, and one lost context costs all tests.
+    if not setting.is_dry:  # several processes share the GPU, and one that loses its context is replaced
         command += ["-p", "xdist.plugin", "--numprocesses", str(min(8, setting.num_cores)), "--dist", "worksteal"]
     command += setting.pytest_arguments or gpu_test_files(setting.repository)
     # Whatever else is installed on the machine for pytest is not ours.

@@ -8,6 +8,7 @@ error of ours. Rules and storages are those of the tests, which tests/test_gpu_c
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,8 +63,11 @@ def run_steps(device: str) -> None:
     for optimizer in optimizers(device):
         optimizer.step()
         optimizer.step()
-    for dtype, bits in ((torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 24)):
+    formats = ((torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 24))
+    for (dtype, bits), fuses in itertools.product(formats, (False, True)):
         model = nn.Linear(33, 17).to(device, dtype)
+        if fuses:
+            drivetrain.fuse_wgrad(model)
         drivetrain.main_grads(model, bits)
         for _ in range(2):
             model(torch.ones(3, 33, device=device, dtype=dtype)).sum().backward()

@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=positive(int), help="optimizer steps; given here, the preset's max_seconds is void")
     add("--batch-size", type=positive(int), help="rows per rank in one forward")
     add("--block-size", type=positive(int), help="bytes per row, the model's context")
-    add("--vocab-size", type=positive(int), help="256 at least; 50304 costs what GPT-2's does: 124 M with --preset gpt2")
+    add("--vocab-size", type=positive(int), help="256 at least; 50304 costs what GPT-2's does, and makes it 124 M")
     add("--lr", type=positive(float), help="peak learning rate, between a warm-up and a cosine to a tenth")
     add("--accumulate", type=positive(int), help="forwards per step; all but the last under no_sync()")
     add("--bf16", action="store_true", help="autocast forward to bfloat16; weights stay fp32")

@@ -50,8 +50,9 @@ def run(threads: int, rounds: int) -> list[Row]:
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """The rows of time, on a GPU."""
-    yield from _measure_time(MICRO_STEPS * max(rounds // 4, 1), device, num_layers=1 if is_dry else 12)
+    """The rows of time, on a GPU, with as many tokens as fill it."""
+    size = {"num_layers": 1} if is_dry else {"tokens": 4096}
+    yield from _measure_time(MICRO_STEPS * max(rounds // 4, 1), device, **size)
 
 
 # ---- Who accumulates; each takes a model in bfloat16 and returns what makes a micro-step of a loss.
@@ -121,11 +122,13 @@ _FUSED_24_BITS = functools.partial(_fused, bits=24)
 # ---- Time.
 
 
-def _measure_time(rounds: int, device: torch.device | None = None, num_layers: int = 12) -> list[Row]:
+def _measure_time(
+    rounds: int, device: torch.device | None = None, num_layers: int = 12, tokens: int = TOKENS
+) -> list[Row]:
     """A micro-step's backward, whole and beyond one that accumulates nothing. Plain backward holds all its gradients at
     a time, in fresh memory; one that frees each as it comes is the least that a backward can take."""
     torch.manual_seed(0)
-    base, x = Stack(num_layers).bfloat16().to(device), torch.randn(TOKENS, 768).bfloat16().to(device)
+    base, x = Stack(num_layers).bfloat16().to(device), torch.randn(tokens, 768).bfloat16().to(device)
     ours = {
         "float32": _IN_32_BITS,
         "bfloat16 and a byte": _IN_24_BITS,

@@ -199,7 +199,7 @@ def test_no_gradient_beside(kind: str) -> None:
 
     loss().backward()
     second = loss()
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         second.backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest < model.weight.numel(), "bytes, against elements"

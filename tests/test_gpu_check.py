@@ -278,7 +278,8 @@ def test_every_kernel_is_run(repository: Path) -> None:
     text = "".join(file.read_text() for file in (repository / "csrc").rglob("*.cu*"))
     kernels = set(re.findall(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(", text))
     assert {"loop_cuda", "chunk_sums", "accumulate_tiles", "write_piece"} <= kernels
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # torch 2.11 warns without it
         gpu_kernels.run_steps("cuda")
         gpu_kernels.run_captured("cuda")
         torch.cuda.synchronize()

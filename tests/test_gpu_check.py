@@ -245,6 +245,22 @@ def test_the_readmes_table(tmp_path: Path) -> None:
         readme.rewritten("no marks", found)
 
 
+def test_parts_run_one_by_one_make_one_report(tmp_path: Path) -> None:
+    found = {"dry_run": True, "begun": "2026-11-22T07:00:00+00:00", "seconds": 9.0, "deadline_seconds": 530.0}
+    job = {"part": "tests", "name": "pytest", "status": "passed", "seconds": 1.0}
+    for commit, dirty, jobs_found in (
+        ("abc", False, [job]),
+        ("abc", True, []),
+        ("unknown", None, []),
+        ("f", None, [job]),
+    ):
+        report.write({**found, "machine": {"commit": commit, "dirty": False}, "jobs": [job]}, tmp_path)
+        assert report.earlier_jobs({**found, "machine": {"commit": commit, "dirty": dirty}}, tmp_path) == jobs_found
+        assert not report.earlier_jobs({**found, "machine": {"commit": "other", "dirty": False}}, tmp_path)
+    other_day = {**found, "begun": "2026-11-23T07:00:00+00:00", "machine": {"commit": "f", "dirty": False}}
+    assert not report.earlier_jobs(other_day, tmp_path)
+
+
 def test_tools_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"cmake": "3.18.4", "pytest": "9.2.0", "ninja": ""}
     monkeypatch.setattr(tools, "_version", lambda package: versions.get(package, "99.0"))

@@ -27,8 +27,9 @@ def earlier_jobs(report: Report, folder: Path) -> list[Report]:
     if not file.exists():
         return []
     earlier: Report = json.loads(file.read_text())
-    same = earlier["machine"]["commit"] == report["machine"]["commit"] and not report["machine"]["dirty"]
-    jobs: list[Report] = earlier["jobs"] if same else []
+    commits = {earlier["machine"]["commit"], report["machine"]["commit"]}
+    is_known = len(commits) == 1 and "unknown" not in commits and not report["machine"]["dirty"]
+    jobs: list[Report] = earlier["jobs"] if is_known else []
     return jobs
 
 

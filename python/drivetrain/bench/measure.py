@@ -1,5 +1,6 @@
 """Paired timing and the table that shows it."""
 
+import math
 import random
 import statistics
 import time
@@ -100,10 +101,15 @@ def ratio_of_medians(
     ratios = []
     for _ in range(resamples):
         chosen = rng.choices(indices, k=len(below))
-        ratios.append(statistics.median(above[i] for i in chosen) / statistics.median(below[i] for i in chosen))
+        ratios.append(_ratio(statistics.median(above[i] for i in chosen), statistics.median(below[i] for i in chosen)))
     ratios.sort()
-    ratio = statistics.median(above) / statistics.median(below)
+    ratio = _ratio(statistics.median(above), statistics.median(below))
     return ratio, ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
+
+
+def _ratio(above: float, below: float) -> float:
+    """Infinite where `below` is 0, as a difference of a GPU's times, which come in steps, may be."""
+    return above / below if below else math.inf
 
 
 def ratio_row(

@@ -12,8 +12,8 @@ from ranks import RankPool
 
 # The files that take longest, the longest first: neither of two processes (see Makefile) is then left alone with one.
 LONGEST = (
-    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_shm"),
-    *("test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
+    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_gpu_check"),
+    *("test_shm", "test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
 )
 
 

@@ -45,6 +45,13 @@ def test_list_names_every_job() -> None:
     assert all(f"bench     {name}" in output for name in [*parts.MEASUREMENTS, "gpt"])
 
 
+def test_a_job_that_there_is_not() -> None:
+    process = start("--list", "--job", "optimizer")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert "--job is optimizer, expected one of tools, package, pytest" in output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so() -> None:
     process = start()

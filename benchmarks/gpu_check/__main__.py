@@ -53,6 +53,11 @@ def main() -> int:
     )
     every = parts.jobs(setting)
     names = args.job or [job.name for job in every]
+    if unknown := set(names) - {job.name for job in every}:
+        print(
+            f"gpu-check: --job is {', '.join(sorted(unknown))}, expected one of {', '.join(job.name for job in every)}"
+        )
+        return 2
     chosen = [
         job for job in every if job.part == "build" or (job.part in (args.part or parts.PARTS) and job.name in names)
     ]
@@ -70,13 +75,16 @@ def main() -> int:
     outcomes |= {(job.part, job.name): _not_run(job, "") for job in chosen}
     for kind in (signal.SIGTERM, signal.SIGINT):  # what was found until then is worth a report, too
         signal.signal(kind, lambda *_: deadline.end_now())
-    for index in range(-1, len(chosen)):  # a first report before the first job
-        if index >= 0:
-            job = chosen[index]
-            outcomes[job.part, job.name] = _run(job, chosen[index + 1 :], list(outcomes.values()), deadline)
+
+    def write() -> Path:
         found["seconds"] = round(time.monotonic() - begin, 1)
         found["jobs"] = [outcomes[job.part, job.name] for job in every if (job.part, job.name) in outcomes]
-        page = report.write(found, results)
+        return report.write(found, results)
+
+    page = write()
+    for index, job in enumerate(chosen):
+        outcomes[job.part, job.name] = _run(job, chosen[index + 1 :], list(outcomes.values()), deadline)
+        write()
     status = report.worst([outcomes[job.part, job.name]["status"] for job in chosen])
     print(f"{status} after {found['seconds']:.0f} s; see {page}")
     return 0 if status in report.FINE else 1

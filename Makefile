@@ -18,11 +18,12 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 # The whole suite in two processes, a file at a time: much of it waits, or has one thread's work. ARGS="..." runs in one.
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test faults compare accuracy bench gpu-check doctor format lint sanitize clean
+.PHONY: help train test faults compare accuracy bench gpu-check gpu-wheels gpu-table check-cuda-build doctor format lint
+.PHONY: sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on $(RANKS) ranks
 	$(ENV)/bin/torchrun --nproc-per-node $(RANKS) examples/gpt/train.py $(ARGS)
@@ -44,22 +45,36 @@ faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip
 bench: $(STAMPS)/built ## the speed and memory tables of the README
 	$(PYTHON) -m drivetrain bench all $(ARGS)
 
-gpu-check: $(STAMPS)/built $(STAMPS)/test-tools ## on a machine with an NVIDIA GPU: the tests that need one, and its benchmark
-	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch sees no NVIDIA GPU here'"
-	$(PYTHON) -m pytest -m gpu $(ARGS)
-	$(PYTHON) -m drivetrain bench gpu
+# The first of these whose torch is there, which need not be one of ours. No network is asked: what else is missing comes
+# from the wheels of `make gpu-wheels`, and all is installed in build/ alone.
+GPU_PYTHON ?= $(VIRTUAL_ENV:%=%/bin/python) python3 .venv/bin/python
+gpu-check: ## on a machine with an NVIDIA GPU: builds, tests, sanitizes and measures there (PART=tests|sanitize|bench)
+	@for python in $(GPU_PYTHON); do "$$python" -c "import torch" 2> /dev/null || continue; \
+	  PYTHONPATH=benchmarks exec "$$python" -m gpu_check $(PART:%=--part %) $(ARGS); done; \
+	  echo "gpu-check finds no torch in $(GPU_PYTHON); GPU_PYTHON=... names a Python that has it" >&2; exit 1
+
+gpu-wheels: $(ENV)/bin/python ## download what gpu-check may miss on a machine without a network, into .wheels
+	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.tools --wheels .wheels
+
+gpu-table: $(ENV)/bin/python ## write the README's table of GPU figures anew, from the newest of benchmarks/results
+	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.readme
+
+# The oldest and the newest torch that is supported; === because a registry may offer a CPU build under the same number.
+CUDA_TORCHES ?= torch===2.11.0 torch===2.14.1
+check-cuda-build: $(ENV)/bin/python ## with nvcc and no GPU: build, link and import against CUDA builds of torch (6 GB each)
+	tests/check_cuda_build.sh $(ENV)/bin/python $(CUDA_TORCHES)
 
 doctor: $(STAMPS)/built ## check this environment
 	$(PYTHON) -m drivetrain doctor $(ARGS)
 
 format: $(STAMPS)/dev-tools ## rewrite sources in the project's format
-	$(ENV)/bin/ruff format python tests examples notebooks
-	$(ENV)/bin/ruff check --fix python tests examples notebooks
+	$(ENV)/bin/ruff format python tests examples benchmarks notebooks
+	$(ENV)/bin/ruff check --fix python tests examples benchmarks notebooks
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format -i
 
 lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## what CI checks besides the tests
-	$(ENV)/bin/ruff format --check python tests examples notebooks
-	$(ENV)/bin/ruff check python tests examples notebooks
+	$(ENV)/bin/ruff format --check python tests examples benchmarks notebooks
+	$(ENV)/bin/ruff check python tests examples benchmarks notebooks
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
 

@@ -12,8 +12,8 @@ from ranks import RankPool
 
 # The files that take longest, the longest first: neither of two processes (see Makefile) is then left alone with one.
 LONGEST = (
-    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_shm"),
-    *("test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
+    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_gpu_check"),
+    *("test_shm", "test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
 )
 
 
@@ -38,6 +38,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.force_isa(request.param)
     yield request.param
     _C.force_isa("")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each kind of device in turn: where a test names none, it makes its tensors there."""
+    torch.set_default_device(None if request.param == "cpu" else request.param)
+    yield request.param
+    torch.set_default_device(None)
 
 
 @pytest.fixture(scope="session")

@@ -22,18 +22,22 @@ WINDOWS = [COUNTS[0:3], COUNTS[3:6], COUNTS[6:9], COUNTS[9:]]
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The same on every device."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).to(dtype)
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+    return model.to(torch.get_default_device(), dtype)
 
 
 def make_batches(counts: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Inputs [count + 2, 6] and targets [count + 2], two of which do not count."""
-    rng = torch.Generator().manual_seed(seed)
+    """Inputs [count + 2, 6] and targets [count + 2], two of which do not count; the same on every device."""
+    device = torch.get_default_device()
+    rng = torch.Generator("cpu").manual_seed(seed)
     batches = []
     for count in counts:
-        targets = torch.randint(5, (count + 2,), generator=rng)
+        targets = torch.randint(5, (count + 2,), generator=rng, device="cpu")
         targets[:2] = IGNORED
-        batches.append((torch.randn(count + 2, 6, generator=rng), targets))
+        batches.append((torch.randn(count + 2, 6, generator=rng, device="cpu").to(device), targets.to(device)))
     return batches
 
 
@@ -77,8 +81,8 @@ def assert_same_parameters(got: nn.Module, want: nn.Module, **tolerance: float) 
 
 SCALERS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
-    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0),
-    "ours": lambda: drivetrain.amp.GradScaler("cpu", init_scale=1024.0),
+    "torch": lambda: torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0),
+    "ours": lambda: drivetrain.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch.SGD": lambda params: torch.optim.SGD(params, lr=0.3),
@@ -89,6 +93,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -155,6 +160,7 @@ def test_under_bfloat16_autocast() -> None:
     assert_same_parameters(model, twin, rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.usefixtures("device")
 def test_without_weights_micro_batches_count_alike() -> None:
     model = make_model()
     twin = copy.deepcopy(model)
@@ -166,6 +172,7 @@ def test_without_weights_micro_batches_count_alike() -> None:
     assert_same_parameters(model, twin, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("device")
 def test_several_optimizers_and_a_scheduler() -> None:
     model = make_model()
     twin = copy.deepcopy(model)
@@ -181,10 +188,10 @@ def test_several_optimizers_and_a_scheduler() -> None:
     assert scheduler.get_last_lr() == pytest.approx([0.03])
 
 
-def test_an_overflow_leaves_out_the_whole_window() -> None:
+def test_an_overflow_leaves_out_the_whole_window(device: str) -> None:
     model = make_model()
     before = copy.deepcopy(model)
-    scaler = drivetrain.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = drivetrain.amp.GradScaler(device, init_scale=1024.0)
     optimizer = drivetrain.optim.SGD(model.parameters(), lr=0.3)
     x, targets = make_batches([4])[0]
     with drivetrain.accumulate(model, optimizer, steps=2, scaler=scaler) as window:

@@ -254,7 +254,7 @@ def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
 def profiled() -> None:
     """Also where no process group carries the buckets, a profile shows what they take."""
     model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(inputs()).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["drivetrain::all_reduce"] == len(model.reducer.buckets())

@@ -72,6 +72,7 @@ def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
 # ---- Values.
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs", "leading"), SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
@@ -97,8 +98,8 @@ def test_as_torch(dtype: torch.dtype, inputs: int, outputs: int, leading: tuple[
 
 @pytest.mark.parametrize(("inputs", "outputs", "leading"), SHAPES)
 @pytest.mark.parametrize("bits", [32, 24])
-def test_into_main_gradients(inputs: int, outputs: int, leading: tuple[int, ...], bits: int) -> None:
-    """Of bfloat16: the product is summed in float32, 512 tokens at a time, and added as any micro-gradient is."""
+def test_into_main_gradients(inputs: int, outputs: int, leading: tuple[int, ...], bits: int, device: str) -> None:
+    """Of bfloat16: summed in float32, 512 tokens at a time on the CPU, and added as any micro-gradient is."""
     model = layer(inputs, outputs).bfloat16()
     drivetrain.fuse_wgrad(model)
     drivetrain.main_grads(model, bits)
@@ -108,7 +109,9 @@ def test_into_main_gradients(inputs: int, outputs: int, leading: tuple[int, ...]
         scale = 2.0 ** (9 * (step % 2))
         x, sent = small(*leading, inputs).bfloat16(), (small(*leading, outputs) * scale).bfloat16()
         model(x).backward(sent)
-        pieces = zip(x.reshape(-1, inputs).split(512), sent.reshape(-1, outputs).split(512), strict=True)
+        of_x, of_sent = x.reshape(-1, inputs), sent.reshape(-1, outputs)
+        most = 512 if device == "cpu" else max(len(of_x), 1)
+        pieces = zip(of_x.split(most), of_sent.split(most), strict=True)
         for piece, (of_x, of_sent) in enumerate(pieces):
             product = wgrad(of_sent, of_x)
             total = product if step == piece == 0 else added(total, product, bits)
@@ -139,6 +142,7 @@ def test_any_shape(inputs: int, outputs: int, tokens: list[int], is_autocast: bo
     assert torch.equal(model.weight.grad, total)
 
 
+@pytest.mark.usefixtures("device")
 def test_nearer_to_the_truth_than_rounded_products() -> None:
     model = nn.Linear(96, 80).bfloat16()
     ours = fused(model)
@@ -195,7 +199,7 @@ def test_no_gradient_beside(kind: str) -> None:
 
     loss().backward()
     second = loss()
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         second.backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest < model.weight.numel(), "bytes, against elements"

@@ -20,6 +20,7 @@ from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ran
 
 HALVES = [torch.bfloat16, torch.float16]
 BITS = [(torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 24)]
+on_devices = pytest.mark.usefixtures("device")
 # From nothing to several of the pieces that threads take, and not multiples of any vector.
 SHAPES = [(), (0,), (1,), (3, 5), (513,), (7, 1283), (131, 1009)]
 
@@ -76,6 +77,20 @@ def test_bits_of_the_sum(shape: tuple[int, ...], dtype: torch.dtype, bits: int, 
     assert_bits(drivetrain.float32_grad(model.param), awkward(shape, dtype, seed=9).float())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bits"), BITS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cuda_gives_the_cpus_bits(shape: tuple[int, ...], dtype: torch.dtype, bits: int) -> None:
+    models = [Holder(torch.ones(shape, dtype=dtype, device=device)) for device in ("cpu", "cuda")]
+    for model in models:
+        drivetrain.main_grads(model, bits)
+    for k in range(4):
+        for model in models:
+            model.send(awkward(shape, dtype, seed=k).to(model.param.device))
+        on_cpu, on_gpu = (drivetrain.float32_grad(model.param) for model in models)
+        assert_bits(on_gpu.cpu(), on_cpu)
+
+
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=40), bits=st.sampled_from([32, 24]))
 @settings(max_examples=200, deadline=None)
 def test_any_sequence_of_values(values: list[float], bits: int) -> None:
@@ -106,6 +121,7 @@ def test_error_after_64_micro_steps() -> None:
     assert errors[24] < 1e-4 < 30 * errors[24] < errors[16]
 
 
+@on_devices
 @pytest.mark.parametrize(("dtype", "bits"), BITS)
 def test_layouts(dtype: torch.dtype, bits: int) -> None:
     """Of parameters and of the gradients that autograd brings: transposed, strided, expanded."""
@@ -142,6 +158,7 @@ def test_other_parameters_stay_as_they_are() -> None:
 # ---- Other hands.
 
 
+@on_devices
 @pytest.mark.parametrize("bits", [32, 24])
 def test_hooks_see_and_change_what_they_should(bits: int) -> None:
     model = Holder(torch.ones(5, dtype=torch.bfloat16))
@@ -157,6 +174,7 @@ def test_hooks_see_and_change_what_they_should(bits: int) -> None:
     assert [grad[0].item() for grad in late] == [6.0, 14.0]
 
 
+@on_devices
 def test_who_writes_the_gradient_drops_the_residual() -> None:
     micro = torch.full((600,), 1 + 2.0**-7).bfloat16()
     small = torch.full((600,), 2.0**-9).bfloat16()
@@ -245,6 +263,7 @@ class AddsItself(torch.autograd.Function):
         return grad @ weight, torch.full_like(weight, torch.nan)
 
 
+@on_devices
 def test_layers_that_add_to_the_main_gradient() -> None:
     model = nn.Linear(6, 4, bias=False).bfloat16()
     drivetrain.main_grads(model)
@@ -294,6 +313,7 @@ def test_bad_arguments() -> None:
 # ---- Optimizers and windows.
 
 
+@on_devices
 @pytest.mark.parametrize("bits", [32, 24])
 @pytest.mark.parametrize("zero_grads_in_step", [False, True])
 def test_steps_and_windows(bits: int, zero_grads_in_step: bool) -> None:

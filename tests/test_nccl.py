@@ -27,7 +27,7 @@ from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_ne
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
 SHORT_TIMEOUT_S = 0.5
-GPU_SCRIPT_TIMEOUT_S = 180
+GPU_SCRIPT_TIMEOUT_S = 90
 LATEST = "22809"
 
 
@@ -361,7 +361,7 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain import _C, transport
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.cuda.set_device(0)
+torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group(
     "cpu:gloo,cuda:nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=15)
 )
@@ -371,12 +371,14 @@ net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(
 
 
 def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
-    """Runs the script on ranks that share the GPU; returns the exit code and output of all, or of the first so many."""
+    """Runs the script on ranks, which share a GPU if they must; returns exit code and output of all or of the first."""
     code = textwrap.dedent(GPU_PREAMBLE) + textwrap.dedent(script)
     ranks = []
     for rank in range(size):
-        # To NCCL each rank is a host of its own: otherwise it refuses two on one GPU.
-        environment = {**os.environ, "NCCL_HOSTID": f"host-{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        environment = dict(os.environ)
+        if size > torch.cuda.device_count():
+            # To NCCL each rank is a host of its own then: otherwise it refuses two on one GPU.
+            environment.update(NCCL_HOSTID=f"host-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
         command = [sys.executable, "-c", code, str(rank), str(size), str(folder / "store")]
         ranks.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -430,7 +432,8 @@ def test_one_rank_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_two_ranks_agree_with_the_process_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", sorted({2, max(2, torch.cuda.device_count())}))
+def test_ranks_agree_with_the_process_group(tmp_path: Path, ranks: int) -> None:
     script = """
     import copy
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
@@ -449,7 +452,7 @@ def test_two_ranks_agree_with_the_process_group(tmp_path: Path) -> None:
     model.backward(model(x).pow(2).sum(), weight=1 + rank)
     print("fine")
     """
-    for code, output in on_gpu(script, 2, tmp_path):
+    for code, output in on_gpu(script, ranks, tmp_path):
         assert code == 0, output
         assert "fine" in output
 

@@ -197,6 +197,34 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
     assert_same_bits(on_cpu, on_device)
 
 
+@cases
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("as_it_is", torch.float32),
+        ("as_it_is", torch.float64),
+        *((precision, torch.bfloat16) for precision in PRECISIONS),
+    ],
+)
+def test_every_rule_in_every_storage_can_be_captured(case: str, precision: str, dtype: torch.dtype) -> None:
+    """A wait for the device would end the capture with an error."""
+    ours, _, _, options = CASES[case]
+    whole = {**options, **PRECISIONS.get(precision, {}), "min_8bit_size": 0, "zero_grads_in_step": True}
+    on_cpu, on_device = pair(ours, {**whole, "max_grad_norm": 1.0}, dtype)
+    cpu_params, params = params_of(on_cpu), params_of(on_device)
+    set_grads(cpu_params, params)
+    on_cpu.step()
+    on_device.step()
+    graph = captured(on_device.step)
+    for _ in range(3):
+        for param, other in zip(cpu_params, params, strict=True):
+            other.grad.copy_(param.grad.normal_())
+        on_cpu.step()
+        graph.replay()
+        assert_same_bits(on_cpu, on_device)
+        assert not any(other.grad.any() for other in params)
+
+
 def step_both(on_cpu: Any, on_device: Any, graph: Any, overflows: bool) -> None:
     """The one warns of an overflow; the other, or the graph that it was captured into, does not wait to know."""
     with no_waiting():

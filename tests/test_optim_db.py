@@ -625,7 +625,7 @@ def test_state_dict_hooks(name: str) -> None:
 @names
 def test_the_profiler_sees_the_step(name: str) -> None:
     optimizer = classes(name)[0](make_params())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         steps(1, optimizer)
         optimizer.zero_grad()
     seen = {event.name for event in profile.events()}

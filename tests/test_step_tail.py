@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "lamb": (optim.LAMB, LAMB, {"lr": 1e-2}),
 }
 both = pytest.mark.parametrize("which", OPTIMIZERS)
+on_devices = pytest.mark.usefixtures("device")
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
@@ -89,6 +90,7 @@ def test_without_a_factor_gradients_stay_as_they_are(which: str) -> None:
     assert_same([p.grad for p in params], before, rtol=0, atol=0)
 
 
+@on_devices
 @both
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "gradient_transposed", "holes"])
 def test_any_layout(which: str, layout: str) -> None:
@@ -135,6 +137,7 @@ def test_the_norm_has_the_same_bits_on_every_machine(dtype: torch.dtype, sizes: 
     assert norms.pop() == pytest.approx(torch.cat([p.grad.double() for p in params]).norm().item(), rel=1e-12)
 
 
+@on_devices
 def test_large_and_tiny_gradients_neither_overflow_nor_vanish() -> None:
     param = torch.zeros(3, requires_grad=True)
     for value in (3e38, 1e-38):
@@ -147,6 +150,7 @@ def test_large_and_tiny_gradients_neither_overflow_nor_vanish() -> None:
 # ---- Clipping alone.
 
 
+@on_devices
 @pytest.mark.parametrize("dtype", [*TOLERANCES, torch.complex64])
 @pytest.mark.parametrize("max_norm", [0.5, 1e4])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
@@ -172,6 +176,7 @@ def test_clip_grad_norm_writes_only_what_it_clips() -> None:
     assert param.grad._version > version
 
 
+@on_devices
 def test_clip_grad_norm_of_what_is_not_finite() -> None:
     param, twin = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     for bad in (math.inf, math.nan):
@@ -227,6 +232,7 @@ def test_an_overflow_in_the_first_step_leaves_it_to_come() -> None:
     assert_same(params, torch_params, rtol=1e-5, atol=1e-6)
 
 
+@on_devices
 @both
 @pytest.mark.parametrize("found", [1.0, 2.0, 0.5])
 def test_found_inf_of_any_size(which: str, found: float) -> None:
@@ -246,10 +252,10 @@ def test_found_inf_of_any_size(which: str, found: float) -> None:
 @both
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_under_a_grad_scaler(which: str, scaler_class: type, unscale_first: bool) -> None:
+def test_under_a_grad_scaler(which: str, scaler_class: type, unscale_first: bool, device: str) -> None:
     ours, theirs, params, torch_params = pair(which)
     options: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
-    scaler, torch_scaler = scaler_class("cpu", **options), torch.amp.GradScaler("cpu", **options)
+    scaler, torch_scaler = scaler_class(device, **options), torch.amp.GradScaler(device, **options)
     for step in range(8):
         set_grads(params, torch_params)
         if step in (2, 5, 6):
@@ -272,20 +278,20 @@ def test_under_a_grad_scaler(which: str, scaler_class: type, unscale_first: bool
             assert scaler.last_step_skipped == (step in (2, 5, 6))
 
 
-def test_a_users_own_grad_scale_is_multiplied_in() -> None:
+def test_a_users_own_grad_scale_is_multiplied_in(device: str) -> None:
     param, twin = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     ours, theirs = optim.SGD([param], lr=1.0), torch.optim.SGD([twin], lr=1.0, fused=True)
     for optimizer, own in ((ours, param), (theirs, twin)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0)
         scaler.scale(own.sum()).backward()
         optimizer.grad_scale = torch.tensor(3.0)
         scaler.step(optimizer)
     assert_same([param], [twin], rtol=1e-6, atol=0)
 
 
-def test_an_error_in_a_scaled_step_leaves_nothing_behind() -> None:
+def test_an_error_in_a_scaled_step_leaves_nothing_behind(device: str) -> None:
     param = torch.ones(3, requires_grad=True)
-    optimizer, scaler = optim.SGD([param], lr=1.0), GradScaler("cpu")
+    optimizer, scaler = optim.SGD([param], lr=1.0), GradScaler(device)
     scaler.scale(param.sum()).backward()
     param.grad = torch.ones(1).expand(3)
     with pytest.raises(ValueError, match="expanded gradient"):
@@ -296,9 +302,9 @@ def test_an_error_in_a_scaled_step_leaves_nothing_behind() -> None:
     assert not optimizer.last_step_skipped
 
 
-def test_the_norm_of_an_overflow_is_there_to_be_logged() -> None:
+def test_the_norm_of_an_overflow_is_there_to_be_logged(device: str) -> None:
     param = torch.ones(3, requires_grad=True)
-    optimizer, scaler = optim.AdamW([param], max_grad_norm=1.0), torch.amp.GradScaler("cpu")
+    optimizer, scaler = optim.AdamW([param], max_grad_norm=1.0), torch.amp.GradScaler(device)
     scaler.scale(param.sum()).backward()
     param.grad[0] = math.inf
     scaler.step(optimizer)
@@ -306,9 +312,9 @@ def test_the_norm_of_an_overflow_is_there_to_be_logged() -> None:
     assert optimizer.last_step_skipped
 
 
-def test_our_scaler_searches_in_the_optimizers_own_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_scaler_searches_in_the_optimizers_own_read(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     param = torch.ones(3, requires_grad=True)
-    optimizer, scaler = optim.AdamW([param], max_grad_norm=1.0), GradScaler("cpu")
+    optimizer, scaler = optim.AdamW([param], max_grad_norm=1.0), GradScaler(device)
     scaler.scale(param.sum()).backward()
 
     def refuse(*_: object) -> None:
@@ -342,10 +348,10 @@ class MegatronScale:
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("min_scale", [0.0, 2.0])
 @pytest.mark.parametrize("saved", ["not", "state_dict", "pickle"])
-def test_the_scales_course(hysteresis: int, min_scale: float, saved: str) -> None:
+def test_the_scales_course(hysteresis: int, min_scale: float, saved: str, device: str) -> None:
     twin = MegatronScale(16.0, 2, min_scale, hysteresis)
     options: dict[str, Any] = {"growth_interval": 2, "min_scale": min_scale, "hysteresis": hysteresis}
-    scaler = GradScaler("cpu", 16.0, **options)
+    scaler = GradScaler(device, 16.0, **options)
     param = torch.ones(1, requires_grad=True)
     optimizer = optim.SGD([param], lr=0.0)
     for step in range(40):
@@ -358,7 +364,7 @@ def test_the_scales_course(hysteresis: int, min_scale: float, saved: str) -> Non
         assert scaler.get_scale() == twin.scale, step
         if saved == "state_dict":
             state = scaler.state_dict()
-            scaler = GradScaler("cpu")
+            scaler = GradScaler(device)
             scaler.load_state_dict(state)
         elif saved == "pickle":
             scaler = pickle.loads(pickle.dumps(scaler))
@@ -397,6 +403,7 @@ def test_bad_scaler_arguments(options: dict[str, Any], name: str) -> None:
         GradScaler("cpu", **options)
 
 
+@on_devices
 def test_an_expanded_gradient_is_not_written() -> None:
     good, param = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     good.grad, param.grad = torch.ones(3), torch.ones(1).expand(3)
@@ -409,6 +416,7 @@ def test_an_expanded_gradient_is_not_written() -> None:
     assert_same([param], [torch.zeros(3)], rtol=0, atol=0)
 
 
+@on_devices
 @pytest.mark.parametrize("saved", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
 def test_copies_keep_what_the_step_does(saved: Any) -> None:
     optimizer = saved(optim.AdamW([torch.ones(3, requires_grad=True)], max_grad_norm=2.0, zero_grads_in_step=True))
@@ -420,6 +428,7 @@ def test_copies_keep_what_the_step_does(saved: Any) -> None:
     assert not param.grad.any()
 
 
+@on_devices
 def test_parameters_without_a_gradient_do_not_count() -> None:
     params = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     optimizer = optim.AdamW(params, max_grad_norm=1.0)

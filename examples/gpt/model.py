@@ -14,16 +14,19 @@ VOCAB_SIZE = 256  # one token per byte: no tokenizer to train, to ship or to dis
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; `block_size` is the longest context in bytes."""
+    """The shape of a GPT; `block_size` is the longest context in bytes, tokens beyond the bytes never occur."""
 
     num_layers: int
     num_heads: int
     width: int
     block_size: int
+    vocab_size: int = VOCAB_SIZE
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} must be a multiple of num_heads, {self.num_heads}")
+        if self.vocab_size < VOCAB_SIZE:
+            raise ValueError(f"vocab_size {self.vocab_size} must be {VOCAB_SIZE} at least, a token per byte")
 
 
 PRESETS = {
@@ -82,7 +85,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCAB_SIZE, config.width)
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.apply(self._initialise)
@@ -104,7 +107,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
-        logits = F.linear(self.norm(x), self.embedding.weight)  # [batch, time, 256]
+        logits = F.linear(self.norm(x), self.embedding.weight)  # [batch, time, vocab_size]
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -116,7 +119,7 @@ class GPT(nn.Module):
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(num_bytes):
-            logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
+            logits = self(tokens[:, -self.config.block_size :])[:, -1, :VOCAB_SIZE].float()
             chances = torch.softmax(logits / temperature, dim=-1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
         return bytes(tokens[0].tolist())

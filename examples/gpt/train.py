@@ -88,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=positive(int), help="optimizer steps; given here, the preset's max_seconds is void")
     add("--batch-size", type=positive(int), help="rows per rank in one forward")
     add("--block-size", type=positive(int), help="bytes per row, the model's context")
+    add("--vocab-size", type=positive(int), help="256 at least; 50304 costs what GPT-2's does, and makes it 124 M")
     add("--lr", type=positive(float), help="peak learning rate, between a warm-up and a cosine to a tenth")
     add("--accumulate", type=positive(int), help="forwards per step; all but the last under no_sync()")
     add("--bf16", action="store_true", help="autocast forward to bfloat16; weights stay fp32")
@@ -169,7 +170,8 @@ class Trainer:
         self.corpus = load_corpus().to(device)
         torch.manual_seed(args.seed)
         config = PRESETS[args.preset]
-        self.gpt = GPT(replace(config, block_size=args.block_size or config.block_size)).to(device)
+        given = {name: getattr(args, name) for name in ("block_size", "vocab_size") if getattr(args, name)}
+        self.gpt = GPT(replace(config, **given)).to(device)
         device_ids = [device.index] if device.type == "cuda" else None
         DistributedDataParallel, AdamW = engine_classes(args.engine)
         self.model = DistributedDataParallel(self.gpt, device_ids=device_ids)
@@ -224,7 +226,9 @@ class Trainer:
             step = 0
             while step < self.num_steps:
                 if step * 4 >= len(self.held_out_losses) * self.num_steps:
+                    self.note_peak_memory()
                     self.evaluate(step, progress)
+                    reset_peak_memory(self.device)
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, self.num_steps, self.args.lr)
                 batches = self.batches(step)
@@ -236,11 +240,15 @@ class Trainer:
                 if step % show_every == 0:
                     progress.update(step, self.num_steps, self.losses[step - 1].item())
             self.rest_memory = memory_at_rest_bytes(self.device)
-            self.peak_memory = peak_memory_bytes(self.device)
+            self.note_peak_memory()
             self.evaluate(step, progress)
         self.losses = self.losses[:step]
         dist.all_reduce(self.losses)
         self.losses /= self.world_size
+
+    def note_peak_memory(self) -> None:
+        """Keep the most that steps have taken; held-out losses, of larger batches, are not what training needs."""
+        self.peak_memory = max(self.peak_memory, peak_memory_bytes(self.device))
 
     def fit_into_time(self, step: int, elapsed: float) -> None:
         """Plan as many steps as fit into `max_seconds`, so that the learning rate still comes down."""

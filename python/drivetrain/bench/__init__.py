@@ -19,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "topic",
         choices=["optim", "accumulate", "ddp", "comm", "gpu", "all"],
-        help="what to measure (gpu: where there is one)",
+        help="what to measure (all: everything on the CPU)",
+    )
+    parser.add_argument("--only", metavar="NAME", help="of topic gpu: this measurement alone")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="of topic gpu: on the CPU, tiny; shows that it runs and measures nothing"
     )
     parser.add_argument("--threads", type=int, default=2, help="threads of one process's CPU work (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
@@ -31,16 +35,15 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import accumulate, comm, ddp, optim
+    from . import accumulate, comm, ddp, gpu, optim
     from .measure import Row, print_table
 
-    has_gpu = torch.cuda.is_available()
-    if args.topic == "gpu" and not has_gpu:
-        print("bench gpu: torch sees no NVIDIA GPU here", file=sys.stderr)
+    if args.topic == "gpu":
+        return gpu.run(only=args.only, is_dry=args.dry_run, rounds=args.rounds, json_file=args.json)
+    if args.only or args.dry_run:
+        print(f"bench {args.topic}: --only and --dry-run are options of topic gpu", file=sys.stderr)
         return 2
-    topics = (
-        ["optim", "accumulate", "ddp", "comm", *(["gpu"] if has_gpu else [])] if args.topic == "all" else [args.topic]
-    )
+    topics = ["optim", "accumulate", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:
         if topic == "optim":
@@ -53,9 +56,6 @@ def run(args: argparse.Namespace) -> int:
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])
-        elif topic == "gpu":
-            results[topic] = ddp.run_gpu(rounds=args.rounds)
-            print_table(f"DistributedDataParallel, one rank on one {torch.cuda.get_device_name()}", results[topic])
         else:
             results[topic] = comm.run(rounds=args.rounds)
             print_table("All-reduce between 2 CPU ranks of a host: gloo, and shared memory", results[topic])

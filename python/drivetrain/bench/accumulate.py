@@ -5,7 +5,7 @@ import ctypes
 import functools
 import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -52,6 +52,12 @@ def run(threads: int, rounds: int) -> list[Row]:
         return rows + _measure_error()
     finally:
         torch.set_num_threads(before)
+
+
+def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
+    """The rows of time, on a GPU, with as many tokens as fill it."""
+    size = {"num_layers": 1} if is_dry else {"tokens": 4096}
+    yield from _measure_time(MICRO_STEPS * max(rounds // 4, 1), device, **size)
 
 
 # ---- Who accumulates; each takes a model in bfloat16 and returns what makes a micro-step of a loss.
@@ -121,11 +127,13 @@ _FUSED_24_BITS = functools.partial(_fused, bits=24)
 # ---- Time.
 
 
-def _measure_time(rounds: int) -> list[Row]:
+def _measure_time(
+    rounds: int, device: torch.device | None = None, num_layers: int = 12, tokens: int = TOKENS
+) -> list[Row]:
     """A micro-step's backward, whole and beyond one that accumulates nothing. Plain backward holds all its gradients at
     a time, in fresh memory; one that frees each as it comes is the least that a backward can take."""
     torch.manual_seed(0)
-    base, x = Stack().bfloat16(), torch.randn(TOKENS, 768).bfloat16()
+    base, x = Stack(num_layers).bfloat16().to(device), torch.randn(tokens, 768).bfloat16().to(device)
     ours = {
         "float32": _IN_32_BITS,
         "bfloat16 and a byte": _IN_24_BITS,
@@ -136,6 +144,7 @@ def _measure_time(rounds: int) -> list[Row]:
     models = [copy.deepcopy(base) for _ in accumulators]
     steps = [make(model) for make, model in zip(accumulators, models, strict=True)]
     losses = [torch.zeros(()) for _ in models]
+    numel = sum(param.numel() for param in base.parameters())
     done = [0 for _ in models]
 
     def prepare(which: int) -> None:
@@ -145,13 +154,14 @@ def _measure_time(rounds: int) -> list[Row]:
         losses[which] = models[which](x)
 
     calls = [functools.partial(lambda which: steps[which](losses[which]), which) for which in range(len(models))]
-    plain, dropped, *others = interleaved(calls, rounds, prepare=prepare)
+    plain, dropped, *others = interleaved(calls, rounds, prepare=prepare, device=device)
     theirs = min(others[:2], key=statistics.median)
     rows = []
     for what, times in zip(ours, others[2:], strict=True):
         ratio, low, high = median_interval([b / a for a, b in zip(theirs, times, strict=True)])
         whole = statistics.median(theirs) * 1e3, statistics.median(times) * 1e3
-        rows.append(Row(f"backward of 85 M bf16 into {what} (torch: float32)", "ms", *whole, ratio, low, high))
+        name = f"backward of {numel / 1e6:.0f} M bf16 into {what} (torch: float32)"
+        rows.append(Row(name, "ms", *whole, ratio, low, high))
         rows.append(Row("  beyond plain backward", "ms", _beyond(theirs, plain), _beyond(times, plain)))
         beyond = [[a - b for a, b in zip(each, dropped, strict=True)] for each in (theirs, times)]
         ratio, low, high = ratio_of_medians(beyond[0], beyond[1])

@@ -1,9 +1,10 @@
-"""All-reduce between the CPU ranks of one host: shared memory, and bfloat16 on the wire, against gloo."""
+"""All-reduce between ranks of one host: shared memory and bfloat16 on the wire against gloo; on GPUs our NCCL against
+the process group's."""
 
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from rich.progress import track
 
 from .. import _C, transport
-from .measure import Row, median_interval
-from .ranks import RANKS, meet, on_ranks
+from .measure import Row, Timer, median_interval
+from .ranks import BACKENDS, RANKS, meet, on_ranks
 
 # what, elements of fp32, how many times as fast it should be
 CASES = (
@@ -22,6 +23,7 @@ CASES = (
     ("25 MiB", 25 << 18, 5.0),
 )
 WIRE_NUMEL = 25 << 18
+GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
 
 
 _Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]  # values fp32 [n], what reduces them, what must come out
@@ -118,11 +120,58 @@ def _wire_rows(times: list[list[float]]) -> list[Row]:
     ]
 
 
-def _rows(what: str, numel: int, target: float | None, times: list[list[float]]) -> list[Row]:
+def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
+    """Rows per size, of one rank per GPU; of two ranks that share one where there is no other, if NCCL lets them: they
+    talk through sockets then, which says what a call costs and nothing of a bandwidth."""
+    num_gpus = torch.cuda.device_count()
+    ranks = max(num_gpus, 2)
+    where = f"between {ranks} GPUs" if num_gpus > 1 else "between 2 ranks of one GPU, through sockets"
+    for what, numel in GPU_CASES[:1] if is_dry else GPU_CASES:
+        measure = functools.partial(_measure_gpu, device.type, numel, rounds)
+        times = on_ranks(measure, count=ranks, backend=BACKENDS[device.type])
+        yield from _rows(f"{what} {where},", numel, None, times, ranks)
+
+
+def _measure_gpu(device_type: str, numel: int, rounds: int) -> list[list[float]]:
+    """Seconds of the process group's all-reduce and of our transport's, per round, of the rank that takes longer."""
+    is_cuda = device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    assert dist.group.WORLD is not None
+    comm = transport.make_comm("nccl" if is_cuda else "torch", dist.group.WORLD, device, None)
+    ranks = range(1, dist.get_world_size() + 1)
+    values = torch.arange(numel, device=device).remainder_(1000).float() * (dist.get_rank() + 1)
+    expected = torch.arange(numel, device=device).remainder_(1000).float() * sum(ranks)  # exact in any order
+    theirs, ours = torch.empty_like(values), comm.allocate(4 * numel, str(device)).view(torch.float32)
+    sides: tuple[tuple[torch.Tensor, Callable[[], Any]], ...] = (
+        (theirs, lambda: dist.all_reduce(theirs)),
+        (ours, lambda: comm.all_reduce(ours, mean=False)),
+    )
+    times: list[list[float]] = [[] for _ in sides]
+    for i in range(rounds + 5):
+        for which in (0, 1) if i % 2 else (1, 0):
+            tensor, call = sides[which]
+            tensor.copy_(values)
+            timer = Timer(device)
+            if is_cuda:
+                torch.cuda.synchronize()
+            meet()
+            with timer:
+                call()
+            slowest = torch.tensor(timer.seconds(), dtype=torch.float64)
+            if not torch.equal(tensor, expected):
+                raise RuntimeError(
+                    f"round {i}: the sum of {numel} elements by {('torch', 'drivetrain')[which]} is wrong"
+                )
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times[which].append(slowest.item())
+    return [seconds[5:] for seconds in times]
+
+
+def _rows(what: str, numel: int, target: float | None, times: list[list[float]], num_ranks: int = RANKS) -> list[Row]:
     torch_s, ours_s = (statistics.median(values) for values in times)
     ratio, low, high = median_interval([b / a for a, b in zip(*times, strict=True)])
     algbw = 4 * numel / torch_s / 1e9, 4 * numel / ours_s / 1e9
-    on_bus = 2 * (RANKS - 1) / RANKS  # what every link carries, per byte reduced
+    on_bus = 2 * (num_ranks - 1) / num_ranks  # what every link carries, per byte reduced
     return [
         Row(
             f"all-reduce of {what} fp32, result checked",

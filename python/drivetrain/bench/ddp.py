@@ -1,5 +1,6 @@
 """DistributedDataParallel against torch's: memory at rest and in a step, and what it adds to a backward."""
 
+import copy
 import ctypes
 import functools
 import gc
@@ -7,7 +8,7 @@ import importlib
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from ..ddp import DistributedDataParallel
 from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
-from .ranks import meet, on_ranks
+from .ranks import BACKENDS, meet, on_ranks
 from .shapes import gpt2_124m
 
 MIB = 2**20
@@ -35,10 +36,15 @@ def run(rounds: int) -> list[Row]:
     return [*_memory_rows(memory), *_small_rows(small), _exposed_row(exposed)]
 
 
-def run_gpu(rounds: int) -> list[Row]:
-    """The row for a GPU on its own: what the wrappers cost beside its work, with nobody to talk to."""
-    times = on_ranks(functools.partial(_gpu_steps, rounds), count=1, backend="nccl")
-    return [ratio_row("forward and backward, GPT of 85 M, one GPU", times[0], times[1], 1.0, strict_end=False)]
+def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
+    """Rows for GPUs, one rank each; on one alone, what the wrappers cost beside its work with nobody to talk to."""
+    ranks = max(torch.cuda.device_count(), 1)
+    where = "one GPU" if ranks == 1 else f"{ranks} GPUs"
+    measure = functools.partial(_gpu_times, device.type, rounds, is_dry)
+    for what, (plain, theirs, ours) in on_ranks(measure, count=ranks, backend=BACKENDS[device.type]).items():
+        yield ratio_row(f"{what}, {where}", theirs, ours)
+        added = [[b - a for a, b in zip(plain, wrapped, strict=True)] for wrapped in (theirs, ours)]
+        yield Row("  beyond no DDP", "ms", *(1e3 * statistics.median(seconds) for seconds in added))
 
 
 class _Products(nn.Module):
@@ -180,19 +186,31 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
     ]
 
 
-def _gpu_steps(rounds: int) -> list[list[float]]:
-    """Seconds of a step with torch's class and with ours over transport "nccl", each until the GPU has done it."""
-    module = functools.partial(_GPT, width=768, layers=12, time_steps=512)
-    torch_model = nn.parallel.DistributedDataParallel(module().cuda())
-    our_model = DistributedDataParallel(module().cuda(), transport="nccl")
-    tokens = torch.randint(0, 256, (8, 513), device="cuda")
+def _gpu_times(device_type: str, rounds: int, is_dry: bool) -> dict[str, list[list[float]]]:
+    """By case: seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    width, layers, time_steps = (48, 1, 16) if is_dry else (768, 12, 512)
+    tokens = torch.randint(0, 256, (8, time_steps + 1), device=device)
+    small = _Products([(64,)] * (10 if is_dry else 1000))
+    cases: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "forward and backward, GPT of 85 M in fp32": (_GPT(width, layers, time_steps), tokens),
+        "forward and backward, 1,000 parameters of 64": (small, torch.randn(64, device=device)),
+    }
+    return {what: _steps_of(module.to(device), x, device, rounds) for what, (module, x) in cases.items()}
+
+
+def _steps_of(plain: nn.Module, x: torch.Tensor, device: torch.device, rounds: int) -> list[list[float]]:
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    ours = DistributedDataParallel(copy.deepcopy(plain), transport="nccl" if device.type == "cuda" else "auto")
 
     def step(model: nn.Module) -> None:
         model.zero_grad()
-        model(tokens).backward()
-        torch.cuda.synchronize()
+        model(x).backward()
 
-    return interleaved([functools.partial(step, torch_model), functools.partial(step, our_model)], rounds)
+    times = interleaved([functools.partial(step, model) for model in (plain, theirs, ours)], rounds, device=device)
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    return times
 
 
 class _GPT(nn.Module):

@@ -23,6 +23,8 @@ class ForeachLamb:
         self.params, self.count = params, 0
         self.mean = [torch.zeros_like(p) for p in params]
         self.mean_sq = [torch.zeros_like(p) for p in params]
+        states = zip(params, self.mean, self.mean_sq, strict=True)
+        self.state = {p: {"exp_avg": mean, "exp_avg_sq": mean_sq} for p, mean, mean_sq in states}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -70,5 +72,5 @@ def run(rounds: int) -> list[Row]:
         for before, a, b in zip(start, *models, strict=True):
             if not (a - b).norm() <= share * (a - before).norm():
                 raise AssertionError(f"{what}: a parameter of shape {tuple(a.shape)} differs by more than {share:g}")
-        rows.append(ratio_row(what, torch_s, ours_s, target, strict_end=False))
+        rows.append(ratio_row(what, torch_s, ours_s, target))
     return rows

@@ -1,11 +1,13 @@
 """Paired timing and the table that shows it."""
 
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +19,7 @@ class Row:
     what: str
     unit: str
     torch: float
-    ours: float
+    ours: float | None = None  # None: there is nothing of ours, as of a copy
     ratio: float | None = None  # median of the paired ratios ours / torch
     low: float | None = None  # its 95 % interval
     high: float | None = None
@@ -34,24 +36,53 @@ def interleaved(
     rounds: int,
     warm_up: int = 5,
     prepare: Callable[[int], object] = lambda which: None,
+    device: torch.device | None = None,
 ) -> list[list[float]]:
     """Seconds of each call in each round, one list per call; who goes first alternates.
 
     prepare: called with a call's index before the call, not timed.
+    device: whose time; on a CUDA device that of its current stream, which no call has to wait for.
     """
     for _ in range(warm_up):
         for which, call in enumerate(calls):
             prepare(which)
             call()
-    times: list[list[float]] = [[] for _ in calls]
+    timers = [Timer(device) for _ in calls]
     for i in range(rounds):
         order = range(len(calls)) if i % 2 else reversed(range(len(calls)))
         for which in order:
             prepare(which)
-            begin = time.perf_counter()
-            calls[which]()
-            times[which].append(time.perf_counter() - begin)
-    return times
+            with timers[which]:
+                calls[which]()
+    return [timer.seconds() for timer in timers]
+
+
+class Timer:
+    """Times the body of each `with`: by the host's clock, or by events in the device's current stream."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._is_cuda = device is not None and device.type == "cuda"
+        self._seconds: list[float] = []
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+
+    def __enter__(self) -> None:
+        if self._is_cuda:
+            self._events.append((torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)))
+            self._events[-1][0].record()
+        else:
+            self._seconds.append(-time.perf_counter())
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds[-1] += time.perf_counter()
+
+    def seconds(self) -> list[float]:
+        """Of each body, in order; waits for the device once."""
+        if self._events:
+            torch.cuda.synchronize()
+        return self._seconds + [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
 
 
 def median_interval(values: Sequence[float], resamples: int = 2000) -> tuple[float, float, float]:
@@ -70,26 +101,32 @@ def ratio_of_medians(
     ratios = []
     for _ in range(resamples):
         chosen = rng.choices(indices, k=len(below))
-        ratios.append(statistics.median(above[i] for i in chosen) / statistics.median(below[i] for i in chosen))
+        ratios.append(_ratio(statistics.median(above[i] for i in chosen), statistics.median(below[i] for i in chosen)))
     ratios.sort()
-    ratio = statistics.median(above) / statistics.median(below)
+    ratio = _ratio(statistics.median(above), statistics.median(below))
     return ratio, ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
 
 
-def ratio_row(what: str, torch_s: Sequence[float], ours_s: Sequence[float], target: float, *, strict_end: bool) -> Row:
+def _ratio(above: float, below: float) -> float:
+    """Infinite where `below` is 0, as a difference of a GPU's times, which come in steps, may be."""
+    return above / below if below else math.inf
+
+
+def ratio_row(
+    what: str,
+    torch_s: Sequence[float],
+    ours_s: Sequence[float],
+    target: float | None = None,
+    *,
+    strict_end: bool = False,
+) -> Row:
     """A row of times in ms. strict_end: the interval's upper end must reach the target, not only the median."""
     ratio, low, high = median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)])
-    return Row(
-        what,
-        "ms",
-        statistics.median(torch_s) * 1e3,
-        statistics.median(ours_s) * 1e3,
-        ratio,
-        low,
-        high,
-        f"{'upper end ' if strict_end else ''}<= {target:g}",
-        (high if strict_end else ratio) <= target,
-    )
+    row = Row(what, "ms", statistics.median(torch_s) * 1e3, statistics.median(ours_s) * 1e3, ratio, low, high)
+    if target is not None:
+        row.target = f"{'upper end ' if strict_end else ''}<= {target:g}"
+        row.met = (high if strict_end else ratio) <= target
+    return row
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
@@ -100,5 +137,6 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
         verdict = {True: "[green]met", False: "[red]missed", None: ""}[row.met]
-        table.add_row(row.what, f"{row.torch:.2f} {row.unit}", f"{row.ours:.2f} {row.unit}", ratio, row.target, verdict)
+        ours = "" if row.ours is None else f"{row.ours:.2f} {row.unit}"
+        table.add_row(row.what, f"{row.torch:.2f} {row.unit}", ours, ratio, row.target, verdict)
     Console(width=None if Console().is_terminal else 140).print(table)

@@ -1,6 +1,5 @@
 """The AdamW step, the whole tail of a training step, and both with fewer bits, against torch's fused ones."""
 
-import dataclasses
 import functools
 import importlib
 import statistics
@@ -53,25 +52,25 @@ def run(threads: int, rounds: int) -> list[Row]:
 
 
 def _measure(what: str, shapes: list[Shape], target: float, strict_end: bool, rounds: int) -> Row:
-    theirs, ours = _models(shapes)
+    theirs, ours = models(shapes)
     steps = torch.optim.AdamW(theirs, fused=True).step, optim.AdamW(ours).step
     torch_s, ours_s = interleaved(steps, rounds)
-    _check(theirs, ours)
+    check_same(theirs, ours)
     return ratio_row(what, torch_s, ours_s, target, strict_end=strict_end)
 
 
 def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) -> Row:
-    theirs, ours = _models(shapes)
-    scaled = [_grad(p) * SCALE for p in theirs]
+    theirs, ours = models(shapes)
+    scaled = [grad_of(p) * SCALE for p in theirs]
     optimizer = optim.AdamW(ours, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
-    tails = _torch_tail(theirs), _our_tail(optimizer)
+    tails = torch_tail(theirs), our_tail(optimizer)
 
     def fill(which: int) -> None:
-        torch._foreach_copy_([_grad(p) for p in (theirs, ours)[which]], scaled)
+        torch._foreach_copy_([grad_of(p) for p in (theirs, ours)[which]], scaled)
 
     torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
-    _check(theirs, ours)
-    return ratio_row(what, torch_s, ours_s, target, strict_end=False)
+    check_same(theirs, ours)
+    return ratio_row(what, torch_s, ours_s, target)
 
 
 # ---- Bandwidth, host time, and fewer bits; all on the shapes of GPT-2 124M.
@@ -79,7 +78,7 @@ def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) ->
 
 def _measure_bandwidth(rounds: int) -> list[Row]:
     """Bytes per second of the fp32 step, 28 per parameter, against those of an in-place triad, 12 per element."""
-    _, ours = _models(gpt2_124m())
+    _, ours = models(gpt2_124m())
     numel = sum(p.numel() for p in ours)
     a, b = torch.randn(numel), torch.randn(numel)
     triad_s, ours_s = interleaved((lambda: a.add_(b, alpha=1e-9), optim.AdamW(ours).step), rounds)
@@ -96,9 +95,9 @@ def _measure_host_time(rounds: int) -> list[Row]:
     count, numel = 300, 4096
     beyond = []
     for make in (functools.partial(torch.optim.AdamW, fused=True), optim.AdamW):
-        whole, (cut,) = _models([(count * numel,)])
+        whole, (cut,) = models([(count * numel,)])
         pieces = [piece.requires_grad_() for piece in cut.detach().chunk(count)]
-        for piece, grad in zip(pieces, _grad(cut).chunk(count), strict=True):
+        for piece, grad in zip(pieces, grad_of(cut).chunk(count), strict=True):
             piece.grad = grad
         one, many = make(whole), make(pieces)
         many.step()
@@ -114,14 +113,14 @@ def _measure_host_time(rounds: int) -> list[Row]:
 
 def _measure_compressed_tail(rounds: int) -> list[Row]:
     """torch's fp32 tail against ours with bfloat16 parameters, 16-bit remainders and 8-bit states."""
-    theirs, ours = _models(gpt2_124m(), torch.bfloat16)
+    theirs, ours = models(gpt2_124m(), torch.bfloat16)
     start = [p.detach().clone() for p in theirs]
-    scaled = [_grad(p) * SCALE for p in theirs], [_grad(p) * SCALE for p in ours]
+    scaled = [grad_of(p) * SCALE for p in theirs], [grad_of(p) * SCALE for p in ours]
     optimizer = optim.AdamW(ours, **COMPRESSED, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
-    tails = _torch_tail(theirs), _our_tail(optimizer)
+    tails = torch_tail(theirs), our_tail(optimizer)
 
     def fill(which: int) -> None:
-        torch._foreach_copy_([_grad(p) for p in (theirs, ours)[which]], scaled[which])
+        torch._foreach_copy_([grad_of(p) for p in (theirs, ours)[which]], scaled[which])
 
     torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
     for before, a, b in zip(start, theirs, ours, strict=True):
@@ -129,14 +128,14 @@ def _measure_compressed_tail(rounds: int) -> list[Row]:
         if apart.norm() > 0.1 * moved.norm():  # codes differ from values by some per cent
             raise AssertionError(f"8-bit states led {apart.norm() / moved.norm():.1%} of the way elsewhere")
     what = "the tail with bf16, 16-bit remainder, 8-bit states"
-    return [ratio_row(what, torch_s, ours_s, 0.5, strict_end=False)]
+    return [ratio_row(what, torch_s, ours_s, 0.5)]
 
 
 def _measure_bf16(rounds: int) -> list[Row]:
     """Parameters, gradients and states in bfloat16 on both sides."""
-    theirs, ours = (_models(gpt2_124m(), torch.bfloat16)[1] for _ in range(2))
+    theirs, ours = (models(gpt2_124m(), torch.bfloat16)[1] for _ in range(2))
     torch_s, ours_s = interleaved((torch.optim.AdamW(theirs, fused=True).step, optim.AdamW(ours).step), rounds)
-    return [ratio_row("AdamW pure bf16", torch_s, ours_s, 0.5, strict_end=False)]
+    return [ratio_row("AdamW pure bf16", torch_s, ours_s, 0.5)]
 
 
 def _measure_others_8_bit(rounds: int) -> list[Row]:
@@ -151,10 +150,10 @@ def _measure_others_8_bit(rounds: int) -> list[Row]:
         except ImportError:
             print(f"bench optim: no {package} here, its row is left out (pip install {package})", file=sys.stderr)
             continue
-        theirs, ours = _models(gpt2_124m())
+        theirs, ours = models(gpt2_124m())
         steps = other_class(theirs, lr=1e-3).step, optim.AdamW(ours, state_bits=8).step
         theirs_s, ours_s = interleaved(steps, min(rounds, 5), warm_up=1)
-        rows.append(ratio_row(f"AdamW 8-bit, against {package} on the CPU", theirs_s, ours_s, 0.05, strict_end=False))
+        rows.append(ratio_row(f"AdamW 8-bit, against {package} on the CPU", theirs_s, ours_s, 0.05))
     return rows
 
 
@@ -168,7 +167,7 @@ def _measure_instruction_sets(rounds: int) -> list[Row]:
         ("AdamW fp32: AVX2 against AVX-512", torch.float32, {}, 1 / 0.9),
         ("AdamW bf16, 16-bit remainder, 8 bits: AVX2 against AVX-512", torch.bfloat16, COMPRESSED, None),
     ):
-        optimizers = [optim.AdamW(_models(gpt2_124m(), dtype)[1], **options) for _ in range(2)]
+        optimizers = [optim.AdamW(models(gpt2_124m(), dtype)[1], **options) for _ in range(2)]
 
         def step(which: int, optimizers: list[optim.AdamW] = optimizers) -> None:
             _C.force_isa(("avx512", "avx2")[which])
@@ -178,20 +177,19 @@ def _measure_instruction_sets(rounds: int) -> list[Row]:
                 _C.force_isa("")
 
         wide_s, narrow_s = interleaved((functools.partial(step, 0), functools.partial(step, 1)), rounds)
-        row = ratio_row(what, wide_s, narrow_s, target or 1.0, strict_end=False)
-        rows.append(row if target else dataclasses.replace(row, target="", met=None))
+        rows.append(ratio_row(what, wide_s, narrow_s, target))
     return rows
 
 
 def _measure_bytes(rounds: int) -> list[Row]:
     """Bytes of parameters, gradients and states, per parameter."""
     rows = []
-    theirs = _models(gpt2_124m())[0]
+    theirs = models(gpt2_124m())[0]
     reference = torch.optim.AdamW(theirs, fused=True)
     reference.step()
     torch_bytes = _bytes_per_parameter(reference, theirs)
     for master_bits, target in ((32, 8.2), (24, 7.2)):
-        params = _models(gpt2_124m(), torch.bfloat16)[1]
+        params = models(gpt2_124m(), torch.bfloat16)[1]
         optimizer = optim.AdamW(params, **COMPRESSED | {"master_bits": master_bits})
         optimizer.step()
         compressed = [p for p in params if "exp_avg_codes" in optimizer.state[p]]
@@ -203,7 +201,7 @@ def _measure_bytes(rounds: int) -> list[Row]:
 
 
 def _bytes_per_parameter(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> float:
-    tensors = [t for p in params for t in (p, _grad(p), *optimizer.state[p].values())]
+    tensors = [t for p in params for t in (p, grad_of(p), *optimizer.state[p].values())]
     num_bytes: int = sum(t.untyped_storage().nbytes() for t in tensors)
     return num_bytes / sum(p.numel() for p in params)
 
@@ -223,8 +221,10 @@ PRECISION_ROWS = (
 # ---- What the rows share.
 
 
-def _torch_tail(params: list[Tensor]) -> Callable[[], None]:
-    optimizer, scaler = torch.optim.AdamW(params, fused=True), _ready(torch.amp.GradScaler("cpu", SCALE))
+def torch_tail(params: list[Tensor]) -> Callable[[], None]:
+    """torch's unscaling, clipping, AdamW and zeroing of these parameters."""
+    optimizer = torch.optim.AdamW(params, fused=True)
+    scaler = _ready(torch.amp.GradScaler(params[0].device.type, SCALE), params)
 
     def tail() -> None:
         scaler.unscale_(optimizer)
@@ -236,8 +236,10 @@ def _torch_tail(params: list[Tensor]) -> Callable[[], None]:
     return tail
 
 
-def _our_tail(optimizer: optim.AdamW) -> Callable[[], None]:
-    scaler = _ready(GradScaler("cpu", SCALE))
+def our_tail(optimizer: optim.AdamW) -> Callable[[], None]:
+    """The same of ours, which does the rest in its step."""
+    params = optimizer.param_groups[0]["params"]
+    scaler = _ready(GradScaler(params[0].device.type, SCALE), params)
 
     def tail() -> None:
         scaler.step(optimizer)
@@ -246,20 +248,23 @@ def _our_tail(optimizer: optim.AdamW) -> Callable[[], None]:
     return tail
 
 
-def _ready(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    scaler.scale(torch.zeros(()))  # makes its tensors
+def _ready(scaler: torch.amp.GradScaler, params: list[Tensor]) -> torch.amp.GradScaler:
+    scaler.scale(params[0].new_zeros(()))  # makes its tensors
     return scaler
 
 
-def _grad(param: Tensor) -> Tensor:
+def grad_of(param: Tensor) -> Tensor:
+    """Its gradient, which is there."""
     assert param.grad is not None
     return param.grad
 
 
-def _models(shapes: list[Shape], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+def models(
+    shapes: list[Shape], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[list[Tensor], list[Tensor]]:
     """The same parameters and gradients twice, the second time in `dtype`, which holds them exactly."""
     torch.manual_seed(0)
-    ours = [torch.randn(shape).mul_(0.02).to(dtype).requires_grad_() for shape in shapes]
+    ours = [torch.randn(shape, device=device).mul_(0.02).to(dtype).requires_grad_() for shape in shapes]
     theirs = [p.detach().float().clone().requires_grad_() for p in ours]
     for a, b in zip(theirs, ours, strict=True):
         b.grad = torch.randn_like(b)
@@ -267,6 +272,7 @@ def _models(shapes: list[Shape], dtype: torch.dtype = torch.float32) -> tuple[li
     return theirs, ours
 
 
-def _check(theirs: list[Tensor], ours: list[Tensor]) -> None:
+def check_same(theirs: list[Tensor], ours: list[Tensor]) -> None:
+    """Raises AssertionError unless parameters agree but for rounding."""
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,6 @@
 """Fresh ranks, with one thread each, for a benchmark that needs a process group."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,10 +13,14 @@ import torch.multiprocessing as mp
 
 RANKS = 2
 JOIN_TIMEOUT_S = 600
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device's type
 
 
 def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "gloo") -> Any:
-    """Runs `measure` on so many fresh ranks over that backend and returns rank 0's result."""
+    """Runs `measure` on so many fresh ranks over that backend and returns rank 0's result.
+
+    Over NCCL ranks take GPUs in turn; where there are fewer, several share one, if NCCL lets them.
+    """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
@@ -35,6 +40,11 @@ def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "glo
 def _rank(rank: int, count: int, backend: str, folder: str, measure: Callable[[], Any], queue: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if "nccl" in backend:
+        num_gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % num_gpus)
+        if count > num_gpus:  # each is then a host of its own to NCCL: otherwise it refuses two on one GPU
+            os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
     store = dist.FileStore(str(Path(folder) / "store"), count)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     result = measure()

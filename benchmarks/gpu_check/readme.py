@@ -1,0 +1,75 @@
+"""Writes the README's table of GPU figures from the newest result; without any, says that nothing is measured."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from . import parts, report
+
+REPOSITORY = Path(__file__).parents[2]
+BEGIN = "<!-- GPU figures: written by `make gpu-table` -->"
+END = "<!-- end of GPU figures -->"
+
+
+def newest(results: Path) -> report.Report | None:
+    """The last one begun, dry runs apart."""
+    found: list[report.Report] = [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]
+    return max((each for each in found if not each["dry_run"]), key=lambda each: each["begun"], default=None)
+
+
+def section(found: report.Report | None) -> str:
+    """What stands between the marks."""
+    if found is None:
+        measured = [*(what for what, _ in parts.MEASUREMENTS.values()), parts.GPT_WHAT]
+        lines = [
+            "**Nothing is measured on a GPU yet, no test has run on one, and no figure for one is claimed.**"
+            " `make gpu-check` will measure:",
+            "",
+            *(f"* {what}" for what in measured),
+        ]
+        return "\n".join(lines)
+    machine, jobs = found["machine"], found["jobs"]
+    commit = str(machine.get("commit", "unknown"))[:10] + (" with changes" if machine.get("dirty") else "")
+    lines = [
+        f"Measured on {machine['gpu']} with torch {machine['torch']} at commit {commit} on {found['begun'][:10]} by"
+        f" `make gpu-check`; all of it is in `benchmarks/results/{report.file_stem(found)}.md`.",
+        "",
+        *(f"* {job['part']}, {job['name']}: {job['status']}. {job.get('note', '')}".rstrip() for job in jobs),
+        "",
+        *report.table([row for job in jobs for rows in job.get("tables", {}).values() for row in rows if _stands(row)]),
+    ]
+    return "\n".join(lines)
+
+
+def _stands(row: report.Report) -> bool:
+    """Whether it is for the README: what is indented explains the row above, shares and memory apart."""
+    return not row["what"].startswith(" ") or row["unit"] in ("%", "MiB")
+
+
+def rewritten(readme: str, found: report.Report | None) -> str:
+    """The README with that section in place of what is there."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md needs the lines {BEGIN!r} and {END!r}, in this order")
+    return f"{before}{BEGIN}\n{section(found)}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make gpu-table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the README is not in step")
+    args = parser.parse_args()
+    path = REPOSITORY / "README.md"
+    text = path.read_text()
+    new = rewritten(text, newest(REPOSITORY / "benchmarks" / "results"))
+    if args.check and new != text:
+        print("README.md is not in step with benchmarks/results: run `make gpu-table`", file=sys.stderr)
+        return 1
+    if not args.check:
+        path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

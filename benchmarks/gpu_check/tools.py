@@ -1,0 +1,117 @@
+"""What the check needs on a machine without a network: says what is missing, and installs the rest from wheels.
+
+`make gpu-wheels` downloads them where there is a network; the folder travels with the checkout.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+# torch and its NCCL are the machine's own.
+TOOLS = (
+    *("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja>=1.10", "rich>=13", "numpy>=1.26"),
+    *("pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6", "expecttest>=0.2"),
+)
+PYTHON = "3.12"  # for which wheels are downloaded
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+MOST_BYTES = 64 << 20
+
+
+def missing_tools() -> list[str]:
+    """The requirements that this Python does not meet."""
+    return [tool for tool in TOOLS if not _is_met(tool)]
+
+
+def _is_met(requirement: str) -> bool:
+    name, least = requirement.split(">=")
+    return _numbers(_version(name)) >= _numbers(least)
+
+
+def _version(package: str) -> str:
+    """Nothing if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def missing_machinery() -> dict[str, str]:
+    """What a build for a GPU needs besides Python packages and is not here, each with its cure."""
+    missing = {}
+    if importlib.util.find_spec("torch") is None:
+        missing["torch"] = "GPU_PYTHON=... chooses a Python that has it; it must be 2.11 to 2.14, built for CUDA"
+    if not shutil.which("nvcc"):
+        missing["nvcc"] = "install CUDA's compiler, 12.8 or newer, or put it on PATH"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))):
+        missing["a C++20 compiler"] = "install g++ 11 or newer, or point CXX at yours"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists() and "Python_INCLUDE_DIR" not in os.environ.get("CMAKE_ARGS", ""):
+        cure = (
+            "install Python's headers (Debian: python3-dev), or CMAKE_ARGS=-DPython_INCLUDE_DIR=... where you have them"
+        )
+        missing[str(header)] = cure
+    return missing
+
+
+def install(wheels: Path, site: Path) -> None:
+    """Installs what is missing into `site`: from the wheels where there are any, else from pip's own sources."""
+    missing = missing_tools()
+    if not missing:
+        return
+    print(f"missing here: {', '.join(missing)}", flush=True)
+    has_wheels = any(wheels.glob("*.whl"))
+    source = ["--no-index", "--find-links", str(wheels)] if has_wheels else []
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), *source, *missing]
+    if subprocess.run(command, check=False).returncode:
+        where = f"from {wheels}" if has_wheels else "without a network"
+        sys.exit(
+            f"they cannot be installed {where}: run `make gpu-wheels` where there is one, and bring {wheels} along"
+        )
+
+
+def download(wheels: Path) -> None:
+    """Fetches all tools and what they need, for Python 3.12 on Linux, into `wheels`."""
+    wheels.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheels)]
+    command += ["--implementation", "cp", "--python-version", PYTHON]
+    command += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    subprocess.run([*command, *TOOLS], check=True)
+    size = sum(file.stat().st_size for file in wheels.glob("*.whl"))
+    print(f"{len(list(wheels.glob('*.whl')))} wheels for Python {PYTHON} in {wheels}, {size / 2**20:.0f} MiB")
+    if size > MOST_BYTES:
+        sys.exit(f"they are to travel in {MOST_BYTES >> 20} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m gpu_check.tools", description=__doc__)
+    parser.add_argument("--wheels", type=Path, required=True, help="their folder")
+    parser.add_argument("--site", type=Path, help="install what is missing there")
+    parser.add_argument("--dry-run", action="store_true", help="say what is missing on the way to a GPU, and go on")
+    args = parser.parse_args()
+    if args.site is None:
+        return download(args.wheels)
+    missing = missing_machinery()
+    for what, cure in missing.items():
+        print(f"missing here: {what}; {cure}")
+    if not _version("nvidia-nccl-cu13"):
+        print('no package of NCCL with its header here: transport="nccl" is built only if nvcc has the header')
+    if missing and not args.dry_run:
+        sys.exit(1)
+    install(args.wheels, args.site)
+    print("everything else is here")
+    return None
+
+
+if __name__ == "__main__":
+    main()

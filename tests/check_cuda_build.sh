@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Builds the package with its CUDA kernels and NCCL against CUDA builds of torch, imports it and runs some CPU tests, on
+# a machine that has nvcc and needs no GPU. Usage: tests/check_cuda_build.sh PYTHON REQUIREMENT...
+# FOLDER (default: build/check-cuda) keeps an environment of some 6 GB per torch, and ARCHS (default: 90) are the
+# architectures, as CMake spells them. Whatever fails for one torch, the others are tried.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=$1
+shift
+folder=$(realpath -m "${FOLDER:-build/check-cuda}")
+archs=${ARCHS:-90}
+command -v nvcc > /dev/null || { echo "check-cuda-build: no nvcc on PATH, and so nothing to check; install CUDA's compiler." >&2; exit 1; }
+
+# Outside of the checkout, so that what is imported is what was installed.
+say_what_was_built='
+import sys, torch
+from drivetrain import _C, _build_info as built
+print(f"torch {torch.__version__} (CUDA {torch.version.cuda}), kernels by nvcc {built.CUDA}, NCCL {built.NCCL}")
+if torch.version.cuda is None:
+    sys.exit("this torch is a CPU build, which proves nothing here")
+if not _C.has_cuda() or built.CUDA == "none" or built.NCCL == "none":
+    sys.exit("the package was built without its CUDA kernels or without NCCL")
+if torch.cuda.is_initialized():
+    sys.exit("the import has started CUDA")
+'
+
+check() { # requirement
+  local env="$folder/${1//[^a-zA-Z0-9.]/-}"
+  local begin=$SECONDS
+  step() { # what, command...
+    local what=$1 start=$SECONDS
+    shift
+    if "$@" > "$env.log" 2>&1; then
+      echo "  $what: $((SECONDS - start)) s"
+    else
+      echo "  $what: FAILED after $((SECONDS - start)) s" && tail -n 40 "$env.log"
+      return 1
+    fi
+  }
+  in_env() { (cd "$env" && OMP_WAIT_POLICY=passive "$env/bin/python" "$@"); }
+  echo "== $1"
+  mkdir -p "$folder"
+  step "environment" "$python" -m venv "$env" &&
+    step "torch" "$env/bin/python" -m pip install "$1" numpy &&
+    step "tools" "$env/bin/python" -m pip install "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja "rich>=13" \
+      "pytest>=8" "hypothesis>=6" &&
+    step "build for $archs" "$env/bin/python" -m pip install --no-build-isolation --no-deps --force-reinstall \
+      -Cbuild-dir="$env/build" -Ccmake.define.DRIVETRAIN_CUDA=on "-Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES=$archs" . &&
+    step "import" in_env -c "$say_what_was_built" && cat "$env.log" &&
+    step "doctor" in_env -m drivetrain doctor &&
+    step "tests" in_env -m pytest -q -c "$PWD/pyproject.toml" --rootdir "$PWD" "$PWD"/tests/test_{optim,plan,stub,main_grad,fuse_wgrad}.py &&
+    tail -n 1 "$env.log" || return 1
+  echo "  all: $((SECONDS - begin)) s"
+}
+
+failed=()
+for requirement in "$@"; do
+  check "$requirement" || failed+=("$requirement")
+done
+[ ${#failed[@]} -eq 0 ] || { echo "check-cuda-build: failed for ${failed[*]}" >&2; exit 1; }

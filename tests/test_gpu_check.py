@@ -1,0 +1,310 @@
+"""`make gpu-check` as far as it goes without a GPU: its list, a dry run, a report of what was cut off, its table."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_kernels
+from drivetrain import _C
+from drivetrain.bench import gpu
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+from gpu_check import jobs, outcomes, parts, readme, report, tools  # noqa: E402
+
+TIMEOUT_S = 300
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    command = [sys.executable, "-m", "gpu_check", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.json")
+    assert file.with_suffix(".md").read_text().startswith("# GPU check: dry run")
+    return json.loads(file.read_text())
+
+
+def test_list_names_every_job() -> None:
+    assert list(parts.MEASUREMENTS) == list(gpu.MEASUREMENTS)
+    output, _ = start("--list").communicate(timeout=TIMEOUT_S)
+    parts_listed = [line.split()[0] for line in output.splitlines()]
+    assert dict.fromkeys(parts_listed) == dict.fromkeys(parts.PARTS)
+    assert all(f"bench     {name}" in output for name in [*parts.MEASUREMENTS, "gpt"])
+
+
+def test_a_job_that_there_is_not() -> None:
+    process = start("--list", "--job", "optimizer")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert "--job is optimizer, expected one of tools, package, pytest" in output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so() -> None:
+    process = start()
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert "torch sees no NVIDIA GPU here" in output
+
+
+def test_a_dry_run_goes_through_every_kind_of_job(tmp_path: Path) -> None:
+    """Every measurement in one process, where the check takes one for each; the example has tests of its own."""
+    names = ["tools", "pytest", "memcheck", "copy"]
+    chosen = [word for name in names for word in ("--job", name)]
+    process = start("--dry-run", "--results", tmp_path, *chosen, "--", "tests/test_optim_cuda.py")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    found = result_in(tmp_path)
+    assert [(job["name"], job["status"]) for job in found["jobs"]] == [(name, "passed") for name in names]
+    _, tests, _, copy = found["jobs"]
+    if not torch.cuda.is_available():
+        assert list(tests["skips"]) == ["no NVIDIA GPU here"]
+        assert tests["counts"]["skipped"] > 100
+    assert copy["tables"]["Copy bandwidth"][0]["torch"] > 0
+    assert {"torch", "commit", "cores"} <= set(found["machine"])
+
+    file = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "drivetrain", "bench", "gpu", "--dry-run", "--json", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    tables = json.loads(file.read_text())["tables"]
+    assert len(tables) == len(parts.MEASUREMENTS)
+    for rows in tables.values():
+        assert len(report.table(rows)) == 2 + len(rows)
+
+
+def test_every_file_with_a_gpu_test_is_chosen(request: pytest.FixtureRequest, repository: Path) -> None:
+    """Of those in this run of pytest; the whole suite knows all."""
+    files = {item.path for item in request.session.items if "gpu" in item.keywords}
+    assert Path(__file__) in files
+    assert files <= set(parts.gpu_test_files(repository))
+
+
+SLEEPER = """
+import os, subprocess, sys, time
+import pytest
+pytestmark = pytest.mark.gpu
+
+def test_that_ends():
+    pass
+
+def test_that_does_not():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with open({pid!r}, "w") as file:
+        file.write(str(child.pid) + "\\n")
+    time.sleep(600)
+"""
+
+
+def test_a_job_cut_off_leaves_its_results_and_no_process(tmp_path: Path) -> None:
+    pid, tests = tmp_path / "pid", tmp_path / "test_sleeper.py"
+    tests.write_text(SLEEPER.format(pid=str(pid)))
+    results = tmp_path / "results"
+    process = start("--dry-run", "--results", results, "--part", "tests", "--part", "bench", "--", tests)
+    until = time.monotonic() + TIMEOUT_S
+    while not (pid.exists() and pid.read_text().endswith("\n")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)  # as the end of its time
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, output
+    _, cut_off, *others = result_in(results)["jobs"]
+    assert cut_off["status"] == "timed out"
+    assert cut_off["counts"] == {"passed": 1}
+    (unfinished,) = cut_off["unfinished"]
+    assert unfinished.endswith("::test_that_does_not")
+    assert {job["status"] for job in others} == {"not reached"}
+    stat = Path(f"/proc/{pid.read_text().strip()}/stat")  # a zombie has ended; that nobody has asked is no matter
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_the_limit_of_a_job(tmp_path: Path) -> None:
+    job = jobs.Job("tests", "endless", "", [sys.executable, "-c", "import time; time.sleep(600)"], 1)
+    outcome = jobs.run(job, 0.5, jobs.Deadline(600), tmp_path / "log", tmp_path)
+    assert outcome["status"] == "timed out"
+
+
+def test_a_result_that_cannot_be_read_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
+    def read(code: int | None, output: str) -> dict[str, Any]:
+        return json.loads(output)
+
+    job = jobs.Job("bench", "cut", "", [sys.executable, "-c", "print('[1, 2')"], 1, read)
+    outcome = jobs.run(job, 60, jobs.Deadline(600), tmp_path / "log", tmp_path)
+    assert outcome["status"] == "failed"
+    assert "its result cannot be read: JSONDecodeError" in outcome["note"]
+    assert outcome["log"] == "[1, 2"
+
+
+def test_outcomes_of_tests(tmp_path: Path) -> None:
+    lines = [
+        '{"begins": "a"}\n{"test": "a", "outcome": "passed", "seconds": 0.5, "why": ""}',
+        '{"begins": "b"}\n{"test": "b", "outcome": "failed", "seconds": 2.0, "why": "wrong bits"}',
+        '{"test": "b", "outcome": "failed", "seconds": 0, "why": "its process ended"}',
+        '{"begins": "c"}\n{"test": "c", "outcome": "skipped", "seconds": 0, "why": "no second GPU"}',
+        '{"begins": "d"}\n{"test": "d", "outco',  # cut off by a kill
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    found = parts._read_outcomes(tmp_path / "lines", None)
+    assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["failures"] == {"b": "wrong bits\nits process ended"}
+    assert found["skips"] == {"no second GPU": 1}
+    assert found["unfinished"] == ["d"]
+    assert found["note"] == "1 failed, 1 passed, 1 skipped, 1 had begun"
+    assert parts._read_outcomes(tmp_path / "nothing", 0)["status"] == "failed"
+
+
+def test_a_process_without_its_cuda_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    watch, failed = outcomes.LostContext(), SimpleNamespace(failed=True)
+    watch.pytest_runtest_logfinish()
+    watch.pytest_runtest_logreport(failed)
+    watch.pytest_runtest_logfinish()  # a failure that left the context alone
+    assert not ended
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    watch.pytest_runtest_logfinish()  # nothing failed since
+    assert not ended
+    watch.pytest_runtest_logreport(failed)
+    watch.pytest_runtest_logfinish()
+    assert ended == [outcomes.LOST_CONTEXT]
+
+
+RAN = "imported\nthe device answers\nall kernels ran\n"
+CLEAN, HAZARDS = "========= ERROR SUMMARY: 0 errors\n", "========= RACECHECK SUMMARY: 2 hazards displayed\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "status", "note"),
+    [
+        (0, RAN + CLEAN, "passed", "ERROR SUMMARY: 0 errors"),
+        (9, RAN + HAZARDS, "failed", "RACECHECK SUMMARY: 2 hazards displayed"),
+        (0, RAN, "failed", "no summary of the tool's"),
+        (1, "imported\nthe device answers\n" + CLEAN, "failed", "ERROR SUMMARY: 0 errors"),
+        (1, "ModuleNotFoundError", "failed", "no summary of the tool's"),
+        (127, "", "not possible here", "no compute-sanitizer on PATH"),
+        (1, "imported\n========= Error: Device not supported\n", "not possible here", "Error: Device not supported"),
+    ],
+)
+def test_what_a_sanitizer_said(code: int, output: str, status: str, note: str) -> None:
+    assert parts._read_sanitizer(code, output, is_dry=False) == {"status": status, "note": note}
+
+
+def test_rows_of_the_example() -> None:
+    run = {"tokens_per_step": 100, "peak_memory_bytes": [2**20, 2**21], "held_out_losses": [[0, 5.0], [40, 3.0]]}
+    run |= {"num_parameters": 123_600_000, "bf16": True}
+    runs = {"torch": [{**run, "step_ms": 50.0}], "drivetrain": [{**run, "step_ms": 40.0}]}
+    (rows,) = parts._gpt_tables(runs).values()
+    assert report.table(rows)[2:] == [
+        "| GPT of 124 M parameters, bf16, 100 tokens a step | 2,000 tokens/s | 2,500 tokens/s | 1.25 |",
+        "| median step | 50.00 ms | 40.00 ms |  |",
+        "| peak memory | 2.00 MiB | 2.00 MiB | 1.00 |",
+        "| held-out loss afterwards | 3.00 nats per byte | 3.00 nats per byte |  |",
+    ]
+
+
+def test_the_readme_is_in_step_with_the_results(repository: Path) -> None:
+    text = (repository / "README.md").read_text()
+    assert readme.rewritten(text, readme.newest(repository / "benchmarks" / "results")) == text
+
+
+def test_the_readmes_table(tmp_path: Path) -> None:
+    assert readme.newest(tmp_path) is None
+    row = {"what": "AdamW", "unit": "ms", "torch": 2.0, "ours": 1.0, "ratio": 0.5, "low": 0.4, "high": 0.6}
+    job = {"part": "bench", "name": "optim", "status": "timed out", "seconds": 1.0, "note": "late"}
+    job |= {"tables": {"Steps": [row, {**row, "what": "  against foreach"}]}}
+    found = {"dry_run": False, "begun": "2026-11-22T07:00:00+00:00", "seconds": 9.0, "deadline_seconds": 530.0}
+    found |= {"machine": {"gpu": "NVIDIA X1 80GB", "torch": "2.11.0", "commit": "abc", "dirty": None}, "jobs": [job]}
+    page = report.write(found, tmp_path)
+    assert page.name == "nvidia-x1-80gb-2026-11-22.md"
+    assert "**timed out** after 9 s, of 530" in page.read_text()
+    report.write({**found, "begun": "2026-11-21T07:00:00+00:00", "jobs": []}, tmp_path)
+    report.write({**found, "begun": "2026-11-23T07:00:00+00:00", "dry_run": True}, tmp_path)
+    assert readme.newest(tmp_path) == found
+    text = readme.rewritten(f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow", found)
+    assert text.startswith(
+        f"above\n{readme.BEGIN}\nMeasured on NVIDIA X1 80GB with torch 2.11.0 at commit abc on 2026-11-22"
+    )
+    assert text.endswith(f"{readme.END}\nbelow")
+    assert "* bench, optim: timed out. late" in text
+    assert "| AdamW | 2.00 ms | 1.00 ms | 0.50 [0.40, 0.60] |" in text
+    assert "foreach" not in text
+    with pytest.raises(ValueError, match=r"README\.md needs the lines"):
+        readme.rewritten("no marks", found)
+
+
+def test_parts_run_one_by_one_make_one_report(tmp_path: Path) -> None:
+    found = {"dry_run": True, "begun": "2026-11-22T07:00:00+00:00", "seconds": 9.0, "deadline_seconds": 530.0}
+    job = {"part": "tests", "name": "pytest", "status": "passed", "seconds": 1.0}
+    for commit, dirty, jobs_found in (
+        ("abc", False, [job]),
+        ("abc", True, []),
+        ("unknown", None, []),
+        ("f", None, [job]),
+    ):
+        report.write({**found, "machine": {"commit": commit, "dirty": False}, "jobs": [job]}, tmp_path)
+        assert report.earlier_jobs({**found, "machine": {"commit": commit, "dirty": dirty}}, tmp_path) == jobs_found
+        assert not report.earlier_jobs({**found, "machine": {"commit": "other", "dirty": False}}, tmp_path)
+    other_day = {**found, "begun": "2026-11-23T07:00:00+00:00", "machine": {"commit": "f", "dirty": False}}
+    assert not report.earlier_jobs(other_day, tmp_path)
+
+
+def test_tools_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"cmake": "3.18.4", "pytest": "9.2.0", "ninja": ""}
+    monkeypatch.setattr(tools, "_version", lambda package: versions.get(package, "99.0"))
+    assert tools.missing_tools() == ["cmake>=3.25", "ninja>=1.10"]
+
+
+# ---- What compute-sanitizer gets to see.
+
+
+def rules_of_the_sources(repository: Path) -> set[str]:
+    text = (repository / "csrc/optim/rules.h").read_text()
+    tables = text[text.index("#define DT_OPTIM_RULES") : text.index("enum class RuleKind")]
+    return set(re.findall(r'X\(\w+, "(\w+)"', tables))
+
+
+def test_every_rule_is_run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = _C.optim_step, set()
+
+    def recorded(reader: Any, groups: Any, rules: list[str], *others: Any) -> Any:
+        seen.update(rules)
+        return step(reader, groups, rules, *others)
+
+    monkeypatch.setattr(_C, "optim_step", recorded)
+    gpu_kernels.run_steps("cpu")
+    # The last follows Muon's momentum within a step.
+    assert seen | {"muon_step"} == rules_of_the_sources(repository)
+
+
+@pytest.mark.gpu
+def test_every_kernel_is_run(repository: Path) -> None:
+    text = "".join(file.read_text() for file in (repository / "csrc").rglob("*.cu*"))
+    kernels = set(re.findall(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(", text))
+    assert {"loop_cuda", "chunk_sums", "accumulate_tiles", "write_piece"} <= kernels
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # torch 2.11 warns without it
+        gpu_kernels.run_steps("cuda")
+        gpu_kernels.run_captured("cuda")
+        torch.cuda.synchronize()
+    launched = " ".join(event.key for event in profile.key_averages())
+    assert {kernel for kernel in kernels if not re.search(rf"(?<![a-z_]){kernel}", launched)} == set()

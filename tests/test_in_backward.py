@@ -380,6 +380,85 @@ def test_ranks(on_ranks: OnRanks, options: dict[str, Any], branches: bool, trans
     on_ranks(on_ranks_as_after, {**options, "transport": transport}, branches)
 
 
+def deep() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(128, 128, bias=k % 2 == 0) for k in range(24)])
+
+
+def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
+    """Of two optimizers, one of which steps after backward; with micro-batches, and with the arena back in the end."""
+    torch.manual_seed(1)
+    models = [DDP(deep().to(dtype), bucket_cap_mb=0.1, transport=transport) for _ in range(2)]
+    models[0].load_state_dict(models[1].state_dict())
+    before = models[0].reducer.arena_bytes()
+    optimizers = []
+    for model in models:
+        params = list(model.parameters())
+        optimizers.append([optim.AdamW(params[3:], lr=0.01), optim.SGD(params[:3], lr=0.1, momentum=0.9)])
+    loss_of(models[0], torch.randn(4, 128).to(dtype)).backward()
+    kept = [param.grad.clone() for param in models[0].parameters()]
+    steps = optimizers[0][0].step_in_backward(models[0])
+    assert models[0].reducer.arena_bytes() < before / (1 if dtype == torch.bfloat16 else 1.5)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(models[0].parameters(), kept, strict=True))
+    models[0].zero_grad()
+    torch.manual_seed(dist.get_rank())
+    for _ in range(7):
+        batches = torch.randn(3, 4, 128).to(dtype)
+        for model, pair in zip(models, optimizers, strict=True):
+            with model.no_sync():
+                for x in batches[:2]:
+                    loss_of(model, x).backward()
+            loss_of(model, batches[2]).backward()
+            if model is models[0]:
+                assert [param.grad is None for param in model.parameters()] == [False] * 3 + [True] * 33
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(*models)
+    for mine, others in zip(*optimizers, strict=True):
+        assert_same_state(mine, others)
+    with steps.no_step():
+        loss_of(models[0], batches[0]).backward()
+    kept = [param.grad.clone() for param in models[0].parameters()]
+    steps.remove()
+    assert models[0].reducer.arena_bytes() == before
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(models[0].parameters(), kept, strict=True))
+    loss_of(models[0], batches[0]).backward()
+    with models[1].no_sync():
+        loss_of(models[1], batches[0]).backward()
+    loss_of(models[1], batches[0]).backward()
+    for param, expected in zip(*[model.parameters() for model in models], strict=True):
+        assert torch.equal(param.grad, expected.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+def test_buckets_share_memory(on_ranks: OnRanks, transport: str, dtype: torch.dtype) -> None:
+    on_ranks(buckets_that_share_memory, transport, dtype)
+
+
+def main_gradients_keep_the_arena() -> None:
+    torch.manual_seed(1)
+    net = deep().bfloat16()
+    drivetrain.main_grads(net)
+    drivetrain.fuse_wgrad(net)
+    model = DDP(net, bucket_cap_mb=0.1)
+    before = model.reducer.arena_bytes()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.step_in_backward(model)
+    assert model.reducer.arena_bytes() == before
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        with model.no_sync():
+            loss_of(model, torch.randn(4, 128).bfloat16()).backward()
+        loss_of(model, torch.randn(4, 128).bfloat16()).backward()
+        assert all(param.grad is None for param in model.parameters())
+    assert_equal_on_ranks([param.detach() for param in net.parameters()])
+
+
+def test_main_gradients_keep_the_arena(on_ranks: OnRanks) -> None:
+    on_ranks(main_gradients_keep_the_arena)
+
+
 def refusals_on_ranks() -> None:
     model = net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -391,6 +470,8 @@ def refusals_on_ranks() -> None:
         drivetrain.accumulate(wrapped, optimizer, 2)
     with pytest.raises(NotImplementedError, match="optimizers that run inside backward"):
         wrapped.backward(loss_of(wrapped, torch.randn(4, 10)), weight=2)
+    with pytest.raises(NotImplementedError, match="has no backward to step in"), wrapped.join():
+        pass
 
 
 def test_refusals_on_ranks(on_ranks: OnRanks) -> None:

@@ -226,6 +226,21 @@ void Reducer::set_optimizer_in_backward() {
 void Reducer::set_on_reduced(std::function<void(const std::vector<size_t>&, bool)> on_reduced) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   on_reduced_ = std::move(on_reduced);
+  const bool reuses = on_reduced_ && !low_precision_ && !on_moved_ && graph_ == Graph::kDynamic &&
+                      !options_.find_unused_parameters && !options_.skip_unused_buckets;
+  if (reuses == reuses_memory_) return;
+  const at::NoGradGuard no_grad_tracking;
+  reset();
+  const std::vector<at::Tensor> kept = copy_kept_gradients();
+  reuses_memory_ = reuses;
+  build_arena(std::vector<BucketPlan>(plans_));  // a copy: it assigns them
+  if (!reuses) {
+    put_back(kept);
+    return;
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (kept[i].defined()) params_[i].tensor.mutable_grad() = kept[i];
+  }
 }
 
 void Reducer::set_mixed_precision(at::ScalarType dtype) {
@@ -347,7 +362,7 @@ void Reducer::handle_gradient(size_t index, bool came) {
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
     if (!sync_ || is_wanted_elsewhere(param)) {
-      if (has_grad && !param.sparse && !rpc_context) take_gradient(param, 1);
+      if (has_grad && !param.sparse && !rpc_context && !reuses_memory_) take_gradient(param, 1);
       return;
     }
     begin_unprepared_backward();
@@ -511,7 +526,7 @@ bool Reducer::start_full_buckets() {
 
 void Reducer::start_full_buckets_in_backward() {
   const bool have_all_started = start_full_buckets();
-  hand_over_reduced();
+  hand_over_reduced(/*waits_for=*/0);
   if (!have_all_started) return;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->finalize_backward();
@@ -528,6 +543,10 @@ bool Reducer::is_skipped(const Bucket& bucket) const {
 
 void Reducer::start(Bucket& bucket) {
   bucket.phase = Phase::kReducing;
+  if (reuses_memory_) {
+    make_room_for(bucket);
+    for (size_t index : bucket.params) fill_place(params_[index]);
+  }
   if (!is_skipped(bucket)) reduce(bucket);
   if (!bucket.ends_group) return;
   try {
@@ -641,13 +660,15 @@ void Reducer::finish_bucket(Bucket& bucket) {
   }
 }
 
-// Hands over what is reduced by now, in order; what else is known at the end of backward only stays until then.
-void Reducer::hand_over_reduced() {
+// Hands over what is reduced by now, in order, and waits for the first so many buckets. What else is known at the end
+// of backward only stays until then.
+void Reducer::hand_over_reduced(size_t waits_for) {
   if (!on_reduced_ || shares_used_map() || options_.skip_unused_buckets || low_precision_ || rpc_context_) return;
   while (next_to_hand_over_ < next_bucket_) {
     Bucket& bucket = buckets_[next_to_hand_over_];
     if (bucket.reduce) {
-      if (bucket.reduce->is_held_back() || !bucket.reduce->is_done()) return;
+      const bool is_there = !bucket.reduce->is_held_back() && bucket.reduce->is_done();
+      if (!is_there && next_to_hand_over_ >= waits_for) return;
       wait_for(*bucket.reduce, bucket.label, place_of(next_to_hand_over_));
       finish_bucket(bucket);
     }
@@ -656,14 +677,33 @@ void Reducer::hand_over_reduced() {
   }
 }
 
+// Until nothing of the buckets before it lies where it shall lie.
+void Reducer::make_room_for(const Bucket& bucket) {
+  const auto ends_at = [](const Bucket& one) { return one.offset + static_cast<int64_t>(one.flat.nbytes()); };
+  const size_t index = &bucket - buckets_.data();
+  size_t waits_for = next_to_hand_over_;
+  for (size_t i = next_to_hand_over_; i < index && !bucket.sparse; ++i) {
+    const Bucket& before = buckets_[i];
+    const bool is_apart = before.sparse || before.flat.device() != bucket.flat.device() ||
+                          ends_at(before) <= bucket.offset || ends_at(bucket) <= before.offset;
+    if (!is_apart) waits_for = i + 1;
+  }
+  if (waits_for > next_to_hand_over_) hand_over_reduced(waits_for);
+  DT_INVARIANT(next_to_hand_over_ >= waits_for);
+}
+
 // An error of whom it is handed to is raised once backward has reduced everything: other ranks wait for that.
 void Reducer::hand_over_next() {
   const Bucket& bucket = buckets_[next_to_hand_over_++];
-  if (hand_over_error_) return;
   try {
-    on_reduced_(bucket.params, next_to_hand_over_ == buckets_.size());
+    if (!hand_over_error_) on_reduced_(bucket.params, next_to_hand_over_ == buckets_.size());
   } catch (...) {
     hand_over_error_ = std::current_exception();
+  }
+  for (size_t i = 0; reuses_memory_ && i < bucket.params.size(); ++i) {
+    const Parameter& param = params_[bucket.params[i]];
+    at::Tensor& grad = param.tensor.mutable_grad();
+    if (grad.defined() && grad.is_same(param.view)) grad = grad.clone();  // the next bucket's lie there
   }
 }
 

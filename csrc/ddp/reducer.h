@@ -226,6 +226,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::shared_ptr<const std::string> label;  // "bucket 7 of 12 [layer3.weight, ...]"
     bool sparse = false;
     bool ends_group = true;  // small ones wait for the next, and are started together
+    int64_t offset = 0;      // bytes from the arena's start
     // All of it, padding included, one-dimensional and in the parameters' dtype; or the sparse gradient.
     at::Tensor flat;
     size_t missing = 0;
@@ -279,6 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void release_params();
   bool is_wanted_elsewhere(const Parameter& param) const;
   void mark_ready(size_t index);
+  void fill_place(Parameter& param);
   void mark_rest_unused();
   void begin_backward();
   void begin_unprepared_backward();
@@ -291,7 +293,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_skipped(const Bucket& bucket) const;
   bool shares_used_map() const;
   void finalize_backward();
-  void hand_over_reduced();
+  void hand_over_reduced(size_t waits_for);
+  void make_room_for(const Bucket& bucket);
   void hand_over_next();
   void finish_bucket(Bucket& bucket);
   void finish_param(Parameter& param, bool used_somewhere);
@@ -368,6 +371,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<bool(const std::vector<at::Tensor>&)> are_held_;
   std::function<void(const std::vector<at::Tensor>&)> on_moved_;
   std::function<void(const std::vector<size_t>&, bool)> on_reduced_;
+  bool reuses_memory_ = false;
   std::exception_ptr hand_over_error_;  // what it has thrown in the step under way
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second

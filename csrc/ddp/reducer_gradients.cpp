@@ -105,6 +105,14 @@ void Reducer::mark_ready(size_t index) {
   param.ready = true;
   param.delegated = !claim(param);
   Bucket& bucket = buckets_[param.bucket];
+  if (!reuses_memory_) fill_place(param);
+  DT_INVARIANT(bucket.missing > 0);
+  if (--bucket.missing == 0) bucket.phase = Phase::kFull;
+}
+
+// Puts what this rank adds to the sum where the transport will take it.
+void Reducer::fill_place(Parameter& param) {
+  Bucket& bucket = buckets_[param.bucket];
   double scale = scaling_.before;
   // Sparse gradients are always summed.
   if (param.sparse && !comm_hook_ && !weight_) scale = 1.0 / (divisor_ > 0 ? divisor_ : comm_->size());
@@ -127,8 +135,6 @@ void Reducer::mark_ready(size_t index) {
   } else {
     param.view.zero_();
   }
-  DT_INVARIANT(bucket.missing > 0);
-  if (--bucket.missing == 0) bucket.phase = Phase::kFull;
 }
 
 // Also for parameters that had a gradient: another hook may have re-pointed .grad since (that of a second wrapper

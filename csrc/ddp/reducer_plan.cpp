@@ -89,12 +89,20 @@ std::vector<BucketPlan> Reducer::plan(const std::vector<int64_t>& order) const {
 void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   const auto device_of = [&](const BucketPlan& plan) { return params_[plan.slots[0].param].tensor.device(); };
   const auto is_sparse = [&](const BucketPlan& plan) { return params_[plan.slots[0].param].sparse; };
-  std::map<std::string, int64_t> bytes;
+  std::map<std::string, int64_t> bytes, largest;
   for (const BucketPlan& plan : plans) {
-    if (!is_sparse(plan)) bytes[device_of(plan).str()] += plan.bytes;
+    if (is_sparse(plan)) continue;
+    const std::string device = device_of(plan).str();
+    bytes[device] += plan.bytes;
+    largest[device] = std::max(largest[device], plan.bytes);
   }
   buckets_.clear();
   arena_bytes_ = 0;
+  for (auto& [device, size] : bytes) {
+    // One is filled while another is reduced; small ones that are started together have room beside each other.
+    if (reuses_memory_) size = std::min(size, 2 * (largest[device] + kSmallBucket));
+    arena_bytes_ += size;
+  }
   std::map<std::string, int64_t> used;
   for (const BucketPlan& plan : plans) {
     Bucket& bucket = buckets_.emplace_back();
@@ -107,9 +115,10 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       }
       const at::ScalarType dtype = grad_dtype(params_[plan.slots[0].param]);
       const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
-      bucket.flat = piece_of(arena, used[device], {numel}, {1}, dtype);
+      if (used[device] + plan.bytes > bytes[device]) used[device] = 0;  // where others have been
+      bucket.offset = used[device];
+      bucket.flat = piece_of(arena, bucket.offset, {numel}, {1}, dtype);
       used[device] += plan.bytes;
-      arena_bytes_ += plan.bytes;
     }
     for (const Slot& slot : plan.slots) {
       Parameter& param = params_[slot.param];
@@ -142,7 +151,7 @@ at::Tensor Reducer::free_place(size_t index) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const Parameter& param = params_[index];
   const Bucket& bucket = buckets_[param.bucket];
-  if (param.sparse || param.ready || low_precision_ || bucket.phase != Phase::kFilling) return {};
+  if (param.sparse || param.ready || low_precision_ || reuses_memory_ || bucket.phase != Phase::kFilling) return {};
   // Somebody may have assigned to .grad.data, and with that to our view.
   const void* place = static_cast<char*>(bucket.flat.data_ptr()) + param.offset;
   return param.view.data_ptr() == place ? param.view : at::Tensor();
@@ -168,7 +177,7 @@ bool Reducer::lies_in_arena(const at::Tensor& tensor) const {
 bool Reducer::is_rebuild_due() const {
   if (steps_ == 0 || low_precision_) return false;
   if (options_.find_unused_parameters && graph_ == Graph::kDynamic) return false;
-  return !is_rebuilt_ || (is_measuring_ && steps_ >= measured_from_ + kMeasuredSteps);
+  return !is_rebuilt_ || (is_measuring_ && !reuses_memory_ && steps_ >= measured_from_ + kMeasuredSteps);
 }
 
 void Reducer::rebuild_buckets() {

@@ -496,7 +496,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """As torch's."""
+        """As torch's.
+
+        Raises:
+            NotImplementedError: an optimizer steps in backward: a rank that has run out of inputs has none.
+        """
+        if self._has_reducer() and self.reducer.steps_in_backward:
+            raise NotImplementedError(
+                "join() does not go together with optimizer.step_in_backward(): a rank that has run out of inputs has "
+                "no backward to step in. Give every rank as many inputs, or step after backward."
+            )
         return _WatchedJoinHook(super().join_hook(**kwargs), self.reducer.progress())  # type: ignore[no-untyped-call]
 
     def _match_unused_params_allreduce(self) -> None:

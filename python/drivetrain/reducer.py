@@ -101,7 +101,7 @@ class Reducer(_C.Reducer):
 
     def add_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
         """`call` is given the parameters of each bucket once their `.grad` are reduced, inside backward where that can
-        be; it may take these away. And whether the bucket is the backward's last."""
+        be; it may take these away. And whether the bucket is the backward's last. All ranks must do so together."""
         self._on_reduced.append(call)
         self.set_on_reduced(self._tell)
 
@@ -110,6 +110,11 @@ class Reducer(_C.Reducer):
         self._on_reduced.remove(call)
         if not self._on_reduced:
             self.set_on_reduced(None)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether somebody hears of reduced buckets."""
+        return bool(self._on_reduced)
 
     def _tell(self, indices: list[int], is_last: bool) -> None:
         for call in self._on_reduced:

@@ -258,8 +258,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         So gradients take the memory of one bucket at a time, not of the whole model: with bfloat16 parameters,
         `master_bits=24` and `state_bits=8` all that is kept takes 5 bytes per parameter. Under drivetrain's
-        DistributedDataParallel a bucket is stepped once it is reduced, while backward and other reductions go on; there
-        the gradients' memory is the reducer's arena and stays.
+        DistributedDataParallel a bucket is stepped once it is reduced, while backward and other reductions go on, and
+        buckets share the memory of a few (not with find_unused_parameters, a static graph or main_grads(), where the
+        arena stays as it is); every rank must call this, between backwards.
 
         The loop may stay as it is: `step()` then steps what backward has left, of parameters that are not the model's
         for example, and `zero_grad()` finds nothing. Learning rates are those of the time of backward. To accumulate

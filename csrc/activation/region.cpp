@@ -127,11 +127,11 @@ class Region::Recomputation {
   static PyObject* unpack(PyObject* nobody, PyObject* tensor) { return Py_NewRef(tensor); }
 
   void call_function(const std::shared_ptr<Recomputation>& self);
-  // Returns what the recomputed graph shall save: inside the function that may have a backward of its own.
+  // Returns what the recomputed graph shall save: inside the function that may have a backward of its own. Nothing more
+  // is needed once is_stopped_ is set.
   at::Tensor take(const at::Tensor& tensor);
   std::string difference(size_t index, const at::Tensor& tensor) const;
   [[noreturn]] void fail(std::string failure);
-  [[noreturn]] void stop();
 
   const std::shared_ptr<Region> region_;
   const size_t num_expected_;
@@ -162,7 +162,12 @@ PyObject* Region::unpack(PyObject*, PyObject* ticket) {
 PyObject* Region::Recomputation::pack(PyObject* recomputation, PyObject* tensor) {
   HANDLE_TH_ERRORS
   auto& self = *value_in<std::shared_ptr<Recomputation>>(recomputation, kRecomputation);
-  return THPVariable_Wrap(self.take(THPVariable_Unpack(tensor)));
+  const at::Tensor kept = self.take(THPVariable_Unpack(tensor));
+  if (!self.is_stopped_) return THPVariable_Wrap(kept);
+  // No Exception in Python's sense, so that the function's own handlers let it pass.
+  static PyObject* const stop = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
+  PyErr_SetNone(stop);
+  return nullptr;
   END_HANDLE_TH_ERRORS
 }
 
@@ -269,7 +274,7 @@ at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
     // More than the forward had saved when it asked for its own backward is as it should be.
     if (!region_->options_.early_stop && !region_->has_ended_) return tensor.detach();
     if (!is_stopped_) fail(region_->other_number(index + 1));
-    stop();
+    return {};
   }
   ++num_taken_;
   const at::Tensor value = tensor.requires_grad() ? tensor.detach() : tensor;
@@ -278,7 +283,7 @@ at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
     if (!difference.empty()) fail(difference);
     values_[index] = {value, value._version()};
   }
-  if (region_->options_.early_stop && num_taken_ == num_expected_) stop();
+  is_stopped_ = region_->options_.early_stop && num_taken_ == num_expected_;
   return value;
 }
 
@@ -301,14 +306,6 @@ std::string Region::Recomputation::difference(size_t index, const at::Tensor& te
 void Region::Recomputation::fail(std::string failure) {
   failure_ = std::move(failure);
   throw_checkpoint_error(failure_);
-}
-
-// No Exception in Python's sense, so that the function's own handlers let it pass.
-void Region::Recomputation::stop() {
-  static PyObject* const type = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
-  is_stopped_ = true;
-  PyErr_SetNone(type);
-  throw py::error_already_set();
 }
 
 void register_activation(py::module_& m) {

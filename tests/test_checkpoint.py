@@ -770,6 +770,15 @@ def test_compiled() -> None:
     torch.testing.assert_close(ours, expected)
 
 
+def test_verified_where_the_graph_breaks() -> None:
+    x = torch.ones(100, requires_grad=True)
+    step = torch.compile(
+        lambda x: checkpoint(F.dropout, x.sin(), preserve_rng_state=False, verify=True), backend="eager"
+    )
+    with pytest.raises(CheckpointError, match="has other values"):
+        step(x).sum().backward()
+
+
 # ---- Any function.
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -45,8 +45,8 @@ def checkpoint(
 
     What the function does besides computing its result it does twice: BatchNorm in training updates its running
     statistics twice, as under torch's (gradients do not depend on them). Not seen are writes through `.data`, writes to
-    tensors inside other objects, and random numbers of Python, NumPy or a generator of your own: `verify=True` sees
-    what comes of them.
+    tensors that are neither arguments nor saved themselves, and random numbers of Python, NumPy or a generator of your
+    own: `verify=True` sees what comes of them.
 
     Args:
         function: what to call, a module for instance; called again in backward.
@@ -65,7 +65,8 @@ def checkpoint(
     Returns:
         What the function returns.
 
-    Without grad mode it is a plain call. Under torch.compile it is torch's own, which the compiler knows.
+    Without grad mode it is a plain call. Under torch.compile it is torch's own, which the compiler knows; verify=True
+    breaks the graph there instead.
 
     Raises:
         torch.utils.checkpoint.CheckpointError: in backward, and in forward if the function modified its own arguments
@@ -76,7 +77,7 @@ def checkpoint(
     if torch.compiler.is_compiling() or use_reentrant or debug or context_fn is not noop_context_fn or _debug_is_on():
         if verify:
             raise NotImplementedError(
-                "verify=True cannot be had with use_reentrant=True, context_fn, debug or under torch.compile"
+                "verify=True cannot be had with use_reentrant=True, context_fn, debug or inside a compiled graph"
             )
         options: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
         return _torchs(

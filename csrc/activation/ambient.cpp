@@ -51,7 +51,7 @@ RandomStates RandomStates::now() {
 
 size_t RandomStates::num_devices_now() {
   const auto type = initialised_accelerator();
-  return type ? at::globalContext().getAcceleratorHooksInterface(*type).deviceCount() : 0;
+  return type ? at::accelerator::deviceCount() : 0;
 }
 
 void RandomStates::restore() const {

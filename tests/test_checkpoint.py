@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 from drivetrain import _C, DistributedDataParallel, checkpoint
+from drivetrain.optim import AdamW
 
 Checkpoint = Callable[..., Any]
 torchs: Checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
@@ -860,6 +861,25 @@ def train_both(unused: bool) -> None:
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "some unused"])
 def test_under_ddp(on_ranks: Callable[..., list[Any]], unused: bool) -> None:
     on_ranks(train_both, unused)
+
+
+def test_parameters_that_backward_steps() -> None:
+    """One is in two regions: it is stepped after both have been recomputed."""
+    base = nn.Sequential(*[Block().mlp for _ in range(3)])
+    base[2][0].weight = base[0][0].weight
+    x = torch.randn(4, 16)
+    results = []
+    for call in (checkpoint, plain):
+        model = copy.deepcopy(base)
+        AdamW(model.parameters(), lr=0.1).step_in_backward(model)
+        torch.manual_seed(3)
+        for _ in range(3):
+            y = x
+            for layer in model:
+                y = call(layer, y)
+            y.square().sum().backward()
+        results.append([param.detach() for param in model.parameters()])
+    assert_same(*results)
 
 
 # ---- GPUs.

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
+#include "activation/activation.h"
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/frame_self.h"
@@ -26,6 +27,8 @@ void translate(std::exception_ptr error) {
     PyErr_SetString(PyExc_NotImplementedError, e.what());
   } catch (const InvariantError& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
+  } catch (python_error& e) {  // Python's own, on its way through torch
+    e.restore();
   } catch (const c10::Error&) {
     torch::translate_exception_to_python(error);
   }
@@ -53,4 +56,5 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::grad::register_grad(m);
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
+  drivetrain::activation::register_activation(m);
 }

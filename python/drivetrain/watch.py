@@ -15,22 +15,19 @@ import queue
 import re
 import select
 import sys
-import sysconfig
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from . import _C
+from .frames import self_of, stack_of, users_line
 
 R = TypeVar("R")
 
@@ -310,43 +307,19 @@ def _rounded(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
 
 
-_NOT_THE_USERS = tuple(str(Path(folder)) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-
-
-def _is_users(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    in_library = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path  # pip's folders lie inside it
-    return not (in_library or path.startswith((*_NOT_THE_USERS, "<frozen")))
-
-
 def _where(thread: int, modules: dict[int, tuple["weakref.ref[nn.Module]", str]]) -> str:
     """Where that thread is: "in layer9.mlp (train.py:88 in forward)", or "at train.py:52 in train"."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return "nowhere: the thread that built the model has ended"
-    stack: list[FrameType] = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
-    users = next((frame for frame in stack if _is_users(frame)), innermost)
-    file = Path(*Path(users.f_code.co_filename).parts[-2:])
-    line = f"{file}:{users.f_lineno} in {users.f_code.co_name}"
+    stack = stack_of(innermost)
+    line = users_line(stack)
     for frame in stack:
-        module = _self_of(frame)
+        module = self_of(frame)
         reference, name = modules.get(id(module), (None, ""))
         if reference is not None and reference() is module:
             return f"in {name or type(module).__name__} ({line})"
     return f"at {line}"
-
-
-def _self_of(frame: FrameType) -> object:
-    """A method's own object."""
-    code = frame.f_code
-    if code.co_argcount == 0 or code.co_varnames[0] != "self":
-        return None
-    return _C.frame_self(frame)
 
 
 # ---- The thread.

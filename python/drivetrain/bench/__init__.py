@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "topic",
-        choices=["optim", "accumulate", "ddp", "comm", "gpu", "all"],
+        choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "all"],
         help="what to measure (all: everything on the CPU)",
     )
     parser.add_argument("--only", metavar="NAME", help="of topic gpu: this measurement alone")
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import accumulate, comm, ddp, gpu, optim
+    from . import accumulate, activations, comm, ddp, gpu, optim
     from .measure import Row, print_table
 
     if args.topic == "gpu":
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.only or args.dry_run:
         print(f"bench {args.topic}: --only and --dry-run are options of topic gpu", file=sys.stderr)
         return 2
-    topics = ["optim", "accumulate", "ddp", "comm"] if args.topic == "all" else [args.topic]
+    topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:
         if topic == "optim":
@@ -53,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
             results[topic] = accumulate.run(threads=args.threads, rounds=args.rounds)
             title = f"Gradient accumulation of GPT-2 124M's linear layers, {accumulate.MICRO_STEPS} micro-steps"
             print_table(f"{title}, {args.threads} threads, {_C.isa()}", results[topic])
+        elif topic == "activations":
+            results[topic] = activations.run(rounds=args.rounds)
+            print_table(f"Activation checkpointing on the CPU, a step of {activations.REGIONS} regions", results[topic])
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])

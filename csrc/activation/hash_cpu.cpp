@@ -1,0 +1,38 @@
+// One chunk's hash: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch header.
+#include <cstring>
+
+#include "activation/hash.h"
+
+namespace drivetrain::activation::DRIVETRAIN_ISA {
+namespace {
+
+constexpr int kLanes = 32;  // words that are mixed side by side, each with the one 256 bytes further on
+
+struct Lanes {
+  uint64_t words[kLanes];
+};
+
+// Not hash.h's inline function: the linker would keep one instruction set's copy of it for all.
+inline uint64_t mix_here(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+  return hash ^ (hash >> 29);
+}
+
+}  // namespace
+
+uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size) {
+  constexpr int64_t kStripe = sizeof(Lanes);
+  Lanes lanes, stripe;
+  for (int lane = 0; lane < kLanes; ++lane) lanes.words[lane] = lane;
+  for (int64_t at = 0; at < size; at += kStripe) {
+    const int64_t count = size - at < kStripe ? size - at : kStripe;
+    if (count < kStripe) std::memset(&stripe, 0, sizeof stripe);
+    std::memcpy(&stripe, bytes + at, count);
+    for (int lane = 0; lane < kLanes; ++lane) lanes.words[lane] = mix_here(lanes.words[lane], stripe.words[lane]);
+  }
+  uint64_t hash = size;
+  for (int lane = 0; lane < kLanes; ++lane) hash = mix_here(hash, lanes.words[lane]);
+  return hash;
+}
+
+}  // namespace drivetrain::activation::DRIVETRAIN_ISA

@@ -1,0 +1,5 @@
+"""Activation checkpointing: what forward saves for backward is forgotten and recomputed."""
+
+from .region import checkpoint
+
+__all__ = ["checkpoint"]

@@ -1,0 +1,65 @@
+"""Where in a model code is and whose a tensor is, for the errors of a region."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..frames import self_of, stack_of, users_line
+
+
+def here() -> str:
+    """Where this thread is: "in layer9.mlp of GPT (gpt/model.py:88 in forward)", with the name that the outermost
+    module has for the innermost; outside of modules "at gpt/model.py:88 in forward"."""
+    line = users_line(stack_of(sys._getframe(1)))
+    modules = _modules_called()
+    if not modules:
+        return f"at {line}"
+    inner, outer = modules[0], modules[-1]
+    name = next((name for name, module in outer.named_modules() if module is inner), "")
+    return f"in {name} of {type(outer).__name__} ({line})" if name else f"in {type(inner).__name__} ({line})"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a message calls it: its module's class, or its own name."""
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return type(owner).__name__
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name.rpartition("<locals>.")[2]
+
+
+def owner_of(tensor: Tensor) -> str:
+    """Which parameter or buffer of the modules that are being called has the tensor's storage; "" if none."""
+    storage = tensor.untyped_storage().data_ptr()
+    for module in reversed(_modules_called()):
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+            for name, owned in named:
+                if owned.untyped_storage().data_ptr() == storage:
+                    return f"{kind} {name!r} of {type(module).__name__}"
+    return ""
+
+
+def is_running_statistic(tensor: Tensor) -> bool:
+    """Whether it is a buffer of a normalisation in training that is being called: autograd saves those, the forward
+    updates them, and no gradient depends on them."""
+    storage = tensor.untyped_storage().data_ptr()
+    return any(
+        isinstance(module, _NormBase)
+        and module.training
+        and any(buffer.untyped_storage().data_ptr() == storage for buffer in module.buffers(recurse=False))
+        for module in _modules_called()
+    )
+
+
+def _modules_called() -> list[nn.Module]:
+    """Those whose methods this thread is in, the innermost first."""
+    selves = [self_of(frame) for frame in stack_of(sys._getframe(1))]
+    return [module for module in selves if isinstance(module, nn.Module)]

@@ -1,0 +1,44 @@
+"""Python frames read for messages: the user's line, and whose method runs."""
+
+import os
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from . import _C
+
+_NOT_THE_USERS = tuple(str(Path(folder)) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+def stack_of(innermost: FrameType) -> list[FrameType]:
+    """The frame and those that called it, innermost first."""
+    stack = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    return stack
+
+
+def users_line(stack: list[FrameType]) -> str:
+    """The innermost line that is neither torch's nor ours nor the standard library's: "gpt/train.py:88 in forward"."""
+    users = next((frame for frame in stack if _is_users(frame)), stack[0])
+    file = Path(*Path(users.f_code.co_filename).parts[-2:])
+    return f"{file}:{users.f_lineno} in {users.f_code.co_name}"
+
+
+def self_of(frame: FrameType) -> object:
+    """A method's own object; None in a function that is no method."""
+    code = frame.f_code
+    if code.co_argcount == 0 or code.co_varnames[0] != "self":
+        return None
+    return _C.frame_self(frame)
+
+
+def _is_users(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    in_library = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path  # pip's folders lie inside it
+    return not (in_library or path.startswith((*_NOT_THE_USERS, "<frozen")))

@@ -4,8 +4,10 @@ Most of the data are small integers: every sum of their products is exact, so th
 order of a sum is."""
 
 import copy
+import functools
 import io
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -377,16 +379,25 @@ def test_shared_weights(has_main: bool) -> None:
             assert torch.equal(param.grad.float(), expected.grad)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        functools.partial(checkpoint, use_reentrant=False),
+        functools.partial(checkpoint, use_reentrant=True),
+        drivetrain.checkpoint,
+        functools.partial(drivetrain.checkpoint, verify=True),
+    ],
+    ids=["torch", "reentrant", "ours", "verify"],
+)
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_checkpointing(use_reentrant: bool, is_autocast: bool) -> None:
+def test_checkpointing(call: Callable[..., Tensor], is_autocast: bool) -> None:
     theirs = nn.Sequential(layer(6, 4), nn.ReLU(), layer(4, 3))
     ours = fused(theirs)
     for _ in range(3):
         batch = small(5, 6)
         for model in (ours, theirs):
             with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-                y = checkpoint(model, batch.clone().requires_grad_(), use_reentrant=use_reentrant)
+                y = call(model, batch.clone().requires_grad_())
             y.float().sum().backward()
     assert_same_grads(ours, theirs)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
@@ -63,6 +63,11 @@ def wgrad(sent: Tensor, x: Tensor) -> Tensor:
     return sent.reshape(-1, sent.shape[-1]).float().t() @ x.detach().reshape(-1, x.shape[-1]).float()
 
 
+def is_fused(output: Tensor) -> bool:
+    """By a function of ours, not one of torch's (AddmmBackward0)."""
+    return type(output.grad_fn).__name__ == "CppFunction"
+
+
 def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, param), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (param.grad is None) == (expected.grad is None), name
@@ -89,6 +94,7 @@ def test_as_torch(dtype: torch.dtype, inputs: int, outputs: int, leading: tuple[
             y = model(x)
             y.backward(sent)
             brought.append((y, x.grad))
+        assert is_fused(brought[0][0])
         assert torch.equal(brought[0][0], brought[1][0])
         assert torch.equal(brought[0][1], brought[1][1])
         if dtype in (torch.float64, torch.float32):
@@ -309,6 +315,19 @@ def test_frozen_parts() -> None:
         assert torch.equal(ours(batch), theirs(batch))
 
 
+def test_frozen_between_forward_and_backward() -> None:
+    theirs = layer(6, 4)
+    ours = fused(theirs)
+    for model in (ours, theirs):
+        x = small(5, 6).requires_grad_()
+        y = model(x)
+        model.weight.requires_grad_(False)
+        y.sum().backward()
+        assert model.weight.grad is None
+        assert torch.equal(x.grad, torch.ones(5, 4) @ model.weight)
+        assert torch.equal(model.bias.grad, torch.full((4,), 5.0))
+
+
 def test_backward_twice_and_graphs_that_are_gone() -> None:
     theirs = layer(6, 4)
     ours = fused(theirs)
@@ -493,6 +512,7 @@ def test_transforms_tracers_and_subclasses() -> None:
     assert torch.equal(tangent, torch.ones_like(x) @ theirs.weight.t())
     graph = torch.fx.symbolic_trace(nn.Sequential(ours))
     assert torch.equal(graph(x), theirs(x))
+    assert is_fused(ours(x))  # again
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -507,13 +527,23 @@ def test_compiled(backend: str) -> None:
     assert_same_grads(ours, theirs)
 
 
-def test_parametrized_weights() -> None:
+@pytest.mark.parametrize("change", ["parametrize", "weight_norm", "prune"])
+def test_computed_weights(change: str) -> None:
+    """Whose gradient goes on to what they are computed from."""
     theirs = layer(6, 4)
     ours = fused(theirs)
     for model in (theirs, ours):
-        parametrize.register_parametrization(model, "weight", nn.Softplus())
+        torch.manual_seed(0)
+        if change == "parametrize":
+            parametrize.register_parametrization(model, "weight", nn.Softplus())
+        elif change == "weight_norm":
+            nn.utils.parametrizations.weight_norm(model)
+        else:
+            prune.random_unstructured(model, "weight", amount=0.5)
         for _ in range(2):
-            model(torch.ones(5, 6)).sum().backward()
+            y = model(torch.ones(5, 6))
+            assert is_fused(y) == (model is ours)
+            y.sum().backward()
     assert_same_grads(ours, theirs)
 
 

@@ -1,7 +1,6 @@
 // The autograd function of linear layers with a fused weight gradient; see fuse_wgrad.h.
 #include "grad/fuse_wgrad.h"
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
@@ -9,6 +8,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -42,7 +42,7 @@ WeightGrad weight_grad_of(const at::Tensor& input, const at::Tensor& grad, bool 
 
 // Whether the backward under way accumulates into the weight's .grad, and nobody looks at the gradient before.
 bool goes_unseen(const at::Tensor& weight, Node& accumulator) {
-  if (!weight.is_leaf() || !torch::autograd::impl::hooks(weight).empty()) return false;
+  if (!torch::autograd::impl::hooks(weight).empty()) return false;
   const auto is_ours = [](const auto& hook) { return dynamic_cast<KeepsGradient*>(hook.get()) != nullptr; };
   if (!std::all_of(accumulator.pre_hooks().begin(), accumulator.pre_hooks().end(), is_ours)) return false;
   if (torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr()) return false;
@@ -68,6 +68,7 @@ at::Tensor place_of(Node& accumulator) {
 
 // Whether it is there.
 bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
+  if (!weight.is_leaf() || !weight.requires_grad()) return false;  // computed, or frozen since
   const auto accumulator = torch::autograd::impl::grad_accumulator(weight);
   if (!goes_unseen(weight, *accumulator)) return false;
   const auto& keepers = accumulator->pre_hooks();
@@ -147,9 +148,10 @@ bool is_plain(const at::Tensor& tensor) {
 at::Tensor fused_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias,
                         bool is_conv1d) {
   at::Tensor bias = given_bias.value_or(at::Tensor());
-  const auto& transforms = at::functorch::functorchTLSAccessor();
-  if (!at::GradMode::is_enabled() || !weight.requires_grad() || transforms || input.dim() == 0 || weight.dim() != 2 ||
-      !is_plain(input) || !is_plain(weight)) {
+  // Of torch.func.
+  const bool is_transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  if (!at::GradMode::is_enabled() || !weight.requires_grad() || is_transformed || input.dim() == 0 ||
+      weight.dim() != 2 || !is_plain(input) || !is_plain(weight)) {
     return multiply(input, weight, bias, is_conv1d);
   }
   const at::DeviceType device = weight.device().type();

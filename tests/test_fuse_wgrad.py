@@ -151,6 +151,28 @@ def test_any_shape(inputs: int, outputs: int, tokens: list[int], is_autocast: bo
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sizes", [(0, 4), (6, 0), (0, 0)])
+def test_layers_of_no_size(sizes: tuple[int, int]) -> None:
+    theirs = nn.Linear(*sizes) if sizes[0] else nn.Linear(1, sizes[1])
+    theirs.weight = nn.Parameter(torch.zeros(sizes[1], sizes[0]))
+    ours = fused(theirs)
+    for model in (ours, theirs):
+        for _ in range(2):
+            model(torch.ones(5, sizes[0], requires_grad=True)).sum().backward()
+    assert_same_grads(ours, theirs)
+
+
+def test_complex_layers() -> None:
+    theirs = nn.Linear(6, 4, dtype=torch.complex64)
+    ours = fused(theirs)
+    for _ in range(2):
+        batch = torch.randn(5, 6, dtype=torch.complex64)
+        for model in (ours, theirs):
+            model(batch).abs().sum().backward()
+    assert_same_grads(ours, theirs)
+
+
 def test_nearer_to_the_truth_than_rounded_products() -> None:
     model = nn.Linear(96, 80).bfloat16()
     ours = fused(model)
@@ -281,6 +303,48 @@ def test_gradients_of_gradients(is_autocast: bool) -> None:
         sum(grad.square().sum() for grad in grads).backward()
     for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(param.grad, expected.grad, rtol=0.02 if is_autocast else 1e-5, atol=1e-3)
+
+
+def test_gradients_of_gradients_need_the_weight_of_the_forward() -> None:
+    model = fused(layer(6, 4))
+    x = small(5, 6).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    with torch.no_grad():
+        model.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: the weight of a linear layer"):
+        torch.autograd.grad(y.float().sum(), x, create_graph=True)
+
+
+def test_many_gradients_at_once() -> None:
+    theirs = layer(6, 4)
+    ours = fused(theirs)
+    x, sent = small(5, 6), small(3, 5, 4)
+    found = [torch.autograd.grad(model(x), model.weight, sent, is_grads_batched=True)[0] for model in (ours, theirs)]
+    assert torch.equal(*found)
+    assert ours.weight.grad is None
+
+
+def test_versions_of_gradients() -> None:
+    """Count each addition, as those of torch's operations do."""
+    model = fused(layer(6, 4))
+    versions = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(small(5, 6))
+        y.sum().backward()
+        versions.append(model.weight.grad._version)
+    assert versions[0] < versions[1] < versions[2]
+
+
+def test_gradients_that_are_factors() -> None:
+    theirs = layer(4, 4)
+    ours = fused(theirs)
+    for model in (ours, theirs):
+        x = torch.ones(4, 4)
+        model.weight.grad = x
+        model(x).sum().backward()
+    assert_same_grads(ours, theirs)
 
 
 def test_gradcheck() -> None:
@@ -466,24 +530,26 @@ def test_without_block_products() -> None:
 
 def test_threads() -> None:
     """Backward on several at a time, into one weight."""
-    for has_main in (False, True):
+    for round in range(20):
+        has_main = round % 2 == 0
         model = fused(layer(64, 48))
         if has_main:
             model = model.bfloat16()
             drivetrain.main_grads(model)
         dtype = model.weight.dtype
-        (model(torch.zeros(1, 64, dtype=dtype)) * 0).sum().backward()
 
-        def work(model: nn.Module = model, dtype: torch.dtype = dtype) -> None:
-            for _ in range(50):
-                model(torch.ones(4, 64, dtype=dtype)).sum().backward()
+        def work(model: nn.Module = model, dtype: torch.dtype = dtype, plain: bool = not has_main) -> None:
+            for _ in range(10):
+                x = torch.ones(4, 64, dtype=dtype)
+                (F.linear(x, model.weight) if plain else model(x)).sum().backward()
+                model(x).sum().backward()
 
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=60)
-        assert torch.equal(model.weight.grad, torch.full((48, 64), 800.0))
+        assert torch.equal(model.weight.grad, torch.full((48, 64), 320.0))
 
 
 # ---- What takes torch's own layers, or takes ours as they are.
@@ -567,6 +633,8 @@ class Mine(nn.Linear):
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"the model, a Conv2d, has no torch\.nn\.Linear"):
         drivetrain.fuse_wgrad(nn.Conv2d(1, 1, 1))
+    with pytest.raises(TypeError, match=r"model is a list, expected a torch\.nn\.Module"):
+        drivetrain.fuse_wgrad([layer(2, 2)])
     with pytest.raises(ValueError, match="nothing to fuse"):
         drivetrain.fuse_wgrad(Mine(2, 2))
     model = fused(nn.Sequential(Mine(2, 2), layer(2, 2)))

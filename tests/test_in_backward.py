@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import gc
+import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +274,62 @@ def test_backward_that_raises() -> None:
     assert_same(model, twin)
 
 
+def test_a_norm_does_not_count_a_backward_that_raised() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    steps = optimizer.step_in_backward(model, clip_by_previous_norm=1.0, bucket_cap_mb=1e-6)
+    late = torch.ones((), requires_grad=True)
+    late.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ((model.weight[0, 0] * 100) + late * 1).backward()
+    (model.weight[0, 0] * 3).backward()
+    assert steps.grad_norm in (3.0, pytest.approx(3.0))
+
+
+def test_errors_name_the_parameter() -> None:
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step_in_backward(model, bucket_cap_mb=1e-6)
+    loss_of(model, torch.randn(4, 10)).backward()
+    optimizer.state[model[2].weight]["momentum_buffer"] = torch.zeros(2)
+    with pytest.raises((TypeError, ValueError), match=r"parameter '2\.weight'"):
+        loss_of(model, torch.randn(4, 10)).backward()
+
+
+def test_parameters_that_left_the_optimizer_are_left_alone() -> None:
+    model = net()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step_in_backward(model)
+    del optimizer.param_groups[0]["params"][0]
+    loss_of(model, torch.randn(4, 10)).backward()
+    changed = [not torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)]
+    assert changed == [False, True, True, True, True, True]
+
+
+def test_everything_is_freed() -> None:
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    steps = weakref.ref(optimizer.step_in_backward(model))
+    loss_of(model, torch.randn(4, 10)).backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    optim.SGD(twin.parameters(), lr=0.1).step_in_backward(twin)
+    # The parameters alone keep it going.
+    before = model[0].weight.detach().clone()
+    del optimizer
+    gc.collect()
+    loss_of(model, torch.randn(4, 10)).backward()
+    assert not torch.equal(model[0].weight, before)
+    param = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert steps() is None
+    assert param() is None
+
+
 def test_removed() -> None:
     model = net()
     twin = copy.deepcopy(model)
@@ -285,6 +344,11 @@ def test_removed() -> None:
     after.step()
     assert_same(model, twin)
     assert copy.deepcopy(optimizer).in_backward is None
+    old = optimizer.step_in_backward(model)
+    old.remove()
+    new = optimizer.step_in_backward(model)
+    old.remove()
+    assert optimizer.in_backward is new
 
 
 def test_refusals() -> None:
@@ -303,6 +367,12 @@ def test_refusals() -> None:
     optimizer.step_in_backward(model)
     with pytest.raises(RuntimeError, match="called before"):
         optimizer.step_in_backward(model)
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is stepped in backward by another optimizer"):
+        optim.SGD(model.parameters(), lr=0.1).step_in_backward(model)
+    with pytest.raises(TypeError, match=r"model is a NoneType, expected a torch\.nn\.Module"):
+        optim.SGD(model.parameters(), lr=0.1).step_in_backward(None)
+    with pytest.raises(ValueError, match="that requires a gradient"):
+        optim.SGD(model.parameters(), lr=0.1).step_in_backward(copy.deepcopy(model).requires_grad_(False))
     with pytest.raises(NotImplementedError, match="max_grad_norm is 2, but clipping"):
         optimizer.max_grad_norm = 2
     with pytest.raises(NotImplementedError, match="can then have no scaler and no max_grad_norm"):
@@ -472,6 +542,38 @@ def refusals_on_ranks() -> None:
         wrapped.backward(loss_of(wrapped, torch.randn(4, 10)), weight=2)
     with pytest.raises(NotImplementedError, match="has no backward to step in"), wrapped.join():
         pass
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step_in_backward"):
+        wrapped._set_static_graph()
+
+
+def wrappers_that_are_not_given() -> None:
+    """Without an error the ranks' parameters would part."""
+    x = torch.randn(4, 10)
+    for wrapper in (DDP, TorchDDP):
+        model = net()
+        outer = wrapper(model)
+        with pytest.raises(RuntimeError, match=r"give step_in_backward\(\) the wrapper"):
+            optim.SGD(model.parameters(), lr=0.1).step_in_backward(model)
+        del outer
+        gc.collect()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step_in_backward(model)
+        before = [param.detach().clone() for param in model.parameters()]
+        outer = wrapper(model)
+        with pytest.raises(RuntimeError, match=r"parameter '4\..*' of an optimizer that steps in backward is another"):
+            loss_of(outer, x).backward()
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+        optimizer.in_backward.remove()
+        dist.barrier()
+    shared = nn.Linear(10, 10)
+    first, second = DDP(nn.Sequential(shared, nn.Tanh())), DDP(nn.Sequential(shared, nn.ReLU()))
+    with pytest.raises(RuntimeError, match="wrap the model first, into one"):
+        optim.SGD(shared.parameters(), lr=0.1).step_in_backward(first)
+    del second
+
+
+def test_wrappers_that_are_not_given(on_ranks: OnRanks) -> None:
+    on_ranks(wrappers_that_are_not_given)
 
 
 def test_refusals_on_ranks(on_ranks: OnRanks) -> None:

@@ -195,6 +195,9 @@ void Reducer::set_joining(int64_t divisor) {
 void Reducer::set_static_graph() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   noting_errors([&] {
+    if (on_reduced_) {
+      throw EnvironmentError("call _set_static_graph() before optimizer.step_in_backward(), not after.");
+    }
     if (!began_) return;
     throw EnvironmentError(
         "_set_static_graph() should be called before training loop starts: pass static_graph=True to "
@@ -366,6 +369,11 @@ void Reducer::handle_gradient(size_t index, bool came) {
       return;
     }
     begin_unprepared_backward();
+  }
+  if (rpc_context && reuses_memory_) {
+    throw_unsupported(
+        "optimizer.step_in_backward() does not go together with distributed autograd (torch.distributed.autograd), "
+        "which keeps gradients to itself: step after backward.");
   }
   rpc_context_ = std::move(rpc_context);
   if (step_ == Step::kPrepared) begin_backward();

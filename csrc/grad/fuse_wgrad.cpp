@@ -9,13 +9,13 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <mutex>
 
@@ -26,7 +26,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-at::Tensor as_matrix(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+at::Tensor as_matrix(const at::Tensor& tensor) {
+  const at::IntArrayRef sizes = tensor.sizes();
+  return tensor.reshape({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
+}
 
 at::Tensor multiply(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, bool is_conv1d) {
   if (!is_conv1d) return at::linear(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
@@ -53,10 +56,13 @@ bool goes_unseen(const at::Tensor& weight, Node& accumulator) {
   return found != exec_info->end() && found->second.needed_ && !found->second.captures_;
 }
 
-// Backward may run on several threads at a time.
-std::mutex& mutex_of(const at::Tensor& weight) {
-  static std::array<std::mutex, 64> mutexes;
-  return mutexes[std::hash<const void*>()(weight.unsafeGetTensorImpl()) / alignof(c10::TensorImpl) % mutexes.size()];
+// What autograd's own accumulation holds while it reads and writes .grad: backward may run on several threads at a
+// time.
+std::mutex& mutex_of(Node& accumulator) {
+  struct Opened : Node {
+    static std::mutex& mutex(Node& node) { return node.*(&Opened::mutex_); }
+  };
+  return Opened::mutex(accumulator);
 }
 
 at::Tensor place_of(Node& accumulator) {
@@ -73,12 +79,12 @@ bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
   if (!goes_unseen(weight, *accumulator)) return false;
   const auto& keepers = accumulator->pre_hooks();
   if (!keepers.empty()) return dynamic_cast<KeepsGradient&>(*keepers.front()).add(weight_grad);
-  const std::lock_guard<std::mutex> lock(mutex_of(weight));
+  const std::lock_guard<std::mutex> lock(mutex_of(*accumulator));
   at::Tensor& grad = weight.mutable_grad();
   const at::Tensor to = grad.defined() ? grad : place_of(*accumulator);
   if (!to.defined() || to.requires_grad() || to.layout() != at::kStrided || !to.is_contiguous() ||
-      to.sizes() != weight.sizes() || to.device() != weight.device() ||
-      !can_add(weight_grad, to.scalar_type(), /*has_residual=*/false)) {
+      to.sizes() != weight.sizes() || to.device() != weight.device() || to.is_alias_of(weight_grad.left) ||
+      to.is_alias_of(weight_grad.right) || !can_add(weight_grad, to.scalar_type(), /*has_residual=*/false)) {
     return false;
   }
   add(weight_grad, to, /*residual=*/{}, /*starts=*/!grad.defined());
@@ -95,6 +101,8 @@ at::Tensor product_of(const WeightGrad& weight_grad, const at::Tensor& weight) {
   return grad;
 }
 
+constexpr c10::DispatchKeySet kBatched({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+
 struct FusedLinear : torch::autograd::Function<FusedLinear> {
   // The weight as it is multiplied with, which autocast may have cast.
   struct Multiplied {
@@ -107,9 +115,19 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
     // As torch's: what no gradient needs is not kept. (Also the version of a weight that autocast has cast.)
     ctx->save_for_backward({input, input.requires_grad() ? multiplied.weight : at::Tensor()});
     ctx->saved_data["weight"] = weight;
+    ctx->saved_data["version"] = static_cast<int64_t>(weight._version());
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["is_conv1d"] = is_conv1d;
     return multiply(input, multiplied.weight, bias.value_or(at::Tensor()), is_conv1d);
+  }
+
+  // What autocast had cast, with the way back to the weight.
+  static at::Tensor cast_again(AutogradContext* ctx, const at::Tensor& weight, const at::Tensor& cast) {
+    TORCH_CHECK(static_cast<int64_t>(weight._version()) == ctx->saved_data["version"].toInt(),
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                "weight of a linear layer, of shape ",
+                weight.sizes(), ", which backward with create_graph=True needs as it was in the forward.");
+    return weight.to(cast.scalar_type());
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -119,14 +137,16 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &input = saved[0], weight = ctx->saved_data["weight"].toTensor();
     const bool is_conv1d = ctx->saved_data["is_conv1d"].toBool();
-    const bool is_twice = at::GradMode::is_enabled();  // somebody wants gradients of these gradients
+    // Somebody wants gradients of these gradients, or many gradients at once.
+    const bool is_twice = at::GradMode::is_enabled(), is_batched = grad.key_set().has_any(kBatched);
     if (ctx->needs_input_grad(0)) {
-      const at::Tensor by = is_twice ? weight.to(grad.scalar_type()) : saved[1];
+      at::Tensor by = saved[1];
+      if (is_twice && !by.requires_grad() && weight.requires_grad()) by = cast_again(ctx, weight, by);
       results[0] = at::matmul(grad, is_conv1d ? by.t() : by);
     }
     if (ctx->needs_input_grad(1)) {
       const WeightGrad weight_grad = weight_grad_of(input, grad, is_conv1d);
-      if (is_twice) {
+      if (is_twice || is_batched) {
         results[1] = at::mm(weight_grad.left.t(), weight_grad.right);
       } else if (!add_to_grad(weight_grad, weight)) {
         results[1] = product_of(weight_grad, weight);
@@ -139,8 +159,9 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
 
 // Tensors that are nothing else, on devices that we know.
 bool is_plain(const at::Tensor& tensor) {
-  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor._fw_grad(/*level=*/0).defined();
+  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided && !tensor.is_nested() &&
+         !tensor.is_complex() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+         !tensor._fw_grad(/*level=*/0).defined();
 }
 
 }  // namespace

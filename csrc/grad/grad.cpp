@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/grad_accumulator.h"
 #include "base/held_function.h"
 #include "grad/fuse_wgrad.h"
 #include "grad/main_grads.h"
@@ -54,6 +55,10 @@ void register_grad(py::module_& m) {
   // be of torch's kinds.
   m.def("fused_linear", torch::wrap_pybind_function_no_gil(&fused_linear), py::arg("input"), py::arg("weight"),
         py::arg("bias"), py::arg("is_conv1d"));
+  // Of a leaf's accumulator, after it has run: those of DistributedDataParallel's reducers, ours or torch's.
+  m.def(
+      "num_accumulator_hooks", [](const at::Tensor& param) { return grad_accumulator_of(param)->post_hooks().size(); },
+      py::arg("param"));
   py::class_<MainGrads, std::shared_ptr<MainGrads>>(m, "MainGrads")
       .def(py::init(&make_main_grads), py::arg("params"), py::arg("main"), py::arg("was_added"))
       .def("move_to", &MainGrads::move_to, py::arg("index"), py::arg("main"), no_gil())

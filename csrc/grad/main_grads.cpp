@@ -166,13 +166,10 @@ bool MainGrads::add_to(Parameter& param, bool was_added, const Add& add) {
                                            grad.scalar_type() == param.main.scalar_type());
   if (at::GradMode::is_enabled() || !is_ours) return false;
   const at::NoGradGuard no_grad_tracking;
-  const bool starts = !grad.defined() && !was_added;
-  if (!grad.defined()) {
-    grad = param.main;
-  } else if (param.residual.defined() && !is_seen(param, grad)) {
-    param.residual.zero_();
-  }
-  add(grad, starts);
+  const bool is_first = !grad.defined();
+  if (!is_first && param.residual.defined() && !is_seen(param, grad)) param.residual.zero_();
+  add(is_first ? param.main : grad, /*starts=*/is_first && !was_added);
+  if (is_first) grad = param.main;
   grad.unsafeGetTensorImpl()->bump_version();
   see(param);
   return true;

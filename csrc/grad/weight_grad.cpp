@@ -69,8 +69,8 @@ void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int
   }
   for (int half = 0; half < 2; ++half) {
     const __m128i* of = pairs + 4 * half;
-    const std::array<__m128i, 2> first = {_mm_unpacklo_epi32(of[0], of[1]), _mm_unpackhi_epi32(of[0], of[1])};
-    const std::array<__m128i, 2> last = {_mm_unpacklo_epi32(of[2], of[3]), _mm_unpackhi_epi32(of[2], of[3])};
+    const __m128i first[] = {_mm_unpacklo_epi32(of[0], of[1]), _mm_unpackhi_epi32(of[0], of[1])};
+    const __m128i last[] = {_mm_unpacklo_epi32(of[2], of[3]), _mm_unpackhi_epi32(of[2], of[3])};
     for (int i = 0; i < 2; ++i) {
       at::BFloat16* to = out + (4 * half + 2 * i) * ld_out;
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi64(first[i], last[i]));
@@ -199,8 +199,10 @@ void add(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor
     at::addmm_out(to, to, left, weight_grad.right);
   } else if (weight_grad.is_on_cpu()) {
     add_in_blocks(weight_grad, grad, residual, starts);
+    grad.unsafeGetTensorImpl()->bump_version();  // as torch's own products do
   } else if (residual.defined()) {
     add_aside(weight_grad, grad, residual, starts);
+    grad.unsafeGetTensorImpl()->bump_version();
   } else if (starts) {
     at::mm_out(to, left, weight_grad.right, at::kFloat);
   } else {

@@ -13,6 +13,7 @@ from . import watch
 from .clip_grad import clip_grad_norm_
 from .ddp import checked_weight, wrapper_in
 from .optim.base import FusedOptimizer
+from .optim.in_backward import StepInBackward
 
 _NOTHING = torch.zeros(())  # a loss that weighs nothing
 
@@ -93,18 +94,6 @@ class Window:
             if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(f"optimizer[{index}] is a {type(one).__name__}, expected a torch.optim.Optimizer")
         self._ddp = wrapper_in(model, "drivetrain.accumulate()")
-        self._in_backward = [
-            one.in_backward
-            for one in self._optimizers
-            if isinstance(one, FusedOptimizer) and one.in_backward is not None
-        ]
-        if self._in_backward and (self._ddp is not None or scaler is not None or max_grad_norm is not None):
-            raise NotImplementedError(
-                "after optimizer.step_in_backward() the gradients of a window are used while its last backward runs. "
-                "drivetrain.accumulate() can then have no scaler and no max_grad_norm, which need all of them first, "
-                "and no DistributedDataParallel, whose ranks know the sum of their weights at the end: use no_sync() "
-                "there, without weights."
-            )
         self._steps = steps
         self._scaler = scaler
         self._scheduler = scheduler
@@ -112,6 +101,8 @@ class Window:
         self._entered = self._is_open = False
         self._handles: list[Any] = []  # hooks on the model and the optimizers, while the block lasts
         self._is_stepping = False
+        self._in_backward: list[StepInBackward] = []
+        self._check_in_backward()
         self._micro_steps = 0
         self._weight = 0.0  # of this rank's micro-batches in the window under way
         self._begun: Any = None  # the all-reduce that told the other ranks of it
@@ -127,6 +118,7 @@ class Window:
     def __enter__(self) -> "Window":
         if self._entered:
             raise RuntimeError("this window was used before: call drivetrain.accumulate() for every with block.")
+        self._check_in_backward()
         for param in self._params():
             if param.grad is not None and param.grad.count_nonzero() > 0:
                 raise RuntimeError(
@@ -184,6 +176,7 @@ class Window:
             )
         weight = checked_weight(float(weight))
         self._check_untouched()
+        self._check_in_backward()
         is_last = self._micro_steps + 1 >= self._steps
         try:
             self._announce()
@@ -354,6 +347,18 @@ class Window:
         return [param for param in self._params() if id(param) not in reduced]
 
     # ---- Mistakes.
+
+    def _check_in_backward(self) -> None:
+        """Finds the optimizers that step in backward."""
+        found = [one.in_backward for one in self._optimizers if isinstance(one, FusedOptimizer)]
+        self._in_backward = [steps for steps in found if steps is not None]
+        if self._in_backward and not (self._ddp is None and self._scaler is None and self._max_grad_norm is None):
+            raise NotImplementedError(
+                "after optimizer.step_in_backward() the gradients of a window are used while its last backward runs. "
+                "drivetrain.accumulate() can then have no scaler and no max_grad_norm, which need all of them first, "
+                "and no DistributedDataParallel, whose ranks know the sum of their weights at the end: use no_sync() "
+                "there, without weights."
+            )
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_stepping:

@@ -35,12 +35,18 @@ def fuse_wgrad(model: nn.Module) -> None:
     without a copy), for float16 on the CPU, and bfloat16 there on processors without AVX-512. Regions under
     torch.compile, functional transforms (torch.func), and tensor subclasses take torch's own layers.
 
+    The layers' classes are drivetrain's from here on, which what compares classes must know (torch.jit.script,
+    quantize_dynamic), and so must files of whole models: fuse what you train, not what you ship.
+
     Args:
         model: has at least one such layer. Freezing weights later is fine.
 
     Raises:
+        TypeError: it is no module.
         ValueError: it has none.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
     fused = {module: layer for module in model.modules() if (layer := _fused(type(module))) is not None}
     if not fused:
         raise ValueError(

@@ -1,7 +1,9 @@
 """The reducer as torch's DistributedDataParallel calls it: the native one, plus what needs torch's Python objects."""
 
+import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +30,11 @@ def _are_held(tensors: list[torch.Tensor], params: Sequence[nn.Parameter]) -> bo
         sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) + (id(tensors[i]) in main)
         for i in range(len(tensors))
     )
+
+
+def _tell(of: "weakref.ref[Reducer]", indices: list[int], is_last: bool) -> None:
+    if (reducer := of()) is not None:
+        reducer.tell(indices, is_last)
 
 
 class Reducer(_C.Reducer):
@@ -103,7 +110,7 @@ class Reducer(_C.Reducer):
         """`call` is given the parameters of each bucket once their `.grad` are reduced, inside backward where that can
         be; it may take these away. And whether the bucket is the backward's last. All ranks must do so together."""
         self._on_reduced.append(call)
-        self.set_on_reduced(self._tell)
+        self.set_on_reduced(functools.partial(_tell, weakref.ref(self)))  # what native code holds, gc cannot see
 
     def remove_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
         """`call` hears of no more."""
@@ -116,7 +123,8 @@ class Reducer(_C.Reducer):
         """Whether somebody hears of reduced buckets."""
         return bool(self._on_reduced)
 
-    def _tell(self, indices: list[int], is_last: bool) -> None:
+    def tell(self, indices: list[int], is_last: bool) -> None:
+        """Of a bucket that is reduced."""
         for call in self._on_reduced:
             call([self._params[index] for index in indices], is_last)
 

@@ -262,21 +262,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         buckets share the memory of a few (not with find_unused_parameters, a static graph or main_grads(), where the
         arena stays as it is); every rank must call this, between backwards.
 
-        The loop may stay as it is: `step()` then steps what backward has left, of parameters that are not the model's
-        for example, and `zero_grad()` finds nothing. Learning rates are those of the time of backward. To accumulate
-        micro-batches, run all but the last backward under the returned object's `no_step()`, or all of them in
-        drivetrain.accumulate(); a backward that steps adds its gradients to what is there and steps with the sum.
+        The loop may stay as it is, but for clipping, which must go: afterwards there is nothing to clip. `step()` then
+        steps what backward has left, of parameters that are not the model's for example; hooks on steps, and what a
+        scheduler counts, belong to it still. `zero_grad()` finds nothing. Learning rates are those of the time of
+        backward. To accumulate micro-batches, run all but the last backward under the returned object's `no_step()`, or
+        all of them in drivetrain.accumulate(); a backward that steps adds its gradients to what is there and steps with
+        the sum.
 
-        What this cannot be: an exception inside backward leaves those parameters stepped whose turn had come. A
-        parameter whose gradient comes in several parts in one backward (reentrant activation checkpointing around it
-        twice) would be stepped with each. `max_grad_norm` and GradScaler need all gradients before the first is used,
-        and raise.
+        What this cannot be: an exception inside backward leaves those parameters stepped whose turn had come. Gradients
+        that are not finite are stepped with. A parameter whose gradient comes in several parts in one backward
+        (reentrant activation checkpointing around it twice) would be stepped with each. Only one thread's backward may
+        step. `max_grad_norm` and GradScaler need all gradients before the first is used, and raise; a scaler when it is
+        told to step, after the first backward has used gradients that were scaled.
 
         Args:
             model: some of its parameters are this optimizer's. Wrap it into DistributedDataParallel first.
             clip_by_previous_norm: a norm: the gradients of a backward are scaled as if their own norm were that of the
                 backward before (the first are not scaled). Not what torch.nn.utils.clip_grad_norm_ does: a sudden spike
-                passes, and the step after it is clipped.
+                passes, and the step after it is clipped. Not with reentrant activation checkpointing.
             bucket_cap_mb: MiB of gradients that are collected before a step; DistributedDataParallel has its own.
 
         Returns:
@@ -284,9 +287,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: max_grad_norm is set; the model is wrapped into another parallel class.
+            TypeError: model is no module.
             ValueError: clip_by_previous_norm or bucket_cap_mb is not above 0; none of the model's parameters is the
                 optimizer's.
-            RuntimeError: backward steps already.
+            RuntimeError: backward steps already; a DistributedDataParallel that is not in the model reduces some of the
+                parameters (found in backward, if it wraps them later).
         """
         if self.in_backward is not None:
             raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")

@@ -1,5 +1,7 @@
 """Steps inside backward: of each parameter as soon as its gradient is there, whose memory is then free for others."""
 
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,14 @@ WHY_NOT_CLIPPED = (
     "step_in_backward() the first is gone by then: leave max_grad_norm None, or clip by the norm of the step before, "
     "step_in_backward(model, clip_by_previous_norm=...)."
 )
+
+
+_STEPPED_BY = "_drivetrain_stepped_by"  # a parameter's attribute
+
+
+def _on_gradient(of: "weakref.ref[StepInBackward]", param: Tensor) -> None:
+    if (steps := of()) is not None:
+        steps.on_gradient(param)
 
 
 class StepInBackward:
@@ -41,27 +51,35 @@ class StepInBackward:
         self._is_off = False
         self._squares: Tensor | None = None  # the sum over the gradients of the backward under way
         self._norm: Tensor | None = None  # of those of the last one
-        places: dict[Tensor, tuple[int, int]] = {
-            param: (group, place)
-            for group, params in enumerate(group["params"] for group in optimizer.param_groups)
-            for place, param in enumerate(params)
-        }
-        self._places: dict[Tensor, tuple[int, int]] = {
-            param: places[param] for param in model.parameters() if param in places
-        }
-        if not self._places:
-            names = f"the model, a {type(model).__name__}, has no parameter of this {type(optimizer).__name__}"
-            raise ValueError(f"{names}: give the module whose parameters the optimizer was made with.")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
+        names = {param: name for name, param in model.named_parameters() if param.requires_grad}
+        owned = {param for group in optimizer.param_groups for param in group["params"]}
+        self._names: dict[Tensor, str] = {param: name for param, name in names.items() if param in owned}
+        if not self._names:
+            what = f"the model, a {type(model).__name__}, has no parameter of this {type(optimizer).__name__}"
+            raise ValueError(f"{what} that requires a gradient: give the module that the optimizer was made for.")
         self._ddp = wrapper_in(model, "step_in_backward()")
+        for param, name in self._names.items():
+            if getattr(param, _STEPPED_BY, None) is not None:
+                raise RuntimeError(f"parameter {name!r} is stepped in backward by another optimizer already")
+            self._check_reducers(param)
         self._handles: list[Any] = []
         if self._ddp is None:
+            on_gradient = functools.partial(_on_gradient, weakref.ref(self))
             self._handles = [
-                param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-                for param in self._places
-                if param.requires_grad
+                param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                for param in self._names
             ]
         else:
             self._ddp.reducer.add_on_reduced(self._on_reduced)
+        for param in self._names:
+            # What keeps this alive: autograd's hooks, which the garbage collector cannot see through, do not.
+            setattr(param, _STEPPED_BY, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As None: a parameter that is saved or copied is not stepped in backward."""
+        return type(None), ()
 
     @property
     def grad_norm(self) -> float | None:
@@ -84,20 +102,28 @@ class StepInBackward:
                 self._is_off = before
 
     def remove(self) -> None:
-        """Backward steps no more."""
+        """Backward steps no more. Under DistributedDataParallel every rank must call it. A second call does nothing."""
+        if self._optimizer.in_backward is not self:
+            return
+        self._optimizer.in_backward = None
         if self._ddp is not None:
             self._ddp.reducer.remove_on_reduced(self._on_reduced)
         for handle in self._handles:
             handle.remove()
-        self._optimizer.in_backward = None
+        for param in self._names:
+            delattr(param, _STEPPED_BY)
 
     # ---- Who says that a gradient is there.
 
-    def _on_gradient(self, param: Tensor) -> None:
+    def on_gradient(self, param: Tensor) -> None:
+        """Of one parameter, accumulated."""
         if self._is_off or param.grad is None:
             return
+        self._check_reducers(param)
         task = torch._C._current_graph_task_id()
         if task != self._task:
+            if self._task is not None:  # that one has raised
+                self._squares = None
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if id(param) not in self._pending:
@@ -107,9 +133,21 @@ class StepInBackward:
             self._flush()
 
     def _on_reduced(self, params: Sequence[Tensor], is_last: bool) -> None:
-        self._step([param for param in params if param in self._places and param.grad is not None])
+        mine = [param for param in params if param in self._names and param.grad is not None]
+        for param in mine:
+            self._check_reducers(param)
+        self._step(mine)
         if is_last:
             self._end_norm()
+
+    def _check_reducers(self, param: Tensor) -> None:
+        """Raises for a gradient that is not yet reduced when it is stepped with, or reduced by somebody else, too."""
+        if _C.num_accumulator_hooks(param) > (self._ddp is not None):
+            raise RuntimeError(
+                f"parameter {self._names[param]!r} of an optimizer that steps in backward is another "
+                "DistributedDataParallel's: wrap the model first, into one, and give step_in_backward() the wrapper. "
+                "Without that the ranks' parameters would part."
+            )
 
     def _flush(self) -> None:
         # Somebody may have taken gradients away since: zero_grad() after a backward that raised, for example.
@@ -129,12 +167,12 @@ class StepInBackward:
         """Of parameters that have gradients, which are gone then."""
         if not params:
             return
-        places = sorted(self._places[param] for param in params)
         groups = []
-        for index, group in enumerate(self._optimizer.param_groups):
-            chosen = [place for of_group, place in places if of_group == index]
-            some = {key: [group[key][place] for place in chosen] for key in ("params", "param_names") if key in group}
-            groups.append({**group, **some})
+        left = {id(param): param for param in params}
+        for group in self._optimizer.param_groups:
+            chosen = [left.pop(id(param)) for param in group["params"] if id(param) in left] if left else []
+            groups.append({**group, "params": chosen, "param_names": [self._names[param] for param in chosen]})
+        params = [param for param in params if id(param) not in left]  # others have left the optimizer
         grads = [param.grad for param in params if param.grad is not None]
         grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())

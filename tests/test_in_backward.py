@@ -305,6 +305,9 @@ def test_parameters_that_left_the_optimizer_are_left_alone() -> None:
     loss_of(model, torch.randn(4, 10)).backward()
     changed = [not torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)]
     assert changed == [False, True, True, True, True, True]
+    optimizer.param_groups[0]["params"].clear()
+    loss_of(model, torch.randn(4, 10)).backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_everything_is_freed() -> None:

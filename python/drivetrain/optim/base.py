@@ -344,7 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The step of `groups`, which are this optimizer's, or copies with some of their parameters.
 
         Args:
-            reader: the one of the last step of the same parameters, or a new one.
+            reader: is quick to read again what it has read last, so best one for the same parameters each time.
         """
         asked = [self._asked_by(group, index) for index, group in enumerate(groups)]
         rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]

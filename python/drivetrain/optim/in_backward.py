@@ -20,8 +20,6 @@ WHY_NOT_CLIPPED = (
     "step_in_backward() the first is gone by then: leave max_grad_norm None, or clip by the norm of the step before, "
     "step_in_backward(model, clip_by_previous_norm=...)."
 )
-
-
 _STEPPED_BY = "_drivetrain_stepped_by"  # a parameter's attribute
 
 
@@ -165,14 +163,14 @@ class StepInBackward:
 
     def _step(self, params: Sequence[Tensor]) -> None:
         """Of parameters that have gradients, which are gone then."""
-        if not params:
-            return
         groups = []
         left = {id(param): param for param in params}
         for group in self._optimizer.param_groups:
             chosen = [left.pop(id(param)) for param in group["params"] if id(param) in left] if left else []
             groups.append({**group, "params": chosen, "param_names": [self._names[param] for param in chosen]})
         params = [param for param in params if id(param) not in left]  # others have left the optimizer
+        if not params:
+            return
         grads = [param.grad for param in params if param.grad is not None]
         grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())

@@ -112,8 +112,8 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const Multiplied& multiplied, bool is_conv1d) {
     ctx->set_materialize_grads(false);
-    // As torch's layer: a weight that the input's gradient does not need is not kept, and one that autocast has cast may
-    // change before backward.
+    // As torch's layer: a weight that the input's gradient does not need is not kept, and one that autocast has cast
+    // may change before backward.
     ctx->save_for_backward({input, input.requires_grad() ? multiplied.weight : at::Tensor()});
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["version"] = static_cast<int64_t>(weight._version());

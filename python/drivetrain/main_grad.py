@@ -38,7 +38,8 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
     Gradients of backward(create_graph=True) and sparse ones are autograd's own business, and keep its accumulation.
 
     Args:
-        model: has parameters in bfloat16 or float16; those in other dtypes, and frozen ones, stay as they are.
+        model: has parameters in bfloat16 or float16; those in other dtypes, and frozen ones, stay as they are. Main
+            gradients live as long as it, so give the model itself, not a list of modules made for the call.
         bits: 32 or 24.
 
     Raises:

@@ -509,6 +509,32 @@ def test_buckets_share_memory(on_ranks: OnRanks, transport: str, dtype: torch.dt
     on_ranks(buckets_that_share_memory, transport, dtype)
 
 
+def replicas_that_are_compared() -> str:
+    torch.manual_seed(1)
+    model = DDP(deep(), bucket_cap_mb=0.1, check_replicas_every=2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step_in_backward(model)
+    for _ in range(4):
+        loss_of(model, torch.randn(4, 128)).backward()
+    with torch.no_grad():
+        model.module[5].weight.add_(dist.get_rank())
+    loss_of(model, torch.randn(4, 128)).backward()
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(model, torch.randn(4, 128)).backward()
+    return str(caught.value)
+
+
+def test_replicas_are_compared_as_they_were_before_steps(on_ranks: OnRanks) -> None:
+    assert all("'5.weight'" in message for message in on_ranks(replicas_that_are_compared))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    words = nn.Embedding(10, 4, sparse=True)
+    optim.SGD(words.parameters(), lr=0.1).step_in_backward(words, clip_by_previous_norm=1.0)
+    with pytest.raises(RuntimeError, match=r"weight.*sparse"):
+        words(torch.tensor([1, 3])).sum().backward()
+
+
 def main_gradients_keep_the_arena() -> None:
     torch.manual_seed(1)
     net = deep().bfloat16()

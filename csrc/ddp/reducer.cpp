@@ -422,6 +422,14 @@ void Reducer::begin_backward() {
     scaling_.before = 1.0 / comm_->size();
   }
   if (comm_hook_) scaling_.before = 1;  // a hook gets sums, and divides
+  replica_hashes_ = at::Tensor();
+  if (options_.check_replicas_every > 0 && !is_joining_ && (steps_ + 1) % options_.check_replicas_every == 0) {
+    std::vector<at::Tensor> tensors;  // as they are before any is stepped in backward
+    for (const Parameter& param : params_) tensors.push_back(param.tensor);
+    replica_hashes_ = at::zeros({comm_->size()}, at::kLong);
+    replica_hashes_.data_ptr<int64_t>()[comm_->rank()] = hash_of(tensors);
+    replica_hashes_ = replica_hashes_.to(params_[0].tensor.device());
+  }
   if (graph_ == Graph::kStaticKnown) {
     unused_.clear();
     for (size_t i = 0; i < params_.size(); ++i) {
@@ -521,14 +529,7 @@ bool Reducer::start_full_buckets() {
     used_reduce_ = comm_->start_sum(global_used_);
   }
   if (weight_) weight_reduce_ = comm_->start_sum(weight_sum_);
-  if (options_.check_replicas_every > 0 && !is_joining_ && (steps_ + 1) % options_.check_replicas_every == 0) {
-    std::vector<at::Tensor> tensors;
-    for (const Parameter& param : params_) tensors.push_back(param.tensor);
-    replica_hashes_ = at::zeros({comm_->size()}, at::kLong);
-    replica_hashes_.data_ptr<int64_t>()[comm_->rank()] = hash_of(tensors);
-    replica_hashes_ = replica_hashes_.to(device);
-    replica_reduce_ = comm_->start_sum(replica_hashes_);
-  }
+  if (replica_hashes_.defined()) replica_reduce_ = comm_->start_sum(replica_hashes_);
   return true;
 }
 

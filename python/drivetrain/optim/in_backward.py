@@ -184,6 +184,8 @@ class StepInBackward:
 
     def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:
         """What gradients are divided by, given the norm of the backward before; this one's is added up."""
+        if any(grad.layout != torch.strided for grad in grads):
+            return self.divisor  # the step says what is wrong with them
         if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
             squares = torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
         else:

@@ -380,6 +380,9 @@ def test_refusals() -> None:
         optimizer.max_grad_norm = 2
     with pytest.raises(NotImplementedError, match="can then have no scaler and no max_grad_norm"):
         drivetrain.accumulate(model, optimizer, 2, max_grad_norm=1.0)
+    loss_of(model, torch.randn(4, 10)).backward()
+    with pytest.raises(NotImplementedError, match=r"clip_grad_norm_\(\) finds no gradient: clipping by the norm"):
+        drivetrain.clip_grad_norm_(model.parameters(), 1.0)
     for scaler in (torch.amp.GradScaler("cpu"), drivetrain.amp.GradScaler("cpu")):
         scaler.scale(loss_of(model, torch.randn(4, 10))).backward()
         with pytest.raises((RuntimeError, AssertionError), match=r"GradScaler looks at all|No inf checks"):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _C
+from .optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
 
 
 def clip_grad_norm_(
@@ -32,10 +33,13 @@ def clip_grad_norm_(
         the norm before clipping: float32 [], float64 for float64 gradients.
 
     Raises:
+        NotImplementedError: backward has stepped the parameters (step_in_backward()) and left nothing to clip.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
+    if not grads and any(is_stepped_in_backward(param) for param in params):
+        raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
     if not grads or float(norm_type) != 2.0 or not all(map(_is_plain, grads)):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _C.sum_of_squares(grads) ** 0.5

@@ -23,6 +23,11 @@ WHY_NOT_CLIPPED = (
 _STEPPED_BY = "_drivetrain_stepped_by"  # a parameter's attribute
 
 
+def is_stepped_in_backward(param: Tensor) -> bool:
+    """Whether some optimizer does so."""
+    return getattr(param, _STEPPED_BY, None) is not None
+
+
 def _on_gradient(of: "weakref.ref[StepInBackward]", param: Tensor) -> None:
     if (steps := of()) is not None:
         steps.on_gradient(param)
@@ -59,7 +64,7 @@ class StepInBackward:
             raise ValueError(f"{what} that requires a gradient: give the module that the optimizer was made for.")
         self._ddp = wrapper_in(model, "step_in_backward()")
         for param, name in self._names.items():
-            if getattr(param, _STEPPED_BY, None) is not None:
+            if is_stepped_in_backward(param):
                 raise RuntimeError(f"parameter {name!r} is stepped in backward by another optimizer already")
             self._check_reducers(param)
         self._handles: list[Any] = []

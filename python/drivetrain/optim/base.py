@@ -262,9 +262,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         buckets share the memory of a few (not with find_unused_parameters, a static graph or main_grads(), where the
         arena stays as it is); every rank must call this, between backwards.
 
-        The loop may stay as it is, but for clipping, which must go: there is nothing to clip after backward. `step()` then
-        steps what backward has left, of parameters that are not the model's for example; hooks on steps, and what a
-        scheduler counts, belong to it still. `zero_grad()` finds nothing. Learning rates are those of the time of
+        The loop may stay as it is, but for clipping, which must go: there is nothing to clip after backward. `step()`
+        then steps what backward has left, of parameters that are not the model's for example; hooks on steps, and what
+        a scheduler counts, belong to it still. `zero_grad()` finds nothing. Learning rates are those of the time of
         backward. To accumulate micro-batches, run all but the last backward under the returned object's `no_step()`, or
         all of them in drivetrain.accumulate(); a backward that steps adds its gradients to what is there and steps with
         the sum.

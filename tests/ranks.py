@@ -44,6 +44,7 @@ class RankPool:
             succeeded, result = connection.recv()
             (results if succeeded else failures).append(result if succeeded else f"rank {rank}:\n{result}")
         if failures:
+            self.close()  # what a failed call left behind, torch's count of groups for one, is not the next one's
             raise AssertionError("\n".join(failures))
         return results
 
@@ -79,6 +80,7 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_S),
             )
+            dist.barrier()  # a rank that leaves while another still connects fails it
             answer = (True, function(*args))
         except BaseException:  # everything, pytest's own failures included, goes to the parent
             answer = (False, traceback.format_exc())

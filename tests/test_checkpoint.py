@@ -657,7 +657,7 @@ def test_an_error_of_the_function(call: int) -> None:
 
 
 def hash_of(data: bytes) -> int:
-    """csrc/activation/hash*.cpp in Python."""
+    """csrc/base/hash*.cpp in Python."""
 
     def mix(hash: int, word: int) -> int:
         hash = (hash ^ word) * 0x9E3779B97F4A7C15 % 2**64

@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "activation/activation.h"
-#include "activation/hash.h"
 #include "base/check.h"
+#include "base/hash.h"
 
 namespace py = pybind11;
 

@@ -3,7 +3,11 @@
 
 #include <cstdint>
 
-namespace drivetrain::activation {
+namespace drivetrain {
+
+#if defined(DRIVETRAIN_ISA)
+inline namespace DRIVETRAIN_ISA {  // as in optim/storage.h
+#endif
 
 // Multiplies by an odd number and shifts: one-to-one in either argument, so that where all but one word agree, a hash
 // differs for certain.
@@ -11,6 +15,10 @@ inline uint64_t mix(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
   return hash ^ (hash >> 29);
 }
+
+#if defined(DRIVETRAIN_ISA)
+}
+#endif
 
 constexpr int64_t kHashChunk = 1 << 20;  // bytes that one thread hashes at a time
 
@@ -27,4 +35,4 @@ namespace avx512 {
 uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size);
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain

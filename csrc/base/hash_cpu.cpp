@@ -1,9 +1,9 @@
 // One chunk's hash: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch header.
 #include <cstring>
 
-#include "activation/hash.h"
+#include "base/hash.h"
 
-namespace drivetrain::activation::DRIVETRAIN_ISA {
+namespace drivetrain::DRIVETRAIN_ISA {
 namespace {
 
 constexpr int kLanes = 32;  // words that are mixed side by side, each with the one 256 bytes further on
@@ -11,12 +11,6 @@ constexpr int kLanes = 32;  // words that are mixed side by side, each with the 
 struct Lanes {
   uint64_t words[kLanes];
 };
-
-// Not hash.h's inline function: the linker would keep one instruction set's copy of it for all.
-inline uint64_t mix_here(uint64_t hash, uint64_t word) {
-  hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-  return hash ^ (hash >> 29);
-}
 
 }  // namespace
 
@@ -28,11 +22,11 @@ uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size) {
     const int64_t count = size - at < kStripe ? size - at : kStripe;
     if (count < kStripe) std::memset(&stripe, 0, sizeof stripe);
     std::memcpy(&stripe, bytes + at, count);
-    for (int lane = 0; lane < kLanes; ++lane) lanes.words[lane] = mix_here(lanes.words[lane], stripe.words[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) lanes.words[lane] = mix(lanes.words[lane], stripe.words[lane]);
   }
   uint64_t hash = size;
-  for (int lane = 0; lane < kLanes; ++lane) hash = mix_here(hash, lanes.words[lane]);
+  for (int lane = 0; lane < kLanes; ++lane) hash = mix(hash, lanes.words[lane]);
   return hash;
 }
 
-}  // namespace drivetrain::activation::DRIVETRAIN_ISA
+}  // namespace drivetrain::DRIVETRAIN_ISA

@@ -1,5 +1,5 @@
 // The hash of bytes: chunks on all threads, then the chunks' hashes in order.
-#include "activation/hash.h"
+#include "base/hash.h"
 
 #include <ATen/Parallel.h>
 
@@ -8,7 +8,7 @@
 
 #include "base/cpu_isa.h"
 
-namespace drivetrain::activation {
+namespace drivetrain {
 
 uint64_t hash_bytes(const void* bytes, int64_t size) {
   const auto hash_chunk = for_chosen_isa(baseline::hash_chunk_cpu, avx2::hash_chunk_cpu, avx512::hash_chunk_cpu);
@@ -24,4 +24,4 @@ uint64_t hash_bytes(const void* bytes, int64_t size) {
   return hash;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain

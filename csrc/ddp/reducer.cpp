@@ -229,8 +229,7 @@ void Reducer::set_optimizer_in_backward() {
 void Reducer::set_on_reduced(std::function<void(const std::vector<size_t>&, bool)> on_reduced) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   on_reduced_ = std::move(on_reduced);
-  const bool reuses = on_reduced_ && !low_precision_ && !on_moved_ && graph_ == Graph::kDynamic &&
-                      !options_.find_unused_parameters && !options_.skip_unused_buckets;
+  const bool reuses = can_hand_over_early() && graph_ == Graph::kDynamic && !on_moved_;
   if (reuses == reuses_memory_) return;
   const at::NoGradGuard no_grad_tracking;
   reset();
@@ -669,10 +668,14 @@ void Reducer::finish_bucket(Bucket& bucket) {
   }
 }
 
-// Hands over what is reduced by now, in order, and waits for the first so many buckets. What else is known at the end
-// of backward only stays until then.
+// Whether a bucket that is reduced is done with; else what becomes of it is known at the end of backward only.
+bool Reducer::can_hand_over_early() const {
+  return on_reduced_ && !shares_used_map() && !options_.skip_unused_buckets && !low_precision_ && !rpc_context_;
+}
+
+// Hands over what is reduced by now, in order, and waits for the first so many buckets.
 void Reducer::hand_over_reduced(size_t waits_for) {
-  if (!on_reduced_ || shares_used_map() || options_.skip_unused_buckets || low_precision_ || rpc_context_) return;
+  if (!can_hand_over_early()) return;
   while (next_to_hand_over_ < next_bucket_) {
     Bucket& bucket = buckets_[next_to_hand_over_];
     if (bucket.reduce) {

@@ -293,6 +293,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_skipped(const Bucket& bucket) const;
   bool shares_used_map() const;
   void finalize_backward();
+  bool can_hand_over_early() const;
   void hand_over_reduced(size_t waits_for);
   void make_room_for(const Bucket& bucket);
   void hand_over_next();

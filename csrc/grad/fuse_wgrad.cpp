@@ -19,6 +19,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include "base/grad_accumulator.h"
+
 namespace drivetrain::grad {
 namespace {
 
@@ -75,7 +77,7 @@ at::Tensor place_of(Node& accumulator) {
 // Whether it is there.
 bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
   if (!weight.is_leaf() || !weight.requires_grad()) return false;  // computed, or frozen since
-  const auto accumulator = torch::autograd::impl::grad_accumulator(weight);
+  const auto accumulator = grad_accumulator_of(weight);
   if (!goes_unseen(weight, *accumulator)) return false;
   const auto& keepers = accumulator->pre_hooks();
   if (!keepers.empty()) return dynamic_cast<KeepsGradient&>(*keepers.front()).add(weight_grad);

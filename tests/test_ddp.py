@@ -557,16 +557,19 @@ def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:
     on_ranks(shared_parameters)
 
 
+class Fails(torch.autograd.Function):
+    """In backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("late")
+
+
 def interrupted() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("late")
-
     ours = DDP(nn.Linear(10, 3))
     x = inputs().requires_grad_()
     message_of(ValueError, lambda: ours(Fails.apply(x)).sum().backward())  # after the last gradient

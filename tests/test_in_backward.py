@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import drivetrain
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import optim
-from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
+from test_ddp import SMALL_BUCKETS, Fails, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 
 CAPS = [1e-6, 0.002, 25.0]  # MiB: each parameter, some together, all
 Make = Callable[[Any], optim.base.FusedOptimizer]
@@ -250,22 +250,13 @@ def test_another_use_of_a_stepped_weight_is_an_error() -> None:
 
 
 def test_backward_that_raises() -> None:
-    class Raising(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("stop")
-
     model = net()
     twin = copy.deepcopy(model)
     optimizer, after = optim.SGD(model.parameters(), lr=0.1), optim.SGD(twin.parameters(), lr=0.1)
     optimizer.step_in_backward(model)
     x = torch.randn(4, 10)
-    with pytest.raises(ValueError, match="stop"):
-        model[2:](Raising.apply(model[:2](x))).sum().backward()
+    with pytest.raises(ValueError, match="late"):
+        model[2:](Fails.apply(model[:2](x))).sum().backward()
     assert_same(model, twin)  # the bucket was not full
     optimizer.zero_grad()
     for each in (model, twin):

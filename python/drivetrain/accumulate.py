@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import watch
 from .clip_grad import clip_grad_norm_
 from .ddp import checked_weight, wrapper_in
+from .optim.arguments import check_max_grad_norm
 from .optim.base import FusedOptimizer
 from .optim.in_backward import StepInBackward
 
@@ -85,10 +86,7 @@ class Window:
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps is {steps}, expected a number of micro-batches per step, 1 or more")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(
-                f"max_grad_norm is {max_grad_norm}, expected a number above 0 (inf: only measure), or None"
-            )
+        check_max_grad_norm(max_grad_norm)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for index, one in enumerate(self._optimizers):
             if not isinstance(one, torch.optim.Optimizer):

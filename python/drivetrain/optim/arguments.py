@@ -1,6 +1,12 @@
-"""What torch's constructors check, for the classes that torch does not have."""
+"""Checks of arguments; in torch's words for the classes that torch does not have."""
 
 from torch import Tensor
+
+
+def check_max_grad_norm(value: float | None) -> None:
+    """Raises ValueError for what no norm can be clipped to."""
+    if value is not None and not value > 0:
+        raise ValueError(f"max_grad_norm is {value}, expected a number above 0 (inf: only measure), or None")
 
 
 def check_arguments(lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:

@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from .. import _C
 from . import precision
+from .arguments import check_max_grad_norm
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .report import Counts, Report, report_of
 
@@ -124,8 +125,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not value > 0:
-            raise ValueError(f"max_grad_norm is {value}, expected a number above 0 (inf: only measure), or None")
+        check_max_grad_norm(value)
         if value is not None and self.in_backward is not None:
             raise NotImplementedError(f"max_grad_norm is {value}, but {WHY_NOT_CLIPPED}")
         self._max_grad_norm = value

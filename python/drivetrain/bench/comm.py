@@ -3,7 +3,6 @@ the process group's."""
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,25 +82,29 @@ def _comm(choice: str, wire_dtype: torch.dtype | None = None) -> _C.Comm:
     return transport.make_comm(choice, dist.group.WORLD, torch.device("cpu"), wire_dtype)
 
 
-def _inputs(numel: int) -> list[torch.Tensor]:
+def _inputs(numel: int, num_ranks: int = RANKS) -> list[torch.Tensor]:
     """Every rank's values: whole numbers, so that the sum is exact in any order."""
-    return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(RANKS)]
+    return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(num_ranks)]
 
 
-def _timed(calls: dict[str, _Call], inputs: list[torch.Tensor], rounds: int) -> list[list[float]]:
+def _timed(
+    calls: dict[str, _Call], inputs: list[torch.Tensor], rounds: int, device: torch.device | None = None
+) -> list[list[float]]:
     """Seconds of each call, per round: of the rank that takes longer, from all having come."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 5):
         for name in calls if i % 2 else reversed(calls):
             values, call, expected = calls[name]
             values.copy_(inputs[dist.get_rank()])
+            if values.is_cuda:
+                torch.cuda.synchronize()
             meet()
-            begin = time.perf_counter()
-            call()
-            seconds = time.perf_counter() - begin
+            timer = Timer(device)
+            with timer:
+                call()
+            slowest = torch.tensor(timer.seconds(), dtype=torch.float64)
             if not torch.equal(values, expected):
                 raise RuntimeError(f"round {i}: the sum of {values.numel()} elements by {name} is wrong")
-            slowest = torch.tensor([seconds], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[name].append(slowest.item())
     return [values[5:] for values in times.values()]
@@ -138,33 +141,18 @@ def _measure_gpu(device_type: str, numel: int, rounds: int) -> list[list[float]]
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     assert dist.group.WORLD is not None
     comm = transport.make_comm("nccl" if is_cuda else "torch", dist.group.WORLD, device, None)
-    ranks = range(1, dist.get_world_size() + 1)
-    values = torch.arange(numel, device=device).remainder_(1000).float() * (dist.get_rank() + 1)
-    expected = torch.arange(numel, device=device).remainder_(1000).float() * sum(ranks)  # exact in any order
-    theirs, ours = torch.empty_like(values), comm.allocate(4 * numel, str(device)).view(torch.float32)
-    sides: tuple[tuple[torch.Tensor, Callable[[], Any]], ...] = (
-        (theirs, lambda: dist.all_reduce(theirs)),
-        (ours, lambda: comm.all_reduce(ours, mean=False)),
+    inputs = [values.to(device) for values in _inputs(numel, dist.get_world_size())]
+    expected = torch.stack(inputs).sum(0)
+    theirs, ours = torch.empty_like(expected), comm.allocate(4 * numel, str(device)).view(torch.float32)
+    return _timed(
+        {
+            "torch": (theirs, lambda: dist.all_reduce(theirs), expected),
+            "drivetrain": (ours, lambda: comm.all_reduce(ours, mean=False), expected),
+        },
+        inputs,
+        rounds,
+        device,
     )
-    times: list[list[float]] = [[] for _ in sides]
-    for i in range(rounds + 5):
-        for which in (0, 1) if i % 2 else (1, 0):
-            tensor, call = sides[which]
-            tensor.copy_(values)
-            timer = Timer(device)
-            if is_cuda:
-                torch.cuda.synchronize()
-            meet()
-            with timer:
-                call()
-            slowest = torch.tensor(timer.seconds(), dtype=torch.float64)
-            if not torch.equal(tensor, expected):
-                raise RuntimeError(
-                    f"round {i}: the sum of {numel} elements by {('torch', 'drivetrain')[which]} is wrong"
-                )
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times[which].append(slowest.item())
-    return [seconds[5:] for seconds in times]
 
 
 def _rows(what: str, numel: int, target: float | None, times: list[list[float]], num_ranks: int = RANKS) -> list[Row]:

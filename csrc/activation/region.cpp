@@ -1,12 +1,10 @@
 // Forgetting what a function saves, and calling it again; see region.h.
 #include "activation/region.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/resolve_conj.h>
 #include <ATen/ops/resolve_neg.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -14,6 +12,8 @@
 #include <utility>
 
 #include "activation/activation.h"
+#include "activation/hooks.h"
+#include "activation/record.h"
 #include "base/check.h"
 #include "base/hash.h"
 
@@ -22,61 +22,9 @@ namespace py = pybind11;
 namespace drivetrain::activation {
 namespace {
 
-// A C++ value that Python holds.
-template <class T>
-py::object capsule(T value, const char* name) {
-  auto owned = std::make_unique<T>(std::move(value));
-  PyObject* made = PyCapsule_New(owned.get(), name, [](PyObject* object) {
-    delete static_cast<T*>(PyCapsule_GetPointer(object, PyCapsule_GetName(object)));
-  });
-  if (made == nullptr) throw py::error_already_set();
-  owned.release();
-  return py::reinterpret_steal<py::object>(made);
-}
-
-template <class T>
-T& value_in(PyObject* object, const char* name) {
-  void* value = PyCapsule_GetPointer(object, name);
-  if (value == nullptr) throw py::error_already_set();
-  return *static_cast<T*>(value);
-}
-
 constexpr const char* kRegion = "drivetrain.Region";
 constexpr const char* kTicket = "drivetrain.Ticket";
 constexpr const char* kRecomputation = "drivetrain.Recomputation";
-
-// autograd's hooks on whatever this thread saves, for as long as this object lives.
-class HooksGuard {
- public:
-  HooksGuard(PyMethodDef* pack, const py::object& pack_self, PyMethodDef* unpack) {
-    at::SavedTensorDefaultHooks::lazy_initialize();
-    at::SavedTensorDefaultHooks::push_hooks(function(pack, pack_self.ptr()), function(unpack, nullptr));
-  }
-  ~HooksGuard() {
-    if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) at::SavedTensorDefaultHooks::pop_hooks();
-  }
-  HooksGuard(const HooksGuard&) = delete;
-  HooksGuard& operator=(const HooksGuard&) = delete;
-
- private:
-  static c10::SafePyObject function(PyMethodDef* definition, PyObject* self) {
-    PyObject* made = PyCFunction_New(definition, self);
-    if (made == nullptr) throw py::error_already_set();
-    return {made, getPyInterpreter()};
-  }
-};
-
-uint64_t hash_of(const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
-                              "verify=True cannot hash the values of a saved tensor subclass: checkpoint what works on "
-                              "plain tensors, or leave verify=False");
-  const py::gil_scoped_release no_gil;
-  const at::NoGradGuard no_grad;
-  at::Tensor values = tensor.detach();
-  if (values.layout() != at::kStrided) values = values.to_dense();
-  values = values.resolve_conj().resolve_neg().cpu().contiguous();
-  return hash_bytes(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
-}
 
 // Those that operations save (RNNs, normalisations) have bytes that nobody wrote.
 bool is_workspace(const at::Tensor& tensor) { return tensor.scalar_type() == at::kByte && tensor.dim() == 1; }
@@ -89,6 +37,18 @@ py::object current_group() {
 }
 
 }  // namespace
+
+uint64_t hash_of(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
+                              "verify=True cannot hash the values of a saved tensor subclass: checkpoint what works on "
+                              "plain tensors, or leave verify=False");
+  const py::gil_scoped_release no_gil;
+  const at::NoGradGuard no_grad;
+  at::Tensor values = tensor.detach();
+  if (values.layout() != at::kStrided) values = values.to_dense();
+  values = values.resolve_conj().resolve_neg().cpu().contiguous();
+  return hash_bytes(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
+}
 
 Saved::Saved(const at::Tensor& tensor)
     : sizes(tensor.sym_sizes()),
@@ -318,6 +278,7 @@ void register_activation(py::module_& m) {
       },
       py::arg("function"), py::arg("args"), py::arg("kwargs"), py::arg("preserve_rng_state"), py::arg("early_stop"),
       py::arg("checks_metadata"), py::arg("verify"));
+  register_record(m);
   m.def("hash_tensor", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
 }
 

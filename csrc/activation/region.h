@@ -91,6 +91,9 @@ class Region : public std::enable_shared_from_this<Region> {
   pybind11::object group_;
 };
 
+// Of a tensor's values.
+uint64_t hash_of(const at::Tensor& tensor);
+
 // "in mlp.act (model.py:88 in forward)": where Python code is now, for errors.
 std::string place_now();
 

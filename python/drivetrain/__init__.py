@@ -8,7 +8,7 @@ check_torch()  # before anything touches the native module, whose own complaint 
 
 from . import amp, optim  # noqa: E402
 from .accumulate import accumulate  # noqa: E402
-from .activation import checkpoint  # noqa: E402
+from .activation import activation_budget, checkpoint  # noqa: E402
 from .clip_grad import clip_grad_norm_  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
 from .fuse_wgrad import fuse_wgrad  # noqa: E402
@@ -20,6 +20,7 @@ __all__ = [
     "DistributedDataParallel",
     "__version__",
     "accumulate",
+    "activation_budget",
     "amp",
     "checkpoint",
     "clip_grad_norm_",

@@ -1,0 +1,228 @@
+// The dispatcher's fallback that hands operations to the tape, and autograd's hooks; see record.h.
+#include "activation/record.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "activation/hooks.h"
+#include "base/check.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::activation {
+namespace {
+
+constexpr auto kMode = c10::DispatchKey::TESTING_ONLY_GenericMode;  // above autograd, and nobody else's
+
+constexpr const char* kTape = "drivetrain.Tape";
+constexpr const char* kSaved = "drivetrain.TapeSaved";
+
+template <size_t N>
+bool is_one_of(std::string_view name, const std::array<std::string_view, N>& names) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+constexpr std::array<std::string_view, 8> kUninitialised{
+    "aten::empty",     "aten::empty_like", "aten::empty_strided",     "aten::empty_permuted",
+    "aten::new_empty", "aten::resize",     "aten::new_empty_strided", "aten::empty_quantized"};
+constexpr std::array<std::string_view, 10> kOnlyWrite{
+    "aten::fill_",   "aten::zero_",        "aten::copy_",       "aten::bernoulli_", "aten::uniform_",
+    "aten::normal_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_",    "aten::geometric_"};
+constexpr std::array<std::string_view, 3> kBatchNorm{"aten::native_batch_norm", "aten::cudnn_batch_norm",
+                                                     "aten::miopen_batch_norm"};
+
+const OpTraits& traits_of(const c10::OperatorHandle& op) {
+  static thread_local std::unordered_map<c10::OperatorHandle, OpTraits> known;
+  const auto found = known.find(op);
+  return found != known.end() ? found->second : known.emplace(op, OpTraits(op)).first->second;
+}
+
+// Whether what its arguments are goes on to other operations, which are the ones to be recorded: made of those, or
+// somebody between here and autograd changes the arguments.
+bool passes(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys) {
+  if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  const c10::DispatchKeySet autocast = keys & c10::autocast_dispatch_keyset;
+  if (!autocast.empty() && op.hasKernelForDispatchKey(autocast.highestPriorityTypeId())) return true;
+  if (!traits.is_composite) return false;
+  const c10::BackendComponent backend = keys.highestBackendKey();
+  return backend == c10::BackendComponent::InvalidBit ||
+         !op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, backend));
+}
+
+void on_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Tape* tape = Tape::current();
+  if (tape != nullptr) {
+    const OpTraits& traits = traits_of(op);
+    if (!passes(op, traits, keys)) {
+      tape->record(op, traits, keys, stack);
+      return;
+    }
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kMode), stack);
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_call>());
+}
+
+PyObject* pack(PyObject* tape, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  auto saved = value_in<std::shared_ptr<Tape>>(tape, kTape)->save(THPVariable_Unpack(tensor));
+  return capsule(std::move(saved), kSaved).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject*, PyObject* saved) {
+  HANDLE_TH_ERRORS
+  const auto of = value_in<std::shared_ptr<Tape::Saved>>(saved, kSaved);
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kMode);
+  return THPVariable_Wrap(of->tape->take(*of));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef pack_method{"pack", &pack, METH_O, nullptr};
+PyMethodDef unpack_method{"unpack", &unpack, METH_O, nullptr};
+
+}  // namespace
+
+OpTraits::OpTraits(const c10::OperatorHandle& op)
+    : name(op.operator_name().name),
+      is_composite(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)),
+      is_uninitialised(is_one_of(name, kUninitialised)),
+      only_writes(is_one_of(name, kOnlyWrite)),
+      is_random(op.hasTag(at::Tag::nondeterministic_seeded)),
+      is_batch_norm(is_one_of(name, kBatchNorm)) {
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    writes.push_back(is_written);
+    writes_any = writes_any || is_written;
+    if (is_written && argument.kwarg_only()) only_writes = true;  // out=
+  }
+}
+
+Recorder::~Recorder() {
+  if (depth_ == 0) return;
+  depth_ = 1;
+  leave();
+}
+
+void Recorder::set_plans(std::vector<TapePlan> plans) {
+  plans_.clear();
+  for (TapePlan& plan : plans) {
+    plan.seconds.assign(plan.ops.size(), 0);
+    plans_.push_back(std::make_shared<TapePlan>(std::move(plan)));
+  }
+}
+
+std::vector<std::vector<double>> Recorder::seconds_by_op() const {
+  std::vector<std::vector<double>> seconds;
+  for (const auto& plan : plans_) seconds.push_back(plan->seconds);
+  return seconds;
+}
+
+void Recorder::reset() {
+  ledger_->peak_bytes = ledger_->live_bytes;
+  ledger_->num_replayed = 0;
+  ledger_->replay_seconds = 0;
+  for (const auto& plan : plans_) plan->seconds.assign(plan->ops.size(), 0);
+}
+
+void Recorder::enter() {
+  if (depth_ > 0) {
+    ++depth_;
+    return;
+  }
+  if (Tape::current() != nullptr) {
+    throw UserError("activation_budget: this forward pass is inside one that has a budget of its own");
+  }
+  std::erase_if(waiting_, [](const std::weak_ptr<Tape>& tape) {
+    const auto alive = tape.lock();
+    return !alive || !alive->is_in_use();
+  });
+  std::shared_ptr<TapePlan> plan;
+  if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
+  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), is_profile_);
+  push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
+  Tape::current() = tape_.get();
+  c10::impl::tls_set_dispatch_key_included(kMode, true);
+  ++depth_;
+}
+
+void Recorder::leave() {
+  if (depth_ == 0 || --depth_ > 0) return;
+  c10::impl::tls_set_dispatch_key_included(kMode, false);
+  Tape::current() = nullptr;
+  pop_hooks();
+  const std::shared_ptr<Tape> tape = std::move(tape_);
+  tape->end();
+  divergence_ = tape->divergence();
+  waiting_.push_back(tape);
+  if (!is_profile_) return;
+  profiled_.push_back(tape);
+  tape->rehearse();
+}
+
+void Recorder::set_module(int32_t module) {
+  if (tape_) tape_->set_module(module);
+}
+
+std::vector<std::shared_ptr<Tape>> Recorder::take_tapes() { return std::exchange(profiled_, {}); }
+
+std::string Recorder::divergence() const { return divergence_; }
+
+void register_record(py::module_& m) {
+  py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
+      .def(py::init<bool>(), py::arg("is_profile"))
+      .def(
+          "set_plans",
+          [](Recorder& recorder, const std::vector<std::vector<std::pair<std::string, std::vector<int8_t>>>>& plans) {
+            std::vector<TapePlan> made;
+            for (const auto& plan : plans) {
+              std::vector<PlannedOp>& ops = made.emplace_back().ops;
+              for (const auto& [name, forms] : plan) ops.push_back({name, forms});
+            }
+            recorder.set_plans(std::move(made));
+          },
+          py::arg("plans"))
+      .def("enter", &Recorder::enter)
+      .def("leave", &Recorder::leave)
+      .def("set_module", &Recorder::set_module, py::arg("module"))
+      .def("take_tapes",
+           [](Recorder& recorder) {
+             py::list tapes;
+             for (const auto& tape : recorder.take_tapes()) {
+               py::list values, ops, uses;
+               for (const auto& value : tape->value_traces()) {
+                 values.append(py::make_tuple(value.bytes, value.can_keep, value.can_forget, value.replaces));
+               }
+               for (const auto& op : tape->op_traces()) {
+                 ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));
+               }
+               for (const auto& use : tape->uses()) uses.append(py::make_tuple(use.value, use.is_release, use.order));
+               py::dict made;
+               made["values"] = values;
+               made["ops"] = ops;
+               made["uses"] = uses;
+               made["begin"] = tape->begin();
+               tapes.append(made);
+             }
+             return tapes;
+           })
+      .def("reset", &Recorder::reset)
+      .def("seconds_by_op", &Recorder::seconds_by_op)
+      .def_property_readonly("live_bytes", [](Recorder& recorder) { return recorder.ledger().live_bytes; })
+      .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.ledger().peak_bytes; })
+      .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed; })
+      .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds; })
+      .def_property_readonly("divergence", &Recorder::divergence);
+}
+
+}  // namespace drivetrain::activation

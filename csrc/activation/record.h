@@ -1,0 +1,50 @@
+// The recorder: while a forward pass is between enter() and leave(), every operation of this thread goes on a tape.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "activation/tape.h"
+
+namespace drivetrain::activation {
+
+class Recorder {
+ public:
+  explicit Recorder(bool is_profile) : is_profile_(is_profile), ledger_(std::make_shared<Ledger>()) {}
+  ~Recorder();
+
+  // One for each forward pass that is under way or waits for its backward when the next begins.
+  void set_plans(std::vector<TapePlan> plans);
+
+  // Of each operation of each plan, since reset().
+  std::vector<std::vector<double>> seconds_by_op() const;
+  void reset();
+
+  void enter();
+  void leave();
+  bool is_active() const { return depth_ > 0; }
+  void set_module(int32_t module);
+
+  // The tapes of this profile since the last call of it.
+  std::vector<std::shared_ptr<Tape>> take_tapes();
+  Ledger& ledger() { return *ledger_; }
+  // How the last pass parted from its plan; empty: it did not.
+  std::string divergence() const;
+
+ private:
+  const bool is_profile_;
+  const std::shared_ptr<Ledger> ledger_;
+  std::vector<std::shared_ptr<TapePlan>> plans_;
+  std::shared_ptr<Tape> tape_;  // between enter() and leave()
+  std::vector<std::weak_ptr<Tape>> waiting_;
+  std::vector<std::shared_ptr<Tape>> profiled_;
+  std::string divergence_;
+  int depth_ = 0;
+};
+
+void register_record(pybind11::module_& m);
+
+}  // namespace drivetrain::activation

@@ -1,0 +1,705 @@
+// Writing down what a forward pass does, and computing it again; see tape.h.
+#include "activation/tape.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "activation/region.h"
+#include "base/check.h"
+
+namespace drivetrain::activation {
+namespace {
+
+// Whether its values are those of a storage, seen through sizes and strides.
+bool is_plain(const at::Tensor& tensor) {
+  if (!tensor.defined()) return false;
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return tensor.has_storage() && tensor.layout() == at::kStrided && !impl.is_python_dispatch() &&
+         !impl.has_symbolic_sizes_strides() && !tensor.is_inference() && !tensor.is_quantized() &&
+         !tensor.is_nested() && !tensor.is_meta();
+}
+
+// The same memory and count of writes, without autograd's part.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), /*allow_tensor_metadata_change=*/true));
+}
+
+void describe(const at::Tensor& tensor, TensorRef& ref) {
+  ref.version = tensor._version();
+  ref.sizes = tensor.sizes();
+  ref.strides = tensor.strides();
+  ref.offset = tensor.storage_offset();
+  ref.keys = tensor.key_set();
+  ref.dtype = tensor.dtype();
+}
+
+at::Tensor view_of(const at::Tensor& held, const TensorRef& ref) {
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(held.storage()),
+                                                             ref.keys, ref.dtype);
+  c10::TensorImpl& impl = *view.unsafeGetTensorImpl();
+  impl.set_storage_offset(ref.offset);
+  impl.set_sizes_and_strides(ref.sizes, ref.strides);
+  impl.set_version_counter(held.unsafeGetTensorImpl()->version_counter());
+  return view;
+}
+
+// All of a storage, as bytes.
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  TensorRef ref;
+  ref.sizes = {static_cast<int64_t>(tensor.storage().nbytes())};
+  ref.strides = {1};
+  ref.keys = tensor.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  ref.dtype = caffe2::TypeMeta::Make<uint8_t>();
+  return view_of(tensor, ref);
+}
+
+at::Tensor copy_of(const at::Tensor& tensor) {
+  at::Tensor bytes = bytes_of(tensor);
+  at::Tensor copy = at::empty_strided(bytes.sizes(), bytes.strides(), bytes.options());
+  copy.copy_(bytes);
+  TensorRef ref;
+  describe(tensor, ref);
+  return view_of(copy, ref);
+}
+
+bool covers_its_storage(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes();
+}
+
+template <class Function>
+void for_each_tensor(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    function(value.toTensor(), -1);
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    const auto list = value.toListRef();
+    for (size_t i = 0; i < list.size(); ++i) {
+      if (list[i].isTensor()) function(list[i].toTensor(), static_cast<int32_t>(i));
+    }
+  }
+}
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// What runs below autograd, in the state that the recorded call found.
+class Below {
+ public:
+  Below(const c10::impl::LocalDispatchKeySet& keys, bool is_grad_enabled)
+      : keys_(without_autograd(keys)), grad_mode_(is_grad_enabled) {}
+
+ private:
+  static c10::impl::LocalDispatchKeySet without_autograd(c10::impl::LocalDispatchKeySet keys) {
+    keys.included_ =
+        keys.included_ - c10::DispatchKeySet({c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::Python,
+                                              c10::DispatchKey::PythonTLSSnapshot});
+    keys.excluded_ = keys.excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    return keys;
+  }
+
+  const c10::impl::ForceDispatchKeyGuard keys_;
+  const at::AutoGradMode grad_mode_;
+};
+
+// Holds a mutex; the GIL, which all come with, is not waited for with it held, nor the other way round.
+class Locked {
+ public:
+  explicit Locked(std::recursive_mutex& mutex) : lock_(mutex, std::try_to_lock) {
+    if (lock_.owns_lock()) return;
+    const pybind11::gil_scoped_release no_gil;
+    lock_.lock();
+  }
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+// A call that takes no time on the host may take some on its device.
+class Stopwatch {
+ public:
+  explicit Stopwatch(c10::Device device) : device_(device), begin_(now()) {
+    if (device.is_cpu()) return;
+    events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+    events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+    events_[0].record(stream());
+  }
+  void stop() {
+    seconds_ = now() - begin_;
+    if (!events_.empty()) events_[1].record(stream());
+  }
+  // Waits for the device.
+  double seconds() const {
+    if (events_.empty()) return seconds_;
+    events_[1].synchronize();
+    return events_[0].elapsedTime(events_[1]) / 1e3;
+  }
+
+ private:
+  c10::Stream stream() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
+
+  c10::Device device_;
+  double begin_;
+  double seconds_ = 0;
+  std::vector<c10::Event> events_;
+};
+
+}  // namespace
+
+Tape::Op::Op(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys, int32_t module)
+    : traits(&traits),
+      handle(handle),
+      keys((keys & c10::after_ADInplaceOrView_keyset) -
+           c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})),
+      local_keys(c10::impl::tls_local_dispatch_key_set()),
+      is_grad_enabled(c10::GradMode::is_enabled()),
+      module(module) {}
+
+Tape*& Tape::current() {
+  static thread_local Tape* tape = nullptr;
+  return tape;
+}
+
+Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, bool is_profile)
+    : ledger_(std::move(ledger)), plan_(std::move(plan)), is_profile_(is_profile), begin_(ledger_->num_uses) {}
+
+Tape::~Tape() {
+  for (size_t value = 0; value < values_.size(); ++value) let_go(static_cast<int32_t>(value));
+}
+
+Tape::Saved::~Saved() {
+  if (tape) tape->release(*this);
+}
+
+// ---- The forward pass
+
+int32_t Tape::add_value(const at::Tensor& tensor, int32_t op, bool can_forget) {
+  const auto value = static_cast<int32_t>(values_.size());
+  Value& made = values_.emplace_back();
+  made.op = op;
+  made.bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  made.version = tensor._version();
+  made.can_forget = made.is_replayable = can_forget;
+  known_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), Known{tensor.storage().getWeakStorageImpl(), value});
+  return value;
+}
+
+int32_t Tape::value_of(const at::Tensor& tensor, bool is_foreign) {
+  const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == known_.end()) {
+    if (is_foreign) {
+      const int32_t value = add_value(tensor, -1, false);
+      if (is_profile_) hold(value, tensor);
+      return value;
+    }
+    known_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), Known{tensor.storage().getWeakStorageImpl(), -1});
+    return -1;
+  }
+  const int32_t value = found->second.value;
+  if (value < 0 || values_[value].version == tensor._version()) return value;
+  // Written by somebody we did not see.
+  const int32_t written = add_value(tensor, -1, false);
+  values_[written].replaces = value;
+  values_[value].is_overwritten = true;
+  if (values_[value].is_replayable) let_go(value);
+  if (is_profile_) hold(written, tensor);
+  return written;
+}
+
+void Tape::make_opaque(int32_t value, const at::Tensor& tensor) {
+  values_[value].can_forget = values_[value].is_replayable = values_[value].is_uninitialised = false;
+  if (is_profile_) hold(value, tensor);
+}
+
+void Tape::keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written) {
+  TensorRef& ref = op.refs.emplace_back();
+  ref.arg = arg;
+  ref.element = element;
+  ref.value = -1;
+  if (!is_plain(tensor)) return;
+  ref.value = value_of(tensor, tensor.grad_fn() != nullptr);
+  describe(tensor, ref);
+  if (ref.value < 0) {
+    ref.direct = alias_of(tensor);
+    return;
+  }
+  const bool is_base = is_written && op.traits->only_writes && covers_its_storage(tensor);
+  if (values_[ref.value].is_uninitialised && !is_base) make_opaque(ref.value, tensor);
+  if (std::find(op.reads.begin(), op.reads.end(), ref.value) == op.reads.end()) op.reads.push_back(ref.value);
+}
+
+c10::IValue Tape::keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written) {
+  bool has_tensors = false;
+  for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t element) {
+    keep_tensor(op, arg, element, tensor, is_written);
+    has_tensors = true;
+  });
+  if (!has_tensors) return argument;
+  if (argument.isTensor()) return {};
+  const c10::impl::GenericList list = argument.toList();
+  c10::impl::GenericList kept(list.elementType());
+  for (const c10::IValue& element : argument.toListRef()) kept.push_back(element.isTensor() ? c10::IValue() : element);
+  return kept;
+}
+
+void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+  const size_t num_args = handle.schema().arguments().size();
+  Op op(handle, traits, keys, module_);
+  op.args.reserve(num_args);
+  std::vector<at::Tensor> written;  // in the order of those references whose argument is written
+  for (size_t i = 0; i < num_args; ++i) {
+    const c10::IValue& argument = (*stack)[stack->size() - num_args + i];
+    op.args.push_back(keep_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
+    if (!traits.writes[i]) continue;
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written.push_back(tensor); });
+  }
+  if (traits.writes_any) {
+    for (const TensorRef& ref : op.refs) {
+      if (!traits.writes[ref.arg] || ref.value < 0) continue;
+      Value& before = values_[ref.value];
+      if (before.held.defined() && !before.is_replayable && !before.is_overwritten) {  // nobody can bring it back
+        before.held = copy_of(before.held);
+        before.version = before.held._version();
+      }
+    }
+  }
+  if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
+  if (!autocast_ || *autocast_ != Autocast::now()) autocast_ = std::make_shared<const Autocast>(Autocast::now());
+  op.autocast = autocast_;
+
+  {
+    struct Running {
+      explicit Running(Tape& tape) : tape(tape) { tape.is_running_ = true; }
+      ~Running() { tape.is_running_ = false; }
+      Tape& tape;
+    } const running(*this);
+    const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
+    try {
+      handle.redispatchBoxed(
+          keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::TESTING_ONLY_GenericMode),
+          stack);
+    } catch (...) {
+      unresolved_.clear();
+      throw;
+    }
+  }
+  note_results(std::move(op), written, stack);
+  for (auto& [saved, tensor] : std::exchange(unresolved_, {})) {
+    if (const auto alive = saved.lock()) resolve(*alive, tensor);
+  }
+}
+
+bool Tape::can_replay(const Op& op) const {
+  for (const TensorRef& ref : op.refs) {
+    if (ref.value >= 0) continue;
+    if (!ref.direct.defined()) return false;       // not plain
+    if (op.traits->writes[ref.arg]) return false;  // was there before, and is not as it was
+  }
+  return std::none_of(op.args.begin(), op.args.end(), [](const c10::IValue& arg) { return arg.isGenerator(); });
+}
+
+void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::jit::Stack* stack) {
+  const auto index = static_cast<int32_t>(ops_.size());
+  const bool can_forget = can_replay(op);
+  size_t next_written = 0;
+  for (const TensorRef& ref : op.refs) {
+    if (!op.traits->writes[ref.arg]) continue;
+    const at::Tensor& tensor = written[next_written++];
+    if (ref.value < 0 || !is_plain(tensor)) continue;
+    const bool is_twice = std::any_of(op.writes.begin(), op.writes.end(),
+                                      [&](const Slot& slot) { return values_[slot.value].replaces == ref.value; });
+    if (is_twice) continue;
+    const int32_t value = add_value(tensor, index, can_forget);
+    values_[value].replaces = ref.value;
+    op.writes.push_back({value, true, ref.arg, ref.element});
+  }
+  const size_t num_returns = op.handle.schema().returns().size();
+  for (size_t i = 0; i < num_returns; ++i) {
+    for_each_tensor((*stack)[stack->size() - num_returns + i], [&](const at::Tensor& tensor, int32_t element) {
+      if (!is_plain(tensor)) return;
+      if (known_.count(tensor.storage().unsafeGetStorageImpl()) != 0) return;  // a view
+      const int32_t value = add_value(tensor, index, can_forget);
+      values_[value].is_uninitialised = op.traits->is_uninitialised;
+      op.writes.push_back({value, false, static_cast<int32_t>(i), element});
+    });
+  }
+  if (op.writes.empty()) return;
+  bool has_all = can_forget;
+  for (const int32_t read : op.reads)
+    has_all = has_all && (values_[read].is_replayable || values_[read].held.defined());
+  for (const Slot& slot : op.writes) {
+    Value& value = values_[slot.value];
+    value.is_replayable = has_all;
+    if (value.replaces < 0) continue;
+    Value& before = values_[value.replaces];
+    before.is_overwritten = true;
+    // What it was written over is gone from this memory; a copy was made above where nothing else can bring it back.
+    if (before.is_replayable) let_go(value.replaces);
+  }
+  ops_.push_back(std::move(op));
+  plan_values(index);
+  size_t next_argument = 0;
+  for (const Slot& slot : ops_[index].writes) {
+    const at::Tensor* tensor = nullptr;
+    if (slot.is_argument) {
+      tensor = &written[next_argument++];
+    } else {
+      for_each_tensor((*stack)[stack->size() - num_returns + slot.index], [&](const at::Tensor& made, int32_t element) {
+        if (element == slot.element) tensor = &made;
+      });
+    }
+    const Value& value = values_[slot.value];
+    const bool may_be_needed = is_profile_ && !value.is_replayable && !value.is_uninitialised;
+    if (value.form == kAsIs || may_be_needed) hold(slot.value, *tensor);
+  }
+}
+
+void Tape::plan_values(int32_t index) {
+  if (!plan_ || !divergence_.empty()) return;
+  const Op& op = ops_[index];
+  if (static_cast<size_t>(index) >= plan_->ops.size()) {
+    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan ends before it");
+    return;
+  }
+  const PlannedOp& planned = plan_->ops[index];
+  if (planned.name != op.traits->name || planned.forms.size() != op.writes.size()) {
+    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan has ", planned.name);
+    return;
+  }
+  for (size_t i = 0; i < op.writes.size(); ++i) values_[op.writes[i].value].form = planned.forms[i];
+}
+
+std::shared_ptr<Tape::Saved> Tape::save(const at::Tensor& tensor) {
+  auto saved = std::make_shared<Saved>(shared_from_this());
+  ++num_saved_;
+  saved->ref.value = -1;
+  if (!is_plain(tensor)) {
+    saved->ref.direct = tensor.detach();
+    return saved;
+  }
+  if (is_running_) {
+    // It may be a result, which is not known yet.
+    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+    const bool is_known =
+        found != known_.end() && (found->second.value < 0 || values_[found->second.value].version == tensor._version());
+    if (!is_known) {
+      unresolved_.emplace_back(saved, alias_of(tensor));
+      return saved;
+    }
+  }
+  resolve(*saved, tensor);
+  return saved;
+}
+
+void Tape::resolve(Saved& saved, const at::Tensor& tensor) {
+  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
+  describe(tensor, saved.ref);
+  saved.ref.value = value_of(tensor, !is_parameter);
+  if (saved.ref.value < 0) {
+    saved.ref.direct = alias_of(tensor);
+    return;
+  }
+  Value& value = values_[saved.ref.value];
+  ++value.num_saved;
+  if (value.is_uninitialised) make_opaque(saved.ref.value, tensor);
+  if (value.form == kForgotten && value.is_replayable && !is_profile_) return;
+  hold(saved.ref.value, tensor);
+}
+
+void Tape::end() {
+  known_.clear();
+  has_ended_ = true;
+  for (Value& value : values_) value.num_users = value.num_saved;
+  for (size_t i = ops_.size(); i-- > 0;) {
+    Op& op = ops_[i];
+    op.is_pending = std::any_of(op.writes.begin(), op.writes.end(), [&](const Slot& slot) {
+      return values_[slot.value].num_users > 0 && !values_[slot.value].held.defined();
+    });
+    if (op.is_pending) {
+      for (const int32_t read : op.reads) ++values_[read].num_users;
+    } else if (!is_profile_) {
+      op.args.clear();
+      op.refs.clear();
+    }
+  }
+  if (is_profile_) return;  // rehearse() is still to come
+  for (size_t value = 0; value < values_.size(); ++value) {
+    if (values_[value].num_users == 0) let_go(static_cast<int32_t>(value));
+  }
+}
+
+// ---- Backward
+
+void Tape::hold(int32_t index, const at::Tensor& tensor) {
+  Value& value = values_[index];
+  if (value.held.defined()) return;
+  value.held = alias_of(tensor);
+  value.held_bytes = value.bytes;
+  ledger_->add(value.held_bytes);
+}
+
+void Tape::let_go(int32_t index) {
+  Value& value = values_[index];
+  if (!value.held.defined()) return;
+  value.held.reset();
+  ledger_->add(-value.held_bytes);
+}
+
+void Tape::drop_user(int32_t value) {
+  std::vector<int32_t> todo{value};
+  while (!todo.empty()) {
+    const int32_t next = todo.back();
+    todo.pop_back();
+    DT_INVARIANT(values_[next].num_users > 0);
+    if (--values_[next].num_users > 0) continue;
+    let_go(next);
+    if (values_[next].op < 0) continue;
+    Op& op = ops_[values_[next].op];
+    const bool is_wanted = std::any_of(op.writes.begin(), op.writes.end(), [&](const Slot& slot) {
+      return values_[slot.value].num_users > 0 && !values_[slot.value].held.defined();
+    });
+    if (!op.is_pending || is_wanted) continue;
+    op.is_pending = false;
+    todo.insert(todo.end(), op.reads.begin(), op.reads.end());
+    if (is_profile_) continue;
+    op.args.clear();
+    op.refs.clear();
+  }
+}
+
+at::Tensor Tape::checked(const TensorRef& ref) const {
+  if (is_plain(ref.direct) && ref.direct._version() != ref.version) {
+    throw_checkpoint_error(
+        text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+             " that the forward pass read, but did not make (a parameter, a buffer or an input), was modified in place "
+             "before backward came to what needs it: gradients would be those of other values. Usually an optimizer "
+             "stepped in between, or an input is reused: clone it, or write it after backward."));
+  }
+  return ref.direct;
+}
+
+at::Tensor Tape::take(const Saved& saved) {
+  const Locked lock(mutex_);
+  if (saved.ref.value < 0) return checked(saved.ref);
+  if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->num_uses++});
+  materialise(saved.ref.value);
+  const Value& value = values_[saved.ref.value];
+  if (value.held._version() != value.version) {
+    throw_checkpoint_error(text("a tensor of ", c10::IntArrayRef(saved.ref.sizes), " ", saved.ref.dtype,
+                                " that backward needs was modified in place after the forward pass: gradients would be "
+                                "those of other values. Clone it before, or use an operation that is not in place."));
+  }
+  return view_of(value.held, saved.ref);
+}
+
+void Tape::release(const Saved& saved) {
+  const Locked lock(mutex_);
+  --num_saved_;
+  const int32_t value = saved.ref.value;
+  if (value < 0) return;
+  --values_[value].num_saved;
+  if (is_profile_) uses_.push_back({value, true, ledger_->num_uses++});
+  if (has_ended_) drop_user(value);
+}
+
+void Tape::materialise(int32_t value) {
+  std::vector<int32_t> todo{value};
+  while (!todo.empty()) {
+    const Value& next = values_[todo.back()];
+    if (next.held.defined()) {
+      todo.pop_back();
+      continue;
+    }
+    DT_INVARIANT(next.op >= 0 && next.can_forget);
+    const size_t before = todo.size();
+    for (const int32_t read : ops_[next.op].reads) {
+      if (!values_[read].held.defined()) todo.push_back(read);
+    }
+    if (todo.size() == before) replay(next.op);
+  }
+}
+
+std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of) {
+  torch::jit::Stack stack;
+  stack.reserve(op.args.size());
+  for (const c10::IValue& arg : op.args) stack.push_back(arg.isList() ? arg.toList().copy() : arg);
+  for (const TensorRef& ref : op.refs) {
+    const at::Tensor tensor = tensor_of(ref);
+    if (ref.element < 0) {
+      stack[ref.arg] = tensor;
+    } else {
+      c10::impl::GenericList list = stack[ref.arg].toList();
+      list.set(ref.element, tensor);
+    }
+  }
+  std::vector<at::Tensor> arguments;  // that are written
+  for (const Slot& slot : op.writes) {
+    if (!slot.is_argument) continue;
+    arguments.push_back(slot.element < 0 ? stack[slot.index].toTensor()
+                                         : stack[slot.index].toListRef()[slot.element].toTensor());
+  }
+  // Running statistics have been updated, and do not say what comes out in training.
+  if (op.traits->is_batch_norm && stack[5].toBool()) stack[3] = stack[4] = c10::IValue();
+  {
+    const Below below(op.local_keys, op.is_grad_enabled);
+    const std::optional<RandomStates> states = op.random_states ? std::optional(*op.random_states) : std::nullopt;
+    const RandomStatesGuard random_states(states);
+    std::optional<AutocastGuard> autocast;
+    if (*op.autocast != Autocast::now()) {
+      autocast.emplace(*op.autocast);
+    }
+    op.handle.redispatchBoxed(op.keys, &stack);
+  }
+  std::vector<at::Tensor> results;
+  size_t next_argument = 0;
+  for (const Slot& slot : op.writes) {
+    if (slot.is_argument) {
+      results.push_back(arguments[next_argument++]);
+    } else {
+      results.push_back(slot.element < 0 ? stack[slot.index].toTensor()
+                                         : stack[slot.index].toListRef()[slot.element].toTensor());
+    }
+  }
+  return results;
+}
+
+// Memory for each value that the operation writes over.
+std::unordered_map<int32_t, at::Tensor> Tape::writable(const Op& op,
+                                                       const std::function<at::Tensor(int32_t)>& memory_of) {
+  std::unordered_map<int32_t, at::Tensor> memory;
+  for (const TensorRef& ref : op.refs) {
+    if (ref.value >= 0 && op.traits->writes[ref.arg] && memory.count(ref.value) == 0) {
+      memory.emplace(ref.value, memory_of(ref.value));
+    }
+  }
+  return memory;
+}
+
+void Tape::replay(int32_t index) {
+  Op& op = ops_[index];
+  const double begin = now();
+  std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
+    // Its memory is taken over where nobody else needs it.
+    if (!has_ended_ || values_[read].num_users > 1) return copy_of(values_[read].held);
+    const at::Tensor taken = values_[read].held;
+    let_go(read);
+    return taken;
+  });
+  const std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
+    if (ref.value < 0) return checked(ref);
+    const auto found = written.find(ref.value);
+    return view_of(found == written.end() ? values_[ref.value].held : found->second, ref);
+  });
+  written.clear();
+  const double seconds = now() - begin;
+  if (plan_ && static_cast<size_t>(index) < plan_->seconds.size()) plan_->seconds[index] += seconds;
+  ledger_->replay_seconds += seconds;
+  ++ledger_->num_replayed;
+  for (size_t i = 0; i < op.writes.size(); ++i) {
+    Value& value = values_[op.writes[i].value];
+    if (value.held.defined()) continue;
+    if (static_cast<int64_t>(results[i].storage().nbytes()) != value.bytes) {
+      throw_checkpoint_error(text(op.traits->name, " gave ", results[i].storage().nbytes(), " bytes where it gave ",
+                                  value.bytes, " in the forward pass."));
+    }
+    hold(op.writes[i].value, results[i]);
+    value.version = results[i]._version();
+  }
+  if (!has_ended_) return;
+  for (const Slot& slot : op.writes) {
+    if (values_[slot.value].num_users == 0) let_go(slot.value);
+  }
+  op.is_pending = false;
+  for (const int32_t read : op.reads) drop_user(read);
+  if (is_profile_) return;
+  op.args.clear();
+  op.refs.clear();
+}
+
+// ---- The profile
+
+void Tape::rehearse() {
+  DT_INVARIANT(is_profile_ && has_ended_);
+  const RandomStatesGuard random_states{std::optional(RandomStates::now())};
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  const at::NoGradGuard no_grad;
+  std::vector<int32_t> last_reader(values_.size(), -1);
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    for (const int32_t read : ops_[i].reads) last_reader[read] = static_cast<int32_t>(i);
+  }
+  std::vector<at::Tensor> fresh(values_.size());
+  std::vector<std::pair<size_t, Stopwatch>> watches;
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    Op& op = ops_[i];
+    bool can_call = can_replay(op);
+    for (const int32_t read : op.reads) {
+      if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_overwritten) {
+        fresh[read] = values_[read].held;
+      }
+      can_call = can_call && fresh[read].defined();
+    }
+    if (!can_call) {
+      for (const Slot& slot : op.writes) values_[slot.value].can_forget = false;
+      continue;
+    }
+    std::optional<Stopwatch> watch;
+    const std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
+      const bool is_mine = last_reader[read] == static_cast<int32_t>(i) && !values_[read].held.defined();
+      return is_mine ? fresh[read] : copy_of(fresh[read]);
+    });
+    const std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
+      const auto found = written.find(ref.value);
+      const at::Tensor tensor = ref.value < 0            ? checked(ref)
+                                : found != written.end() ? view_of(found->second, ref)
+                                                         : view_of(fresh[ref.value], ref);
+      if (&ref == &op.refs.back()) watch.emplace(tensor.device());  // the copies are no part of it
+      return tensor;
+    });
+    if (watch) {
+      watch->stop();
+      watches.emplace_back(i, std::move(*watch));
+    }
+    for (size_t k = 0; k < op.writes.size(); ++k) {
+      const int32_t index = op.writes[k].value;
+      Value& value = values_[index];
+      fresh[index] = results[k];
+      if (value.is_uninitialised || !value.held.defined() || value.is_overwritten) continue;
+      const at::Tensor& held = value.held;
+      const bool is_workspace = held.scalar_type() == at::kByte && held.dim() == 1;
+      if (!is_workspace && !at::equal(bytes_of(held), bytes_of(results[k]))) {
+        value.can_forget = false;
+        fresh[index] = held;
+      }
+    }
+    for (const int32_t read : op.reads) {
+      if (last_reader[read] == static_cast<int32_t>(i)) fresh[read].reset();
+    }
+  }
+  for (const auto& [op, watch] : watches) ops_[op].seconds = watch.seconds();
+}
+
+std::vector<Tape::ValueTrace> Tape::value_traces() const {
+  std::vector<ValueTrace> traces;
+  for (const Value& value : values_) {
+    traces.push_back({value.bytes, !value.is_overwritten, value.can_forget, value.replaces});
+  }
+  return traces;
+}
+
+std::vector<Tape::OpTrace> Tape::op_traces() const {
+  std::vector<OpTrace> traces;
+  for (const Op& op : ops_) {
+    std::vector<int32_t> writes;
+    for (const Slot& slot : op.writes) writes.push_back(slot.value);
+    traces.push_back({op.traits->name, op.module, op.seconds, op.reads, writes});
+  }
+  return traces;
+}
+
+}  // namespace drivetrain::activation

@@ -1,0 +1,223 @@
+// What a forward pass computed, operation by operation, so that what autograd saved of it can be forgotten and computed
+// again: a value is replayed from what its operation read, and that again, down to what is kept.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/DimVector.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "activation/ambient.h"
+
+namespace drivetrain::activation {
+
+// What happens to a value once the forward pass has no more use for it.
+enum Form : int8_t {
+  kUnplanned = -2,  // is kept if autograd saves it
+  kForgotten = -1,
+  kAsIs = 0,
+};
+
+struct PlannedOp {
+  std::string name;           // "aten::addmm"
+  std::vector<int8_t> forms;  // of what it writes, in order
+};
+struct TapePlan {
+  std::vector<PlannedOp> ops;
+  std::vector<double> seconds;  // that replaying each took, of all passes
+};
+
+// Bytes that are kept alive for backward, and what replaying cost.
+struct Ledger {
+  void add(int64_t bytes) {
+    live_bytes += bytes;
+    if (live_bytes > peak_bytes) peak_bytes = live_bytes;
+  }
+
+  int64_t live_bytes = 0;
+  int64_t peak_bytes = 0;
+  int64_t num_replayed = 0;
+  double replay_seconds = 0;  // on the host
+  int64_t num_uses = 0;
+};
+
+// What the recorder knows of an operation from its schema, for every call of it.
+struct OpTraits {
+  explicit OpTraits(const c10::OperatorHandle& op);
+
+  std::string name;
+  std::vector<bool> writes;  // per argument: whether its memory is written
+  bool writes_any = false;
+  bool is_composite;      // made of other operations
+  bool is_uninitialised;  // gives memory that somebody else writes
+  bool only_writes;       // what it writes does not depend on what was there
+  bool is_random;
+  bool is_batch_norm;  // updates running statistics without saying so
+};
+
+// A tensor among an operation's arguments: a view of a value, or one that was there before.
+struct TensorRef {
+  int32_t arg;
+  int32_t element;  // of a list; -1: the argument itself
+  int32_t value;    // -1: `direct`
+  at::Tensor direct;
+  uint32_t version = 0;
+  c10::DimVector sizes, strides;
+  int64_t offset = 0;
+  c10::DispatchKeySet keys;
+  caffe2::TypeMeta dtype;
+};
+
+class Tape : public std::enable_shared_from_this<Tape> {
+ public:
+  // As seen from outside: for the solver and for tables.
+  struct ValueTrace {
+    int64_t bytes;
+    bool can_keep, can_forget;
+    int32_t replaces;
+  };
+  struct OpTrace {
+    std::string name;
+    int32_t module;
+    double seconds;
+    std::vector<int32_t> reads, writes;
+  };
+  struct Use {  // by autograd
+    int32_t value;
+    bool is_release;
+    int64_t order;  // among those of all tapes of a ledger
+  };
+
+  Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, bool is_profile);
+  ~Tape();
+
+  // The calling thread's, while its forward pass is recorded.
+  static Tape*& current();
+
+  // Runs an operation and writes down what it did; called by the dispatcher.
+  void record(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys,
+              torch::jit::Stack* stack);
+
+  // The forward pass is over: what nobody will ask for goes.
+  void end();
+
+  // Computes the whole forward pass once more, operation by operation, each with the time it took; what comes out with
+  // other bits than autograd saved is not to be forgotten. Of a tape of a profile, after end().
+  void rehearse();
+
+  // A saved tensor, from the hook that autograd gives it to until backward has no more use for it.
+  struct Saved {
+    explicit Saved(std::shared_ptr<Tape> tape) : tape(std::move(tape)) {}
+    ~Saved();
+    std::shared_ptr<Tape> tape;  // null once it has been given back
+    TensorRef ref;
+  };
+  std::shared_ptr<Saved> save(const at::Tensor& tensor);
+  at::Tensor take(const Saved& saved);
+
+  void set_module(int32_t module) { module_ = module; }
+  // Where the pass left the plan: "operation 12 is aten::mul, the plan has aten::add"; empty: nowhere.
+  const std::string& divergence() const { return divergence_; }
+  bool is_in_use() const { return num_saved_ > 0; }
+  const std::vector<Use>& uses() const { return uses_; }
+  int64_t begin() const { return begin_; }  // in the order of uses
+  std::vector<ValueTrace> value_traces() const;
+  std::vector<OpTrace> op_traces() const;
+
+ private:
+  struct Value {
+    int32_t op;  // that wrote it; -1: none that we saw
+    int64_t bytes;
+    uint32_t version;
+    int8_t form = kUnplanned;
+    bool can_forget;     // its operation can be replayed
+    bool is_replayable;  // and all that it takes is there, now and later
+    bool is_uninitialised = false;
+    bool is_overwritten = false;
+    int32_t replaces = -1;
+    int32_t num_saved = 0;
+    int32_t num_users = 0;   // since end(): saved tensors, and operations to be replayed that read it
+    at::Tensor held;         // a view of it
+    int64_t held_bytes = 0;  // as counted
+  };
+  struct Slot {  // where an operation's result is
+    int32_t value;
+    bool is_argument;
+    int32_t index, element;
+  };
+  struct Op {
+    Op(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys, int32_t module);
+
+    const OpTraits* traits;
+    c10::OperatorHandle handle;
+    c10::DispatchKeySet keys;  // below autograd
+    c10::impl::LocalDispatchKeySet local_keys;
+    bool is_grad_enabled;
+    std::vector<c10::IValue> args;  // without the tensors of refs
+    std::vector<TensorRef> refs;
+    std::vector<int32_t> reads;
+    std::vector<Slot> writes;
+    std::shared_ptr<const Autocast> autocast;
+    std::shared_ptr<const RandomStates> random_states;
+    int32_t module;  // as set_module() said
+    double seconds = 0;
+    bool is_pending = false;  // a value that it wrote may be asked for
+  };
+  struct Known {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that nobody gets its address
+    int32_t value;
+  };
+
+  int32_t add_value(const at::Tensor& tensor, int32_t op, bool can_forget);
+  // The value that the tensor shows; -1: one that was there before the pass. `is_foreign`: made by nobody we saw.
+  int32_t value_of(const at::Tensor& tensor, bool is_foreign);
+  void make_opaque(int32_t value, const at::Tensor& tensor);
+  c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
+  void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
+  void note_results(Op op, const std::vector<at::Tensor>& written, torch::jit::Stack* stack);
+  void plan_values(int32_t op);
+  bool can_replay(const Op& op) const;
+  void resolve(Saved& saved, const at::Tensor& tensor);
+
+  void hold(int32_t value, const at::Tensor& tensor);
+  void let_go(int32_t value);
+  void drop_user(int32_t value);
+  void materialise(int32_t value);
+  void replay(int32_t op);
+  // Calls the operation with the given memory for each value that it reads; gives what is in its slots.
+  std::vector<at::Tensor> call(Op& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of);
+  static std::unordered_map<int32_t, at::Tensor> writable(const Op& op,
+                                                          const std::function<at::Tensor(int32_t)>& memory_of);
+  at::Tensor checked(const TensorRef& ref) const;
+  void release(const Saved& saved);
+
+  const std::shared_ptr<Ledger> ledger_;
+  const std::shared_ptr<TapePlan> plan_;
+  const bool is_profile_;
+  const int64_t begin_;
+  std::recursive_mutex mutex_;  // backward runs on a thread for each device; see Locked
+  std::vector<Value> values_;
+  std::vector<Op> ops_;
+  std::unordered_map<const c10::StorageImpl*, Known> known_;
+  std::vector<std::pair<std::weak_ptr<Saved>, at::Tensor>> unresolved_;  // saved by the operation that runs now
+  bool is_running_ = false;                                              // an operation
+  bool has_ended_ = false;
+  int32_t num_saved_ = 0;
+  int32_t module_ = -1;
+  std::shared_ptr<const Autocast> autocast_;
+  std::string divergence_;
+  std::vector<Use> uses_;  // of a profile
+};
+
+}  // namespace drivetrain::activation

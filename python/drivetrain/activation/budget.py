@@ -1,0 +1,301 @@
+"""`activation_budget`: what forward saves for backward, within so many bytes, for the least time."""
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import table
+from .plan import Choice, choose
+from .trace import Trace, profile, recording
+
+__all__ = ["ActivationPlan", "activation_budget"]
+
+_PROFILED_STEPS = 2  # and a third under the plan
+_CORRECTIONS = 2
+_FORMAT = 1
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+_logger = logging.getLogger("drivetrain")
+
+
+def activation_budget(
+    model: nn.Module,
+    step_fn: Callable[[], object] | None = None,
+    budget: int | str | None = None,
+    *,
+    plan: "str | os.PathLike[str] | dict[str, Any] | None" = None,
+) -> "ActivationPlan":
+    """Makes the model keep at most so many bytes for backward, and recompute the rest in the least time.
+
+    Runs `step_fn` twice with everything kept, and each forward pass once more, operation by operation; chooses for
+    every tensor that autograd saves whether it is kept or recomputed; runs `step_fn` a third time that way and compares
+    the peak with the budget. From then on the model works like that, in any training loop. Gradients have the bits they
+    have without: what was forgotten is computed by the same kernels from the same values, dropout's random numbers
+    included, without calling your code again. So whatever your code does besides (counters, prints, other paths through
+    it) happens once, BatchNorm updates its running statistics once, and a step that takes another path than the
+    profiled ones is right, too: from where it parts, it keeps what it saves.
+
+    An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
+    and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers, compiled regions)
+    is kept.
+
+    Args:
+        model: any module, or a wrapper of it (DDP). What `model(...)` computes has the budget; with the plan as a
+            context manager (`with plan: loss = loss_fn(model(x), y)`) what is inside has it, the loss too.
+        step_fn: without arguments, runs forward, loss and backward of a real training step on your largest batch; it
+            may step the optimizer.
+        budget: the most bytes that are kept for backward at any time, parameters, gradients and states apart: a number,
+            "9GiB", "900MB", or "40%" of what is kept without a budget.
+        plan: what `ActivationPlan.save` wrote, or its `to_dict()`: nothing is profiled. With `budget`, the plan is made
+            anew for that budget from the old profile.
+
+    Returns:
+        the plan, which is in force. Print it for a table of blocks.
+
+    Raises:
+        ValueError: the budget is below what is possible (says the smallest that is), or not a number of bytes; the plan
+            is another model's.
+        RuntimeError: step_fn does not train the model.
+        torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
+            was modified in between.
+    """
+    if plan is not None:
+        made = ActivationPlan._from(model, plan)
+        if budget is not None:
+            made._choose(_bytes_of(budget, made.unplanned_bytes))
+        made._install()
+        if step_fn is not None:
+            made._measure(step_fn)
+        return made
+    if step_fn is None:
+        raise ValueError("step_fn is None, expected a function that runs one training step, or plan=")
+    if budget is None:
+        raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
+    _bytes_of(budget, 1)  # a mistake is told before anything runs
+    trace, peak = profile(model, step_fn, _PROFILED_STEPS)
+    made = ActivationPlan(model, trace, peak)
+    made._choose(_bytes_of(budget, peak))
+    made._install()
+    made._measure(step_fn)
+    return made
+
+
+class ActivationPlan:
+    """What a model keeps for backward, in force until `remove()`.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        unplanned_bytes: the peak without a budget, measured.
+        planned_bytes, planned_seconds: the peak and the time a step takes longer, as predicted.
+        bound_seconds: what no choice of tensors gets below, with these operations' times.
+        smallest_bytes: the smallest budget that is possible.
+        measured_bytes: the peak of the step that was run under the plan; None before.
+        notes: what was found on the way, in words.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, unplanned_bytes: int) -> None:
+        self._model = model
+        self._trace = trace
+        self._choice: Choice | None = None
+        self._recorder = Choice.recorder()
+        self._recording: recording | None = None
+        self.unplanned_bytes = unplanned_bytes
+        self.budget_bytes = 0
+        self.measured_bytes: int | None = None
+        self.measured_seconds: float | None = None
+        self.notes: list[str] = []
+        if not trace.has_one_path:
+            self._note("profiled steps took different paths: where a step parts from the last one, it keeps everything")
+
+    @property
+    def planned_bytes(self) -> int:
+        return self._chosen.peak_bytes
+
+    @property
+    def planned_seconds(self) -> float:
+        return self._chosen.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        return self._chosen.bound_seconds
+
+    @property
+    def smallest_bytes(self) -> int:
+        return self._chosen.smallest_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was kept for backward at a time since `reset_peak()`, in bytes."""
+        return self._recorder.peak_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """What is kept for backward now, in bytes."""
+        return self._recorder.live_bytes
+
+    def reset_peak(self) -> None:
+        self._recorder.reset()
+
+    def remove(self) -> None:
+        """The model keeps what it kept before; passes that wait for their backward still get it. Safe to call twice."""
+        if self._recording is not None:
+            self._recording.__exit__()
+            self._recording = None
+
+    def __enter__(self) -> "ActivationPlan":
+        self._recorder.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.leave()
+
+    def step(self, step_fn: Callable[[], Any]) -> Any:
+        """Runs a training step; if it runs out of memory, makes the plan a tenth tighter and runs it once more.
+
+        Gradients are put back as they were (those that there were are copied, so best call it with none); what the step
+        did besides is not undone.
+
+        Raises:
+            torch.OutOfMemoryError: the second try ran out, too, or no tighter plan is possible.
+        """
+        params = list(self._model.parameters())
+        before = [None if param.grad is None else param.grad.clone() for param in params]
+        states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        try:
+            return step_fn()
+        except torch.OutOfMemoryError as error:
+            said = str(error).splitlines()[0] if str(error) else "out of memory"
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
+        torch.set_rng_state(states[0])
+        if states[1]:
+            torch.cuda.set_rng_state_all(states[1])
+            torch.cuda.empty_cache()
+        tighter = int(0.9 * min(self.budget_bytes, self.planned_bytes))
+        try:
+            self._choose(tighter)
+        except ValueError as error:
+            raise torch.OutOfMemoryError(f"{said}; and no tighter plan is possible: {error}") from error
+        self._install()
+        self._note(f"a step ran out of memory ({said}): the budget is {table.mib(tighter)} now")
+        return step_fn()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile and the choice, in what JSON knows."""
+        return {
+            "drivetrain_activation_plan": _FORMAT,
+            "torch": str(torch.__version__),
+            "budget_bytes": self.budget_bytes,
+            "unplanned_bytes": self.unplanned_bytes,
+            "measured_bytes": self.measured_bytes,
+            "trace": self._trace.to_dict(),
+            "choice": self._chosen.to_dict(),
+        }
+
+    def save(self, path: "str | os.PathLike[str]") -> None:
+        """Writes `to_dict()` as JSON, for `activation_budget(model, plan=path)`."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file)
+
+    def blocks(self) -> list[dict[str, Any]]:
+        """The rows of the table: block, kept_bytes, recomputed_bytes, planned_seconds, measured_seconds (None before a
+        step was measured)."""
+        measured = self._recorder.seconds_by_op() if self.measured_seconds is not None else None
+        return table.rows(self._trace, self._chosen, measured)
+
+    def __str__(self) -> str:
+        return table.render(self)
+
+    @property
+    def _chosen(self) -> Choice:
+        assert self._choice is not None, "a plan has chosen before anybody sees it"
+        return self._choice
+
+    @classmethod
+    def _from(cls, model: nn.Module, plan: "str | os.PathLike[str] | dict[str, Any]") -> "ActivationPlan":
+        if not isinstance(plan, dict):
+            with open(plan, encoding="utf-8") as file:
+                plan = json.load(file)
+        if not isinstance(plan, dict) or plan.get("drivetrain_activation_plan") != _FORMAT:
+            raise ValueError("plan is not an activation plan of this version, expected what ActivationPlan.save wrote")
+        trace = Trace.from_dict(plan["trace"])
+        names = [name for name, _ in model.named_modules()]
+        if names != trace.modules:
+            at = next((i for i, (a, b) in enumerate(zip(names, trace.modules, strict=False)) if a != b), None)
+            what = (
+                f"module {at} is {names[at]!r} here and {trace.modules[at]!r} in the plan"
+                if at is not None
+                else f"the model has {len(names)} modules and the plan {len(trace.modules)}"
+            )
+            raise ValueError(f"plan is another model's: {what}")
+        made = cls(model, trace, plan["unplanned_bytes"])
+        made.budget_bytes = plan["budget_bytes"]
+        made._choice = Choice.from_dict(plan["choice"])
+        return made
+
+    def _choose(self, budget_bytes: int) -> None:
+        choice = choose(self._trace, budget_bytes)
+        if not choice.is_feasible:
+            raise ValueError(
+                f"budget is {table.mib(budget_bytes)}: the smallest that is possible with this step is "
+                f"{table.mib(choice.smallest_bytes)} ({table.mib(self.unplanned_bytes)} without a budget)"
+            )
+        self._choice, self.budget_bytes = choice, budget_bytes
+
+    def _install(self) -> None:
+        self._recorder.set_plans(self._chosen.tape_plans(self._trace))
+        if self._recording is None:
+            self._recording = recording(self._model, self._recorder).__enter__()
+
+    def _measure(self, step_fn: Callable[[], object]) -> None:
+        """Runs the step under the plan; as long as its peak is above the budget, plans for that much less."""
+        budget = self.budget_bytes
+        for correction in range(_CORRECTIONS + 1):
+            self._recorder.reset()
+            step_fn()
+            self.measured_bytes, self.measured_seconds = self._recorder.peak_bytes, self._recorder.replay_seconds
+            if self._recorder.divergence:
+                self._note(f"the step took another path than the profiled ones: {self._recorder.divergence}")
+            if self.measured_bytes <= budget or correction == _CORRECTIONS:
+                break
+            tighter = int(self.budget_bytes * budget / self.measured_bytes)
+            self._note(
+                f"the measured peak was {table.mib(self.measured_bytes)}, above the budget of {table.mib(budget)}: "
+                f"planned anew for {table.mib(tighter)}"
+            )
+            with contextlib.suppress(ValueError):  # the smallest plan it is, then
+                self._choose(tighter)
+            self._install()
+        self.budget_bytes = budget
+
+    def _note(self, note: str) -> None:
+        self.notes.append(note)
+        _logger.info("activation_budget: %s", note)
+
+
+def _bytes_of(budget: int | str, whole: int) -> int:
+    expected = 'expected a number of bytes above 0, such as 900_000_000, "900MB" or "9GiB", or a share, such as "50%"'
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        raise TypeError(f"budget is {budget!r}, {expected}")
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", budget)
+        unit = match[2] if match else None
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise ValueError(f"budget is {budget!r}, {expected}")
+        num_bytes = float(match[1]) * (whole / 100 if unit == "%" else _UNITS[str(unit)])
+        if num_bytes <= 0:
+            raise ValueError(f"budget is {budget!r}, {expected}")
+        return max(int(num_bytes), 1)
+    if budget <= 0:
+        raise ValueError(f"budget is {budget}, {expected}")
+    return budget

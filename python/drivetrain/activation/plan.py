@@ -1,0 +1,82 @@
+"""From what a step did to what it shall keep: the solver's choice, and what the recorder is told of it."""
+
+import dataclasses
+from typing import Any
+
+from .. import _C
+from .trace import Trace
+
+FORGET = -1
+KEEP = 0
+UNPLANNED = -2  # the recorder keeps it if autograd saves it
+
+
+@dataclasses.dataclass
+class Choice:
+    """What the solver chose, and what it expects of it."""
+
+    keeping: list[int]  # per value of the trace
+    peak_bytes: int
+    seconds: float
+    bound_seconds: float
+    smallest_bytes: int
+    is_feasible: bool
+
+    @staticmethod
+    def recorder() -> _C.ActivationRecorder:
+        return _C.ActivationRecorder(is_profile=False)
+
+    def tape_plans(self, trace: Trace) -> list[list[tuple[str, list[int]]]]:
+        """For each pass and operation, its name and what becomes of each value it makes."""
+        saved = {value for value, _ in trace.uses}
+        needed = self.needed(trace)
+        plans = []
+        begin = 0
+        for one in trace.passes:
+            plan = []
+            for name, _, _, _, writes in one.ops:
+                forms = []
+                for write in writes:
+                    value = begin + write
+                    if self.keeping[value] == FORGET or one.values[write][1] is False:
+                        forms.append(FORGET)
+                    elif value in needed and value not in saved:
+                        forms.append(KEEP)
+                    else:
+                        forms.append(UNPLANNED)
+                plan.append((name, forms))
+            plans.append(plan)
+            begin += len(one.values)
+        return plans
+
+    def needed(self, trace: Trace) -> set[int]:
+        """The values that backward asks for, or that a replay of such reads."""
+        needed = {value for value, _ in trace.uses}
+        begin = sum(len(one.values) for one in trace.passes)
+        for one in reversed(trace.passes):
+            begin -= len(one.values)
+            for _, _, _, reads, writes in reversed(one.ops):
+                if any(self.keeping[begin + write] == FORGET and begin + write in needed for write in writes):
+                    needed.update(begin + read for read in reads)
+        return needed
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "Choice":
+        return cls(**plain)
+
+
+def choose(trace: Trace, budget_bytes: int) -> Choice:
+    """The least time within so many bytes; where that cannot be, the smallest plan there is (`is_feasible` says)."""
+    values, ops, uses = trace.for_solver()
+    solved = _C.activation_solve(values, ops, uses, budget_bytes)
+    return Choice(
+        keeping=solved["keeping"],
+        peak_bytes=solved["peak_bytes"],
+        seconds=solved["seconds"],
+        bound_seconds=solved["bound_seconds"],
+        smallest_bytes=solved["smallest_bytes"],
+        is_feasible=solved["is_feasible"],
+    )

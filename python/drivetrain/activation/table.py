@@ -1,0 +1,107 @@
+"""A plan as a table: per block of the model what is kept, what is recomputed, and what that takes."""
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .plan import FORGET, Choice
+from .trace import Trace
+
+if TYPE_CHECKING:
+    from .budget import ActivationPlan
+
+_LARGEST_SHARE = 1 / 6  # of all bytes: a block that has more is shown in its parts
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> list[dict[str, Any]]:
+    """One per block, in order of forward."""
+    saved = {value for value, _ in trace.uses}
+    needed = choice.needed(trace)
+    paths: list[tuple[str, ...]] = []
+    found: list[dict[str, Any]] = []
+    begin = 0
+    for which, one in enumerate(trace.passes):
+        for index, (_, module, seconds, _, writes) in enumerate(one.ops):
+            row = {"kept_bytes": 0, "recomputed_bytes": 0, "planned_seconds": 0.0, "measured_seconds": None}
+            replayed = False
+            for write in writes:
+                value = begin + write
+                if value not in needed:
+                    continue
+                if choice.keeping[value] == FORGET:
+                    replayed = True
+                    row["recomputed_bytes"] += one.values[write][0] if value in saved else 0
+                else:
+                    row["kept_bytes"] += one.values[write][0]
+            row["planned_seconds"] = seconds if replayed else 0.0
+            if measured is not None:
+                row["measured_seconds"] = measured[which][index] if which < len(measured) else 0.0
+            name = trace.modules[module] if module >= 0 else ""
+            paths.append(tuple(name.split(".")) if name else ())
+            found.append(row)
+        begin += len(one.values)
+    return [{"block": name, **_sum([found[i] for i in indices])} for name, indices in _blocks(paths, found)]
+
+
+def render(plan: "ActivationPlan") -> str:
+    table = Table(title=None)
+    table.add_column("block")
+    for column in ("kept MiB", "recomputed MiB", "planned ms", "measured ms"):
+        table.add_column(column, justify="right")
+    blocks = plan.blocks()
+    for row in [*blocks, {"block": "all", **_sum(blocks)}]:
+        if row["block"] == "all":
+            table.add_section()
+        table.add_row(
+            row["block"],
+            f"{row['kept_bytes'] / 2**20:.1f}",
+            f"{row['recomputed_bytes'] / 2**20:.1f}",
+            f"{1e3 * row['planned_seconds']:.1f}",
+            "" if row["measured_seconds"] is None else f"{1e3 * row['measured_seconds']:.1f}",
+        )
+    out = Console(file=io.StringIO(), width=100)
+    out.print(table)
+    measured = "" if plan.measured_bytes is None else f", measured {mib(plan.measured_bytes)}"
+    out.print(
+        f"peak of what is kept for backward: budget {mib(plan.budget_bytes)}, planned {mib(plan.planned_bytes)}"
+        f"{measured}, {mib(plan.unplanned_bytes)} without; smallest possible {mib(plan.smallest_bytes)}",
+        highlight=False,
+    )
+    for note in plan.notes:
+        out.print(f"note: {note}", highlight=False)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = {}
+    for key in ("kept_bytes", "recomputed_bytes", "planned_seconds", "measured_seconds"):
+        values = [part[key] for part in parts]
+        total[key] = None if None in values else sum(values)
+    return total
+
+
+def _blocks(paths: list[tuple[str, ...]], found: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    """Modules, each with its operations: as large as they come without having more than a share of all bytes."""
+    total = sum(row["kept_bytes"] + row["recomputed_bytes"] for row in found)
+
+    def split(prefix: tuple[str, ...], indices: list[int]) -> list[tuple[str, list[int]]]:
+        size = sum(found[i]["kept_bytes"] + found[i]["recomputed_bytes"] for i in indices)
+        parts: dict[tuple[str, ...], list[int]] = {}
+        for i in indices:
+            parts.setdefault(paths[i][: len(prefix) + 1], []).append(i)
+        if size <= _LARGEST_SHARE * total or list(parts) == [prefix]:
+            return [(".".join(prefix) or "the model itself", indices)]
+        blocks: list[tuple[str, list[int]]] = []
+        for part, members in parts.items():
+            name = f"{'.'.join(prefix)} itself".strip() if prefix else "the model itself"
+            blocks += [(name, members)] if part == prefix else split(part, members)
+        return blocks
+
+    return split((), list(range(len(paths))))

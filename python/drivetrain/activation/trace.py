@@ -1,0 +1,192 @@
+"""What profiled steps say of a model: the operations of a forward pass, the values they make, and backward's use of
+them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+
+Value = tuple[int, bool, bool, int]  # bytes, whether it can be kept, whether it can be forgotten, what it is written over
+Op = tuple[str, int, float, list[int], list[int]]  # name, module, seconds, values read, values written
+
+
+@dataclasses.dataclass
+class Pass:
+    """One forward pass."""
+
+    ops: list[Op]
+    values: list[Value]
+
+
+@dataclasses.dataclass
+class Trace:
+    """A step's passes that wait for backward together, as one: the values of all in a row."""
+
+    passes: list[Pass]
+    uses: list[tuple[int, bool]]  # in the order of backward: a value is taken, or (True) given back
+    modules: list[str]
+    has_one_path: bool = True  # every profiled step did the same
+
+    def for_solver(self) -> tuple[list[Any], list[Any], list[tuple[int, bool]]]:
+        """The values, operations and uses that `_C.activation_solve` takes. What nobody was seen to make but autograd
+        keeps is made by an operation before all."""
+        values: list[Any] = []
+        ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
+        for one in self.passes:
+            begin = len(values)
+            made = {value for op in one.ops for value in op[4]}
+            for index, (num_bytes, can_keep, can_forget, replaces) in enumerate(one.values):
+                if index not in made:
+                    ops[0][2].append(begin + index)
+                values.append(
+                    (num_bytes, can_keep, can_forget and index in made, replaces + begin if replaces >= 0 else -1, [])
+                )
+            for _, _, seconds, reads, writes in one.ops:
+                ops.append((seconds, [begin + read for read in reads], [begin + write for write in writes]))
+        return values, ops, self.uses
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "Trace":
+        passes = [
+            Pass([(op[0], op[1], op[2], op[3], op[4]) for op in one["ops"]], [tuple(value) for value in one["values"]])
+            for one in plain["passes"]
+        ]
+        return cls(
+            passes, [(value, is_release) for value, is_release in plain["uses"]], plain["modules"], plain["has_one_path"]
+        )
+
+
+def profile(model: nn.Module, step_fn: Callable[[], object], steps: int) -> tuple[Trace, int]:
+    """Runs the step so many times with everything kept, each forward pass once more for the time of each operation.
+
+    Returns:
+        the trace, and the peak in bytes of what was kept.
+
+    Raises:
+        RuntimeError: no step went through the model with gradients on.
+    """
+    recorder = _C.ActivationRecorder(is_profile=True)
+    modules = [name for name, _ in model.named_modules()]
+    found: list[Trace] = []
+    peak = 0
+    with recording(model, recorder), _named(model, recorder):
+        for _ in range(steps):
+            recorder.reset()
+            step_fn()
+            peak = max(peak, recorder.peak_bytes)
+            tapes = recorder.take_tapes()
+            if not tapes:
+                raise RuntimeError(
+                    "step_fn did not call the model with gradients on: it must run forward, loss and backward of one "
+                    "training step on the model that was given, or on a wrapper of it"
+                )
+            found.append(_joined(_largest(tapes), modules))
+    return _best(found), peak
+
+
+class recording:  # noqa: N801, a context
+    """Has every outermost forward pass of the model recorded."""
+
+    def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
+        self._recorder = recorder
+        self._model = model
+        self._handles: list[Any] = []
+        self._entered: list[bool] = []
+
+    def __enter__(self) -> "recording":
+        self._handles = [
+            self._model.register_forward_pre_hook(self._before, prepend=True),
+            self._model.register_forward_hook(self._after, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "recording":
+        return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
+
+    def _before(self, *_: object) -> None:
+        enters = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        self._entered.append(enters)
+        if enters:
+            self._recorder.enter()
+
+    def _after(self, *_: object) -> None:
+        if self._entered and self._entered.pop():
+            self._recorder.leave()
+
+
+class _named:  # noqa: N801, a context
+    """Tells the recorder in which module each operation is."""
+
+    def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._stack: list[int] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for index, module in enumerate(self._model.modules()):
+            self._handles.append(module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
+            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, index: int) -> None:
+        self._stack.append(index)
+        self._recorder.set_module(index)
+
+    def _leave(self) -> None:
+        self._stack.pop()
+        self._recorder.set_module(self._stack[-1] if self._stack else -1)
+
+
+def _largest(tapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of passes in a row (micro-batches), those that waited for backward together and keep the most."""
+    groups: list[list[dict[str, Any]]] = []
+    end = -1
+    for tape in sorted(tapes, key=lambda tape: tape["begin"]):
+        if tape["begin"] > end:
+            groups.append([])
+        groups[-1].append(tape)
+        end = max([end, *(order for _, _, order in tape["uses"])])
+    return max(groups, key=lambda group: sum(value[0] for tape in group for value in tape["values"]))
+
+
+def _joined(tapes: list[dict[str, Any]], modules: list[str]) -> Trace:
+    uses: list[tuple[int, int, bool]] = []
+    begin = 0
+    for tape in tapes:
+        uses += [(order, begin + value, is_release) for value, is_release, order in tape["uses"]]
+        begin += len(tape["values"])
+    passes = [Pass(list(tape["ops"]), list(tape["values"])) for tape in tapes]
+    return Trace(passes, [(value, is_release) for _, value, is_release in sorted(uses)], modules)
+
+
+def _best(traces: list[Trace]) -> Trace:
+    """The last one, with the least time that each operation took in any."""
+    last = traces[-1]
+    for trace in traces[:-1]:
+        if [[op[0] for op in one.ops] for one in trace.passes] != [[op[0] for op in one.ops] for one in last.passes]:
+            last.has_one_path = False
+            continue
+        for one, other in zip(last.passes, trace.passes, strict=True):
+            for index, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
+                one.ops[index] = (mine[0], mine[1], min(mine[2], theirs[2]), mine[3], mine[4])
+            if len(one.values) == len(other.values):
+                one.values = [
+                    (a[0], a[1], a[2] and b[2], a[3]) for a, b in zip(one.values, other.values, strict=True)
+                ]
+    return last

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "activation/keeping_cut.h"
+#include "activation/segments.h"
 #include "activation/simulator.h"
 #include "activation/trace_index.h"
 #include "base/check.h"
@@ -91,6 +92,17 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
     (fits ? high : low) = price;
     if (!fits || low > 0 || high > 1e-30) continue;
     break;
+  }
+  const Segments segments(index);
+  search.try_keeping(segments.smallest());
+  // Where the simulator sees more or less than the segments said, so much less or more is asked of them.
+  int64_t asked = budget_bytes;
+  for (int i = 0; i < 4 && asked > 0; ++i) {
+    const std::optional<Keeping> keeping = segments.best(asked);
+    if (!keeping) break;
+    const int64_t over = search.try_keeping(*keeping).peak_bytes - budget_bytes;
+    if (over == 0) break;
+    asked -= over;
   }
   Solution solution = search.solution();
   solution.bound_seconds = bound;

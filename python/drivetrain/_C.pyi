@@ -239,3 +239,15 @@ def checkpoint(
     verify: bool,
 ) -> Any: ...
 def hash_tensor(tensor: Tensor) -> int: ...
+def activation_solve(
+    values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
+    ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
+    uses: Sequence[tuple[int, bool]],
+    budget_bytes: int,
+) -> dict[str, Any]: ...
+def activation_simulate(
+    values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
+    ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
+    uses: Sequence[tuple[int, bool]],
+    keeping: Sequence[int],
+) -> dict[str, Any]: ...

@@ -10,7 +10,9 @@ from torch import nn
 
 from .. import _C
 
-Value = tuple[int, bool, bool, int]  # bytes, whether it can be kept, whether it can be forgotten, what it is written over
+Value = tuple[
+    int, bool, bool, int
+]  # bytes, whether it can be kept, whether it can be forgotten, what it is written over
 Op = tuple[str, int, float, list[int], list[int]]  # name, module, seconds, values read, values written
 
 
@@ -59,7 +61,10 @@ class Trace:
             for one in plain["passes"]
         ]
         return cls(
-            passes, [(value, is_release) for value, is_release in plain["uses"]], plain["modules"], plain["has_one_path"]
+            passes,
+            [(value, is_release) for value, is_release in plain["uses"]],
+            plain["modules"],
+            plain["has_one_path"],
         )
 
 
@@ -186,7 +191,5 @@ def _best(traces: list[Trace]) -> Trace:
             for index, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
                 one.ops[index] = (mine[0], mine[1], min(mine[2], theirs[2]), mine[3], mine[4])
             if len(one.values) == len(other.values):
-                one.values = [
-                    (a[0], a[1], a[2] and b[2], a[3]) for a, b in zip(one.values, other.values, strict=True)
-                ]
+                one.values = [(a[0], a[1], a[2] and b[2], a[3]) for a, b in zip(one.values, other.values, strict=True)]
     return last

@@ -26,7 +26,9 @@ class Twin:
         self.writer = {v: i for i, (_, _, writes) in enumerate(self.ops) for v in writes}
         self.tickets = [sum(1 for v, is_release in self.uses if is_release and v == i) for i in range(len(self.values))]
         self.replayed: set[int] = set()
-        self.there: dict[int, int] = {v: self.size(v) for v in self.writer if keeping[v] != FORGET and self.is_needed(v)}
+        self.there: dict[int, int] = {
+            v: self.size(v) for v in self.writer if keeping[v] != FORGET and self.is_needed(v)
+        }
         self.seconds = 0.0
         self.forward = self.peak = sum(self.there.values())
 

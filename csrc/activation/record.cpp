@@ -36,6 +36,8 @@ constexpr std::array<std::string_view, 8> kUninitialised{
 constexpr std::array<std::string_view, 10> kOnlyWrite{
     "aten::fill_",   "aten::zero_",        "aten::copy_",       "aten::bernoulli_", "aten::uniform_",
     "aten::normal_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_",    "aten::geometric_"};
+constexpr std::array<std::string_view, 3> kTears{"aten::unsafe_chunk", "aten::unsafe_split",
+                                                 "aten::unsafe_split_with_sizes"};
 constexpr std::array<std::string_view, 3> kBatchNorm{"aten::native_batch_norm", "aten::cudnn_batch_norm",
                                                      "aten::miopen_batch_norm"};
 
@@ -75,6 +77,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
 
 PyObject* pack(PyObject* tape, PyObject* tensor) {
   HANDLE_TH_ERRORS
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kMode);
   auto saved = value_in<std::shared_ptr<Tape>>(tape, kTape)->save(THPVariable_Unpack(tensor));
   return capsule(std::move(saved), kSaved).release().ptr();
   END_HANDLE_TH_ERRORS
@@ -99,6 +102,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
       is_uninitialised(is_one_of(name, kUninitialised)),
       only_writes(is_one_of(name, kOnlyWrite)),
       is_random(op.hasTag(at::Tag::nondeterministic_seeded)),
+      tears(is_one_of(name, kTears)),
       is_batch_norm(is_one_of(name, kBatchNorm)) {
   for (const c10::Argument& argument : op.schema().arguments()) {
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
@@ -140,8 +144,9 @@ void Recorder::enter() {
     ++depth_;
     return;
   }
-  if (Tape::current() != nullptr) {
-    throw UserError("activation_budget: this forward pass is inside one that has a budget of its own");
+  if (Tape::current() != nullptr) {  // somebody else's, whose budget is for all that is inside
+    ++depth_of_others_;
+    return;
   }
   std::erase_if(waiting_, [](const std::weak_ptr<Tape>& tape) {
     const auto alive = tape.lock();
@@ -157,6 +162,10 @@ void Recorder::enter() {
 }
 
 void Recorder::leave() {
+  if (depth_of_others_ > 0) {
+    --depth_of_others_;
+    return;
+  }
   if (depth_ == 0 || --depth_ > 0) return;
   c10::impl::tls_set_dispatch_key_included(kMode, false);
   Tape::current() = nullptr;

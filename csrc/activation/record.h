@@ -43,6 +43,7 @@ class Recorder {
   std::vector<std::shared_ptr<Tape>> profiled_;
   std::string divergence_;
   int depth_ = 0;
+  int depth_of_others_ = 0;  // inside a pass that another recorder records
 };
 
 void register_record(pybind11::module_& m);

@@ -15,10 +15,10 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kFewOps = 64;         // so few that every op may be a cut
-constexpr size_t kMaxChoices = 20;     // per segment
-constexpr int64_t kMaxWork = 30'000;   // ops in all kinds of segments
-constexpr size_t kNumLevels = 400;     // of kept bytes
+constexpr size_t kFewOps = 64;        // so few that every op may be a cut
+constexpr size_t kMaxChoices = 20;    // per segment
+constexpr int64_t kMaxWork = 30'000;  // ops in all kinds of segments
+constexpr size_t kNumLevels = 400;    // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // Keeps every position whose byte count is no higher than its neighbours', then fewer, those with the highest hills

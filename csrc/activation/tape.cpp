@@ -74,14 +74,16 @@ bool covers_its_storage(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes();
 }
 
+bool is_defined(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
 template <class Function>
 void for_each_tensor(const c10::IValue& value, const Function& function) {
-  if (value.isTensor()) {
+  if (is_defined(value)) {
     function(value.toTensor(), -1);
   } else if (value.isTensorList() || value.isOptionalTensorList()) {
     const auto list = value.toListRef();
     for (size_t i = 0; i < list.size(); ++i) {
-      if (list[i].isTensor()) function(list[i].toTensor(), static_cast<int32_t>(i));
+      if (is_defined(list[i])) function(list[i].toTensor(), static_cast<int32_t>(i));
     }
   }
 }
@@ -201,14 +203,35 @@ int32_t Tape::value_of(const at::Tensor& tensor, bool is_foreign) {
     return -1;
   }
   const int32_t value = found->second.value;
-  if (value < 0 || values_[value].version == tensor._version()) return value;
+  if (value < 0 || values_[value].is_torn || values_[value].version == tensor._version()) return value;
   // Written by somebody we did not see.
+  protect(value);
   const int32_t written = add_value(tensor, -1, false);
   values_[written].replaces = value;
   values_[value].is_overwritten = true;
-  if (values_[value].is_replayable) let_go(value);
   if (is_profile_) hold(written, tensor);
   return written;
+}
+
+// Its memory is about to be written over.
+void Tape::protect(int32_t index) {
+  Value& value = values_[index];
+  if (!value.held.defined() || value.is_overwritten || value.is_torn) return;
+  if (value.is_replayable && !is_profile_) {
+    let_go(index);
+    return;
+  }
+  // Nobody can bring it back, or it is not known yet whether somebody can.
+  if (value.held._version() != value.held_version) return;  // too late: take() says so
+  value.held = copy_of(value.held);
+  value.held_version = value.held._version();
+}
+
+// Its views count writes each for itself: what is read of it later may be of any version.
+void Tape::tear(int32_t index) {
+  Value& value = values_[index];
+  value.can_forget = value.is_replayable = value.is_uninitialised = false;
+  value.is_torn = true;
 }
 
 void Tape::make_opaque(int32_t value, const at::Tensor& tensor) {
@@ -243,12 +266,13 @@ c10::IValue Tape::keep_argument(Op& op, int32_t arg, const c10::IValue& argument
   if (argument.isTensor()) return {};
   const c10::impl::GenericList list = argument.toList();
   c10::impl::GenericList kept(list.elementType());
-  for (const c10::IValue& element : argument.toListRef()) kept.push_back(element.isTensor() ? c10::IValue() : element);
+  for (const c10::IValue& element : argument.toListRef()) kept.push_back(is_defined(element) ? c10::IValue() : element);
   return kept;
 }
 
 void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
   const size_t num_args = handle.schema().arguments().size();
   Op op(handle, traits, keys, module_);
   op.args.reserve(num_args);
@@ -262,11 +286,7 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
   if (traits.writes_any) {
     for (const TensorRef& ref : op.refs) {
       if (!traits.writes[ref.arg] || ref.value < 0) continue;
-      Value& before = values_[ref.value];
-      if (before.held.defined() && !before.is_replayable && !before.is_overwritten) {  // nobody can bring it back
-        before.held = copy_of(before.held);
-        before.version = before.held._version();
-      }
+      protect(ref.value);
     }
   }
   if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
@@ -279,7 +299,6 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
       ~Running() { tape.is_running_ = false; }
       Tape& tape;
     } const running(*this);
-    const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
     try {
       handle.redispatchBoxed(
           keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::TESTING_ONLY_GenericMode),
@@ -329,18 +348,20 @@ void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::ji
       op.writes.push_back({value, false, static_cast<int32_t>(i), element});
     });
   }
+  if (op.traits->tears) {
+    for (const int32_t read : op.reads) tear(read);
+  }
   if (op.writes.empty()) return;
   bool has_all = can_forget;
-  for (const int32_t read : op.reads)
-    has_all = has_all && (values_[read].is_replayable || values_[read].held.defined());
+  for (const int32_t read : op.reads) {
+    has_all = has_all && !values_[read].is_torn && (values_[read].is_replayable || values_[read].held.defined());
+  }
   for (const Slot& slot : op.writes) {
     Value& value = values_[slot.value];
     value.is_replayable = has_all;
     if (value.replaces < 0) continue;
-    Value& before = values_[value.replaces];
-    before.is_overwritten = true;
-    // What it was written over is gone from this memory; a copy was made above where nothing else can bring it back.
-    if (before.is_replayable) let_go(value.replaces);
+    values_[value.replaces].is_overwritten = true;
+    if (values_[value.replaces].is_torn) tear(slot.value);
   }
   ops_.push_back(std::move(op));
   plan_values(index);
@@ -355,7 +376,7 @@ void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::ji
       });
     }
     const Value& value = values_[slot.value];
-    const bool may_be_needed = is_profile_ && !value.is_replayable && !value.is_uninitialised;
+    const bool may_be_needed = is_profile_ && !value.is_replayable && !value.is_uninitialised && !value.is_torn;
     if (value.form == kAsIs || may_be_needed) hold(slot.value, *tensor);
   }
 }
@@ -440,6 +461,7 @@ void Tape::hold(int32_t index, const at::Tensor& tensor) {
   Value& value = values_[index];
   if (value.held.defined()) return;
   value.held = alias_of(tensor);
+  value.held_version = tensor._version();
   value.held_bytes = value.bytes;
   ledger_->add(value.held_bytes);
 }
@@ -490,7 +512,7 @@ at::Tensor Tape::take(const Saved& saved) {
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->num_uses++});
   materialise(saved.ref.value);
   const Value& value = values_[saved.ref.value];
-  if (value.held._version() != value.version) {
+  if (value.held._version() != value.held_version) {
     throw_checkpoint_error(text("a tensor of ", c10::IntArrayRef(saved.ref.sizes), " ", saved.ref.dtype,
                                 " that backward needs was modified in place after the forward pass: gradients would be "
                                 "those of other values. Clone it before, or use an operation that is not in place."));
@@ -529,7 +551,10 @@ std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const 
   torch::jit::Stack stack;
   stack.reserve(op.args.size());
   for (const c10::IValue& arg : op.args) stack.push_back(arg.isList() ? arg.toList().copy() : arg);
+  // Running statistics have been updated, and do not say what comes out in training.
+  const bool leaves_statistics = op.traits->is_batch_norm && stack[5].toBool();
   for (const TensorRef& ref : op.refs) {
+    if (leaves_statistics && (ref.arg == 3 || ref.arg == 4)) continue;
     const at::Tensor tensor = tensor_of(ref);
     if (ref.element < 0) {
       stack[ref.arg] = tensor;
@@ -544,8 +569,6 @@ std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const 
     arguments.push_back(slot.element < 0 ? stack[slot.index].toTensor()
                                          : stack[slot.index].toListRef()[slot.element].toTensor());
   }
-  // Running statistics have been updated, and do not say what comes out in training.
-  if (op.traits->is_batch_norm && stack[5].toBool()) stack[3] = stack[4] = c10::IValue();
   {
     const Below below(op.local_keys, op.is_grad_enabled);
     const std::optional<RandomStates> states = op.random_states ? std::optional(*op.random_states) : std::nullopt;
@@ -609,7 +632,6 @@ void Tape::replay(int32_t index) {
                                   value.bytes, " in the forward pass."));
     }
     hold(op.writes[i].value, results[i]);
-    value.version = results[i]._version();
   }
   if (!has_ended_) return;
   for (const Slot& slot : op.writes) {
@@ -639,7 +661,7 @@ void Tape::rehearse() {
     Op& op = ops_[i];
     bool can_call = can_replay(op);
     for (const int32_t read : op.reads) {
-      if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_overwritten) {
+      if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_torn) {
         fresh[read] = values_[read].held;
       }
       can_call = can_call && fresh[read].defined();
@@ -669,7 +691,7 @@ void Tape::rehearse() {
       const int32_t index = op.writes[k].value;
       Value& value = values_[index];
       fresh[index] = results[k];
-      if (value.is_uninitialised || !value.held.defined() || value.is_overwritten) continue;
+      if (value.is_uninitialised || !value.held.defined() || value.is_torn) continue;
       const at::Tensor& held = value.held;
       const bool is_workspace = held.scalar_type() == at::kByte && held.dim() == 1;
       if (!is_workspace && !at::equal(bytes_of(held), bytes_of(results[k]))) {
@@ -687,7 +709,8 @@ void Tape::rehearse() {
 std::vector<Tape::ValueTrace> Tape::value_traces() const {
   std::vector<ValueTrace> traces;
   for (const Value& value : values_) {
-    traces.push_back({value.bytes, !value.is_overwritten, value.can_forget, value.replaces});
+    // What is written over and cannot be brought back is copied before, where backward needs it.
+    traces.push_back({value.bytes, !value.is_overwritten || !value.can_forget, value.can_forget, value.replaces});
   }
   return traces;
 }

@@ -63,6 +63,7 @@ struct OpTraits {
   bool is_uninitialised;  // gives memory that somebody else writes
   bool only_writes;       // what it writes does not depend on what was there
   bool is_random;
+  bool tears;          // gives views that each count their writes for themselves
   bool is_batch_norm;  // updates running statistics without saying so
 };
 
@@ -145,10 +146,12 @@ class Tape : public std::enable_shared_from_this<Tape> {
     bool is_replayable;  // and all that it takes is there, now and later
     bool is_uninitialised = false;
     bool is_overwritten = false;
+    bool is_torn = false;  // see tear()
     int32_t replaces = -1;
     int32_t num_saved = 0;
-    int32_t num_users = 0;   // since end(): saved tensors, and operations to be replayed that read it
-    at::Tensor held;         // a view of it
+    int32_t num_users = 0;  // since end(): saved tensors, and operations to be replayed that read it
+    at::Tensor held;        // a view of it
+    uint32_t held_version = 0;
     int64_t held_bytes = 0;  // as counted
   };
   struct Slot {  // where an operation's result is
@@ -182,6 +185,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   int32_t add_value(const at::Tensor& tensor, int32_t op, bool can_forget);
   // The value that the tensor shows; -1: one that was there before the pass. `is_foreign`: made by nobody we saw.
   int32_t value_of(const at::Tensor& tensor, bool is_foreign);
+  void protect(int32_t value);
+  void tear(int32_t value);
   void make_opaque(int32_t value, const at::Tensor& tensor);
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from . import table
 from .plan import Choice, choose
-from .trace import Trace, profile, recording
+from .trace import Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
 
@@ -108,7 +109,7 @@ class ActivationPlan:
         self._trace = trace
         self._choice: Choice | None = None
         self._recorder = Choice.recorder()
-        self._recording: recording | None = None
+        self._recording: Recording | None = None
         self.unplanned_bytes = unplanned_bytes
         self.budget_bytes = 0
         self.measured_bytes: int | None = None
@@ -170,7 +171,7 @@ class ActivationPlan:
         """
         params = list(self._model.parameters())
         before = [None if param.grad is None else param.grad.clone() for param in params]
-        states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         try:
             return step_fn()
         except torch.OutOfMemoryError as error:
@@ -187,7 +188,7 @@ class ActivationPlan:
         except ValueError as error:
             raise torch.OutOfMemoryError(f"{said}; and no tighter plan is possible: {error}") from error
         self._install()
-        self._note(f"a step ran out of memory ({said}): the budget is {table.mib(tighter)} now")
+        self._note(f"a step ran out of memory ({said}): the budget is {table.size(tighter)} now")
         return step_fn()
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,8 +205,7 @@ class ActivationPlan:
 
     def save(self, path: "str | os.PathLike[str]") -> None:
         """Writes `to_dict()` as JSON, for `activation_budget(model, plan=path)`."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file)
+        Path(path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     def blocks(self) -> list[dict[str, Any]]:
         """The rows of the table: block, kept_bytes, recomputed_bytes, planned_seconds, measured_seconds (None before a
@@ -224,8 +224,7 @@ class ActivationPlan:
     @classmethod
     def _from(cls, model: nn.Module, plan: "str | os.PathLike[str] | dict[str, Any]") -> "ActivationPlan":
         if not isinstance(plan, dict):
-            with open(plan, encoding="utf-8") as file:
-                plan = json.load(file)
+            plan = json.loads(Path(plan).read_text(encoding="utf-8"))
         if not isinstance(plan, dict) or plan.get("drivetrain_activation_plan") != _FORMAT:
             raise ValueError("plan is not an activation plan of this version, expected what ActivationPlan.save wrote")
         trace = Trace.from_dict(plan["trace"])
@@ -247,15 +246,15 @@ class ActivationPlan:
         choice = choose(self._trace, budget_bytes)
         if not choice.is_feasible:
             raise ValueError(
-                f"budget is {table.mib(budget_bytes)}: the smallest that is possible with this step is "
-                f"{table.mib(choice.smallest_bytes)} ({table.mib(self.unplanned_bytes)} without a budget)"
+                f"budget is {table.size(budget_bytes)}: the smallest that is possible with this step is "
+                f"{table.size(choice.smallest_bytes)} ({table.size(self.unplanned_bytes)} without a budget)"
             )
         self._choice, self.budget_bytes = choice, budget_bytes
 
     def _install(self) -> None:
         self._recorder.set_plans(self._chosen.tape_plans(self._trace))
         if self._recording is None:
-            self._recording = recording(self._model, self._recorder).__enter__()
+            self._recording = Recording(self._model, self._recorder).__enter__()
 
     def _measure(self, step_fn: Callable[[], object]) -> None:
         """Runs the step under the plan; as long as its peak is above the budget, plans for that much less."""
@@ -270,8 +269,8 @@ class ActivationPlan:
                 break
             tighter = int(self.budget_bytes * budget / self.measured_bytes)
             self._note(
-                f"the measured peak was {table.mib(self.measured_bytes)}, above the budget of {table.mib(budget)}: "
-                f"planned anew for {table.mib(tighter)}"
+                f"the measured peak was {table.size(self.measured_bytes)}, above the budget of {table.size(budget)}: "
+                f"planned anew for {table.size(tighter)}"
             )
             with contextlib.suppress(ValueError):  # the smallest plan it is, then
                 self._choose(tighter)

@@ -1,6 +1,7 @@
 """A plan as a table: per block of the model what is kept, what is recomputed, and what that takes."""
 
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
 _LARGEST_SHARE = 1 / 6  # of all bytes: a block that has more is shown in its parts
 
 
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def size(num_bytes: float) -> str:
+    """In the unit that people would use, to be given back as a budget: rounded up."""
+    unit, scale = next(
+        ((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= s), ("B", 1)
+    )
+    return f"{math.ceil(100 * num_bytes / scale) / 100:g} {unit}"
 
 
 def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> list[dict[str, Any]]:
@@ -67,10 +72,10 @@ def render(plan: "ActivationPlan") -> str:
         )
     out = Console(file=io.StringIO(), width=100)
     out.print(table)
-    measured = "" if plan.measured_bytes is None else f", measured {mib(plan.measured_bytes)}"
+    measured = "" if plan.measured_bytes is None else f", measured {size(plan.measured_bytes)}"
     out.print(
-        f"peak of what is kept for backward: budget {mib(plan.budget_bytes)}, planned {mib(plan.planned_bytes)}"
-        f"{measured}, {mib(plan.unplanned_bytes)} without; smallest possible {mib(plan.smallest_bytes)}",
+        f"peak of what is kept for backward: budget {size(plan.budget_bytes)}, planned {size(plan.planned_bytes)}"
+        f"{measured}, {size(plan.unplanned_bytes)} without; smallest possible {size(plan.smallest_bytes)}",
         highlight=False,
     )
     for note in plan.notes:

@@ -81,7 +81,7 @@ def profile(model: nn.Module, step_fn: Callable[[], object], steps: int) -> tupl
     modules = [name for name, _ in model.named_modules()]
     found: list[Trace] = []
     peak = 0
-    with recording(model, recorder), _named(model, recorder):
+    with Recording(model, recorder), _Naming(model, recorder):
         for _ in range(steps):
             recorder.reset()
             step_fn()
@@ -96,7 +96,7 @@ def profile(model: nn.Module, step_fn: Callable[[], object], steps: int) -> tupl
     return _best(found), peak
 
 
-class recording:  # noqa: N801, a context
+class Recording:
     """Has every outermost forward pass of the model recorded."""
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
@@ -105,7 +105,7 @@ class recording:  # noqa: N801, a context
         self._handles: list[Any] = []
         self._entered: list[bool] = []
 
-    def __enter__(self) -> "recording":
+    def __enter__(self) -> "Recording":
         self._handles = [
             self._model.register_forward_pre_hook(self._before, prepend=True),
             self._model.register_forward_hook(self._after, always_call=True),
@@ -117,7 +117,7 @@ class recording:  # noqa: N801, a context
             handle.remove()
         self._handles = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "recording":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recording":
         return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
 
     def _before(self, *_: object) -> None:
@@ -131,7 +131,7 @@ class recording:  # noqa: N801, a context
             self._recorder.leave()
 
 
-class _named:  # noqa: N801, a context
+class _Naming:
     """Tells the recorder in which module each operation is."""
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:

@@ -146,3 +146,18 @@ def test_simulation_is_its_twin(trace: Trace, data: st.DataObject) -> None:
         keeping = [FORGET if can_forget else 0 for _, _, can_forget, _, _ in trace[0]]
     assume(is_allowed(trace, keeping))
     assert _C.activation_simulate(*trace, keeping) == Twin(trace, keeping).run()
+
+
+# The best there is, against which the choice is measured: the solver never sees this many keepings.
+def all_keepings(trace: Trace) -> list[tuple[list[int], dict[str, Any]]]:
+    """Of what may be needed; what never is, is forgotten."""
+    values, ops, _ = trace
+    written = {v for _, _, writes in ops for v in writes}
+    ways = [range(FORGET, len(value[4]) + 1) if v in written else [0] for v, value in enumerate(values)]
+    found = []
+    for keeping in itertools.product(*ways):
+        try:
+            found.append((list(keeping), _C.activation_simulate(*trace, list(keeping))))
+        except ValueError:
+            continue
+    return found

@@ -15,11 +15,12 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kFewOps = 64;         // so few that every op may be a cut
+constexpr size_t kFewOps = 160;        // so few that every op may be a cut
 constexpr size_t kMaxChoices = 20;     // per segment
 constexpr int64_t kMaxWork = 30'000;   // ops in all kinds of segments
 constexpr size_t kNumLevels = 400;     // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
 
 // Keeps every position whose byte count is no higher than its neighbours', then fewer, those with the highest hills
 // around them, until at most kMaxCuts are left. Equal ones are treated equally, so that what repeats is cut equally.
@@ -256,11 +257,48 @@ void Segments::find_menus() {
   }
 }
 
-void Segments::put(const Choice& choice, size_t first_cut, size_t end_cut, Keeping& keeping) const {
+void Segments::put(const Step& step, size_t end_cut, Keeping& keeping) const {
   size_t at = 0;
-  for (int32_t op = cuts_[first_cut]; op < cuts_[end_cut]; ++op) {
-    for (int32_t value : index_.writes[op]) keeping[value] = choice.keeping[at++];
+  for (int32_t op = cuts_[step.first_cut]; op < cuts_[end_cut]; ++op) {
+    for (int32_t value : index_.writes[op]) keeping[value] = step.choice->keeping[at++];
   }
+}
+
+// Fewer bytes kept are always better here, so that one state for each cut is enough.
+std::optional<Keeping> Segments::smallest_within(int64_t budget_bytes) const {
+  std::vector<int64_t> kept(cuts_.size(), kNotReached);
+  std::vector<Step> steps(cuts_.size());
+  kept[0] = 0;
+  for (size_t end = 1; end < cuts_.size(); ++end) {
+    for (const Segment& segment : segments_[end]) {
+      const int64_t before = kept[segment.first_cut];
+      if (before == kNotReached) continue;
+      for (const Choice& choice : menus_[segment.menu]) {
+        if (before + choice.peak_bytes > budget_bytes || before + choice.kept_bytes >= kept[end]) continue;
+        kept[end] = before + choice.kept_bytes;
+        steps[end] = {segment.first_cut, &choice};
+      }
+    }
+  }
+  if (kept.back() == kNotReached) return std::nullopt;
+  Keeping keeping(index_.num_values(), kForget);
+  for (size_t end = cuts_.size() - 1; end > 0; end = steps[end].first_cut) put(steps[end], end, keeping);
+  return keeping;
+}
+
+Keeping Segments::smallest() const {
+  int64_t low = 0, high = 1;
+  for (const TraceValue& value : index_.trace.values) high += 2 * value.bytes;
+  const int64_t exactness = cuts_.size() <= kFewOps ? 1 : high / 2048;
+  std::optional<Keeping> smallest = smallest_within(high);
+  DT_INVARIANT(smallest.has_value());
+  while (high - low > exactness) {
+    const int64_t middle = low + (high - low) / 2;
+    std::optional<Keeping> smaller = smallest_within(middle);
+    (smaller ? high : low) = middle;
+    if (smaller) smallest = std::move(smaller);
+  }
+  return *smallest;
 }
 
 std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
@@ -268,26 +306,26 @@ std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
   struct State {
     int64_t kept_bytes = 0;
     double seconds = kNever;
-    size_t segment = 0, choice = 0, before = 0;
+    Step step;
+    size_t before = 0;
   };
   const size_t count = cuts_.size();
+  const double levels_per_byte = kNumLevels / static_cast<double>(budget_bytes);
   std::vector<std::vector<State>> states(count);
-  states[0].push_back({0, 0, 0, 0, 0});
+  states[0].push_back({0, 0, {}, 0});
   std::vector<State> levels(kNumLevels + 1);
   for (size_t end = 1; end < count; ++end) {
     std::fill(levels.begin(), levels.end(), State());
-    for (size_t segment = 0; segment < segments_[end].size(); ++segment) {
-      const std::vector<State>& before = states[segments_[end][segment].first_cut];
-      const Menu& menu = menus_[segments_[end][segment].menu];
-      for (size_t choice = 0; choice < menu.size(); ++choice) {
+    for (const Segment& segment : segments_[end]) {
+      const std::vector<State>& before = states[segment.first_cut];
+      for (const Choice& choice : menus_[segment.menu]) {
         for (size_t state = 0; state < before.size(); ++state) {
-          if (before[state].kept_bytes + menu[choice].peak_bytes > budget_bytes) break;
-          const int64_t kept = before[state].kept_bytes + menu[choice].kept_bytes;
-          const double share = static_cast<double>(kept) / static_cast<double>(budget_bytes);
-          State& level = levels[static_cast<size_t>(share * kNumLevels)];
-          const double seconds = before[state].seconds + menu[choice].seconds;
+          if (before[state].kept_bytes + choice.peak_bytes > budget_bytes) break;
+          const int64_t kept = before[state].kept_bytes + choice.kept_bytes;
+          State& level = levels[static_cast<size_t>(static_cast<double>(kept) * levels_per_byte)];
+          const double seconds = before[state].seconds + choice.seconds;
           if (seconds >= level.seconds) continue;
-          level = {kept, seconds, segment, choice, state};
+          level = {kept, seconds, {segment.first_cut, &choice}, state};
         }
       }
     }
@@ -303,23 +341,11 @@ std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
   size_t state = states.back().size() - 1;
   for (size_t end = count - 1; end > 0;) {
     const State& reached = states[end][state];
-    const Segment& segment = segments_[end][reached.segment];
-    put(menus_[segment.menu][reached.choice], segment.first_cut, end, keeping);
+    put(reached.step, end, keeping);
     state = reached.before;
-    end = segment.first_cut;
+    end = reached.step.first_cut;
   }
   return keeping;
-}
-
-Keeping Segments::smallest() const {
-  int64_t low = 0, high = 1;
-  for (const TraceValue& value : index_.trace.values) high += value.bytes;
-  high *= 2;
-  while (high - low > high / 512) {
-    const int64_t middle = low + (high - low) / 2;
-    (best(middle) ? high : low) = middle;
-  }
-  return *best(high);
 }
 
 }  // namespace drivetrain::activation

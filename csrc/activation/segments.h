@@ -34,6 +34,11 @@ class Segments {
     size_t first_cut;
     size_t menu;
   };
+  // A segment of those that were put together.
+  struct Step {
+    size_t first_cut = 0;
+    const Choice* choice = nullptr;
+  };
   struct Kind;
 
   void find_last_readers();
@@ -43,7 +48,8 @@ class Segments {
   Kind kind_of(int32_t first_op, int32_t end_op) const;
   Trace part(int32_t first_op, int32_t end_op) const;
   Menu menu_of(const Trace& part) const;
-  void put(const Choice& choice, size_t first_cut, size_t end_cut, Keeping& keeping) const;
+  std::optional<Keeping> smallest_within(int64_t budget_bytes) const;
+  void put(const Step& step, size_t end_cut, Keeping& keeping) const;
 
   const TraceIndex& index_;
   std::vector<int32_t> last_reader_;  // per value: the last op that may be replayed and reads it

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "activation/keeping_cut.h"
+#include "activation/polish.h"
 #include "activation/segments.h"
 #include "activation/simulator.h"
 #include "activation/trace_index.h"
@@ -103,6 +104,11 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
     const int64_t over = search.try_keeping(*keeping).peak_bytes - budget_bytes;
     if (over == 0) break;
     asked -= over;
+  }
+  if (search.is_feasible()) {
+    Keeping filled = search.best();
+    fill(index, search.simulator(), budget_bytes, filled);
+    search.try_keeping(filled);
   }
   Solution solution = search.solution();
   solution.bound_seconds = bound;

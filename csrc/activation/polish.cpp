@@ -1,141 +1,205 @@
-// Finds room in the timeline of a step, and checks with the simulator.
+// Finds room and its lack in the timeline of a step by estimates, and checks with the simulator.
 #include "activation/polish.h"
 
 #include <algorithm>
 #include <limits>
 #include <utility>
-#include <vector>
 
 namespace drivetrain::activation {
 namespace {
 
-// All forgotten outputs of an op are kept, so that it is not replayed.
-struct Move {
-  int32_t op;
-  int64_t bytes;   // more, from the end of forward until the op was replayed
-  double seconds;  // less
-};
-
-bool is_first(const Move& a, const Move& b) {
-  // Most seconds per byte; what needs no bytes before everything.
-  const double left = a.seconds * static_cast<double>(std::max<int64_t>(b.bytes, 0));
-  const double right = b.seconds * static_cast<double>(std::max<int64_t>(a.bytes, 0));
-  return std::pair(-left, a.op) < std::pair(-right, b.op);
-}
-
-class Filler {
- public:
-  Filler(const TraceIndex& index, Simulator& simulator, int64_t budget) : index_(index), simulator_(simulator), budget_(budget) {}
-
-  bool improve(Keeping& keeping, Outcome& outcome) {
-    simulator_.run(keeping, &timeline_);
-    std::vector<Move> moves = possible_moves(keeping);
-    std::sort(moves.begin(), moves.end(), is_first);
-    std::vector<Move> fitting;
-    for (const Move& move : moves) {
-      if (reserve(move)) fitting.push_back(move);
-    }
-    // What the estimate has wrong shows now; the first half may be right.
-    while (!fitting.empty()) {
-      Keeping next = keeping;
-      for (const Move& move : fitting) keep_outputs(move.op, next);
-      const Outcome found = simulator_.run(next);
-      if (found.peak_bytes <= budget_ && found.seconds < outcome.seconds) {
-        keeping = std::move(next);
-        outcome = found;
-        return true;
-      }
-      if (fitting.size() == 1) refused_[fitting[0].op] = 1;
-      fitting.resize(fitting.size() / 2);
-    }
-    return false;
-  }
-
-  void start() { refused_.assign(index_.num_ops(), 0); }
-
- private:
-  std::vector<Move> possible_moves(const Keeping& keeping) {
-    count_needs(keeping);
-    std::vector<Move> moves;
-    for (int32_t op = 0; op < index_.num_ops(); ++op) {
-      if (timeline_.replayed_at[op] < 0 || refused_[op]) continue;
-      Move move{op, 0, 0};
-      bool can_keep = true;
-      for (int32_t value : index_.writes[op]) {
-        if (keeping[value] != kForget || !simulator_.was_needed(value)) continue;
-        can_keep = can_keep && index_.trace.values[value].can_keep;
-        move.bytes += index_.trace.values[value].bytes;
-      }
-      if (!can_keep) continue;
-      add_what_only_it_needs(keeping, move);
-      moves.push_back(move);
-    }
-    return moves;
-  }
-
-  void count_needs(const Keeping& keeping) {
-    needs_ = index_.num_tickets;
-    for (int32_t op = index_.num_ops() - 1; op >= 0; --op) {
-      bool is_to_be_replayed = false;
-      for (int32_t value : index_.writes[op]) is_to_be_replayed |= needs_[value] > 0 && keeping[value] == kForget;
-      if (!is_to_be_replayed) continue;
-      for (int32_t value : index_.reads[op]) ++needs_[value];
-    }
-  }
-
-  // Ops that are replayed for this one alone are not replayed any more, and what is kept for it alone is not kept.
-  void add_what_only_it_needs(const Keeping& keeping, Move& move) {
-    std::vector<int32_t> ops = {move.op};
-    for (size_t at = 0; at < ops.size() && at < kMaxChain; ++at) {
-      move.seconds += index_.trace.ops[ops[at]].seconds;
-      for (int32_t value : index_.reads[ops[at]]) {
-        if (needs_[value] > 1) continue;
-        if (keeping[value] != kForget) {
-          move.bytes -= index_.kept_bytes(value, keeping[value]);
-        } else if (std::find(ops.begin(), ops.end(), index_.writer[value]) == ops.end()) {
-          const auto outputs = index_.writes[index_.writer[value]];
-          const auto is_for_others = [&](int32_t output) { return output != value && needs_[output] > 0; };
-          if (std::none_of(outputs.begin(), outputs.end(), is_for_others)) ops.push_back(index_.writer[value]);
-        }
-      }
-    }
-  }
-
-  bool reserve(const Move& move) {
-    const auto begin = timeline_.peak_bytes.begin();
-    const auto end = begin + timeline_.replayed_at[move.op] + 1;  // the peak of use i is at i + 1
-    if (*std::max_element(begin, end) + move.bytes > budget_) return false;
-    for (auto bytes = begin; bytes != end; ++bytes) *bytes += move.bytes;
-    return true;
-  }
-
-  void keep_outputs(int32_t op, Keeping& keeping) const {
-    for (int32_t value : index_.writes[op]) {
-      if (index_.trace.values[value].can_keep && keeping[value] == kForget) keeping[value] = 0;
-    }
-  }
-
-  static constexpr size_t kMaxChain = 64;
-
-  const TraceIndex& index_;
-  Simulator& simulator_;
-  const int64_t budget_;
-  Timeline timeline_;
-  std::vector<int32_t> needs_;
-  std::vector<uint8_t> refused_;
-};
+constexpr int kMaxRounds = 100;
+constexpr size_t kMaxChain = 64;  // ops of which a move takes account
 
 }  // namespace
 
-Outcome fill(const TraceIndex& index, Simulator& simulator, int64_t budget_bytes, Keeping& keeping) {
-  Outcome outcome = simulator.run(keeping);
-  Filler filler(index, simulator, budget_bytes);
-  filler.start();
-  constexpr int kMaxRounds = 100;
+Polish::Polish(const TraceIndex& index, Simulator& simulator)
+    : index_(index), simulator_(simulator), first_take_(index.num_values(), std::numeric_limits<int32_t>::max()) {
+  for (int32_t use = index.num_uses() - 1; use >= 0; --use) {
+    if (!index.trace.uses[use].is_release) first_take_[index.trace.uses[use].value] = use;
+  }
+}
+
+void Polish::count_needs(const Keeping& keeping) {
+  needs_ = index_.num_tickets;
+  for (int32_t op = index_.num_ops() - 1; op >= 0; --op) {
+    bool is_to_be_replayed = false;
+    for (int32_t value : index_.writes[op]) is_to_be_replayed |= needs_[value] > 0 && keeping[value] == kForget;
+    if (!is_to_be_replayed) continue;
+    for (int32_t value : index_.reads[op]) ++needs_[value];
+  }
+}
+
+void Polish::keep_outputs(int32_t op, Keeping& keeping) const {
+  for (int32_t value : index_.writes[op]) {
+    if (index_.trace.values[value].can_keep && keeping[value] == kForget) keeping[value] = 0;
+  }
+}
+
+Outcome Polish::fill(int64_t budget_bytes, Keeping& keeping) {
+  refused_.assign(index_.num_ops(), 0);
+  Outcome outcome = simulator_.run(keeping);
   for (int round = 0; round < kMaxRounds; ++round) {
-    if (!filler.improve(keeping, outcome)) break;
+    if (!fill_once(budget_bytes, keeping, outcome)) break;
   }
   return outcome;
+}
+
+bool Polish::fill_once(int64_t budget_bytes, Keeping& keeping, Outcome& outcome) {
+  simulator_.run(keeping, &timeline_);
+  std::vector<Move> moves = moves_to_keep(keeping);
+  const auto is_first = [](const Move& a, const Move& b) {
+    const double left = a.seconds * static_cast<double>(std::max<int64_t>(b.bytes, 0));
+    const double right = b.seconds * static_cast<double>(std::max<int64_t>(a.bytes, 0));
+    return left != right ? left > right : a.value < b.value;
+  };
+  std::stable_sort(moves.begin(), moves.end(), is_first);
+  std::vector<int32_t> fitting;
+  for (const Move& move : moves) {
+    if (reserve(budget_bytes, move)) fitting.push_back(index_.writer[move.value]);
+  }
+  // Whatever the estimates had wrong shows now; the first half of the moves may be right.
+  while (!fitting.empty()) {
+    Keeping next = keeping;
+    for (int32_t op : fitting) keep_outputs(op, next);
+    const Outcome found = simulator_.run(next);
+    if (found.peak_bytes <= budget_bytes && found.seconds < outcome.seconds) {
+      keeping = std::move(next);
+      outcome = found;
+      return true;
+    }
+    if (fitting.size() == 1) refused_[fitting[0]] = 1;
+    fitting.resize(fitting.size() / 2);
+  }
+  return false;
+}
+
+std::vector<Polish::Move> Polish::moves_to_keep(const Keeping& keeping) {
+  count_needs(keeping);
+  std::vector<Move> moves;
+  for (int32_t op = 0; op < index_.num_ops(); ++op) {
+    if (timeline_.replayed_at[op] < 0 || refused_[op]) continue;
+    Move move;
+    bool can_keep = true;
+    for (int32_t value : index_.writes[op]) {
+      if (keeping[value] != kForget || needs_[value] == 0) continue;
+      can_keep = can_keep && index_.trace.values[value].can_keep;
+      move.value = value;
+      move.bytes += index_.trace.values[value].bytes;
+    }
+    if (!can_keep || move.value < 0) continue;
+    add_what_only_it_needs(keeping, move);
+    moves.push_back(move);
+  }
+  return moves;
+}
+
+// Ops that are replayed for this one alone are not replayed any more, and what is kept for it alone is not kept.
+void Polish::add_what_only_it_needs(const Keeping& keeping, Move& move) {
+  chain_.assign(1, index_.writer[move.value]);
+  for (size_t at = 0; at < chain_.size() && at < kMaxChain; ++at) {
+    move.seconds += index_.trace.ops[chain_[at]].seconds;
+    for (int32_t value : index_.reads[chain_[at]]) {
+      if (needs_[value] > 1) continue;
+      if (keeping[value] != kForget) {
+        move.bytes -= index_.kept_bytes(value, keeping[value]);
+        continue;
+      }
+      const int32_t op = index_.writer[value];
+      const auto is_for_others = [&](int32_t output) { return output != value && needs_[output] > 0; };
+      const auto outputs = index_.writes[op];
+      if (std::any_of(outputs.begin(), outputs.end(), is_for_others)) continue;
+      if (std::find(chain_.begin(), chain_.end(), op) == chain_.end()) chain_.push_back(op);
+    }
+  }
+}
+
+// Whether it fits where it was not kept before; then it is in the timeline.
+bool Polish::reserve(int64_t budget_bytes, const Move& move) {
+  const auto begin = timeline_.peak_bytes.begin();
+  const auto end = begin + timeline_.replayed_at[index_.writer[move.value]] + 1;  // use i has the place i + 1
+  if (*std::max_element(begin, end) + move.bytes > budget_bytes) return false;
+  for (auto bytes = begin; bytes != end; ++bytes) *bytes += move.bytes;
+  return true;
+}
+
+Outcome Polish::evict(int64_t budget_bytes, Keeping& keeping) {
+  Outcome outcome;
+  for (int round = 0; round < kMaxRounds; ++round) {
+    outcome = simulator_.run(keeping, &timeline_);
+    if (outcome.peak_bytes <= budget_bytes) break;
+    const auto& peaks = timeline_.peak_bytes;
+    const auto peak_at = static_cast<int32_t>(std::max_element(peaks.begin(), peaks.end()) - peaks.begin());
+    std::vector<Move> moves = moves_to_forget(keeping, peak_at - 1);
+    const auto is_first = [](const Move& a, const Move& b) {
+      const double left = a.seconds * static_cast<double>(b.bytes), right = b.seconds * static_cast<double>(a.bytes);
+      return left != right ? left < right : a.bytes > b.bytes;
+    };
+    std::stable_sort(moves.begin(), moves.end(), is_first);
+    if (moves.empty()) break;
+    int64_t excess = outcome.peak_bytes - budget_bytes;
+    std::vector<uint8_t> is_touched(index_.num_ops(), 0);
+    for (const Move& move : moves) {
+      const int32_t op = index_.writer[move.value];
+      if (excess <= 0) break;
+      if (is_touched[op]) continue;  // the same value, kept otherwise
+      is_touched[op] = 1;
+      keeping[move.value] = kForget;
+      for (int32_t read : index_.reads[op]) {
+        if (move.keeps_reads && needs_[read] == 0) keeping[read] = 0;
+      }
+      excess -= move.bytes;
+    }
+  }
+  return outcome;
+}
+
+// Of what is there during that use and not needed until after it.
+std::vector<Polish::Move> Polish::moves_to_forget(const Keeping& keeping, int32_t peak_at) {
+  count_needs(keeping);
+  std::vector<int32_t> first_need = first_take_;
+  for (int32_t op = 0; op < index_.num_ops(); ++op) {
+    if (timeline_.replayed_at[op] < 0) continue;
+    for (int32_t value : index_.reads[op]) first_need[value] = std::min(first_need[value], timeline_.replayed_at[op]);
+  }
+  std::vector<Move> moves;
+  for (int32_t value = 0; value < index_.num_values(); ++value) {
+    if (keeping[value] == kForget || needs_[value] == 0 || !index_.can_be_replayed[value]) continue;
+    if (first_need[value] <= peak_at) continue;
+    const int64_t bytes = index_.kept_bytes(value, keeping[value]);
+    Move replayed{value, 0, bytes, false};
+    if (add_what_it_would_need(keeping, replayed)) moves.push_back(replayed);
+    Move exchanged{value, index_.trace.ops[index_.writer[value]].seconds, bytes, true};
+    bool can_exchange = false;
+    for (int32_t read : index_.reads[index_.writer[value]]) {
+      if (needs_[read] > 0) continue;
+      can_exchange = index_.trace.values[read].can_keep;
+      if (!can_exchange) break;
+      exchanged.bytes -= index_.trace.values[read].bytes;
+    }
+    if (can_exchange && exchanged.bytes > 0) moves.push_back(exchanged);
+  }
+  return moves;
+}
+
+// The ops to be replayed for it that are not replayed now.
+bool Polish::add_what_it_would_need(const Keeping& keeping, Move& move) {
+  chain_.assign(1, index_.writer[move.value]);
+  for (size_t at = 0; at < chain_.size(); ++at) {
+    if (at == kMaxChain) return false;
+    if (timeline_.replayed_at[chain_[at]] < 0) move.seconds += index_.trace.ops[chain_[at]].seconds;
+    for (int32_t value : index_.reads[chain_[at]]) {
+      if (needs_[value] > 0) continue;
+      if (keeping[value] != kForget) {
+        move.bytes -= index_.kept_bytes(value, keeping[value]);
+      } else if (!index_.can_be_replayed[value]) {
+        return false;
+      } else if (std::find(chain_.begin(), chain_.end(), index_.writer[value]) == chain_.end()) {
+        chain_.push_back(index_.writer[value]);
+      }
+    }
+  }
+  return move.bytes > 0;
 }
 
 }  // namespace drivetrain::activation

@@ -1,15 +1,53 @@
-// Local improvement of a keeping: what is replayed although it would fit is kept.
+// Local improvement of a keeping: what is replayed although it would fit is kept, and what does not fit is forgotten.
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "activation/simulator.h"
 #include "activation/trace_index.h"
 
 namespace drivetrain::activation {
 
-// Keeps outputs of replayed ops where there is room until they would be replayed, those first that save most seconds per
-// byte. The keeping must fit into the budget, and does so afterwards. Returns its outcome.
-Outcome fill(const TraceIndex& index, Simulator& simulator, int64_t budget_bytes, Keeping& keeping);
+class Polish {
+ public:
+  // Both must outlive it.
+  Polish(const TraceIndex& index, Simulator& simulator);
+
+  // Keeps outputs of replayed ops where there is room until they would be replayed, those first that save most seconds
+  // per byte. The keeping must fit into the budget, and does so afterwards. Returns its outcome.
+  Outcome fill(int64_t budget_bytes, Keeping& keeping);
+
+  // Forgets values that are there at the peak and not needed until later, those first that cost least seconds per byte,
+  // until the keeping fits; perhaps it does not get there. Returns the outcome.
+  Outcome evict(int64_t budget_bytes, Keeping& keeping);
+
+ private:
+  // Other ways of keeping some values, and what they would change.
+  struct Move {
+    int32_t value = -1;  // of the op whose outputs these are
+    double seconds = 0;  // less with fill, more with evict
+    int64_t bytes = 0;   // more with fill, less with evict
+    bool keeps_reads = false;
+  };
+
+  bool fill_once(int64_t budget_bytes, Keeping& keeping, Outcome& outcome);
+  std::vector<Move> moves_to_keep(const Keeping& keeping);
+  std::vector<Move> moves_to_forget(const Keeping& keeping, int32_t peak_at);
+  void add_what_only_it_needs(const Keeping& keeping, Move& move);
+  bool add_what_it_would_need(const Keeping& keeping, Move& move);
+  void count_needs(const Keeping& keeping);
+  bool reserve(int64_t budget_bytes, const Move& move);
+  void keep_outputs(int32_t op, Keeping& keeping) const;
+
+  const TraceIndex& index_;
+  Simulator& simulator_;
+  std::vector<int32_t> first_take_;  // per value: the use that takes it first
+  Timeline timeline_;
+  std::vector<int32_t> needs_;    // per value: tickets, and ops to be replayed that read it
+  std::vector<uint8_t> refused_;  // per op: it did not fit
+  std::vector<int32_t> chain_;    // ops
+};
 
 }  // namespace drivetrain::activation

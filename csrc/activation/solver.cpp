@@ -54,21 +54,98 @@ class Search {
   int64_t smallest_ = std::numeric_limits<int64_t>::max();
 };
 
-// Prices at which two keepings cost the same, between one that is too big and one that fits, until nothing is between.
-double bound_of(KeepingCut& cut, Search& search, PricedKeeping high, PricedKeeping low) {
-  const auto budget = static_cast<double>(search.budget());
-  if (high.bytes <= budget) return high.seconds;
-  double bound = 0;
-  for (int i = 0; i < 40 && high.bytes > low.bytes; ++i) {
-    const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
-    PricedKeeping now = cut.at(price);
-    search.try_keeping(now.keeping);
-    bound = std::max(bound, now.bound - price * budget);
-    const double on_line = high.seconds + price * high.bytes;
-    if (now.seconds + price * now.bytes >= on_line * (1 - 1e-9)) break;
-    (now.bytes > budget ? high : low) = std::move(now);
+// Seconds and bytes kept against each other, without regard to what replaying takes.
+class PricedSearch {
+ public:
+  PricedSearch(const TraceIndex& index, Search& search) : cut_(index), search_(search) {
+    for (const TraceOp& op : index.trace.ops) highest_price_ += op.seconds;
+    most_ = cut_.at(0);
+    search_.try_keeping(most_.keeping);
+    least_ = cut_.at(highest_price_);
+    search_.try_keeping(least_.keeping);
   }
-  return bound;
+
+  // Goes to the price at which two keepings cost the same, one that is too big after forward and one that is not,
+  // until there is none between them.
+  double bound() {
+    const auto budget = static_cast<double>(search_.budget());
+    if (most_.bytes <= budget) return most_.seconds;
+    PricedKeeping high = most_, low = least_;
+    double bound = 0;
+    for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
+      const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
+      PricedKeeping now = cut_.at(price);
+      search_.try_keeping(now.keeping);
+      bound = std::max(bound, now.bound - price * budget);
+      if (now.seconds + price * now.bytes >= (high.seconds + price * high.bytes) * (1 - kRounding)) break;
+      (now.bytes > budget ? high : low) = std::move(now);
+    }
+    return bound * (1 - kRounding);
+  }
+
+  // The two keepings of neighbouring prices of which one fits, also at the peak.
+  std::vector<Keeping> around_budget() {
+    PricedKeeping high = most_, low = least_;
+    const bool least_fits = search_.try_keeping(low.keeping).peak_bytes <= search_.budget();
+    for (int i = 0; least_fits && i < kMaxPrices && high.bytes > low.bytes; ++i) {
+      const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
+      PricedKeeping now = cut_.at(price);
+      const bool fits = search_.try_keeping(now.keeping).peak_bytes <= search_.budget();
+      if (now.bytes >= high.bytes || now.bytes <= low.bytes) break;
+      (fits ? low : high) = std::move(now);
+    }
+    return {std::move(high.keeping), std::move(low.keeping)};
+  }
+
+ private:
+  static constexpr int kMaxPrices = 40;
+  static constexpr double kRounding = 1e-9;
+
+  KeepingCut cut_;
+  Search& search_;
+  double highest_price_ = 1;
+  PricedKeeping most_, least_;
+};
+
+// Where the simulator sees more or less than the segments said, so much less or more is asked of them.
+std::vector<Keeping> in_segments(const Segments& segments, Search& search) {
+  std::vector<Keeping> found;
+  int64_t asked = search.budget();
+  constexpr int kMaxTries = 4;
+  for (int i = 0; i < kMaxTries && asked > 0; ++i) {
+    std::optional<Keeping> keeping = segments.best(asked);
+    if (!keeping) break;
+    const int64_t over = search.try_keeping(*keeping).peak_bytes - search.budget();
+    found.push_back(std::move(*keeping));
+    if (over == 0) break;
+    asked -= over;
+  }
+  return found;
+}
+
+// Makes each fit, and fills what room is left.
+void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepings) {
+  Polish polish(index, search.simulator());
+  const int64_t budget = search.budget();
+  for (Keeping& keeping : keepings) {
+    if (polish.evict(budget, keeping).peak_bytes > budget) continue;
+    polish.fill(budget, keeping);
+    search.try_keeping(keeping);
+  }
+  if (!search.is_feasible()) {
+    Keeping keeping = search.best();
+    if (polish.evict(budget, keeping).peak_bytes <= budget) polish.fill(budget, keeping);
+    search.try_keeping(keeping);
+  }
+  if (!search.is_feasible()) return;
+  // Away from what fits, and back another way.
+  for (double share : {0.99, 0.97, 0.95, 0.9, 0.8}) {
+    Keeping keeping = search.best();
+    polish.evict(static_cast<int64_t>(static_cast<double>(budget) * share), keeping);
+    if (search.try_keeping(keeping).peak_bytes > budget) continue;
+    polish.fill(budget, keeping);
+    search.try_keeping(keeping);
+  }
 }
 
 }  // namespace
@@ -77,39 +154,13 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
   if (budget_bytes <= 0) throw UserError(text("budget_bytes is ", budget_bytes, ": expected more than 0"));
   const TraceIndex index(trace);
   Search search(index, budget_bytes);
-  KeepingCut cut(index);
-  const PricedKeeping all = cut.at(0);
-  search.try_keeping(all.keeping);
-  double all_seconds = 0;
-  for (const TraceOp& op : trace.ops) all_seconds += op.seconds;
-  const PricedKeeping least = cut.at(all_seconds + 1);
-  search.try_keeping(least.keeping);
-  const double bound = bound_of(cut, search, all, least);
-  // By how much is there at the peak.
-  double low = 0, high = all_seconds + 1;
-  for (int i = 0; i < 40 && high > low * (1 + 1e-6); ++i) {
-    const double price = low == 0 ? high * 1e-3 : std::sqrt(low * high);
-    const bool fits = search.try_keeping(cut.at(price).keeping).peak_bytes <= budget_bytes;
-    (fits ? high : low) = price;
-    if (!fits || low > 0 || high > 1e-30) continue;
-    break;
-  }
+  PricedSearch priced(index, search);
+  const double bound = priced.bound();
+  std::vector<Keeping> keepings = priced.around_budget();
   const Segments segments(index);
   search.try_keeping(segments.smallest());
-  // Where the simulator sees more or less than the segments said, so much less or more is asked of them.
-  int64_t asked = budget_bytes;
-  for (int i = 0; i < 4 && asked > 0; ++i) {
-    const std::optional<Keeping> keeping = segments.best(asked);
-    if (!keeping) break;
-    const int64_t over = search.try_keeping(*keeping).peak_bytes - budget_bytes;
-    if (over == 0) break;
-    asked -= over;
-  }
-  if (search.is_feasible()) {
-    Keeping filled = search.best();
-    fill(index, search.simulator(), budget_bytes, filled);
-    search.try_keeping(filled);
-  }
+  for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
+  polish(index, search, std::move(keepings));
   Solution solution = search.solution();
   solution.bound_seconds = bound;
   return solution;

@@ -18,6 +18,7 @@ constexpr size_t kMaxCuts = 320;
 constexpr size_t kFewOps = 160;        // so few that every op may be a cut
 constexpr size_t kMaxChoices = 20;     // per segment
 constexpr int64_t kMaxWork = 30'000;   // ops in all kinds of segments
+constexpr size_t kMaxEnumerated = 256;
 constexpr size_t kNumLevels = 400;     // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
@@ -49,6 +50,34 @@ std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vecto
     found = std::move(left);
   }
   return found;
+}
+
+// All that there are where these are few; none where they are many.
+std::vector<Keeping> all_keepings(const TraceIndex& index, const Keeping& one) {
+  std::vector<uint8_t> may_be_needed(index.is_taken);
+  std::vector<int32_t> decided;
+  for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
+    bool may_be_replayed = false;
+    for (int32_t value : index.writes[op]) {
+      if (!may_be_needed[value] || !index.can_be_replayed[value]) continue;
+      may_be_replayed = true;
+      if (index.trace.values[value].can_keep) decided.push_back(value);
+    }
+    if (!may_be_replayed) continue;
+    for (int32_t value : index.reads[op]) may_be_needed[value] = 1;
+  }
+  std::vector<Keeping> keepings = {one};
+  for (int32_t value : decided) {
+    const size_t count = keepings.size(), num_ways = index.trace.values[value].forms.size() + 2;
+    if (count * num_ways > kMaxEnumerated) return {};
+    for (size_t way = 0; way < num_ways; ++way) {
+      for (size_t i = 0; i < count; ++i) {
+        Keeping& next = way == 0 ? keepings[i] : keepings.emplace_back(keepings[i]);
+        next[value] = static_cast<int8_t>(static_cast<int>(way) - 1);
+      }
+    }
+  }
+  return keepings;
 }
 
 }  // namespace
@@ -215,16 +244,18 @@ Segments::Menu Segments::menu_of(const Trace& part) const {
     is_closed.insert(is_closed.begin() + static_cast<std::ptrdiff_t>(widest), 0);
   }
   Menu menu;
-  for (PricedKeeping& point : hull) {
-    const Outcome outcome = simulator.run(point.keeping);
-    const Choice choice{outcome.forward_bytes, outcome.peak_bytes, outcome.seconds, std::move(point.keeping)};
-    const auto is_no_better = [&](const Choice& other) {
-      return other.kept_bytes <= choice.kept_bytes && other.peak_bytes <= choice.peak_bytes &&
-             other.seconds <= choice.seconds;
+  const auto add = [&](const Keeping& keeping) {
+    const Outcome outcome = simulator.run(keeping);
+    const Choice choice{outcome.forward_bytes, outcome.peak_bytes, outcome.seconds, keeping};
+    const auto is_no_worse = [](const Choice& a, const Choice& b) {
+      return a.kept_bytes <= b.kept_bytes && a.peak_bytes <= b.peak_bytes && a.seconds <= b.seconds;
     };
-    if (std::any_of(menu.begin(), menu.end(), is_no_better)) continue;
+    if (std::any_of(menu.begin(), menu.end(), [&](const Choice& other) { return is_no_worse(other, choice); })) return;
+    std::erase_if(menu, [&](const Choice& other) { return is_no_worse(choice, other); });
     menu.push_back(choice);
-  }
+  };
+  for (const PricedKeeping& point : hull) add(point.keeping);
+  for (const Keeping& keeping : all_keepings(index, hull[0].keeping)) add(keeping);
   return menu;
 }
 

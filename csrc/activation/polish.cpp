@@ -2,6 +2,7 @@
 #include "activation/polish.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -18,6 +19,12 @@ Polish::Polish(const TraceIndex& index, Simulator& simulator)
   for (int32_t use = index.num_uses() - 1; use >= 0; --use) {
     if (!index.trace.uses[use].is_release) first_take_[index.trace.uses[use].value] = use;
   }
+}
+
+double Polish::misjudged(double seconds) {
+  if (error_ == 0) return seconds;
+  const double share = static_cast<double>(random_()) / static_cast<double>(std::minstd_rand::max());
+  return seconds * std::pow(1 + error_, 2 * share - 1);
 }
 
 void Polish::count_needs(const Keeping& keeping) {
@@ -89,6 +96,7 @@ std::vector<Polish::Move> Polish::moves_to_keep(const Keeping& keeping) {
     }
     if (!can_keep || move.value < 0) continue;
     add_what_only_it_needs(keeping, move);
+    move.seconds = misjudged(move.seconds);
     moves.push_back(move);
   }
   return moves;
@@ -179,6 +187,7 @@ std::vector<Polish::Move> Polish::moves_to_forget(const Keeping& keeping, int32_
     }
     if (can_exchange && exchanged.bytes > 0) moves.push_back(exchanged);
   }
+  for (Move& move : moves) move.seconds = misjudged(move.seconds);
   return moves;
 }
 

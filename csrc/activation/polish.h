@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <random>
 #include <vector>
 
 #include "activation/simulator.h"
@@ -23,6 +23,9 @@ class Polish {
   // until the keeping fits; perhaps it does not get there. Returns the outcome.
   Outcome evict(int64_t budget_bytes, Keeping& keeping);
 
+  // From now on both misjudge seconds by up to this factor, differently every time: to get somewhere else.
+  void set_error(double error) { error_ = error; }
+
  private:
   // Other ways of keeping some values, and what they would change.
   struct Move {
@@ -37,6 +40,7 @@ class Polish {
   std::vector<Move> moves_to_forget(const Keeping& keeping, int32_t peak_at);
   void add_what_only_it_needs(const Keeping& keeping, Move& move);
   bool add_what_it_would_need(const Keeping& keeping, Move& move);
+  double misjudged(double seconds);
   void count_needs(const Keeping& keeping);
   bool reserve(int64_t budget_bytes, const Move& move);
   void keep_outputs(int32_t op, Keeping& keeping) const;
@@ -48,6 +52,8 @@ class Polish {
   std::vector<int32_t> needs_;    // per value: tickets, and ops to be replayed that read it
   std::vector<uint8_t> refused_;  // per op: it did not fit
   std::vector<int32_t> chain_;    // ops
+  double error_ = 0;
+  std::minstd_rand random_;  // always the same
 };
 
 }  // namespace drivetrain::activation

@@ -15,7 +15,7 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kFewOps = 160;        // so few that every op may be a cut
+constexpr size_t kFewCuts = 320;        // so few that every op may be a cut
 constexpr size_t kMaxChoices = 20;     // per segment
 constexpr int64_t kMaxWork = 30'000;   // ops in all kinds of segments
 constexpr size_t kMaxEnumerated = 256;
@@ -23,14 +23,18 @@ constexpr size_t kNumLevels = 400;     // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
 
+std::vector<int32_t> positions(const std::vector<uint8_t>& is_possible) {
+  std::vector<int32_t> found;
+  for (int32_t at = 1; at + 1 < static_cast<int32_t>(is_possible.size()); ++at) {
+    if (is_possible[at]) found.push_back(at);
+  }
+  return found;
+}
+
 // Keeps every position whose byte count is no higher than its neighbours', then fewer, those with the highest hills
 // around them, until at most kMaxCuts are left. Equal ones are treated equally, so that what repeats is cut equally.
 std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vector<uint8_t>& is_possible) {
-  std::vector<int32_t> found;
-  for (int32_t at = 1; at + 1 < static_cast<int32_t>(bytes.size()); ++at) {
-    if (is_possible[at]) found.push_back(at);
-  }
-  if (bytes.size() <= kFewOps) return found;
+  std::vector<int32_t> found = positions(is_possible);
   const auto ratio = [&](size_t i) {
     const int64_t before = i > 0 ? bytes[found[i - 1]] : bytes[found[i]];
     const int64_t after = i + 1 < found.size() ? bytes[found[i + 1]] : bytes[found[i]];
@@ -93,9 +97,9 @@ struct Segments::Kind {
   }
 };
 
-Segments::Segments(const TraceIndex& index) : index_(index) {
+Segments::Segments(const TraceIndex& index, Cuts cuts) : index_(index) {
   find_last_readers();
-  find_cuts();
+  find_cuts(cuts);
   find_menus();
 }
 
@@ -119,7 +123,7 @@ void Segments::find_last_readers() {
   }
 }
 
-void Segments::find_cuts() {
+void Segments::find_cuts(Cuts cuts) {
   const int32_t count = index_.num_ops();
   std::vector<int64_t> bytes(count + 1, 0);
   std::vector<int32_t> num_lost(count + 1, 0);
@@ -142,7 +146,7 @@ void Segments::find_cuts() {
     is_possible[at] = num_lost[at] == 0;
   }
   cuts_ = {0};
-  for (int32_t cut : valleys(bytes, is_possible)) cuts_.push_back(cut);
+  for (int32_t cut : cuts == Cuts::kInValleys ? valleys(bytes, is_possible) : positions(is_possible)) cuts_.push_back(cut);
   cuts_.push_back(count);
 }
 
@@ -320,7 +324,7 @@ std::optional<Keeping> Segments::smallest_within(int64_t budget_bytes) const {
 Keeping Segments::smallest() const {
   int64_t low = 0, high = 1;
   for (const TraceValue& value : index_.trace.values) high += 2 * value.bytes;
-  const int64_t exactness = cuts_.size() <= kFewOps ? 1 : high / 2048;
+  const int64_t exactness = cuts_.size() <= kFewCuts ? 1 : high / 2048;
   std::optional<Keeping> smallest = smallest_within(high);
   DT_INVARIANT(smallest.has_value());
   while (high - low > exactness) {

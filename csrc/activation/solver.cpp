@@ -2,6 +2,7 @@
 #include "activation/solver.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -15,6 +16,9 @@
 
 namespace drivetrain::activation {
 namespace {
+
+constexpr int32_t kFewOps = 320;       // so few that segments may begin anywhere
+constexpr int64_t kPolishWork = 50'000;  // ops in all rounds
 
 // The best that was tried, within the budget and of all.
 class Search {
@@ -59,10 +63,8 @@ class PricedSearch {
  public:
   PricedSearch(const TraceIndex& index, Search& search) : cut_(index), search_(search) {
     for (const TraceOp& op : index.trace.ops) highest_price_ += op.seconds;
-    most_ = cut_.at(0);
-    search_.try_keeping(most_.keeping);
-    least_ = cut_.at(highest_price_);
-    search_.try_keeping(least_.keeping);
+    most_ = try_price(0);
+    least_ = try_price(highest_price_);
   }
 
   // Goes to the price at which two keepings cost the same, one that is too big after forward and one that is not,
@@ -74,8 +76,7 @@ class PricedSearch {
     double bound = 0;
     for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
       const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
-      PricedKeeping now = cut_.at(price);
-      search_.try_keeping(now.keeping);
+      PricedKeeping now = try_price(price);
       bound = std::max(bound, now.bound - price * budget);
       if (now.seconds + price * now.bytes >= (high.seconds + price * high.bytes) * (1 - kRounding)) break;
       (now.bytes > budget ? high : low) = std::move(now);
@@ -83,28 +84,51 @@ class PricedSearch {
     return bound * (1 - kRounding);
   }
 
-  // The two keepings of neighbouring prices of which one fits, also at the peak.
-  std::vector<Keeping> around_budget() {
+  // Looks for the price at which the peak fits, too. Peaks jump, so that the search may go astray.
+  void find_fitting() {
     PricedKeeping high = most_, low = least_;
-    const bool least_fits = search_.try_keeping(low.keeping).peak_bytes <= search_.budget();
-    for (int i = 0; least_fits && i < kMaxPrices && high.bytes > low.bytes; ++i) {
-      const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
-      PricedKeeping now = cut_.at(price);
-      const bool fits = search_.try_keeping(now.keeping).peak_bytes <= search_.budget();
+    for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
+      PricedKeeping now = try_price(std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes)));
       if (now.bytes >= high.bytes || now.bytes <= low.bytes) break;
-      (fits ? low : high) = std::move(now);
+      (tried_.back().peak_bytes <= search_.budget() ? low : high) = std::move(now);
     }
-    return {std::move(high.keeping), std::move(low.keeping)};
+  }
+
+  // Of all that were tried those whose peaks are closest to the budget.
+  std::vector<Keeping> closest() {
+    const auto distance = [&](const Tried& tried) { return std::abs(tried.peak_bytes - search_.budget()); };
+    std::stable_sort(tried_.begin(), tried_.end(),
+                     [&](const Tried& a, const Tried& b) { return distance(a) < distance(b); });
+    std::vector<Keeping> keepings;
+    for (Tried& tried : tried_) {
+      if (keepings.size() == kMaxClosest) break;
+      if (std::find(keepings.begin(), keepings.end(), tried.keeping) != keepings.end()) continue;
+      keepings.push_back(std::move(tried.keeping));
+    }
+    return keepings;
   }
 
  private:
+  struct Tried {
+    Keeping keeping;
+    int64_t peak_bytes;
+  };
+
+  PricedKeeping try_price(double price) {
+    PricedKeeping found = cut_.at(price);
+    tried_.push_back({found.keeping, search_.try_keeping(found.keeping).peak_bytes});
+    return found;
+  }
+
   static constexpr int kMaxPrices = 40;
+  static constexpr size_t kMaxClosest = 8;
   static constexpr double kRounding = 1e-9;
 
   KeepingCut cut_;
   Search& search_;
   double highest_price_ = 1;
   PricedKeeping most_, least_;
+  std::vector<Tried> tried_;
 };
 
 // Where the simulator sees more or less than the segments said, so much less or more is asked of them.
@@ -139,12 +163,28 @@ void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepin
   }
   if (!search.is_feasible()) return;
   // Away from what fits, and back another way.
-  for (double share : {0.99, 0.97, 0.95, 0.9, 0.8}) {
+  const size_t num_rounds = static_cast<size_t>(std::clamp<int64_t>(kPolishWork / (index.num_ops() + 1), 5, 200));
+  for (size_t round = 0; round < num_rounds; ++round) {
+    constexpr std::array<double, 5> kShares = {0.99, 0.97, 0.95, 0.9, 0.8};
+    if (round == kShares.size()) polish.set_error(1);
     Keeping keeping = search.best();
-    polish.evict(static_cast<int64_t>(static_cast<double>(budget) * share), keeping);
+    polish.evict(static_cast<int64_t>(static_cast<double>(budget) * kShares[round % kShares.size()]), keeping);
     if (search.try_keeping(keeping).peak_bytes > budget) continue;
     polish.fill(budget, keeping);
     search.try_keeping(keeping);
+  }
+}
+
+// Whether or not they are asked for: what more memory could still be spared.
+void find_smallest(const TraceIndex& index, Search& search, Keeping keeping) {
+  Polish polish(index, search.simulator());
+  int64_t smallest = search.try_keeping(keeping).peak_bytes;
+  while (true) {
+    constexpr double kStep = 0.99;
+    polish.evict(static_cast<int64_t>(static_cast<double>(smallest) * kStep), keeping);
+    const int64_t now = search.try_keeping(keeping).peak_bytes;
+    if (now >= smallest) return;
+    smallest = now;
   }
 }
 
@@ -156,10 +196,14 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
   Search search(index, budget_bytes);
   PricedSearch priced(index, search);
   const double bound = priced.bound();
-  std::vector<Keeping> keepings = priced.around_budget();
-  const Segments segments(index);
-  search.try_keeping(segments.smallest());
-  for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
+  priced.find_fitting();
+  std::vector<Keeping> keepings = priced.closest();
+  for (Segments::Cuts cuts : {Segments::Cuts::kInValleys, Segments::Cuts::kEverywhere}) {
+    if (cuts == Segments::Cuts::kEverywhere && index.num_ops() > kFewOps) continue;
+    const Segments segments(index, cuts);
+    find_smallest(index, search, segments.smallest());
+    for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
+  }
   polish(index, search, std::move(keepings));
   Solution solution = search.solution();
   solution.bound_seconds = bound;

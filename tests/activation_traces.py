@@ -24,13 +24,13 @@ class Recorder:
         self.random = random.Random(0)
         self.noise = noise
 
-    def value(
-        self, num_bytes: float, can_forget: bool = True, replaces: int = -1, forms: Sequence[Form] = ()
-    ) -> int:
+    def value(self, num_bytes: float, can_forget: bool = True, replaces: int = -1, forms: Sequence[Form] = ()) -> int:
         self.values.append((int(num_bytes), True, can_forget, replaces, list(forms)))
         return len(self.values) - 1
 
-    def op(self, flops: float, reads: Sequence[int], writes: Sequence[float], saves: str = "", opaque: bool = False) -> int:
+    def op(
+        self, flops: float, reads: Sequence[int], writes: Sequence[float], saves: str = "", opaque: bool = False
+    ) -> int:
         """saves: "r0" is the first read, "w1" the second written. Returns the first written value."""
         written = [self.value(b, can_forget=not opaque) for b in writes]
         self._record(flops, list(reads), written, saves)

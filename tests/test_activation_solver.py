@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import activation_traces as traces
 import pytest
-from activation_traces import Trace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import activation_traces as traces
+from activation_traces import Trace
 from drivetrain import _C
 
 FORGET = -1
@@ -28,7 +28,9 @@ class Twin:
         self.writer = {v: i for i, (_, _, writes) in enumerate(self.ops) for v in writes}
         self.tickets = [sum(1 for v, is_release in self.uses if is_release and v == i) for i in range(len(self.values))]
         self.replayed: set[int] = set()
-        self.there: dict[int, int] = {v: self.size(v) for v in self.writer if keeping[v] != FORGET and self.is_needed(v)}
+        self.there: dict[int, int] = {
+            v: self.size(v) for v in self.writer if keeping[v] != FORGET and self.is_needed(v)
+        }
         self.seconds = 0.0
         self.forward = self.peak = sum(self.there.values())
 
@@ -322,7 +324,13 @@ ONE: traces.Value = (4, True, True, -1, [])
         ([ONE], [(1.0, [], [0])], [(0, False)], 9, "use 0 takes value 0, which is not released after it"),
         ([ONE], [(1.0, [], [0])], [(3, True)], 9, "use 0 is of value 3: expected one of the 1 values"),
         ([ONE], [(1.0, [], [0])], [], 0, "budget_bytes is 0: expected more than 0"),
-        ([(4, False, False, -1, [])], [(1.0, [], [0])], [(0, False), (0, True)], 9, "value 0 is taken in backward, can"),
+        (
+            [(4, False, False, -1, [])],
+            [(1.0, [], [0])],
+            [(0, False), (0, True)],
+            9,
+            "value 0 is taken in backward, can",
+        ),
     ],
 )
 def test_wrong_traces_are_refused(

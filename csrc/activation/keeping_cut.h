@@ -16,9 +16,10 @@ struct PricedKeeping {
   double bound = 0;    // no keeping has less seconds + price * bytes
 };
 
-// The network: an op is on the source's side if it is replayed, a value if it is needed. A replayed op costs its seconds
-// (an edge to the sink) and needs its reads (endless edges); a value that is needed and whose op is not replayed is kept
-// (an edge from value to op). What backward takes is the source itself. Prices that rise let the flow before be a start.
+// The network: an op is on the source's side if it is replayed, a value if it is needed. A replayed op costs its
+// seconds (an edge to the sink) and needs its reads (endless edges); a value that is needed and whose op is not
+// replayed is kept (an edge from value to op). What backward takes is the source itself. Prices that rise let the flow
+// before be a start.
 class KeepingCut {
  public:
   explicit KeepingCut(const TraceIndex& index);

@@ -15,11 +15,11 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kFewCuts = 320;        // so few that every op may be a cut
-constexpr size_t kMaxChoices = 20;     // per segment
-constexpr int64_t kMaxWork = 30'000;   // ops in all kinds of segments
+constexpr size_t kFewCuts = 320;      // so few that every op may be a cut
+constexpr size_t kMaxChoices = 20;    // per segment
+constexpr int64_t kMaxWork = 30'000;  // ops in all kinds of segments
 constexpr size_t kMaxEnumerated = 256;
-constexpr size_t kNumLevels = 400;     // of kept bytes
+constexpr size_t kNumLevels = 400;  // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
 
@@ -146,7 +146,8 @@ void Segments::find_cuts(Cuts cuts) {
     is_possible[at] = num_lost[at] == 0;
   }
   cuts_ = {0};
-  for (int32_t cut : cuts == Cuts::kInValleys ? valleys(bytes, is_possible) : positions(is_possible)) cuts_.push_back(cut);
+  for (int32_t cut : cuts == Cuts::kInValleys ? valleys(bytes, is_possible) : positions(is_possible))
+    cuts_.push_back(cut);
   cuts_.push_back(count);
 }
 

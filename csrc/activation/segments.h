@@ -1,5 +1,5 @@
-// Keepings of a trace that is cut into segments: what crosses a cut is kept, so that each segment is replayed for itself
-// and the best for each can be found alone.
+// Keepings of a trace that is cut into segments: what crosses a cut is kept, so that each segment is replayed for
+// itself and the best for each can be found alone.
 #pragma once
 
 #include <cstdint>

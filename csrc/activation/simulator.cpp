@@ -46,7 +46,8 @@ std::string Simulator::first_error(const Keeping& keeping) {
     if (needs_[value] == 0 || index_.is_external(value)) continue;
     const TraceValue& wanted = index_.trace.values[value];
     if (keeping[value] == kForget ? wanted.can_forget : wanted.can_keep) continue;
-    return text("value ", value, " is ", keeping[value] == kForget ? "forgotten and cannot be replayed" : "kept and its memory is written over",
+    return text("value ", value, " is ",
+                keeping[value] == kForget ? "forgotten and cannot be replayed" : "kept and its memory is written over",
                 ": expected it to be ", keeping[value] == kForget ? "kept" : "forgotten");
   }
   return "";
@@ -160,7 +161,8 @@ void Simulator::drop_one_need(int32_t first) {
     dropped_.pop_back();
     if (--needs_[value] > 0 || index_.is_external(value)) continue;
     if (presence_[value] != Presence::kAbsent) {
-      bytes_now_ -= presence_[value] == Presence::kInFull ? bytes_[value] : index_.kept_bytes(value, (*keeping_)[value]);
+      bytes_now_ -=
+          presence_[value] == Presence::kInFull ? bytes_[value] : index_.kept_bytes(value, (*keeping_)[value]);
       presence_[value] = Presence::kAbsent;
     }
     const int32_t op = index_.writer[value];

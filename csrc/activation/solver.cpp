@@ -17,7 +17,7 @@
 namespace drivetrain::activation {
 namespace {
 
-constexpr int32_t kFewOps = 320;       // so few that segments may begin anywhere
+constexpr int32_t kFewOps = 320;         // so few that segments may begin anywhere
 constexpr int64_t kPolishWork = 50'000;  // ops in all rounds
 
 // The best that was tried, within the budget and of all.
@@ -29,11 +29,11 @@ class Search {
     const Outcome outcome = simulator_.run(keeping);
     smallest_ = std::min(smallest_, outcome.peak_bytes);
     const bool fits = outcome.peak_bytes <= budget_;
-    const bool is_better =
-        fits != is_feasible_ ? fits
-        : fits ? std::pair(outcome.seconds, outcome.peak_bytes) < std::pair(best_outcome_.seconds, best_outcome_.peak_bytes)
-               : best_.empty() || std::pair(outcome.peak_bytes, outcome.seconds) <
-                                      std::pair(best_outcome_.peak_bytes, best_outcome_.seconds);
+    const bool is_better = fits != is_feasible_ ? fits
+                           : fits               ? std::pair(outcome.seconds, outcome.peak_bytes) <
+                                        std::pair(best_outcome_.seconds, best_outcome_.peak_bytes)
+                                  : best_.empty() || std::pair(outcome.peak_bytes, outcome.seconds) <
+                                                         std::pair(best_outcome_.peak_bytes, best_outcome_.seconds);
     if (is_better) {
       best_ = keeping;
       best_outcome_ = outcome;

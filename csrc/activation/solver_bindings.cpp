@@ -63,7 +63,8 @@ py::dict simulate_plain(const std::vector<PlainValue>& values, const std::vector
   const Trace trace = trace_of(values, ops, uses);
   Keeping ways;
   for (int way : keeping) {
-    if (way < INT8_MIN || way > INT8_MAX) throw UserError(text("keeping has ", way, ": expected -1 to the number of forms"));
+    if (way < INT8_MIN || way > INT8_MAX)
+      throw UserError(text("keeping has ", way, ": expected -1 to the number of forms"));
     ways.push_back(static_cast<int8_t>(way));
   }
   Outcome outcome;

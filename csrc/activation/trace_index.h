@@ -36,11 +36,11 @@ struct TraceIndex {
   }
 
   const Trace& trace;
-  std::vector<int32_t> writer;          // per value; -1: external
-  IndexLists reads, writes;             // per op; each value once, external ones left out
-  std::vector<int32_t> num_tickets;     // per value: how often it is released
-  std::vector<uint8_t> is_taken;        // per value
-  std::vector<uint8_t> takes_over;      // per value: it replaces one that its op reads and that is not external
+  std::vector<int32_t> writer;           // per value; -1: external
+  IndexLists reads, writes;              // per op; each value once, external ones left out
+  std::vector<int32_t> num_tickets;      // per value: how often it is released
+  std::vector<uint8_t> is_taken;         // per value
+  std::vector<uint8_t> takes_over;       // per value: it replaces one that its op reads and that is not external
   std::vector<uint8_t> can_be_replayed;  // per value: it may be forgotten, and all that its op needs can be had
 };
 

@@ -71,17 +71,17 @@ class PricedSearch {
   // until there is none between them.
   double bound() {
     const auto budget = static_cast<double>(search_.budget());
-    if (most_.bytes <= budget) return most_.seconds;
+    if (most_.bytes <= budget) return std::max(0.0, most_.bound * (1 - kRounding));
     PricedKeeping high = most_, low = least_;
     double bound = 0;
     for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
       const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
       PricedKeeping now = try_price(price);
-      bound = std::max(bound, now.bound - price * budget);
+      bound = std::max(bound, now.bound * (1 - kRounding) - price * budget);
       if (now.seconds + price * now.bytes >= (high.seconds + price * high.bytes) * (1 - kRounding)) break;
       (now.bytes > budget ? high : low) = std::move(now);
     }
-    return bound * (1 - kRounding);
+    return bound;
   }
 
   // Looks for the price at which the peak fits, too. Peaks jump, so that the search may go astray.

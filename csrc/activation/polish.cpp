@@ -37,14 +37,32 @@ void Polish::count_needs(const Keeping& keeping) {
   }
 }
 
-void Polish::keep_outputs(int32_t op, Keeping& keeping) const {
-  for (int32_t value : index_.writes[op]) {
-    if (index_.trace.values[value].can_keep && keeping[value] == kForget) keeping[value] = 0;
+// Per value: the first use that takes it, or replays an op that reads it.
+std::vector<int32_t> Polish::first_needs() const {
+  std::vector<int32_t> first_need = first_take_;
+  for (int32_t op = 0; op < index_.num_ops(); ++op) {
+    if (timeline_.replayed_at[op] < 0) continue;
+    for (int32_t value : index_.reads[op]) first_need[value] = std::min(first_need[value], timeline_.replayed_at[op]);
+  }
+  return first_need;
+}
+
+void Polish::apply(const Move& move, Keeping& keeping) const {
+  const int32_t op = index_.writer[move.value];
+  if (move.way == 0 && keeping[move.value] == kForget) {
+    for (int32_t value : index_.writes[op]) {
+      if (index_.trace.values[value].can_keep && keeping[value] == kForget) keeping[value] = 0;
+    }
+  }
+  keeping[move.value] = move.way;
+  if (!move.keeps_reads) return;
+  for (int32_t read : index_.reads[op]) {
+    if (needs_[read] == 0) keeping[read] = 0;
   }
 }
 
 Outcome Polish::fill(int64_t budget_bytes, Keeping& keeping) {
-  refused_.assign(index_.num_ops(), 0);
+  refused_.clear();
   Outcome outcome = simulator_.run(keeping);
   for (int round = 0; round < kMaxRounds; ++round) {
     if (!fill_once(budget_bytes, keeping, outcome)) break;
@@ -61,21 +79,25 @@ bool Polish::fill_once(int64_t budget_bytes, Keeping& keeping, Outcome& outcome)
     return left != right ? left > right : a.value < b.value;
   };
   std::stable_sort(moves.begin(), moves.end(), is_first);
-  std::vector<int32_t> fitting;
+  std::vector<Move> fitting;
+  std::vector<uint8_t> is_moved(index_.num_ops(), 0);
   for (const Move& move : moves) {
-    if (reserve(budget_bytes, move)) fitting.push_back(index_.writer[move.value]);
+    uint8_t& is_op_moved = is_moved[index_.writer[move.value]];
+    if (is_op_moved || !reserve(budget_bytes, move)) continue;
+    is_op_moved = 1;
+    fitting.push_back(move);
   }
   // Whatever the estimates had wrong shows now; the first half of the moves may be right.
   while (!fitting.empty()) {
     Keeping next = keeping;
-    for (int32_t op : fitting) keep_outputs(op, next);
+    for (const Move& move : fitting) apply(move, next);
     const Outcome found = simulator_.run(next);
     if (found.peak_bytes <= budget_bytes && found.seconds < outcome.seconds) {
       keeping = std::move(next);
       outcome = found;
       return true;
     }
-    if (fitting.size() == 1) refused_[fitting[0]] = 1;
+    if (fitting.size() == 1) refused_.insert(name(fitting[0]));
     fitting.resize(fitting.size() / 2);
   }
   return false;
@@ -84,20 +106,43 @@ bool Polish::fill_once(int64_t budget_bytes, Keeping& keeping, Outcome& outcome)
 std::vector<Polish::Move> Polish::moves_to_keep(const Keeping& keeping) {
   count_needs(keeping);
   std::vector<Move> moves;
+  const auto add = [&](Move move) {
+    if (move.seconds <= 0 || refused_.contains(name(move))) return;
+    move.seconds = misjudged(move.seconds);
+    moves.push_back(move);
+  };
   for (int32_t op = 0; op < index_.num_ops(); ++op) {
-    if (timeline_.replayed_at[op] < 0 || refused_[op]) continue;
+    if (timeline_.replayed_at[op] < 0) continue;
     Move move;
+    move.until = timeline_.replayed_at[op];
     bool can_keep = true;
+    int num_outputs = 0;
     for (int32_t value : index_.writes[op]) {
       if (keeping[value] != kForget || needs_[value] == 0) continue;
+      ++num_outputs;
       can_keep = can_keep && index_.trace.values[value].can_keep;
       move.value = value;
       move.bytes += index_.trace.values[value].bytes;
     }
-    if (!can_keep || move.value < 0) continue;
+    if (!can_keep || num_outputs == 0) continue;
+    const int64_t bytes = move.bytes;
     add_what_only_it_needs(keeping, move);
-    move.seconds = misjudged(move.seconds);
-    moves.push_back(move);
+    add(move);
+    if (num_outputs > 1) continue;
+    for (const KeptForm& form : index_.trace.values[move.value].forms) {
+      Move in_form = move;
+      in_form.way = static_cast<int8_t>(&form - index_.trace.values[move.value].forms.data() + 1);
+      in_form.bytes += form.bytes - bytes;
+      in_form.seconds -= form.seconds;
+      add(in_form);
+    }
+  }
+  const std::vector<int32_t> first_need = first_needs();
+  for (int32_t value = 0; value < index_.num_values(); ++value) {
+    if (keeping[value] <= 0 || needs_[value] == 0 || first_need[value] >= index_.num_uses()) continue;
+    const TraceValue& kept = index_.trace.values[value];
+    const KeptForm& form = kept.forms[keeping[value] - 1];
+    add({value, 0, false, first_need[value], form.seconds, kept.bytes - form.bytes});
   }
   return moves;
 }
@@ -125,7 +170,7 @@ void Polish::add_what_only_it_needs(const Keeping& keeping, Move& move) {
 // Whether it fits where it was not kept before; then it is in the timeline.
 bool Polish::reserve(int64_t budget_bytes, const Move& move) {
   const auto begin = timeline_.peak_bytes.begin();
-  const auto end = begin + timeline_.replayed_at[index_.writer[move.value]] + 1;  // use i has the place i + 1
+  const auto end = begin + move.until + 1;  // use i has the place i + 1
   if (*std::max_element(begin, end) + move.bytes > budget_bytes) return false;
   for (auto bytes = begin; bytes != end; ++bytes) *bytes += move.bytes;
   return true;
@@ -152,10 +197,7 @@ Outcome Polish::evict(int64_t budget_bytes, Keeping& keeping) {
       if (excess <= 0) break;
       if (is_touched[op]) continue;  // the same value, kept otherwise
       is_touched[op] = 1;
-      keeping[move.value] = kForget;
-      for (int32_t read : index_.reads[op]) {
-        if (move.keeps_reads && needs_[read] == 0) keeping[read] = 0;
-      }
+      apply(move, keeping);
       excess -= move.bytes;
     }
   }
@@ -165,21 +207,26 @@ Outcome Polish::evict(int64_t budget_bytes, Keeping& keeping) {
 // Of what is there during that use and not needed until after it.
 std::vector<Polish::Move> Polish::moves_to_forget(const Keeping& keeping, int32_t peak_at) {
   count_needs(keeping);
-  std::vector<int32_t> first_need = first_take_;
-  for (int32_t op = 0; op < index_.num_ops(); ++op) {
-    if (timeline_.replayed_at[op] < 0) continue;
-    for (int32_t value : index_.reads[op]) first_need[value] = std::min(first_need[value], timeline_.replayed_at[op]);
-  }
+  const std::vector<int32_t> first_need = first_needs();
   std::vector<Move> moves;
   for (int32_t value = 0; value < index_.num_values(); ++value) {
-    if (keeping[value] == kForget || needs_[value] == 0 || !index_.can_be_replayed[value]) continue;
+    if (index_.is_external(value) || keeping[value] == kForget || needs_[value] == 0) continue;
     if (first_need[value] <= peak_at) continue;
+    const std::vector<KeptForm>& forms = index_.trace.values[value].forms;
     const int64_t bytes = index_.kept_bytes(value, keeping[value]);
-    Move replayed{value, 0, bytes, false};
+    const double seconds = keeping[value] == 0 ? 0 : forms[keeping[value] - 1].seconds;
+    for (size_t form = 0; form < forms.size(); ++form) {
+      Move in_form{value, static_cast<int8_t>(form + 1), false, 0, forms[form].seconds - seconds, 0};
+      in_form.bytes = bytes - forms[form].bytes;
+      if (in_form.bytes > 0) moves.push_back(in_form);
+    }
+    if (!index_.can_be_replayed[value]) continue;
+    Move replayed{value, kForget, false, 0, -seconds, bytes};
     if (add_what_it_would_need(keeping, replayed)) moves.push_back(replayed);
-    Move exchanged{value, index_.trace.ops[index_.writer[value]].seconds, bytes, true};
+    const int32_t op = index_.writer[value];
+    Move exchanged{value, kForget, true, 0, index_.trace.ops[op].seconds - seconds, bytes};
     bool can_exchange = false;
-    for (int32_t read : index_.reads[index_.writer[value]]) {
+    for (int32_t read : index_.reads[op]) {
       if (needs_[read] > 0) continue;
       can_exchange = index_.trace.values[read].can_keep;
       if (!can_exchange) break;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <random>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "activation/simulator.h"
@@ -27,12 +29,14 @@ class Polish {
   void set_error(double error) { error_ = error; }
 
  private:
-  // Other ways of keeping some values, and what they would change.
+  // Another way of keeping a value, and what that would change.
   struct Move {
-    int32_t value = -1;  // of the op whose outputs these are
-    double seconds = 0;  // less with fill, more with evict
-    int64_t bytes = 0;   // more with fill, less with evict
-    bool keeps_reads = false;
+    int32_t value = -1;
+    int8_t way = 0;            // as it is: so are the other forgotten outputs of its op
+    bool keeps_reads = false;  // where they are not needed now
+    int32_t until = 0;         // the use from which on it is there anyway
+    double seconds = 0;        // less with fill, more with evict
+    int64_t bytes = 0;         // more with fill, less with evict
   };
 
   bool fill_once(int64_t budget_bytes, Keeping& keeping, Outcome& outcome);
@@ -40,18 +44,20 @@ class Polish {
   std::vector<Move> moves_to_forget(const Keeping& keeping, int32_t peak_at);
   void add_what_only_it_needs(const Keeping& keeping, Move& move);
   bool add_what_it_would_need(const Keeping& keeping, Move& move);
+  std::vector<int32_t> first_needs() const;
   double misjudged(double seconds);
   void count_needs(const Keeping& keeping);
   bool reserve(int64_t budget_bytes, const Move& move);
-  void keep_outputs(int32_t op, Keeping& keeping) const;
+  void apply(const Move& move, Keeping& keeping) const;
+  static std::pair<int32_t, int8_t> name(const Move& move) { return {move.value, move.way}; }
 
   const TraceIndex& index_;
   Simulator& simulator_;
   std::vector<int32_t> first_take_;  // per value: the use that takes it first
   Timeline timeline_;
-  std::vector<int32_t> needs_;    // per value: tickets, and ops to be replayed that read it
-  std::vector<uint8_t> refused_;  // per op: it did not fit
-  std::vector<int32_t> chain_;    // ops
+  std::vector<int32_t> needs_;                    // per value: tickets, and ops to be replayed that read it
+  std::vector<int32_t> chain_;                    // ops
+  std::set<std::pair<int32_t, int8_t>> refused_;  // moves that did not fit
   double error_ = 0;
   std::minstd_rand random_;  // always the same
 };

@@ -79,6 +79,10 @@ bool Polish::fill_once(int64_t budget_bytes, Keeping& keeping, Outcome& outcome)
     return left != right ? left > right : a.value < b.value;
   };
   std::stable_sort(moves.begin(), moves.end(), is_first);
+  peaks_up_to_ = timeline_.peak_bytes;
+  for (size_t at = 1; at < peaks_up_to_.size(); ++at) {
+    peaks_up_to_[at] = std::max(peaks_up_to_[at], peaks_up_to_[at - 1]);
+  }
   std::vector<Move> fitting;
   std::vector<uint8_t> is_moved(index_.num_ops(), 0);
   for (const Move& move : moves) {
@@ -167,12 +171,14 @@ void Polish::add_what_only_it_needs(const Keeping& keeping, Move& move) {
   }
 }
 
-// Whether it fits where it was not kept before; then it is in the timeline.
+// Whether it fits where it was not kept before, before its use; then it is among the peaks.
 bool Polish::reserve(int64_t budget_bytes, const Move& move) {
-  const auto begin = timeline_.peak_bytes.begin();
-  const auto end = begin + move.until + 1;  // use i has the place i + 1
-  if (*std::max_element(begin, end) + move.bytes > budget_bytes) return false;
-  for (auto bytes = begin; bytes != end; ++bytes) *bytes += move.bytes;
+  const size_t last = static_cast<size_t>(move.until);  // peaks begin with the end of forward, not with a use
+  if (peaks_up_to_[last] + move.bytes > budget_bytes) return false;
+  for (size_t at = 0; at <= last; ++at) peaks_up_to_[at] += move.bytes;
+  for (size_t at = last + 1; at < peaks_up_to_.size() && peaks_up_to_[at] < peaks_up_to_[last]; ++at) {
+    peaks_up_to_[at] = peaks_up_to_[last];
+  }
   return true;
 }
 

@@ -136,12 +136,13 @@ std::vector<Keeping> in_segments(const Segments& segments, Search& search) {
   std::vector<Keeping> found;
   int64_t asked = search.budget();
   constexpr int kMaxTries = 4;
+  constexpr int64_t kCloseEnough = 500;
   for (int i = 0; i < kMaxTries && asked > 0; ++i) {
     std::optional<Keeping> keeping = segments.best(asked);
     if (!keeping) break;
     const int64_t over = search.try_keeping(*keeping).peak_bytes - search.budget();
     found.push_back(std::move(*keeping));
-    if (over == 0) break;
+    if (over <= 0 && over > -search.budget() / kCloseEnough) break;
     asked -= over;
   }
   return found;

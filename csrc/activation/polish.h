@@ -55,7 +55,7 @@ class Polish {
   Simulator& simulator_;
   std::vector<int32_t> first_take_;  // per value: the use that takes it first
   Timeline timeline_;
-  std::vector<int64_t> peaks_up_to_;  // the end of forward, and each use: the most until then
+  std::vector<int64_t> peaks_up_to_;              // the end of forward, and each use: the most until then
   std::vector<int32_t> needs_;                    // per value: tickets, and ops to be replayed that read it
   std::vector<int32_t> chain_;                    // ops
   std::set<std::pair<int32_t, int8_t>> refused_;  // moves that did not fit

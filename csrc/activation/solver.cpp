@@ -17,8 +17,8 @@
 namespace drivetrain::activation {
 namespace {
 
-constexpr int32_t kFewOps = 320;         // so few that segments may begin anywhere
-constexpr int64_t kPolishWork = 50'000;  // ops in all rounds
+constexpr int32_t kFewOps = 640;          // so few that segments may begin anywhere
+constexpr int64_t kPolishWork = 100'000;  // ops in all rounds
 
 // The best that was tried, within the budget and of all.
 class Search {

@@ -15,11 +15,11 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kFewCuts = 320;      // so few that every op may be a cut
-constexpr size_t kMaxChoices = 20;    // per segment
-constexpr int64_t kMaxWork = 30'000;  // ops in all kinds of segments
-constexpr size_t kMaxEnumerated = 256;
-constexpr size_t kNumLevels = 400;  // of kept bytes
+constexpr size_t kFewCuts = 320;        // so few that the smallest peak is found to the byte
+constexpr size_t kMaxChoices = 20;      // of a segment, on the hull
+constexpr size_t kMaxEnumerated = 256;  // keepings of a segment that are all tried
+constexpr int64_t kMaxWork = 30'000;    // ops in all kinds of segments
+constexpr size_t kNumLevels = 400;      // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
 
@@ -31,22 +31,24 @@ std::vector<int32_t> positions(const std::vector<uint8_t>& is_possible) {
   return found;
 }
 
-// Keeps every position whose byte count is no higher than its neighbours', then fewer, those with the highest hills
-// around them, until at most kMaxCuts are left. Equal ones are treated equally, so that what repeats is cut equally.
+// Every position at which no more crosses than at its neighbours; then fewer, those with higher hills around them
+// first, until at most kMaxCuts are left. Equal ones are treated equally, so that what repeats is cut equally.
 std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vector<uint8_t>& is_possible) {
   std::vector<int32_t> found = positions(is_possible);
-  const auto ratio = [&](size_t i) {
-    const int64_t before = i > 0 ? bytes[found[i - 1]] : bytes[found[i]];
-    const int64_t after = i + 1 < found.size() ? bytes[found[i + 1]] : bytes[found[i]];
-    return static_cast<double>(bytes[found[i]] + 1) / static_cast<double>(std::min(before, after) + 1);
-  };
-  for (double limit : {1.0001, 16.0, 4.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.0001}) {
-    if (found.size() <= kMaxCuts && limit > 1.0001) continue;
+  const auto keep_low = [&](double most_above_neighbours) {
     std::vector<int32_t> left;
     for (size_t i = 0; i < found.size(); ++i) {
-      if (ratio(i) <= limit) left.push_back(found[i]);
+      const int64_t here = bytes[found[i]];
+      const int64_t before = i > 0 ? bytes[found[i - 1]] : here,
+                    after = i + 1 < found.size() ? bytes[found[i + 1]] : here;
+      const double above = static_cast<double>(here + 1) / static_cast<double>(std::min(before, after) + 1);
+      if (above <= most_above_neighbours) left.push_back(found[i]);
     }
     found = std::move(left);
+  };
+  keep_low(1);
+  for (double limit : {16.0, 4.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.0}) {
+    if (found.size() > kMaxCuts) keep_low(limit);
   }
   while (found.size() > kMaxCuts) {
     std::vector<int32_t> left;
@@ -89,7 +91,13 @@ std::vector<Keeping> all_keepings(const TraceIndex& index, const Keeping& one) {
 // What makes segments alike: everything but the seconds, which are measured.
 struct Segments::Kind {
   uint64_t hash = 0xcbf29ce484222325;
+  size_t num_values = 0;
   double seconds = 0;
+
+  bool is_like(const Kind& other) const {
+    constexpr double kNoise = 0.3;
+    return num_values == other.num_values && std::abs(seconds - other.seconds) <= kNoise * seconds;
+  }
 
   void add(int64_t number) {
     hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
@@ -154,7 +162,6 @@ void Segments::find_cuts(Cuts cuts) {
 Segments::Kind Segments::kind_of(int32_t first_op, int32_t end_op) const {
   const Trace& trace = index_.trace;
   Kind kind;
-  std::unordered_map<int32_t, int32_t> local;
   for (int32_t op = first_op; op < end_op; ++op) {
     kind.seconds += trace.ops[op].seconds;
     kind.add(-1);
@@ -170,6 +177,7 @@ Segments::Kind Segments::kind_of(int32_t first_op, int32_t end_op) const {
       kind.add(place);
     }
     kind.add(-2);
+    kind.num_values += index_.writes[op].size();
     for (int32_t value : index_.writes[op]) {
       const TraceValue& written = trace.values[value];
       kind.add(written.bytes);
@@ -266,24 +274,20 @@ Segments::Menu Segments::menu_of(const Trace& part) const {
 
 void Segments::find_menus() {
   struct Known {
-    double seconds;
+    Kind kind;
     size_t menu;
   };
   std::unordered_map<uint64_t, std::vector<Known>> known;
   segments_.resize(cuts_.size());
   int64_t work = 0;
-  for (size_t length = 1; length < cuts_.size() && work < kMaxWork; ++length) {
+  for (size_t length = 1; length < cuts_.size() && work < kMaxWork; length += 1 + length / 16) {
     for (size_t first = 0; first + length < cuts_.size(); ++first) {
       const int32_t first_op = cuts_[first], end_op = cuts_[first + length];
       const Kind kind = kind_of(first_op, end_op);
       std::vector<Known>& alike = known[kind.hash];
-      constexpr double kNoise = 0.3;
-      const auto is_alike = [&](const Known& other) {
-        return std::abs(other.seconds - kind.seconds) <= kNoise * kind.seconds;
-      };
-      auto same = std::find_if(alike.begin(), alike.end(), is_alike);
+      auto same = std::find_if(alike.begin(), alike.end(), [&](const Known& it) { return it.kind.is_like(kind); });
       if (same == alike.end()) {
-        alike.push_back({kind.seconds, menus_.size()});
+        alike.push_back({kind, menus_.size()});
         same = alike.end() - 1;
         menus_.push_back(menu_of(part(first_op, end_op)));
         work += end_op - first_op;

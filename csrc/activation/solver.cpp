@@ -5,7 +5,9 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "activation/keeping_cut.h"
 #include "activation/polish.h"
@@ -19,6 +21,7 @@ namespace {
 
 constexpr int32_t kFewOps = 640;          // so few that segments may begin anywhere
 constexpr int64_t kPolishWork = 100'000;  // ops in all rounds
+constexpr double kAlmostOne = 1 + 1e-6;
 
 // The best that was tried, within the budget and of all.
 class Search {
@@ -149,10 +152,12 @@ std::vector<Keeping> in_segments(const Segments& segments, Search& search) {
 }
 
 // Makes each fit, and fills what room is left.
-void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepings) {
+void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepings, double bound) {
   Polish polish(index, search.simulator());
   const int64_t budget = search.budget();
+  const auto is_done = [&] { return search.is_feasible() && search.best_outcome().seconds <= bound * kAlmostOne; };
   for (Keeping& keeping : keepings) {
+    if (is_done()) return;
     if (polish.evict(budget, keeping).peak_bytes > budget) continue;
     polish.fill(budget, keeping);
     search.try_keeping(keeping);
@@ -165,7 +170,7 @@ void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepin
   if (!search.is_feasible()) return;
   // Away from what fits, and back another way.
   const size_t num_rounds = static_cast<size_t>(std::clamp<int64_t>(kPolishWork / (index.num_ops() + 1), 5, 200));
-  for (size_t round = 0; round < num_rounds; ++round) {
+  for (size_t round = 0; round < num_rounds && !is_done(); ++round) {
     constexpr std::array<double, 5> kShares = {0.99, 0.97, 0.95, 0.9, 0.8};
     if (round == kShares.size()) polish.set_error(1);
     Keeping keeping = search.best();
@@ -180,7 +185,8 @@ void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepin
 void find_smallest(const TraceIndex& index, Search& search, Keeping keeping) {
   Polish polish(index, search.simulator());
   int64_t smallest = search.try_keeping(keeping).peak_bytes;
-  while (true) {
+  constexpr int kMaxSteps = 50;
+  for (int step = 0; step < kMaxSteps; ++step) {
     constexpr double kStep = 0.99;
     polish.evict(static_cast<int64_t>(static_cast<double>(smallest) * kStep), keeping);
     const int64_t now = search.try_keeping(keeping).peak_bytes;
@@ -205,7 +211,7 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
     find_smallest(index, search, segments.smallest());
     for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
   }
-  polish(index, search, std::move(keepings));
+  polish(index, search, std::move(keepings), bound);
   Solution solution = search.solution();
   solution.bound_seconds = bound;
   return solution;

@@ -24,8 +24,8 @@ class Recorder:
         self.random = random.Random(0)
         self.noise = noise
 
-    def value(self, num_bytes: float, can_forget: bool = True, replaces: int = -1) -> int:
-        self.values.append((int(num_bytes), True, can_forget, replaces, []))
+    def value(self, num_bytes: float, can_forget: bool = True, replaces: int = -1, forms: Sequence[Form] = ()) -> int:
+        self.values.append((int(num_bytes), True, can_forget, replaces, list(forms)))
         return len(self.values) - 1
 
     def op(

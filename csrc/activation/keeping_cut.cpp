@@ -33,6 +33,11 @@ KeepingCut::KeepingCut(const TraceIndex& index)
 
   for (int32_t value = 0; value < index.num_values(); ++value) {
     if (!may_be_needed[value] || index.is_external(value)) continue;
+    if (!index.can_be_replayed[value] && node_of_op_[index.writer[value]] >= 0) {
+      double most = 0;
+      for (const KeptForm& form : trace.values[value].forms) most = std::max(most, form.seconds);
+      free_seconds_ += most;
+    }
     if (index.is_taken[value] && !index.can_be_replayed[value]) {
       if (!trace.values[value].can_keep) {
         throw UserError(text("value ", value, " is taken in backward, cannot be replayed, and its memory is written ",
@@ -168,7 +173,7 @@ PricedKeeping KeepingCut::at(double price) {
   const auto is_replayed = [&](int32_t op) { return node_of_op_[op] >= 0 && level_[node_of_op_[op]] >= 0; };
   PricedKeeping found;
   found.keeping.assign(index_.num_values(), kForget);
-  found.bound = flow_;
+  found.bound = flow_ - free_seconds_;
   const auto keep = [&](int32_t value) {
     double cost = price_of(value, price, &found.keeping[value]);
     const int8_t way = found.keeping[value];

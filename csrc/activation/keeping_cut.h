@@ -50,6 +50,7 @@ class KeepingCut {
   std::vector<int32_t> edges_of_node_, first_edge_;
   std::vector<KeepEdge> keep_edges_;
   std::vector<int32_t> always_kept_;
+  double free_seconds_ = 0;  // of forms of values that nobody replays for themselves: an output beside them may be
   double price_ = 0;
   double flow_ = 0;
   double least_ = 0;  // capacities below it are none

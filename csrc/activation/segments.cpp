@@ -15,32 +15,40 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kFewOps = 64;        // so few that every op may be a cut
-constexpr size_t kMaxChoices = 20;    // per segment
-constexpr int64_t kMaxWork = 30'000;  // ops in all kinds of segments
-constexpr size_t kNumLevels = 400;    // of kept bytes
+constexpr size_t kFewCuts = 320;        // so few that the smallest peak is found to the byte
+constexpr size_t kMaxChoices = 20;      // of a segment, on the hull
+constexpr size_t kMaxEnumerated = 256;  // keepings of a segment that are all tried
+constexpr int64_t kMaxWork = 30'000;    // ops in all kinds of segments
+constexpr size_t kNumLevels = 400;      // of kept bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
 
-// Keeps every position whose byte count is no higher than its neighbours', then fewer, those with the highest hills
-// around them, until at most kMaxCuts are left. Equal ones are treated equally, so that what repeats is cut equally.
-std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vector<uint8_t>& is_possible) {
+std::vector<int32_t> positions(const std::vector<uint8_t>& is_possible) {
   std::vector<int32_t> found;
-  for (int32_t at = 1; at + 1 < static_cast<int32_t>(bytes.size()); ++at) {
+  for (int32_t at = 1; at + 1 < static_cast<int32_t>(is_possible.size()); ++at) {
     if (is_possible[at]) found.push_back(at);
   }
-  if (bytes.size() <= kFewOps) return found;
-  const auto ratio = [&](size_t i) {
-    const int64_t before = i > 0 ? bytes[found[i - 1]] : bytes[found[i]];
-    const int64_t after = i + 1 < found.size() ? bytes[found[i + 1]] : bytes[found[i]];
-    return static_cast<double>(bytes[found[i]] + 1) / static_cast<double>(std::min(before, after) + 1);
-  };
-  for (double limit : {1.0001, 16.0, 4.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.0001}) {
-    if (found.size() <= kMaxCuts && limit > 1.0001) continue;
+  return found;
+}
+
+// Every position at which no more crosses than at its neighbours; then fewer, those with higher hills around them
+// first, until at most kMaxCuts are left. Equal ones are treated equally, so that what repeats is cut equally.
+std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vector<uint8_t>& is_possible) {
+  std::vector<int32_t> found = positions(is_possible);
+  const auto keep_low = [&](double most_above_neighbours) {
     std::vector<int32_t> left;
     for (size_t i = 0; i < found.size(); ++i) {
-      if (ratio(i) <= limit) left.push_back(found[i]);
+      const int64_t here = bytes[found[i]];
+      const int64_t before = i > 0 ? bytes[found[i - 1]] : here,
+                    after = i + 1 < found.size() ? bytes[found[i + 1]] : here;
+      const double above = static_cast<double>(here + 1) / static_cast<double>(std::min(before, after) + 1);
+      if (above <= most_above_neighbours) left.push_back(found[i]);
     }
     found = std::move(left);
+  };
+  keep_low(1);
+  for (double limit : {16.0, 4.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.0}) {
+    if (found.size() > kMaxCuts) keep_low(limit);
   }
   while (found.size() > kMaxCuts) {
     std::vector<int32_t> left;
@@ -50,12 +58,46 @@ std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vecto
   return found;
 }
 
+// All that there are where these are few; none where they are many.
+std::vector<Keeping> all_keepings(const TraceIndex& index, const Keeping& one) {
+  std::vector<uint8_t> may_be_needed(index.is_taken);
+  std::vector<int32_t> decided;
+  for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
+    bool may_be_replayed = false;
+    for (int32_t value : index.writes[op]) {
+      if (!may_be_needed[value] || !index.can_be_replayed[value]) continue;
+      may_be_replayed = true;
+      if (index.trace.values[value].can_keep) decided.push_back(value);
+    }
+    if (!may_be_replayed) continue;
+    for (int32_t value : index.reads[op]) may_be_needed[value] = 1;
+  }
+  std::vector<Keeping> keepings = {one};
+  for (int32_t value : decided) {
+    const size_t count = keepings.size(), num_ways = index.trace.values[value].forms.size() + 2;
+    if (count * num_ways > kMaxEnumerated) return {};
+    for (size_t way = 0; way < num_ways; ++way) {
+      for (size_t i = 0; i < count; ++i) {
+        Keeping& next = way == 0 ? keepings[i] : keepings.emplace_back(keepings[i]);
+        next[value] = static_cast<int8_t>(static_cast<int>(way) - 1);
+      }
+    }
+  }
+  return keepings;
+}
+
 }  // namespace
 
 // What makes segments alike: everything but the seconds, which are measured.
 struct Segments::Kind {
   uint64_t hash = 0xcbf29ce484222325;
+  size_t num_values = 0;
   double seconds = 0;
+
+  bool is_like(const Kind& other) const {
+    constexpr double kNoise = 0.3;
+    return num_values == other.num_values && std::abs(seconds - other.seconds) <= kNoise * seconds;
+  }
 
   void add(int64_t number) {
     hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
@@ -63,9 +105,9 @@ struct Segments::Kind {
   }
 };
 
-Segments::Segments(const TraceIndex& index) : index_(index) {
+Segments::Segments(const TraceIndex& index, Cuts cuts) : index_(index) {
   find_last_readers();
-  find_cuts();
+  find_cuts(cuts);
   find_menus();
 }
 
@@ -89,7 +131,7 @@ void Segments::find_last_readers() {
   }
 }
 
-void Segments::find_cuts() {
+void Segments::find_cuts(Cuts cuts) {
   const int32_t count = index_.num_ops();
   std::vector<int64_t> bytes(count + 1, 0);
   std::vector<int32_t> num_lost(count + 1, 0);
@@ -112,14 +154,14 @@ void Segments::find_cuts() {
     is_possible[at] = num_lost[at] == 0;
   }
   cuts_ = {0};
-  for (int32_t cut : valleys(bytes, is_possible)) cuts_.push_back(cut);
+  for (int32_t cut : cuts == Cuts::kInValleys ? valleys(bytes, is_possible) : positions(is_possible))
+    cuts_.push_back(cut);
   cuts_.push_back(count);
 }
 
 Segments::Kind Segments::kind_of(int32_t first_op, int32_t end_op) const {
   const Trace& trace = index_.trace;
   Kind kind;
-  std::unordered_map<int32_t, int32_t> local;
   for (int32_t op = first_op; op < end_op; ++op) {
     kind.seconds += trace.ops[op].seconds;
     kind.add(-1);
@@ -135,6 +177,7 @@ Segments::Kind Segments::kind_of(int32_t first_op, int32_t end_op) const {
       kind.add(place);
     }
     kind.add(-2);
+    kind.num_values += index_.writes[op].size();
     for (int32_t value : index_.writes[op]) {
       const TraceValue& written = trace.values[value];
       kind.add(written.bytes);
@@ -214,39 +257,37 @@ Segments::Menu Segments::menu_of(const Trace& part) const {
     is_closed.insert(is_closed.begin() + static_cast<std::ptrdiff_t>(widest), 0);
   }
   Menu menu;
-  for (PricedKeeping& point : hull) {
-    const Outcome outcome = simulator.run(point.keeping);
-    const Choice choice{outcome.forward_bytes, outcome.peak_bytes, outcome.seconds, std::move(point.keeping)};
-    const auto is_no_better = [&](const Choice& other) {
-      return other.kept_bytes <= choice.kept_bytes && other.peak_bytes <= choice.peak_bytes &&
-             other.seconds <= choice.seconds;
+  const auto add = [&](const Keeping& keeping) {
+    const Outcome outcome = simulator.run(keeping);
+    const Choice choice{outcome.forward_bytes, outcome.peak_bytes, outcome.seconds, keeping};
+    const auto is_no_worse = [](const Choice& a, const Choice& b) {
+      return a.kept_bytes <= b.kept_bytes && a.peak_bytes <= b.peak_bytes && a.seconds <= b.seconds;
     };
-    if (std::any_of(menu.begin(), menu.end(), is_no_better)) continue;
+    if (std::any_of(menu.begin(), menu.end(), [&](const Choice& other) { return is_no_worse(other, choice); })) return;
+    std::erase_if(menu, [&](const Choice& other) { return is_no_worse(choice, other); });
     menu.push_back(choice);
-  }
+  };
+  for (const PricedKeeping& point : hull) add(point.keeping);
+  for (const Keeping& keeping : all_keepings(index, hull[0].keeping)) add(keeping);
   return menu;
 }
 
 void Segments::find_menus() {
   struct Known {
-    double seconds;
+    Kind kind;
     size_t menu;
   };
   std::unordered_map<uint64_t, std::vector<Known>> known;
   segments_.resize(cuts_.size());
   int64_t work = 0;
-  for (size_t length = 1; length < cuts_.size() && work < kMaxWork; ++length) {
+  for (size_t length = 1; length < cuts_.size() && work < kMaxWork; length += 1 + length / 16) {
     for (size_t first = 0; first + length < cuts_.size(); ++first) {
       const int32_t first_op = cuts_[first], end_op = cuts_[first + length];
       const Kind kind = kind_of(first_op, end_op);
       std::vector<Known>& alike = known[kind.hash];
-      constexpr double kNoise = 0.3;
-      const auto is_alike = [&](const Known& other) {
-        return std::abs(other.seconds - kind.seconds) <= kNoise * kind.seconds;
-      };
-      auto same = std::find_if(alike.begin(), alike.end(), is_alike);
+      auto same = std::find_if(alike.begin(), alike.end(), [&](const Known& it) { return it.kind.is_like(kind); });
       if (same == alike.end()) {
-        alike.push_back({kind.seconds, menus_.size()});
+        alike.push_back({kind, menus_.size()});
         same = alike.end() - 1;
         menus_.push_back(menu_of(part(first_op, end_op)));
         work += end_op - first_op;
@@ -256,11 +297,48 @@ void Segments::find_menus() {
   }
 }
 
-void Segments::put(const Choice& choice, size_t first_cut, size_t end_cut, Keeping& keeping) const {
+void Segments::put(const Step& step, size_t end_cut, Keeping& keeping) const {
   size_t at = 0;
-  for (int32_t op = cuts_[first_cut]; op < cuts_[end_cut]; ++op) {
-    for (int32_t value : index_.writes[op]) keeping[value] = choice.keeping[at++];
+  for (int32_t op = cuts_[step.first_cut]; op < cuts_[end_cut]; ++op) {
+    for (int32_t value : index_.writes[op]) keeping[value] = step.choice->keeping[at++];
   }
+}
+
+// Fewer bytes kept are always better here, so that one state for each cut is enough.
+std::optional<Keeping> Segments::smallest_within(int64_t budget_bytes) const {
+  std::vector<int64_t> kept(cuts_.size(), kNotReached);
+  std::vector<Step> steps(cuts_.size());
+  kept[0] = 0;
+  for (size_t end = 1; end < cuts_.size(); ++end) {
+    for (const Segment& segment : segments_[end]) {
+      const int64_t before = kept[segment.first_cut];
+      if (before == kNotReached) continue;
+      for (const Choice& choice : menus_[segment.menu]) {
+        if (before + choice.peak_bytes > budget_bytes || before + choice.kept_bytes >= kept[end]) continue;
+        kept[end] = before + choice.kept_bytes;
+        steps[end] = {segment.first_cut, &choice};
+      }
+    }
+  }
+  if (kept.back() == kNotReached) return std::nullopt;
+  Keeping keeping(index_.num_values(), kForget);
+  for (size_t end = cuts_.size() - 1; end > 0; end = steps[end].first_cut) put(steps[end], end, keeping);
+  return keeping;
+}
+
+Keeping Segments::smallest() const {
+  int64_t low = 0, high = 1;
+  for (const TraceValue& value : index_.trace.values) high += 2 * value.bytes;
+  const int64_t exactness = cuts_.size() <= kFewCuts ? 1 : high / 2048;
+  std::optional<Keeping> smallest = smallest_within(high);
+  DT_INVARIANT(smallest.has_value());
+  while (high - low > exactness) {
+    const int64_t middle = low + (high - low) / 2;
+    std::optional<Keeping> smaller = smallest_within(middle);
+    (smaller ? high : low) = middle;
+    if (smaller) smallest = std::move(smaller);
+  }
+  return *smallest;
 }
 
 std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
@@ -268,26 +346,26 @@ std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
   struct State {
     int64_t kept_bytes = 0;
     double seconds = kNever;
-    size_t segment = 0, choice = 0, before = 0;
+    Step step;
+    size_t before = 0;
   };
   const size_t count = cuts_.size();
+  const double levels_per_byte = kNumLevels / static_cast<double>(budget_bytes);
   std::vector<std::vector<State>> states(count);
-  states[0].push_back({0, 0, 0, 0, 0});
+  states[0].push_back({0, 0, {}, 0});
   std::vector<State> levels(kNumLevels + 1);
   for (size_t end = 1; end < count; ++end) {
     std::fill(levels.begin(), levels.end(), State());
-    for (size_t segment = 0; segment < segments_[end].size(); ++segment) {
-      const std::vector<State>& before = states[segments_[end][segment].first_cut];
-      const Menu& menu = menus_[segments_[end][segment].menu];
-      for (size_t choice = 0; choice < menu.size(); ++choice) {
+    for (const Segment& segment : segments_[end]) {
+      const std::vector<State>& before = states[segment.first_cut];
+      for (const Choice& choice : menus_[segment.menu]) {
         for (size_t state = 0; state < before.size(); ++state) {
-          if (before[state].kept_bytes + menu[choice].peak_bytes > budget_bytes) break;
-          const int64_t kept = before[state].kept_bytes + menu[choice].kept_bytes;
-          const double share = static_cast<double>(kept) / static_cast<double>(budget_bytes);
-          State& level = levels[static_cast<size_t>(share * kNumLevels)];
-          const double seconds = before[state].seconds + menu[choice].seconds;
+          if (before[state].kept_bytes + choice.peak_bytes > budget_bytes) break;
+          const int64_t kept = before[state].kept_bytes + choice.kept_bytes;
+          State& level = levels[static_cast<size_t>(static_cast<double>(kept) * levels_per_byte)];
+          const double seconds = before[state].seconds + choice.seconds;
           if (seconds >= level.seconds) continue;
-          level = {kept, seconds, segment, choice, state};
+          level = {kept, seconds, {segment.first_cut, &choice}, state};
         }
       }
     }
@@ -303,23 +381,11 @@ std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
   size_t state = states.back().size() - 1;
   for (size_t end = count - 1; end > 0;) {
     const State& reached = states[end][state];
-    const Segment& segment = segments_[end][reached.segment];
-    put(menus_[segment.menu][reached.choice], segment.first_cut, end, keeping);
+    put(reached.step, end, keeping);
     state = reached.before;
-    end = segment.first_cut;
+    end = reached.step.first_cut;
   }
   return keeping;
-}
-
-Keeping Segments::smallest() const {
-  int64_t low = 0, high = 1;
-  for (const TraceValue& value : index_.trace.values) high += value.bytes;
-  high *= 2;
-  while (high - low > high / 512) {
-    const int64_t middle = low + (high - low) / 2;
-    (best(middle) ? high : low) = middle;
-  }
-  return *best(high);
 }
 
 }  // namespace drivetrain::activation

@@ -12,8 +12,13 @@ namespace drivetrain::activation {
 
 class Segments {
  public:
+  enum class Cuts {
+    kInValleys,   // where less crosses than around
+    kEverywhere,  // for few ops, it takes longest
+  };
+
   // Finds where to cut, and what each segment may cost. The index must outlive it.
-  explicit Segments(const TraceIndex& index);
+  Segments(const TraceIndex& index, Cuts cuts);
 
   // The cuts and the keeping within them that take least seconds; none: whatever was found has a higher peak.
   // What one segment's replay does in another's memory is not seen: the simulator has the last word.
@@ -34,16 +39,22 @@ class Segments {
     size_t first_cut;
     size_t menu;
   };
+  // A segment of those that were put together.
+  struct Step {
+    size_t first_cut = 0;
+    const Choice* choice = nullptr;
+  };
   struct Kind;
 
   void find_last_readers();
-  void find_cuts();
+  void find_cuts(Cuts cuts);
   void find_menus();
   bool is_crossing(int32_t value, int32_t op) const { return last_reader_[value] >= op; }
   Kind kind_of(int32_t first_op, int32_t end_op) const;
   Trace part(int32_t first_op, int32_t end_op) const;
   Menu menu_of(const Trace& part) const;
-  void put(const Choice& choice, size_t first_cut, size_t end_cut, Keeping& keeping) const;
+  std::optional<Keeping> smallest_within(int64_t budget_bytes) const;
+  void put(const Step& step, size_t end_cut, Keeping& keeping) const;
 
   const TraceIndex& index_;
   std::vector<int32_t> last_reader_;  // per value: the last op that may be replayed and reads it

@@ -18,8 +18,8 @@ Simulator::Simulator(const TraceIndex& index)
 }
 
 // Readers come after what they read, so that one walk from the end finds everything.
-void Simulator::find_needed() {
-  needs_ = index_.num_tickets;
+void Simulator::find_needed(const std::vector<int32_t>& tickets) {
+  needs_ = tickets;
   for (int32_t op = index_.num_ops() - 1; op >= 0; --op) {
     int32_t count = 0;
     for (int32_t value : index_.writes[op]) count += needs_[value] > 0 && (*keeping_)[value] == kForget;
@@ -41,21 +41,25 @@ std::string Simulator::first_error(const Keeping& keeping) {
                 most);
   }
   keeping_ = &keeping;
-  find_needed();
+  find_needed(index_.num_tickets);
   for (int32_t value = 0; value < index_.num_values(); ++value) {
-    if (needs_[value] == 0 || index_.is_external(value)) continue;
-    const TraceValue& wanted = index_.trace.values[value];
-    if (keeping[value] == kForget ? wanted.can_forget : wanted.can_keep) continue;
-    return text("value ", value, " is ",
-                keeping[value] == kForget ? "forgotten and cannot be replayed" : "kept and its memory is written over",
-                ": expected it to be ", keeping[value] == kForget ? "kept" : "forgotten");
+    if (needs_[value] == 0 || index_.is_external(value) || keeping[value] == kForget) continue;
+    if (index_.trace.values[value].can_keep) continue;
+    return text("value ", value, " is kept and its memory is written over: expected it to be forgotten");
+  }
+  // What is only given back is never replayed.
+  find_needed({index_.is_taken.begin(), index_.is_taken.end()});
+  for (int32_t value = 0; value < index_.num_values(); ++value) {
+    if (needs_[value] == 0 || index_.is_external(value) || keeping[value] != kForget) continue;
+    if (index_.trace.values[value].can_forget) continue;
+    return text("value ", value, " is forgotten and cannot be replayed: expected it to be kept");
   }
   return "";
 }
 
 Outcome Simulator::run(const Keeping& keeping, Timeline* timeline) {
   keeping_ = &keeping;
-  find_needed();
+  find_needed(index_.num_tickets);
   std::fill(is_replayed_.begin(), is_replayed_.end(), 0);
   seconds_ = 0;
   bytes_now_ = 0;

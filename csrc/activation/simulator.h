@@ -30,7 +30,7 @@ class Simulator {
  private:
   enum class Presence : uint8_t { kAbsent, kInForm, kInFull };
 
-  void find_needed();
+  void find_needed(const std::vector<int32_t>& tickets);
   void make_present(int32_t value);
   void bring_back(int32_t value);
   void replay(int32_t op);

@@ -2,11 +2,15 @@
 #include "activation/solver.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "activation/keeping_cut.h"
+#include "activation/polish.h"
 #include "activation/segments.h"
 #include "activation/simulator.h"
 #include "activation/trace_index.h"
@@ -14,6 +18,10 @@
 
 namespace drivetrain::activation {
 namespace {
+
+constexpr int32_t kFewOps = 640;          // so few that segments may begin anywhere
+constexpr int64_t kPolishWork = 100'000;  // ops in all rounds
+constexpr double kAlmostOne = 1 + 1e-6;
 
 // The best that was tried, within the budget and of all.
 class Search {
@@ -53,21 +61,138 @@ class Search {
   int64_t smallest_ = std::numeric_limits<int64_t>::max();
 };
 
-// Prices at which two keepings cost the same, between one that is too big and one that fits, until nothing is between.
-double bound_of(KeepingCut& cut, Search& search, PricedKeeping high, PricedKeeping low) {
-  const auto budget = static_cast<double>(search.budget());
-  if (high.bytes <= budget) return high.seconds;
-  double bound = 0;
-  for (int i = 0; i < 40 && high.bytes > low.bytes; ++i) {
-    const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
-    PricedKeeping now = cut.at(price);
-    search.try_keeping(now.keeping);
-    bound = std::max(bound, now.bound - price * budget);
-    const double on_line = high.seconds + price * high.bytes;
-    if (now.seconds + price * now.bytes >= on_line * (1 - 1e-9)) break;
-    (now.bytes > budget ? high : low) = std::move(now);
+// Seconds and bytes kept against each other, without regard to what replaying takes.
+class PricedSearch {
+ public:
+  PricedSearch(const TraceIndex& index, Search& search) : cut_(index), search_(search) {
+    for (const TraceOp& op : index.trace.ops) highest_price_ += op.seconds;
+    most_ = try_price(0);
+    least_ = try_price(highest_price_);
   }
-  return bound;
+
+  // Goes to the price at which two keepings cost the same, one that is too big after forward and one that is not,
+  // until there is none between them.
+  double bound() {
+    const auto budget = static_cast<double>(search_.budget());
+    if (most_.bytes <= budget) return std::max(0.0, most_.bound * (1 - kRounding));
+    PricedKeeping high = most_, low = least_;
+    double bound = 0;
+    for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
+      const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
+      PricedKeeping now = try_price(price);
+      bound = std::max(bound, now.bound * (1 - kRounding) - price * budget);
+      if (now.seconds + price * now.bytes >= (high.seconds + price * high.bytes) * (1 - kRounding)) break;
+      (now.bytes > budget ? high : low) = std::move(now);
+    }
+    return bound;
+  }
+
+  // Looks for the price at which the peak fits, too. Peaks jump, so that the search may go astray.
+  void find_fitting() {
+    PricedKeeping high = most_, low = least_;
+    for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
+      PricedKeeping now = try_price(std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes)));
+      if (now.bytes >= high.bytes || now.bytes <= low.bytes) break;
+      (tried_.back().peak_bytes <= search_.budget() ? low : high) = std::move(now);
+    }
+  }
+
+  // Of all that were tried those whose peaks are closest to the budget.
+  std::vector<Keeping> closest() {
+    const auto distance = [&](const Tried& tried) { return std::abs(tried.peak_bytes - search_.budget()); };
+    std::stable_sort(tried_.begin(), tried_.end(),
+                     [&](const Tried& a, const Tried& b) { return distance(a) < distance(b); });
+    std::vector<Keeping> keepings;
+    for (Tried& tried : tried_) {
+      if (keepings.size() == kMaxClosest) break;
+      if (std::find(keepings.begin(), keepings.end(), tried.keeping) != keepings.end()) continue;
+      keepings.push_back(std::move(tried.keeping));
+    }
+    return keepings;
+  }
+
+ private:
+  struct Tried {
+    Keeping keeping;
+    int64_t peak_bytes;
+  };
+
+  PricedKeeping try_price(double price) {
+    PricedKeeping found = cut_.at(price);
+    tried_.push_back({found.keeping, search_.try_keeping(found.keeping).peak_bytes});
+    return found;
+  }
+
+  static constexpr int kMaxPrices = 40;
+  static constexpr size_t kMaxClosest = 8;
+  static constexpr double kRounding = 1e-9;
+
+  KeepingCut cut_;
+  Search& search_;
+  double highest_price_ = 1;
+  PricedKeeping most_, least_;
+  std::vector<Tried> tried_;
+};
+
+// Where the simulator sees more or less than the segments said, so much less or more is asked of them.
+std::vector<Keeping> in_segments(const Segments& segments, Search& search) {
+  std::vector<Keeping> found;
+  int64_t asked = search.budget();
+  constexpr int kMaxTries = 4;
+  constexpr int64_t kCloseEnough = 500;
+  for (int i = 0; i < kMaxTries && asked > 0; ++i) {
+    std::optional<Keeping> keeping = segments.best(asked);
+    if (!keeping) break;
+    const int64_t over = search.try_keeping(*keeping).peak_bytes - search.budget();
+    found.push_back(std::move(*keeping));
+    if (over <= 0 && over > -search.budget() / kCloseEnough) break;
+    asked -= over;
+  }
+  return found;
+}
+
+// Makes each fit, and fills what room is left.
+void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepings, double bound) {
+  Polish polish(index, search.simulator());
+  const int64_t budget = search.budget();
+  const auto is_done = [&] { return search.is_feasible() && search.best_outcome().seconds <= bound * kAlmostOne; };
+  for (Keeping& keeping : keepings) {
+    if (is_done()) return;
+    if (polish.evict(budget, keeping).peak_bytes > budget) continue;
+    polish.fill(budget, keeping);
+    search.try_keeping(keeping);
+  }
+  if (!search.is_feasible()) {
+    Keeping keeping = search.best();
+    if (polish.evict(budget, keeping).peak_bytes <= budget) polish.fill(budget, keeping);
+    search.try_keeping(keeping);
+  }
+  if (!search.is_feasible()) return;
+  // Away from what fits, and back another way.
+  const size_t num_rounds = static_cast<size_t>(std::clamp<int64_t>(kPolishWork / (index.num_ops() + 1), 5, 200));
+  for (size_t round = 0; round < num_rounds && !is_done(); ++round) {
+    constexpr std::array<double, 5> kShares = {0.99, 0.97, 0.95, 0.9, 0.8};
+    if (round == kShares.size()) polish.set_error(1);
+    Keeping keeping = search.best();
+    polish.evict(static_cast<int64_t>(static_cast<double>(budget) * kShares[round % kShares.size()]), keeping);
+    if (search.try_keeping(keeping).peak_bytes > budget) continue;
+    polish.fill(budget, keeping);
+    search.try_keeping(keeping);
+  }
+}
+
+// Whether or not they are asked for: what more memory could still be spared.
+void find_smallest(const TraceIndex& index, Search& search, Keeping keeping) {
+  Polish polish(index, search.simulator());
+  int64_t smallest = search.try_keeping(keeping).peak_bytes;
+  constexpr int kMaxSteps = 50;
+  for (int step = 0; step < kMaxSteps; ++step) {
+    constexpr double kStep = 0.99;
+    polish.evict(static_cast<int64_t>(static_cast<double>(smallest) * kStep), keeping);
+    const int64_t now = search.try_keeping(keeping).peak_bytes;
+    if (now >= smallest) return;
+    smallest = now;
+  }
 }
 
 }  // namespace
@@ -76,34 +201,17 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
   if (budget_bytes <= 0) throw UserError(text("budget_bytes is ", budget_bytes, ": expected more than 0"));
   const TraceIndex index(trace);
   Search search(index, budget_bytes);
-  KeepingCut cut(index);
-  const PricedKeeping all = cut.at(0);
-  search.try_keeping(all.keeping);
-  double all_seconds = 0;
-  for (const TraceOp& op : trace.ops) all_seconds += op.seconds;
-  const PricedKeeping least = cut.at(all_seconds + 1);
-  search.try_keeping(least.keeping);
-  const double bound = bound_of(cut, search, all, least);
-  // By how much is there at the peak.
-  double low = 0, high = all_seconds + 1;
-  for (int i = 0; i < 40 && high > low * (1 + 1e-6); ++i) {
-    const double price = low == 0 ? high * 1e-3 : std::sqrt(low * high);
-    const bool fits = search.try_keeping(cut.at(price).keeping).peak_bytes <= budget_bytes;
-    (fits ? high : low) = price;
-    if (!fits || low > 0 || high > 1e-30) continue;
-    break;
+  PricedSearch priced(index, search);
+  const double bound = priced.bound();
+  priced.find_fitting();
+  std::vector<Keeping> keepings = priced.closest();
+  for (Segments::Cuts cuts : {Segments::Cuts::kInValleys, Segments::Cuts::kEverywhere}) {
+    if (cuts == Segments::Cuts::kEverywhere && index.num_ops() > kFewOps) continue;
+    const Segments segments(index, cuts);
+    find_smallest(index, search, segments.smallest());
+    for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
   }
-  const Segments segments(index);
-  search.try_keeping(segments.smallest());
-  // Where the simulator sees more or less than the segments said, so much less or more is asked of them.
-  int64_t asked = budget_bytes;
-  for (int i = 0; i < 4 && asked > 0; ++i) {
-    const std::optional<Keeping> keeping = segments.best(asked);
-    if (!keeping) break;
-    const int64_t over = search.try_keeping(*keeping).peak_bytes - budget_bytes;
-    if (over == 0) break;
-    asked -= over;
-  }
+  polish(index, search, std::move(keepings), bound);
   Solution solution = search.solution();
   solution.bound_seconds = bound;
   return solution;

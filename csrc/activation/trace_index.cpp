@@ -10,26 +10,28 @@
 namespace drivetrain::activation {
 namespace {
 
-void check_seconds(double seconds, const std::string& whose) {
-  if (!(seconds >= 0) || !std::isfinite(seconds)) {
-    throw UserError(text(whose, " takes ", seconds, " seconds: expected a finite number, 0 or more"));
-  }
+// whose: the parts of its name, which is put together only where something is wrong.
+template <class... Whose>
+void check_seconds(double seconds, const Whose&... whose) {
+  if (seconds >= 0 && std::isfinite(seconds)) return;
+  throw UserError(text(whose..., " takes ", seconds, " seconds: expected a finite number, 0 or more"));
 }
 
-void check_bytes(int64_t bytes, const std::string& whose) {
-  if (bytes < 0) throw UserError(text(whose, " has ", bytes, " bytes: expected 0 or more"));
+template <class... Whose>
+void check_bytes(int64_t bytes, const Whose&... whose) {
+  if (bytes < 0) throw UserError(text(whose..., " has ", bytes, " bytes: expected 0 or more"));
 }
 
 void check_value(const Trace& trace, int32_t index) {
   const TraceValue& value = trace.values[index];
-  check_bytes(value.bytes, text("value ", index));
+  check_bytes(value.bytes, "value ", index);
   constexpr size_t kMaxForms = std::numeric_limits<int8_t>::max() - 1;
   if (value.forms.size() > kMaxForms) {
     throw UserError(text("value ", index, " has ", value.forms.size(), " forms: expected at most ", kMaxForms));
   }
   for (size_t form = 0; form < value.forms.size(); ++form) {
-    check_bytes(value.forms[form].bytes, text("form ", form, " of value ", index));
-    check_seconds(value.forms[form].seconds, text("form ", form, " of value ", index));
+    check_bytes(value.forms[form].bytes, "form ", form, " of value ", index);
+    check_seconds(value.forms[form].seconds, "form ", form, " of value ", index);
   }
   const auto count = static_cast<int64_t>(trace.values.size());
   if (value.replaces < -1 || value.replaces >= count || value.replaces == index) {
@@ -38,9 +40,10 @@ void check_value(const Trace& trace, int32_t index) {
   }
 }
 
-void check_index(const Trace& trace, int32_t index, const std::string& whose) {
+template <class... Whose>
+void check_index(const Trace& trace, int32_t index, const Whose&... whose) {
   if (index >= 0 && index < static_cast<int64_t>(trace.values.size())) return;
-  throw UserError(text(whose, " value ", index, ": expected one of the ", trace.values.size(), " values"));
+  throw UserError(text(whose..., " value ", index, ": expected one of the ", trace.values.size(), " values"));
 }
 
 }  // namespace
@@ -50,9 +53,9 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   for (int32_t value = 0; value < count; ++value) check_value(trace, value);
   writer.assign(count, -1);
   for (int32_t op = 0; op < num_ops(); ++op) {
-    check_seconds(trace.ops[op].seconds, text("op ", op));
+    check_seconds(trace.ops[op].seconds, "op ", op);
     for (int32_t value : trace.ops[op].writes) {
-      check_index(trace, value, text("op ", op, " writes"));
+      check_index(trace, value, "op ", op, " writes");
       if (writer[value] >= 0) {
         throw UserError(text("value ", value, " is written by op ", writer[value], " and by op ", op,
                              ": expected a value of its own for each"));
@@ -66,7 +69,7 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   for (int32_t op = 0; op < num_ops(); ++op) {
     bool has_all_reads = true;
     for (int32_t value : trace.ops[op].reads) {
-      check_index(trace, value, text("op ", op, " reads"));
+      check_index(trace, value, "op ", op, " reads");
       if (writer[value] >= op) {
         throw UserError(text("op ", op, " reads value ", value, ", which op ", writer[value],
                              " writes: expected an earlier one to write it"));
@@ -90,7 +93,7 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   is_taken.assign(count, 0);
   for (int32_t at = num_uses() - 1; at >= 0; --at) {
     const TraceUse& use = trace.uses[at];
-    check_index(trace, use.value, text("use ", at, " is of"));
+    check_index(trace, use.value, "use ", at, " is of");
     if (use.is_release) {
       ++num_tickets[use.value];
     } else if (num_tickets[use.value] == 0) {

@@ -1,6 +1,7 @@
 // The torch-free core on its own, mainly for the sanitizers: kernels on exact-sized heap blocks and from several
 // threads, the bucket plan, the progress that another thread reads, the choice of instruction set, shared memory
-// (shm_tests.cpp) and CUDA kernels (cuda_tests.cpp). Exits non-zero and names what failed.
+// (shm_tests.cpp), CUDA kernels (cuda_tests.cpp) and which activations to keep (solver_tests.cpp). Exits non-zero and
+// names what failed.
 #include "native_tests.h"
 
 #include <algorithm>
@@ -159,6 +160,7 @@ int main() {
   test_isa();
   test_shared_memory();
   test_cuda_kernels();
+  test_solver();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

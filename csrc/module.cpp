@@ -57,4 +57,5 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
   drivetrain::activation::register_activation(m);
+  drivetrain::activation::register_pack(m);
 }

@@ -286,6 +286,40 @@ def test_complex_numbers_are_pairs(packing: str) -> None:
     assert_bits(torch.view_as_real(y).flatten(), _C.unpack(packed(torch.view_as_real(x).flatten(), packing)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("packing", "dtype"), [("bits", torch.bool), *CASES], ids=str)
+def test_cuda_gives_the_cpus_bits(packing: str, dtype: torch.dtype, size: int) -> None:
+    x = torch.rand(size) < 0.5 if dtype == torch.bool else awkward(dtype, size)
+    want, got = packed(x, packing), packed(x.cuda(), packing)
+    assert torch.equal(got.bytes.cpu(), want.bytes)
+    if packing == "int8":
+        assert got.extra is not None
+        assert want.extra is not None
+        assert torch.equal(got.extra.cpu(), want.extra)
+    compare = assert_same_numbers if dtype.is_floating_point else assert_bits
+    compare(_C.unpack(got).cpu(), _C.unpack(want))
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_cuda() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    mask = x > 0
+    _C.pack(x, "int8"), _C.pack(mask, "bits")  # the kernels are loaded
+    torch.cuda.synchronize()
+    busy, done = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1_000_000_000)
+        assert _C.pack(x, "bits") is None
+        results = [_C.unpack(packed(x, "bfloat16")), _C.unpack(packed(x, "int8")), _C.unpack(packed(mask))]
+        done.record()
+        assert not done.query()
+    busy.synchronize()
+    assert_bits(results[0], x.bfloat16().float())
+    assert_int8_holds(x.cpu(), results[1].cpu())
+    assert_bits(results[2], mask)
+
+
 def test_shapes_and_gradients_do_not_matter() -> None:
     x = torch.randn(3, 5, requires_grad=True)
     y = _C.unpack(packed(x, "bfloat16"))

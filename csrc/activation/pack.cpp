@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -13,8 +14,10 @@
 
 #include "activation/activation.h"
 #include "activation/bits.h"
+#include "activation/pack_cuda.h"
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/current_stream.h"
 #include "optim/step.h"
 #include "optim/storage_torch.h"
 
@@ -69,7 +72,25 @@ uint64_t element_bits(const void* element, size_t size) {
   return bits;
 }
 
+// The values of an element of `size` bytes each, as `Packed` keeps them.
+at::Tensor kept(const TwoValues& values, int size) {
+  at::Tensor extra = empty_bytes(2 * size, at::kCPU);
+  auto* bytes = static_cast<char*>(extra.data_ptr());
+  for (int i = 0; i < 2; ++i) std::memcpy(bytes + i * size, &values.bits[i], size);
+  return extra;
+}
+
+std::optional<Packed> pack_bits_cuda(const at::Tensor& flat) {
+  if (flat.scalar_type() != at::kBool) return std::nullopt;
+  const int64_t numel = flat.numel();
+  Packed packed{Packing::kBits, at::kBool, numel, empty_bytes((numel + 7) / 8, flat.device()), kept({{0, 1}}, 1)};
+  pack_bools_cuda(static_cast<const uint8_t*>(flat.const_data_ptr()), numel,
+                  static_cast<uint8_t*>(packed.bytes.data_ptr()), current_stream(flat.device()));
+  return packed;
+}
+
 std::optional<Packed> pack_bits(const at::Tensor& flat) {
+  if (flat.is_cuda()) return pack_bits_cuda(flat);
   const int64_t numel = flat.numel();
   const auto size = static_cast<int>(flat.element_size());
   const void* from = flat.const_data_ptr();
@@ -89,25 +110,24 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   pack_pieces(0, std::min<int64_t>(num_pieces(numel), 1));
   if (!has_third) at::parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
   if (has_third) return std::nullopt;
-  const TwoValues values = shared.get();
-  packed.extra = empty_bytes(2 * size, at::kCPU);
-  for (int i = 0; i < 2; ++i)
-    std::memcpy(static_cast<char*>(packed.extra.data_ptr()) + i * size, &values.bits[i], size);
+  packed.extra = kept(shared.get(), size);
   return packed;
 }
 
-at::Tensor unpack_bits(const Packed& packed, at::Tensor flat) {
+void unpack_bits(const Packed& packed, const at::Tensor& flat) {
+  const auto* from = static_cast<const uint8_t*>(packed.bytes.const_data_ptr());
+  if (flat.is_cuda()) {
+    return unpack_bools_cuda(from, packed.numel, static_cast<uint8_t*>(flat.data_ptr()), current_stream(flat.device()));
+  }
   const auto size = static_cast<int>(flat.element_size());
   const auto* extra = static_cast<const char*>(packed.extra.const_data_ptr());
   const TwoValues values = {{element_bits(extra, size), element_bits(extra + size, size)}};
-  const auto* from = static_cast<const uint8_t*>(packed.bytes.const_data_ptr());
   void* to = flat.data_ptr();
   const auto unpack_bits_cpu =
       for_chosen_isa(baseline::unpack_bits_cpu, avx2::unpack_bits_cpu, avx512::unpack_bits_cpu);
   at::parallel_for(0, num_pieces(packed.numel), kGrain, [&](int64_t begin, int64_t end) {
     unpack_bits_cpu(from, values, size, begin * kPiece, std::min(end * kPiece, packed.numel), to);
   });
-  return flat;
 }
 
 // ---- Formats of optim/storage.h.
@@ -121,7 +141,8 @@ Stream advanced(Stream stream, int64_t elements) {
   return stream;
 }
 
-void convert(const Stream& from, const Stream& to, int64_t numel) {
+void convert(const Stream& from, const Stream& to, int64_t numel, c10::Device device) {
+  if (device.is_cuda()) return convert_cuda(from, to, numel, current_stream(device));
   const auto convert_cpu =
       for_chosen_isa(optim::baseline::convert_cpu, optim::avx2::convert_cpu, optim::avx512::convert_cpu);
   at::parallel_for(0, num_pieces(numel), kGrain, [&](int64_t begin, int64_t end) {
@@ -144,7 +165,7 @@ Packed pack_format(const at::Tensor& flat, Packing packing) {
   const int64_t bytes = numel * optim::bytes_of(packed_format(packing));
   Packed packed{packing, flat.scalar_type(), flat.numel(), empty_bytes(bytes, flat.device()), {}};
   if (packing == Packing::kInt8) packed.extra = at::empty({num_blocks(numel)}, flat.options().dtype(at::kFloat));
-  convert(flat_stream(flat), packed_stream(packed), numel);
+  convert(flat_stream(flat), packed_stream(packed), numel, flat.device());
   return packed;
 }
 
@@ -179,16 +200,21 @@ int64_t packed_bytes(at::ScalarType dtype, int64_t numel, Packing packing) {
 std::optional<Packed> pack(const at::Tensor& flat, Packing packing) {
   DT_INVARIANT(flat.dim() == 1 && flat.is_contiguous());
   check_packable(flat.scalar_type(), packing);
-  if (!flat.is_cpu()) {
-    throw UnsupportedError(text("packing of tensors on ", flat.device().str(), " is not there yet; on cpu it is"));
+  if (!flat.is_cpu() && !flat.is_cuda()) {
+    throw UnsupportedError(text("packing is for tensors on cpu and cuda and got one on ", flat.device().str()));
   }
+  const c10::DeviceGuard guard(flat.device());
   return packing == Packing::kBits ? pack_bits(flat) : pack_format(flat, packing);
 }
 
 at::Tensor unpack(const Packed& packed) {
-  at::Tensor flat = at::empty({packed.numel}, packed.bytes.options().dtype(packed.dtype));
-  if (packed.packing == Packing::kBits) return unpack_bits(packed, std::move(flat));
-  convert(packed_stream(packed), flat_stream(flat), optim::real_numel(flat));
+  const c10::DeviceGuard guard(packed.bytes.device());
+  const at::Tensor flat = at::empty({packed.numel}, packed.bytes.options().dtype(packed.dtype));
+  if (packed.packing == Packing::kBits) {
+    unpack_bits(packed, flat);
+  } else {
+    convert(packed_stream(packed), flat_stream(flat), optim::real_numel(flat), flat.device());
+  }
   return flat;
 }
 

@@ -10,5 +10,6 @@ void expect(bool holds, const std::string& what);
 
 void test_shared_memory();
 void test_cuda_kernels();
+void test_packing();
 
 }  // namespace drivetrain

@@ -58,4 +58,5 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::ddp::register_ddp(m);
   drivetrain::activation::register_activation(m);
   drivetrain::activation::register_pack(m);
+  drivetrain::activation::register_offload(m);
 }

@@ -30,6 +30,14 @@ inline uint64_t highest_bits(const uint8_t* bytes) {
 // Of a block, whether each element is another than the first value; `strange`: whether one is neither.
 template <class T>
 inline uint64_t pack_block(const T* from, T first, T second, bool& strange) {
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(T) == 1) {
+    const __m512i bytes = _mm512_loadu_si512(from);
+    const __mmask64 is_other = _mm512_cmpneq_epi8_mask(bytes, _mm512_set1_epi8(first));
+    strange = _mm512_mask_cmpneq_epi8_mask(is_other, bytes, _mm512_set1_epi8(second)) != 0;
+    return is_other;
+  }
+#endif
   alignas(64) uint8_t is_other[kBitsBlock];
   T neither = 0;
   for (int i = 0; i < kBitsBlock; ++i) {
@@ -40,26 +48,33 @@ inline uint64_t pack_block(const T* from, T first, T second, bool& strange) {
   return highest_bits(is_other);
 }
 
+// Of one block; notes the second value where it is the first to meet it. False: there is a third.
+template <class T>
+inline bool pack_whole(const T* from, T first, T& second, uint64_t& bits) {
+  bool strange = false;
+  bits = pack_block(from, first, second, strange);
+  if (!strange) return true;
+  if (second != first) return false;
+  second = from[__builtin_ctzll(bits)];
+  bits = pack_block(from, first, second, strange);
+  return !strange;
+}
+
 template <class T>
 bool pack_elements(const T* from, int64_t begin, int64_t end, TwoValues& values, uint8_t* to) {
   const T first = static_cast<T>(values.bits[0]);
   T second = static_cast<T>(values.bits[1]);
-  T rest[kBitsBlock];
-  for (int64_t i = begin; i < end; i += kBitsBlock) {
-    const int64_t count = end - i < kBitsBlock ? end - i : kBitsBlock;
-    const T* block = from + i;
-    if (count < kBitsBlock) {
-      for (int64_t k = 0; k < kBitsBlock; ++k) rest[k] = k < count ? block[k] : first;
-      block = rest;
-    }
-    bool strange = false;
-    uint64_t bits = pack_block(block, first, second, strange);
-    if (strange && second == first) {
-      second = block[__builtin_ctzll(bits)];
-      bits = pack_block(block, first, second, strange);
-    }
-    if (strange) return false;
-    std::memcpy(to + i / 8, &bits, (count + 7) / 8);
+  uint64_t bits = 0;
+  int64_t i = begin;
+  for (; i + kBitsBlock <= end; i += kBitsBlock) {
+    if (!pack_whole(from + i, first, second, bits)) return false;
+    std::memcpy(to + i / 8, &bits, sizeof bits);
+  }
+  if (i < end) {
+    T rest[kBitsBlock];
+    for (int64_t k = 0; k < kBitsBlock; ++k) rest[k] = i + k < end ? from[i + k] : first;
+    if (!pack_whole(rest, first, second, bits)) return false;
+    std::memcpy(to + i / 8, &bits, (end - i + 7) / 8);
   }
   values.bits[1] = second;
   return true;
@@ -110,13 +125,18 @@ inline void unpack_block(uint64_t bits, T first, T second, T* to) {
 template <class T>
 void unpack_elements(const uint8_t* from, const TwoValues& values, int64_t begin, int64_t end, T* to) {
   const T first = static_cast<T>(values.bits[0]), second = static_cast<T>(values.bits[1]);
-  T rest[kBitsBlock];
-  for (int64_t i = begin; i < end; i += kBitsBlock) {
-    const int64_t count = end - i < kBitsBlock ? end - i : kBitsBlock;
-    uint64_t bits = 0;
-    std::memcpy(&bits, from + i / 8, (count + 7) / 8);
-    unpack_block(bits, first, second, count < kBitsBlock ? rest : to + i);
-    if (count < kBitsBlock) std::memcpy(to + i, rest, count * sizeof(T));
+  uint64_t bits = 0;
+  int64_t i = begin;
+  for (; i + kBitsBlock <= end; i += kBitsBlock) {
+    std::memcpy(&bits, from + i / 8, sizeof bits);
+    unpack_block(bits, first, second, to + i);
+  }
+  if (i < end) {
+    T rest[kBitsBlock];
+    bits = 0;
+    std::memcpy(&bits, from + i / 8, (end - i + 7) / 8);
+    unpack_block(bits, first, second, rest);
+    std::memcpy(to + i, rest, (end - i) * sizeof(T));
   }
 }
 

@@ -57,5 +57,8 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
   drivetrain::activation::register_activation(m);
+  drivetrain::activation::register_record(m);
   drivetrain::activation::register_solver(m);
+  drivetrain::activation::register_pack(m);
+  drivetrain::activation::register_offload(m);
 }

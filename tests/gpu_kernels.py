@@ -1,4 +1,5 @@
-"""Runs each kernel once at small odd sizes, for compute-sanitizer: every rule in every storage, norms, accumulation.
+"""Runs each kernel once at small odd sizes, for compute-sanitizer: every rule in every storage, norms, accumulation,
+packing.
 
     compute-sanitizer --tool memcheck python -m gpu_kernels --steps     (with PYTORCH_NO_CUDA_MEMORY_CACHING=1)
     compute-sanitizer --tool memcheck python -m gpu_kernels --captured  (capturing needs the caching allocator)
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import drivetrain
-from drivetrain import optim
+from drivetrain import _C, optim
 from test_adafactor import PRECISIONS as ADAFACTORS_PRECISIONS
 from test_optim import CASES, make_params
+from test_pack import ROUNDED
 from test_precision import PRECISIONS
 
 SHAPES: list[Any] = [(0,), (1,), (257,), (3, 171)]  # on either side of a block of states
@@ -73,6 +75,16 @@ def run_steps(device: str) -> None:
             model(torch.ones(3, 33, device=device, dtype=dtype)).sum().backward()
 
 
+def run_packing(device: str) -> None:
+    """Into each smaller form and back, from memory that is aligned to eight bytes and that is not."""
+    packings: list[tuple[str, list[torch.dtype]]] = [("bits", [torch.bool]), *ROUNDED.items()]
+    for packing, dtypes in packings:
+        for dtype, numel, start in itertools.product(dtypes, (0, 1, 7, 257, 1283, 9001), (0, 3)):
+            packed = _C.pack(torch.randn(numel + start, device=device).to(dtype)[start:], packing)
+            assert packed is not None
+            _C.unpack(packed)
+
+
 def run_captured(device: str) -> None:
     """A step of every optimizer, replayed from a CUDA graph. On the CPU, where there is none: the step."""
     for optimizer in optimizers(device):
@@ -98,6 +110,7 @@ def main() -> None:
     torch.manual_seed(0)
     if args.steps:
         run_steps(args.device)
+        run_packing(args.device)
     if args.captured:
         run_captured(args.device)
     if args.device != "cpu":

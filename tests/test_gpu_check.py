@@ -304,6 +304,7 @@ def test_every_kernel_is_run(repository: Path) -> None:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # torch 2.11 warns without it
         gpu_kernels.run_steps("cuda")
+        gpu_kernels.run_packing("cuda")
         gpu_kernels.run_captured("cuda")
         torch.cuda.synchronize()
     launched = " ".join(event.key for event in profile.key_averages())

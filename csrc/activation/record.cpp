@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "activation/activation.h"
 #include "activation/hooks.h"
 #include "base/check.h"
 

@@ -1,8 +1,6 @@
 // The recorder: while a forward pass is between enter() and leave(), every operation of this thread goes on a tape.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,7 +43,5 @@ class Recorder {
   int depth_ = 0;
   int depth_of_others_ = 0;  // inside a pass that another recorder records
 };
-
-void register_record(pybind11::module_& m);
 
 }  // namespace drivetrain::activation

@@ -13,7 +13,6 @@
 
 #include "activation/activation.h"
 #include "activation/hooks.h"
-#include "activation/record.h"
 #include "base/check.h"
 #include "base/hash.h"
 
@@ -278,7 +277,6 @@ void register_activation(py::module_& m) {
       },
       py::arg("function"), py::arg("args"), py::arg("kwargs"), py::arg("preserve_rng_state"), py::arg("early_stop"),
       py::arg("checks_metadata"), py::arg("verify"));
-  register_record(m);
   m.def("hash_tensor", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
 }
 

@@ -161,6 +161,7 @@ int main() {
   test_shared_memory();
   test_cuda_kernels();
   test_solver();
+  test_packing();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -55,7 +55,7 @@ def encode_signed(values: Tensor) -> tuple[Tensor, Tensor]:
     rows = blocks(values)
     scales, special = _scales(rows)
     scales = torch.where(scales > 0, scales.clamp(min=2.0**-113), 0)
-    factors = torch.where(scales > 0, 126.0**2 / scales, 0)
+    factors = torch.where(scales > 0, torch.tensor(126.0**2) / scales, 0)  # a number over a tensor rounds twice
     codes = torch.copysign(root(rows.abs() * factors[:, None]), rows).round()
     codes = torch.where(rows.isinf(), torch.copysign(torch.tensor(127.0), rows), codes)
     codes = torch.where(rows.isnan(), -128, codes)
@@ -67,7 +67,7 @@ def encode_squared(values: Tensor) -> tuple[Tensor, Tensor]:
     rows = blocks(values)
     largest, special = _scales(rows)
     scales = root(largest)
-    factors = torch.where(scales > 0, 253 / scales, 0)
+    factors = torch.where(scales > 0, torch.tensor(253.0) / scales, 0)
     codes = (root(rows) * factors[:, None]).round().clamp(min=1)
     codes = torch.where(rows == 0, 0, codes)
     codes = torch.where(rows.isinf(), 254, codes)

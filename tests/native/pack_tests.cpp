@@ -1,0 +1,124 @@
+// Packing: bits on every instruction set and on CUDA (cuda_on_cpu/), and CUDA's conversions beside the CPU's.
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "activation/bits.h"
+#include "activation/pack_cuda.h"
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "native_tests.h"
+#include "step_blocks.h"
+
+namespace drivetrain {
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+
+constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
+const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283, 8200, 20001};
+
+bool draw(int64_t i) { return (optim::mixed(i) & 1) != 0; }
+
+// Elements of `size` bytes with one of two values each, in memory of exactly that size.
+Bytes elements(int64_t numel, int size, const activation::TwoValues& values) {
+  Bytes result(numel * size);
+  for (int64_t i = 0; i < numel; ++i) std::memcpy(result.data() + i * size, &values.bits[i > 0 && draw(i)], size);
+  return result;
+}
+
+void test_bits_of(int64_t numel, int size) {
+  const uint64_t mask = size == 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * size) - 1;
+  const activation::TwoValues values = {{0x8070605040302010u & mask, 0x8070605040302011u & mask}};
+  const Bytes from = elements(numel, size, values);
+  Bytes expected((numel + 7) / 8);
+  for (int64_t i = 1; i < numel; ++i) expected[i / 8] |= draw(i) << i % 8;
+  for (Isa isa : available_isas()) {
+    const auto pack = isa == Isa::kBaseline ? activation::baseline::pack_bits_cpu
+                      : isa == Isa::kAvx2   ? activation::avx2::pack_bits_cpu
+                                            : activation::avx512::pack_bits_cpu;
+    const auto unpack = isa == Isa::kBaseline ? activation::baseline::unpack_bits_cpu
+                        : isa == Isa::kAvx2   ? activation::avx2::unpack_bits_cpu
+                                              : activation::avx512::unpack_bits_cpu;
+    const std::string name = text(numel, " elements of ", size, " bytes, ", name_of(isa));
+    activation::TwoValues found = {{values.bits[0], values.bits[0]}};
+    Bytes bits(expected.size()), back(from.size());
+    expect(pack(from.data(), size, 0, numel, found, bits.data()) && bits == expected, text(name, ": bits"));
+    expect(numel < 64 || found.bits[1] == values.bits[1], text(name, ": the second value"));
+    unpack(bits.data(), found, size, 0, numel, back.data());
+    expect(back == from, text(name, ": back"));
+    if (numel < 64) continue;
+    Bytes third = from;
+    third.back() ^= 0x80;
+    found = {{values.bits[0], values.bits[0]}};
+    expect(!pack(third.data(), size, 0, numel, found, bits.data()), text(name, ": a third value"));
+  }
+}
+
+void test_bools(int64_t numel, int64_t start) {
+  const activation::TwoValues values = {{0, 1}};
+  Bytes bools(start), expected((numel + 7) / 8), bits(expected.size()), back(start + numel);
+  const Bytes drawn = elements(numel, 1, values);
+  bools.insert(bools.end(), drawn.begin(), drawn.end());
+  activation::TwoValues found = values;
+  activation::baseline::pack_bits_cpu(drawn.data(), 1, 0, numel, found, expected.data());
+  activation::pack_bools_cuda(bools.data() + start, numel, bits.data(), nullptr);
+  expect(bits == expected, text("CUDA bits of ", numel, " bools from ", start, ": others than the CPU's"));
+  activation::unpack_bools_cuda(bits.data(), numel, back.data() + start, nullptr);
+  expect(back == bools, text("CUDA bools from bits, ", numel, " from ", start));
+}
+
+void test_bool_bytes() {
+  for (int bits = 0; bits < 256; ++bits) {
+    expect(activation::bits_of_bools(activation::bools_of_bits(bits)) == bits, "bits to bools and back");
+    for (int place = 0; place < 8; ++place) {
+      expect(activation::bits_of_bools(static_cast<uint64_t>(bits) << 8 * place) == (bits != 0) << place,
+             "a bool that is not 0 counts as 1");
+    }
+  }
+}
+
+void test_conversion(Format from_format, Format to_format, int64_t numel) {
+  Bytes values(numel * optim::bytes_of(from_format)), scales(extra_bytes_of(from_format, numel));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(optim::mixed(i));  // NaN, too
+  if (!scales.empty()) {
+    const std::vector<float> units(scales.size() / sizeof(float), -0.37f);  // with codes of what is not finite
+    std::memcpy(scales.data(), units.data(), scales.size());
+  }
+  const optim::Stream from = {values.data(), from_format, scales.data()};
+  Bytes expected(numel * optim::bytes_of(to_format)), expected_extra(extra_bytes_of(to_format, numel));
+  Bytes found(expected.size()), found_extra(expected_extra.size());
+  optim::baseline::convert_cpu(from, {expected.data(), to_format, expected_extra.data()}, numel, /*key=*/0);
+  activation::convert_cuda(from, {found.data(), to_format, found_extra.data()}, numel, nullptr);
+  expect(found == expected && found_extra == expected_extra,
+         text("CUDA conversion of ", numel, " from format ", static_cast<int>(from_format), " into ",
+              static_cast<int>(to_format), ": other bytes than the CPU"));
+}
+
+}  // namespace
+
+void test_packing() {
+  for (const int64_t numel : kSizes) {
+    for (const int size : {1, 2, 4, 8}) test_bits_of(numel, size);
+  }
+  test_bool_bytes();
+  for (cuda_on_cpu::Order order : kOrders) {
+    cuda_on_cpu::order = order;
+    for (const int64_t numel : kSizes) {
+      for (const int64_t start : {0, 1, 4}) test_bools(numel, start);
+      if (numel > 2000) continue;  // fibers are slow
+      for (const Format whole : {Format::kFloat32, Format::kBFloat16, Format::kFloat16}) {
+        test_conversion(whole, Format::kSigned8, numel);
+        test_conversion(Format::kSigned8, whole, numel);
+      }
+      for (const Format whole : {Format::kFloat32, Format::kFloat64}) {
+        test_conversion(whole, Format::kBFloat16, numel);
+        test_conversion(Format::kBFloat16, whole, numel);
+      }
+    }
+  }
+}
+
+}  // namespace drivetrain

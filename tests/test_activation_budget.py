@@ -1,6 +1,7 @@
 """activation_budget against the same step without: bits of gradients, outputs and buffers, and bytes that are kept."""
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (3, 8, 16, 32)
-        self.down = nn.ModuleList(self.convs(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(self.convs(a, b) for a, b in itertools.pairwise(widths))
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in ((16, 32), (8, 16)))
         self.merge = nn.ModuleList(self.convs(2 * a, a) for a in (16, 8))
         self.head = nn.Conv2d(8, 1, 1)
@@ -406,7 +407,7 @@ def test_budgets_are_kept_closely(gpt: tuple[nn.Module, Step]) -> None:
 
 def test_a_budget_that_is_too_small_names_the_smallest(gpt: tuple[nn.Module, Step]) -> None:
     model, step = gpt
-    with pytest.raises(ValueError, match="budget is .* KiB: the smallest that is possible") as error:
+    with pytest.raises(ValueError, match=r"budget is .* KiB: the smallest that is possible") as error:
         drivetrain.activation_budget(model, step, "1%")
     assert not model._forward_pre_hooks
     plan = drivetrain.activation_budget(model, step, smallest_in(error.value))
@@ -667,9 +668,8 @@ def test_a_step_that_runs_out_of_memory_is_run_again_with_less(gpt: tuple[nn.Mod
         step()
         raise torch.OutOfMemoryError("no more")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        for _ in range(100):
-            plan.step(always_fails)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        plan.step(always_fails)
 
 
 def test_a_copy_of_the_model_works_without_it(gpt: tuple[nn.Module, Step]) -> None:

@@ -540,8 +540,9 @@ void Tape::materialise(int32_t value) {
     }
     DT_INVARIANT(next.op >= 0 && next.can_forget);
     const size_t before = todo.size();
-    for (const int32_t read : ops_[next.op].reads) {
-      if (!values_[read].held.defined()) todo.push_back(read);
+    const std::vector<int32_t>& reads = ops_[next.op].reads;
+    for (auto read = reads.rbegin(); read != reads.rend(); ++read) {  // the first one first, as the solver has it
+      if (!values_[*read].held.defined()) todo.push_back(*read);
     }
     if (todo.size() == before) replay(next.op);
   }

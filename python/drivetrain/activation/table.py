@@ -33,7 +33,12 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
     begin = 0
     for which, one in enumerate(trace.passes):
         for index, (_, module, seconds, _, writes) in enumerate(one.ops):
-            row = {"kept_bytes": 0, "recomputed_bytes": 0, "planned_seconds": 0.0, "measured_seconds": None}
+            row: dict[str, Any] = {
+                "kept_bytes": 0,
+                "recomputed_bytes": 0,
+                "planned_seconds": 0.0,
+                "measured_seconds": None,
+            }
             replayed = False
             for write in writes:
                 value = begin + write

@@ -1,8 +1,13 @@
 """Activations on the host: what comes back, what the pool reserves, and on a GPU who waits for whom."""
 
 import gc
+import os
+import subprocess
+import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +218,26 @@ def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
             kept.pop().take()
         slabs.append(pool.num_slabs)
     assert slabs[-1] == slabs[-2] == slabs[-3]
+
+
+def test_who_waits_for_whom(repository: Path, tmp_path: Path) -> None:
+    """On a device whose streams run in a drawn order: in a process of its own, as torch has one such device."""
+    late_device, site = repository / "tests/late_device", Path(torch.__file__).parent
+    include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++20",
+        "-O0",
+        "-fPIC",
+        "-shared",
+        *(f"-I{path}" for path in include),
+    ]
+    command += [str(late_device / "late_device.cpp"), "-o", str(tmp_path / "late_device.so"), f"-L{site / 'lib'}"]
+    command += ["-ltorch_python", "-ltorch_cpu", "-lc10"]
+    for step in (command, [sys.executable, str(late_device / "order.py"), str(tmp_path)]):
+        run = subprocess.run(step, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "all orders give what was there" in run.stdout
 
 
 # ---- What only a GPU shows.

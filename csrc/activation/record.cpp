@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -31,21 +33,32 @@ bool is_one_of(std::string_view name, const std::array<std::string_view, N>& nam
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-constexpr std::array<std::string_view, 8> kUninitialised{
-    "aten::empty",     "aten::empty_like", "aten::empty_strided",     "aten::empty_permuted",
-    "aten::new_empty", "aten::resize",     "aten::new_empty_strided", "aten::empty_quantized"};
+// What is zero or one is filled by others, too: gathered into, added to.
+constexpr std::array<std::string_view, 17> kUninitialised{
+    "aten::empty",     "aten::empty_like", "aten::empty_strided",     "aten::empty_permuted", "aten::new_empty",
+    "aten::resize",    "aten::zeros",      "aten::new_empty_strided", "aten::zeros_like",     "aten::new_zeros",
+    "aten::full",      "aten::full_like",  "aten::empty_quantized",   "aten::new_full",       "aten::ones",
+    "aten::ones_like", "aten::new_ones"};
 constexpr std::array<std::string_view, 10> kOnlyWrite{
     "aten::fill_",   "aten::zero_",        "aten::copy_",       "aten::bernoulli_", "aten::uniform_",
     "aten::normal_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_",    "aten::geometric_"};
 constexpr std::array<std::string_view, 3> kTears{"aten::unsafe_chunk", "aten::unsafe_split",
                                                  "aten::unsafe_split_with_sizes"};
+// They update running statistics without saying so: of these, which come third and fourth, nothing else depends on them
+// in training,
 constexpr std::array<std::string_view, 3> kBatchNorm{"aten::native_batch_norm", "aten::cudnn_batch_norm",
                                                      "aten::miopen_batch_norm"};
+// and these are not called again.
+constexpr std::array<std::string_view, 3> kStatistics{
+    "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_update_stats"};
 
 const OpTraits& traits_of(const c10::OperatorHandle& op) {
-  static thread_local std::unordered_map<c10::OperatorHandle, OpTraits> known;
-  const auto found = known.find(op);
-  return found != known.end() ? found->second : known.emplace(op, OpTraits(op)).first->second;
+  // Never freed: tapes refer to them, and outlive the threads that record.
+  static auto* known = new std::unordered_map<c10::OperatorHandle, OpTraits>();
+  static auto* mutex = new std::mutex();
+  const std::lock_guard<std::mutex> lock(*mutex);
+  const auto found = known->find(op);
+  return found != known->end() ? found->second : known->emplace(op, OpTraits(op)).first->second;
 }
 
 // Whether what its arguments are goes on to other operations, which are the ones to be recorded: made of those, or
@@ -104,13 +117,22 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
       only_writes(is_one_of(name, kOnlyWrite)),
       is_random(op.hasTag(at::Tag::nondeterministic_seeded)),
       tears(is_one_of(name, kTears)),
-      is_batch_norm(is_one_of(name, kBatchNorm)) {
+      is_batch_norm(is_one_of(name, kBatchNorm)),
+      statistics(is_batch_norm || is_one_of(name, kStatistics) ? (name == "aten::batch_norm_update_stats" ? 1 : 3)
+                                                               : -1),
+      is_collective(name.starts_with("c10d::") || name.starts_with("_c10d_functional::")),
+      is_never_replayed(is_collective || (statistics >= 0 && !is_batch_norm)) {
   for (const c10::Argument& argument : op.schema().arguments()) {
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     writes.push_back(is_written);
     writes_any = writes_any || is_written;
     if (is_written && argument.kwarg_only()) only_writes = true;  // out=
   }
+  const auto& returns = op.schema().returns();
+  is_view = !writes_any && !tears && !returns.empty() &&
+            std::all_of(returns.begin(), returns.end(), [](const c10::Argument& returned) {
+              return returned.alias_info() != nullptr && !returned.alias_info()->isWrite();
+            });
 }
 
 Recorder::~Recorder() {
@@ -155,7 +177,7 @@ void Recorder::enter() {
   });
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
-  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), is_profile_);
+  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, is_profile_);
   push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
   Tape::current() = tape_.get();
   c10::impl::tls_set_dispatch_key_included(kMode, true);
@@ -193,17 +215,24 @@ void register_record(py::module_& m) {
       .def(py::init<bool>(), py::arg("is_profile"))
       .def(
           "set_plans",
-          [](Recorder& recorder, const std::vector<std::vector<std::pair<std::string, std::vector<int8_t>>>>& plans) {
+          [](Recorder& recorder,
+             const std::vector<std::vector<std::tuple<std::string, std::vector<int8_t>, bool>>>& plans) {
             std::vector<TapePlan> made;
             for (const auto& plan : plans) {
               std::vector<PlannedOp>& ops = made.emplace_back().ops;
-              for (const auto& [name, forms] : plan) ops.push_back({name, forms});
+              for (const auto& [name, forms, is_replayed] : plan) ops.push_back({name, forms, is_replayed});
             }
             recorder.set_plans(std::move(made));
           },
           py::arg("plans"))
       .def("enter", &Recorder::enter)
       .def("leave", &Recorder::leave)
+      .def(
+          "set_forms",
+          [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<HostPool> pool, int64_t budget_bytes) {
+            recorder.forms() = {std::move(tried), std::move(pool), budget_bytes};
+          },
+          py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
       .def("set_module", &Recorder::set_module, py::arg("module"))
       .def("take_tapes",
            [](Recorder& recorder) {
@@ -211,7 +240,9 @@ void register_record(py::module_& m) {
              for (const auto& tape : recorder.take_tapes()) {
                py::list values, ops, uses;
                for (const auto& value : tape->value_traces()) {
-                 values.append(py::make_tuple(value.bytes, value.can_keep, value.can_forget, value.replaces));
+                 py::list forms;
+                 for (const auto& form : value.forms) forms.append(py::make_tuple(form.form, form.bytes, form.seconds));
+                 values.append(py::make_tuple(value.bytes, value.can_keep, value.can_forget, value.replaces, forms));
                }
                for (const auto& op : tape->op_traces()) {
                  ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));

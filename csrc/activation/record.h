@@ -11,7 +11,8 @@ namespace drivetrain::activation {
 
 class Recorder {
  public:
-  explicit Recorder(bool is_profile) : is_profile_(is_profile), ledger_(std::make_shared<Ledger>()) {}
+  explicit Recorder(bool is_profile)
+      : is_profile_(is_profile), ledger_(std::make_shared<Ledger>()), forms_(std::make_shared<Forms>()) {}
   ~Recorder();
 
   // One for each forward pass that is under way or waits for its backward when the next begins.
@@ -29,12 +30,14 @@ class Recorder {
   // The tapes of this profile since the last call of it.
   std::vector<std::shared_ptr<Tape>> take_tapes();
   Ledger& ledger() { return *ledger_; }
+  Forms& forms() { return *forms_; }
   // How the last pass parted from its plan; empty: it did not.
   std::string divergence() const;
 
  private:
   const bool is_profile_;
   const std::shared_ptr<Ledger> ledger_;
+  const std::shared_ptr<Forms> forms_;
   std::vector<std::shared_ptr<TapePlan>> plans_;
   std::shared_ptr<Tape> tape_;  // between enter() and leave()
   std::vector<std::weak_ptr<Tape>> waiting_;

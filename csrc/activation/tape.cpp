@@ -17,6 +17,12 @@
 namespace drivetrain::activation {
 namespace {
 
+constexpr int64_t kSmallestOffload = 1 << 16;  // below, a copy is mostly its start
+
+Packing packing_of_form(int8_t form) {
+  return form == kAsBits ? Packing::kBits : form == kAsBFloat16 ? Packing::kBFloat16 : Packing::kInt8;
+}
+
 // Whether its values are those of a storage, seen through sizes and strides.
 bool is_plain(const at::Tensor& tensor) {
   if (!tensor.defined()) return false;
@@ -28,6 +34,9 @@ bool is_plain(const at::Tensor& tensor) {
 
 // The same memory and count of writes, without autograd's part.
 at::Tensor alias_of(const at::Tensor& tensor) {
+  // A TorchDispatchMode would be asked for it.
+  const c10::impl::ExcludeDispatchKeyGuard no_python(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), /*allow_tensor_metadata_change=*/true));
 }
@@ -51,15 +60,17 @@ at::Tensor view_of(const at::Tensor& held, const TensorRef& ref) {
   return view;
 }
 
-// All of a storage, as bytes.
-at::Tensor bytes_of(const at::Tensor& tensor) {
+// All of a storage, as elements of that type.
+at::Tensor flat_of(const at::Tensor& tensor, caffe2::TypeMeta dtype) {
   TensorRef ref;
-  ref.sizes = {static_cast<int64_t>(tensor.storage().nbytes())};
+  ref.sizes = {static_cast<int64_t>(tensor.storage().nbytes() / dtype.itemsize())};
   ref.strides = {1};
   ref.keys = tensor.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  ref.dtype = caffe2::TypeMeta::Make<uint8_t>();
+  ref.dtype = dtype;
   return view_of(tensor, ref);
 }
+
+at::Tensor bytes_of(const at::Tensor& tensor) { return flat_of(tensor, caffe2::TypeMeta::Make<uint8_t>()); }
 
 at::Tensor copy_of(const at::Tensor& tensor) {
   at::Tensor bytes = bytes_of(tensor);
@@ -167,10 +178,18 @@ Tape*& Tape::current() {
   return tape;
 }
 
-Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, bool is_profile)
-    : ledger_(std::move(ledger)), plan_(std::move(plan)), is_profile_(is_profile), begin_(ledger_->num_uses) {}
+Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::shared_ptr<const Forms> forms,
+           bool is_profile)
+    : ledger_(std::move(ledger)),
+      plan_(std::move(plan)),
+      forms_(std::move(forms)),
+      is_profile_(is_profile),
+      begin_(ledger_->num_uses) {
+  ledger_->tapes.push_back(this);
+}
 
 Tape::~Tape() {
+  std::erase(ledger_->tapes, this);
   for (size_t value = 0; value < values_.size(); ++value) let_go(static_cast<int32_t>(value));
 }
 
@@ -187,6 +206,7 @@ int32_t Tape::add_value(const at::Tensor& tensor, int32_t op, bool can_forget) {
   made.bytes = static_cast<int64_t>(tensor.storage().nbytes());
   made.version = tensor._version();
   made.can_forget = made.is_replayable = can_forget;
+  made.is_seen = op >= 0;
   known_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), Known{tensor.storage().getWeakStorageImpl(), value});
   return value;
 }
@@ -216,6 +236,7 @@ int32_t Tape::value_of(const at::Tensor& tensor, bool is_foreign) {
 // Its memory is about to be written over.
 void Tape::protect(int32_t index) {
   Value& value = values_[index];
+  if (value.offloaded) bring_back(index);  // its copy reads this memory
   if (!value.held.defined() || value.is_overwritten || value.is_torn) return;
   if (value.is_replayable && !is_profile_) {
     let_go(index);
@@ -230,12 +251,13 @@ void Tape::protect(int32_t index) {
 // Its views count writes each for itself: what is read of it later may be of any version.
 void Tape::tear(int32_t index) {
   Value& value = values_[index];
-  value.can_forget = value.is_replayable = value.is_uninitialised = false;
+  value.can_forget = value.is_replayable = value.is_uninitialised = value.is_seen = false;
   value.is_torn = true;
 }
 
 void Tape::make_opaque(int32_t value, const at::Tensor& tensor) {
-  values_[value].can_forget = values_[value].is_replayable = values_[value].is_uninitialised = false;
+  Value& made = values_[value];
+  made.can_forget = made.is_replayable = made.is_uninitialised = made.is_seen = false;
   if (is_profile_) hold(value, tensor);
 }
 
@@ -270,45 +292,116 @@ c10::IValue Tape::keep_argument(Op& op, int32_t arg, const c10::IValue& argument
   return kept;
 }
 
+// Which tensors were there before the pass.
+void Tape::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t num_args = op.schema().arguments().size();
+  for (size_t i = stack.size() - num_args; i < stack.size(); ++i) {
+    for_each_tensor(stack[i], [&](const at::Tensor& tensor, int32_t) {
+      if (is_plain(tensor)) value_of(tensor, tensor.grad_fn() != nullptr);
+    });
+  }
+}
+
+void Tape::note_unseen_write(const at::Tensor& tensor) {
+  if (!is_plain(tensor)) return;
+  const int32_t before = value_of(tensor, false);
+  if (before < 0) return;
+  protect(before);
+  const int32_t value = add_value(tensor, -1, false);
+  values_[value].replaces = before;
+  values_[before].is_overwritten = true;
+  if (is_profile_) hold(value, tensor);
+}
+
+// What was there before the pass is about to be written: operations that have read it read a copy when they are
+// replayed.
+void Tape::preserve(const at::Tensor& tensor) {
+  at::Tensor copy;
+  for (Op& op : ops_) {
+    for (TensorRef& ref : op.refs) {
+      if (ref.value >= 0 || !ref.direct.defined() || op.traits->writes[ref.arg] ||
+          ref.direct.storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl() ||
+          ref.direct._version() != ref.version) {
+        continue;
+      }
+      if (!copy.defined()) copy = copy_of(tensor);
+      ref.direct = view_of(copy, ref);
+      ref.version = ref.direct._version();
+    }
+  }
+}
+
+bool Tape::is_never_replayed(const OpTraits& traits) const {
+  if (!plan_ || is_profile_ || !divergence_.empty() || ops_.size() >= plan_->ops.size()) return false;
+  const PlannedOp& planned = plan_->ops[ops_.size()];
+  return !planned.is_replayed && planned.name == traits.name && !traits.writes_any && !traits.tears;
+}
+
+void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  struct Running {
+    explicit Running(Tape& tape) : tape(tape) { tape.is_running_ = true; }
+    ~Running() { tape.is_running_ = false; }
+    Tape& tape;
+  } const running(*this);
+  try {
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::TESTING_ONLY_GenericMode), stack);
+  } catch (...) {
+    unresolved_.clear();
+    throw;
+  }
+}
+
 void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
-  const size_t num_args = handle.schema().arguments().size();
   Op op(handle, traits, keys, module_);
-  op.args.reserve(num_args);
   std::vector<at::Tensor> written;  // in the order of those references whose argument is written
-  for (size_t i = 0; i < num_args; ++i) {
-    const c10::IValue& argument = (*stack)[stack->size() - num_args + i];
-    op.args.push_back(keep_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
-    if (!traits.writes[i]) continue;
-    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written.push_back(tensor); });
-  }
-  if (traits.writes_any) {
+  const bool is_noted_only = traits.is_view || is_never_replayed(traits);
+  if (is_noted_only) {
+    note_arguments(handle, *stack);
+  } else {
+    const size_t num_args = handle.schema().arguments().size();
+    op.args.reserve(num_args);
+    for (size_t i = 0; i < num_args; ++i) {
+      const c10::IValue& argument = (*stack)[stack->size() - num_args + i];
+      op.args.push_back(keep_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
+      if (!traits.writes[i]) continue;
+      for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written.push_back(tensor); });
+    }
     for (const TensorRef& ref : op.refs) {
-      if (!traits.writes[ref.arg] || ref.value < 0) continue;
-      protect(ref.value);
+      const bool is_statistic = ref.arg == traits.statistics || ref.arg == traits.statistics + 1;
+      if (!traits.writes[ref.arg] && (traits.statistics < 0 || !is_statistic)) continue;
+      if (ref.value >= 0) {
+        if (traits.writes[ref.arg]) protect(ref.value);
+      } else if (ref.direct.defined()) {
+        for (Tape* tape : ledger_->tapes) tape->preserve(ref.direct);
+      }
+    }
+    if (traits.is_batch_norm && op.args[5].toBool()) {
+      std::erase_if(op.refs, [&](const TensorRef& ref) {
+        return ref.value < 0 && (ref.arg == traits.statistics || ref.arg == traits.statistics + 1);
+      });
+    }
+    if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
+    const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);  // autocast is switched by those
+    if (!autocast_ || autocast_keys_ != keys_now) {
+      autocast_ = std::make_shared<const Autocast>(Autocast::now());
+      autocast_keys_ = keys_now;
+    }
+    op.autocast = autocast_;
+  }
+  std::vector<at::Tensor> communicated;  // written, whatever the schema says
+  if (traits.is_collective) {
+    for (const c10::IValue& argument : torch::jit::last(*stack, handle.schema().arguments().size())) {
+      for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { communicated.push_back(tensor); });
     }
   }
-  if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
-  if (!autocast_ || *autocast_ != Autocast::now()) autocast_ = std::make_shared<const Autocast>(Autocast::now());
-  op.autocast = autocast_;
-
-  {
-    struct Running {
-      explicit Running(Tape& tape) : tape(tape) { tape.is_running_ = true; }
-      ~Running() { tape.is_running_ = false; }
-      Tape& tape;
-    } const running(*this);
-    try {
-      handle.redispatchBoxed(
-          keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::TESTING_ONLY_GenericMode),
-          stack);
-    } catch (...) {
-      unresolved_.clear();
-      throw;
-    }
-  }
-  note_results(std::move(op), written, stack);
+  run(handle, keys, stack);
+  for (const at::Tensor& tensor : communicated) note_unseen_write(tensor);
+  if (traits.is_view && unresolved_.empty()) return;
+  const bool can_forget = !is_noted_only && can_replay(op);
+  note_results(std::move(op), can_forget, written, stack);
   for (auto& [saved, tensor] : std::exchange(unresolved_, {})) {
     if (const auto alive = saved.lock()) resolve(*alive, tensor);
   }
@@ -320,12 +413,13 @@ bool Tape::can_replay(const Op& op) const {
     if (!ref.direct.defined()) return false;       // not plain
     if (op.traits->writes[ref.arg]) return false;  // was there before, and is not as it was
   }
+  if (op.traits->is_never_replayed) return false;
   return std::none_of(op.args.begin(), op.args.end(), [](const c10::IValue& arg) { return arg.isGenerator(); });
 }
 
-void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::jit::Stack* stack) {
+void Tape::note_results(Op op, bool can_forget, const std::vector<at::Tensor>& written, torch::jit::Stack* stack) {
   const auto index = static_cast<int32_t>(ops_.size());
-  const bool can_forget = can_replay(op);
+  std::vector<at::Tensor> made;  // for each slot
   size_t next_written = 0;
   for (const TensorRef& ref : op.refs) {
     if (!op.traits->writes[ref.arg]) continue;
@@ -337,6 +431,7 @@ void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::ji
     const int32_t value = add_value(tensor, index, can_forget);
     values_[value].replaces = ref.value;
     op.writes.push_back({value, true, ref.arg, ref.element});
+    made.push_back(tensor);
   }
   const size_t num_returns = op.handle.schema().returns().size();
   for (size_t i = 0; i < num_returns; ++i) {
@@ -346,6 +441,7 @@ void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::ji
       const int32_t value = add_value(tensor, index, can_forget);
       values_[value].is_uninitialised = op.traits->is_uninitialised;
       op.writes.push_back({value, false, static_cast<int32_t>(i), element});
+      made.push_back(tensor);
     });
   }
   if (op.traits->tears) {
@@ -354,7 +450,7 @@ void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::ji
   if (op.writes.empty()) return;
   bool has_all = can_forget;
   for (const int32_t read : op.reads) {
-    has_all = has_all && !values_[read].is_torn && (values_[read].is_replayable || values_[read].held.defined());
+    has_all = has_all && !values_[read].is_torn && (values_[read].is_replayable || is_there(read));
   }
   for (const Slot& slot : op.writes) {
     Value& value = values_[slot.value];
@@ -365,19 +461,11 @@ void Tape::note_results(Op op, const std::vector<at::Tensor>& written, torch::ji
   }
   ops_.push_back(std::move(op));
   plan_values(index);
-  size_t next_argument = 0;
-  for (const Slot& slot : ops_[index].writes) {
-    const at::Tensor* tensor = nullptr;
-    if (slot.is_argument) {
-      tensor = &written[next_argument++];
-    } else {
-      for_each_tensor((*stack)[stack->size() - num_returns + slot.index], [&](const at::Tensor& made, int32_t element) {
-        if (element == slot.element) tensor = &made;
-      });
-    }
-    const Value& value = values_[slot.value];
+  for (size_t i = 0; i < made.size(); ++i) {
+    const int32_t which = ops_[index].writes[i].value;
+    const Value& value = values_[which];
     const bool may_be_needed = is_profile_ && !value.is_replayable && !value.is_uninitialised && !value.is_torn;
-    if (value.form == kAsIs || may_be_needed) hold(slot.value, *tensor);
+    if (value.form >= kAsIs || may_be_needed) keep(which, made[i]);
   }
 }
 
@@ -430,7 +518,7 @@ void Tape::resolve(Saved& saved, const at::Tensor& tensor) {
   ++value.num_saved;
   if (value.is_uninitialised) make_opaque(saved.ref.value, tensor);
   if (value.form == kForgotten && value.is_replayable && !is_profile_) return;
-  hold(saved.ref.value, tensor);
+  keep(saved.ref.value, tensor);
 }
 
 void Tape::end() {
@@ -440,7 +528,7 @@ void Tape::end() {
   for (size_t i = ops_.size(); i-- > 0;) {
     Op& op = ops_[i];
     op.is_pending = std::any_of(op.writes.begin(), op.writes.end(), [&](const Slot& slot) {
-      return values_[slot.value].num_users > 0 && !values_[slot.value].held.defined();
+      return values_[slot.value].num_users > 0 && !is_there(slot.value);
     });
     if (op.is_pending) {
       for (const int32_t read : op.reads) ++values_[read].num_users;
@@ -457,6 +545,35 @@ void Tape::end() {
 
 // ---- Backward
 
+bool Tape::is_there(int32_t index) const {
+  const Value& value = values_[index];
+  return value.held.defined() || value.packed || value.offloaded;
+}
+
+void Tape::keep(int32_t index, const at::Tensor& tensor) {
+  Value& value = values_[index];
+  if (is_there(index)) return;
+  // What somebody writes unseen may not be there yet.
+  const bool is_whole =
+      value.bytes % static_cast<int64_t>(tensor.itemsize()) == 0 && value.is_seen && !value.is_uninitialised;
+  if (value.form == kOnHost && forms_->pool && is_whole) {
+    value.offloaded.emplace(Offloaded::begin(forms_->pool, bytes_of(tensor)));
+    value.held_bytes = 0;
+    offloaded_.push_back(index);
+    return;
+  }
+  if (value.form >= kAsBits && value.form <= kAsInt8 && is_whole) {
+    const Packing packing = packing_of_form(value.form);
+    if (is_packable(tensor.scalar_type(), packing)) value.packed = pack(flat_of(tensor, tensor.dtype()), packing);
+    if (value.packed) {
+      value.held_bytes = value.packed->nbytes();
+      ledger_->add(value.held_bytes);
+      return;
+    }
+  }
+  hold(index, tensor);
+}
+
 void Tape::hold(int32_t index, const at::Tensor& tensor) {
   Value& value = values_[index];
   if (value.held.defined()) return;
@@ -468,9 +585,39 @@ void Tape::hold(int32_t index, const at::Tensor& tensor) {
 
 void Tape::let_go(int32_t index) {
   Value& value = values_[index];
-  if (!value.held.defined()) return;
+  if (!is_there(index)) return;
   value.held.reset();
+  value.packed.reset();
+  value.offloaded.reset();
   ledger_->add(-value.held_bytes);
+  value.held_bytes = 0;
+}
+
+// As it is, from the form that it is kept in.
+void Tape::bring_back(int32_t index) {
+  Value& value = values_[index];
+  const int64_t form_bytes = value.held_bytes;
+  if (value.packed) {
+    hold(index, unpack(*value.packed));
+    value.packed.reset();
+    ledger_->add(-form_bytes);
+  } else if (value.offloaded) {
+    ledger_->add(-form_bytes);  // prefetched: counted already
+    hold(index, value.offloaded->take());
+    value.offloaded.reset();
+  }
+}
+
+// Backward goes the other way than forward: what was offloaded before this value is asked for next.
+void Tape::prefetch_before(int32_t index) {
+  while (!offloaded_.empty() && offloaded_.back() >= index) offloaded_.pop_back();
+  if (offloaded_.empty()) return;
+  Value& value = values_[offloaded_.back()];
+  if (!value.offloaded || value.held_bytes > 0) return;
+  if (ledger_->live_bytes + value.bytes > forms_->budget_bytes) return;
+  value.offloaded->prefetch();
+  value.held_bytes = value.bytes;
+  ledger_->add(value.held_bytes);
 }
 
 void Tape::drop_user(int32_t value) {
@@ -484,7 +631,7 @@ void Tape::drop_user(int32_t value) {
     if (values_[next].op < 0) continue;
     Op& op = ops_[values_[next].op];
     const bool is_wanted = std::any_of(op.writes.begin(), op.writes.end(), [&](const Slot& slot) {
-      return values_[slot.value].num_users > 0 && !values_[slot.value].held.defined();
+      return values_[slot.value].num_users > 0 && !is_there(slot.value);
     });
     if (!op.is_pending || is_wanted) continue;
     op.is_pending = false;
@@ -511,6 +658,7 @@ at::Tensor Tape::take(const Saved& saved) {
   if (saved.ref.value < 0) return checked(saved.ref);
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->num_uses++});
   materialise(saved.ref.value);
+  prefetch_before(saved.ref.value);
   const Value& value = values_[saved.ref.value];
   if (value.held._version() != value.held_version) {
     throw_checkpoint_error(text("a tensor of ", c10::IntArrayRef(saved.ref.sizes), " ", saved.ref.dtype,
@@ -534,6 +682,7 @@ void Tape::materialise(int32_t value) {
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
     const Value& next = values_[todo.back()];
+    bring_back(todo.back());
     if (next.held.defined()) {
       todo.pop_back();
       continue;
@@ -552,10 +701,7 @@ std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const 
   torch::jit::Stack stack;
   stack.reserve(op.args.size());
   for (const c10::IValue& arg : op.args) stack.push_back(arg.isList() ? arg.toList().copy() : arg);
-  // Running statistics have been updated, and do not say what comes out in training.
-  const bool leaves_statistics = op.traits->is_batch_norm && stack[5].toBool();
   for (const TensorRef& ref : op.refs) {
-    if (leaves_statistics && (ref.arg == 3 || ref.arg == 4)) continue;
     const at::Tensor tensor = tensor_of(ref);
     if (ref.element < 0) {
       stack[ref.arg] = tensor;
@@ -627,7 +773,7 @@ void Tape::replay(int32_t index) {
   ++ledger_->num_replayed;
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = values_[op.writes[i].value];
-    if (value.held.defined()) continue;
+    if (is_there(op.writes[i].value)) continue;
     if (static_cast<int64_t>(results[i].storage().nbytes()) != value.bytes) {
       throw_checkpoint_error(text(op.traits->name, " gave ", results[i].storage().nbytes(), " bytes where it gave ",
                                   value.bytes, " in the forward pass."));
@@ -660,7 +806,9 @@ void Tape::rehearse() {
   std::vector<std::pair<size_t, Stopwatch>> watches;
   for (size_t i = 0; i < ops_.size(); ++i) {
     Op& op = ops_[i];
-    bool can_call = can_replay(op);
+    bool can_call = can_replay(op) && std::all_of(op.refs.begin(), op.refs.end(), [](const TensorRef& ref) {
+                      return ref.value >= 0 || ref.direct._version() == ref.version;
+                    });
     for (const int32_t read : op.reads) {
       if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_torn) {
         fresh[read] = values_[read].held;
@@ -695,7 +843,9 @@ void Tape::rehearse() {
       if (value.is_uninitialised || !value.held.defined() || value.is_torn) continue;
       const at::Tensor& held = value.held;
       const bool is_workspace = held.scalar_type() == at::kByte && held.dim() == 1;
-      if (!is_workspace && !at::equal(bytes_of(held), bytes_of(results[k]))) {
+      // Zeros say nothing: what is added to them unseen, by other ranks for instance, may be zero just now.
+      const bool is_same = at::equal(bytes_of(held), bytes_of(results[k])) && bytes_of(held).any().item<bool>();
+      if (!is_workspace && !is_same) {
         value.can_forget = false;
         fresh[index] = held;
       }
@@ -705,13 +855,39 @@ void Tape::rehearse() {
     }
   }
   for (const auto& [op, watch] : watches) ops_[op].seconds = watch.seconds();
+  for (size_t value = 0; value < values_.size(); ++value) try_forms(static_cast<int32_t>(value));
+}
+
+// What each form would take, in bytes and time.
+void Tape::try_forms(int32_t index) {
+  Value& value = values_[index];
+  if (!value.held.defined() || value.is_overwritten || value.is_torn || value.num_saved == 0) return;
+  if (!value.can_forget || value.is_uninitialised) return;
+  for (const int8_t form : forms_->tried) {
+    Stopwatch watch(value.held.device());
+    int64_t bytes = 0;
+    if (form == kOnHost) {
+      if (!forms_->pool || value.bytes < kSmallestOffload) continue;
+      Offloaded::begin(forms_->pool, bytes_of(value.held)).take();
+    } else {
+      const Packing packing = packing_of_form(form);
+      if (!is_packable(value.held.scalar_type(), packing) || value.bytes % value.held.itemsize() != 0) continue;
+      const std::optional<Packed> packed = pack(flat_of(value.held, value.held.dtype()), packing);
+      if (!packed) continue;
+      bytes = packed->nbytes();
+      unpack(*packed);
+    }
+    watch.stop();
+    if (bytes < value.bytes) value.forms.push_back({form, bytes, watch.seconds()});
+  }
 }
 
 std::vector<Tape::ValueTrace> Tape::value_traces() const {
   std::vector<ValueTrace> traces;
   for (const Value& value : values_) {
     // What is written over and cannot be brought back is copied before, where backward needs it.
-    traces.push_back({value.bytes, !value.is_overwritten || !value.can_forget, value.can_forget, value.replaces});
+    traces.push_back(
+        {value.bytes, !value.is_overwritten || !value.can_forget, value.can_forget, value.replaces, value.forms});
   }
   return traces;
 }

@@ -16,9 +16,13 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "activation/ambient.h"
+#include "activation/host_pool.h"
+#include "activation/offload.h"
+#include "activation/pack.h"
 
 namespace drivetrain::activation {
 
@@ -27,16 +31,31 @@ enum Form : int8_t {
   kUnplanned = -2,  // is kept if autograd saves it
   kForgotten = -1,
   kAsIs = 0,
+  kAsBits = 1,  // see pack.h
+  kAsBFloat16 = 2,
+  kAsInt8 = 3,
+  kOnHost = 4,  // see offload.h
 };
 
 struct PlannedOp {
   std::string name;           // "aten::addmm"
   std::vector<int8_t> forms;  // of what it writes, in order
+  bool is_replayed;           // in backward: what it takes has to be known
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
   std::vector<double> seconds;  // that replaying each took, of all passes
 };
+
+// How values may be kept besides as they are, for all tapes of a recorder.
+struct Forms {
+  std::vector<int8_t> tried;       // in a profile
+  std::shared_ptr<HostPool> pool;  // of kOnHost
+  // Bytes that prefetching must not go beyond.
+  int64_t budget_bytes = INT64_MAX;
+};
+
+class Tape;
 
 // Bytes that are kept alive for backward, and what replaying cost.
 struct Ledger {
@@ -50,6 +69,7 @@ struct Ledger {
   int64_t num_replayed = 0;
   double replay_seconds = 0;  // on the host
   int64_t num_uses = 0;
+  std::vector<Tape*> tapes;  // that are alive
 };
 
 // What the recorder knows of an operation from its schema, for every call of it.
@@ -62,9 +82,13 @@ struct OpTraits {
   bool is_composite;      // made of other operations
   bool is_uninitialised;  // gives memory that somebody else writes
   bool only_writes;       // what it writes does not depend on what was there
+  bool is_view;           // gives no memory of its own
   bool is_random;
   bool tears;          // gives views that each count their writes for themselves
-  bool is_batch_norm;  // updates running statistics without saying so
+  bool is_batch_norm;  // can be called again, without its running statistics
+  int32_t statistics;  // the first of two arguments that are updated, though the schema does not say so; -1: none
+  bool is_collective;  // of torch.distributed: may write all of its arguments
+  bool is_never_replayed;
 };
 
 // A tensor among an operation's arguments: a view of a value, or one that was there before.
@@ -83,10 +107,16 @@ struct TensorRef {
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
   // As seen from outside: for the solver and for tables.
+  struct FormTrace {
+    int8_t form;
+    int64_t bytes;
+    double seconds;  // there and back
+  };
   struct ValueTrace {
     int64_t bytes;
     bool can_keep, can_forget;
     int32_t replaces;
+    std::vector<FormTrace> forms;
   };
   struct OpTrace {
     std::string name;
@@ -100,7 +130,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     int64_t order;  // among those of all tapes of a ledger
   };
 
-  Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, bool is_profile);
+  Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::shared_ptr<const Forms> forms,
+       bool is_profile);
   ~Tape();
 
   // The calling thread's, while its forward pass is recorded.
@@ -146,13 +177,17 @@ class Tape : public std::enable_shared_from_this<Tape> {
     bool is_replayable;  // and all that it takes is there, now and later
     bool is_uninitialised = false;
     bool is_overwritten = false;
+    bool is_seen = false;  // how it was made
     bool is_torn = false;  // see tear()
     int32_t replaces = -1;
     int32_t num_saved = 0;
     int32_t num_users = 0;  // since end(): saved tensors, and operations to be replayed that read it
     at::Tensor held;        // a view of it
     uint32_t held_version = 0;
-    int64_t held_bytes = 0;  // as counted
+    std::optional<Packed> packed;
+    std::optional<Offloaded> offloaded;
+    std::vector<FormTrace> forms;  // of a profile
+    int64_t held_bytes = 0;        // as counted
   };
   struct Slot {  // where an operation's result is
     int32_t value;
@@ -190,12 +225,22 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void make_opaque(int32_t value, const at::Tensor& tensor);
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
-  void note_results(Op op, const std::vector<at::Tensor>& written, torch::jit::Stack* stack);
+  void note_results(Op op, bool can_forget, const std::vector<at::Tensor>& written, torch::jit::Stack* stack);
+  void preserve(const at::Tensor& tensor);
+  void note_unseen_write(const at::Tensor& tensor);
+  void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+  bool is_never_replayed(const OpTraits& traits) const;
   void plan_values(int32_t op);
   bool can_replay(const Op& op) const;
   void resolve(Saved& saved, const at::Tensor& tensor);
 
+  bool is_there(int32_t value) const;
+  void keep(int32_t value, const at::Tensor& tensor);  // in its form
   void hold(int32_t value, const at::Tensor& tensor);
+  void bring_back(int32_t value);
+  void prefetch_before(int32_t value);
+  void try_forms(int32_t value);
   void let_go(int32_t value);
   void drop_user(int32_t value);
   void materialise(int32_t value);
@@ -209,6 +254,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
 
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<TapePlan> plan_;
+  const std::shared_ptr<const Forms> forms_;
   const bool is_profile_;
   const int64_t begin_;
   std::recursive_mutex mutex_;  // backward runs on a thread for each device; see Locked
@@ -221,8 +267,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   int32_t num_saved_ = 0;
   int32_t module_ = -1;
   std::shared_ptr<const Autocast> autocast_;
+  std::pair<c10::DispatchKeySet, c10::DispatchKeySet> autocast_keys_;  // which autocast_ belongs to
   std::string divergence_;
-  std::vector<Use> uses_;  // of a profile
+  std::vector<int32_t> offloaded_;  // in order of forward
+  std::vector<Use> uses_;           // of a profile
 };
 
 }  // namespace drivetrain::activation

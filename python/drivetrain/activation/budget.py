@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from . import table
 from .plan import Choice, choose
-from .trace import Recording, Trace, profile
+from .trace import FORMS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
 
@@ -35,6 +36,8 @@ def activation_budget(
     budget: int | str | None = None,
     *,
     plan: "str | os.PathLike[str] | dict[str, Any] | None" = None,
+    offload: int | str | None = None,
+    lossy: str | None = None,
 ) -> "ActivationPlan":
     """Makes the model keep at most so many bytes for backward, and recompute the rest in the least time.
 
@@ -59,19 +62,27 @@ def activation_budget(
             "9GiB", "900MB", or "40%" of what is kept without a budget.
         plan: what `ActivationPlan.save` wrote, or its `to_dict()`: nothing is profiled. With `budget`, the plan is made
             anew for that budget from the old profile.
+        offload: also choose tensors that wait in the host's memory, in so many bytes of it at most, pinned for copies
+            from a GPU; each is fetched one ahead of its use where the budget has room. On the CPU, where that saves
+            nothing, it only works.
+        lossy: "bfloat16" or "int8": also choose tensors that are kept in that form, with some loss: gradients are then
+            close, not the same. What has two values only (a mask) may be kept as bits in any case, without loss.
 
     Returns:
         the plan, which is in force. Print it for a table of blocks.
 
     Raises:
         ValueError: the budget is below what is possible (says the smallest that is), or not a number of bytes; the plan
-            is another model's.
+            is another model's; lossy is no form.
         RuntimeError: step_fn does not train the model.
         torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
             was modified in between.
     """
+    pool = None if offload is None else _C.OffloadPool(_bytes_of(offload, 0, "offload"))
+    if lossy not in (None, "bfloat16", "int8"):
+        raise ValueError(f'lossy is {lossy!r}, expected "bfloat16", "int8" or None')
     if plan is not None:
-        made = ActivationPlan._from(model, plan)
+        made = ActivationPlan._from(model, plan, pool)
         if budget is not None:
             made._choose(_bytes_of(budget, made.unplanned_bytes))
         made._install()
@@ -83,8 +94,9 @@ def activation_budget(
     if budget is None:
         raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
     _bytes_of(budget, 1)  # a mistake is told before anything runs
-    trace, peak = profile(model, step_fn, _PROFILED_STEPS)
-    made = ActivationPlan(model, trace, peak)
+    forms = ["bits", *([lossy] if lossy else []), *(["host"] if pool is not None else [])]
+    trace, peak = profile(model, step_fn, _PROFILED_STEPS, [FORMS[form] for form in forms], pool)
+    made = ActivationPlan(model, trace, peak, pool)
     made._choose(_bytes_of(budget, peak))
     made._install()
     made._measure(step_fn)
@@ -104,8 +116,11 @@ class ActivationPlan:
         notes: what was found on the way, in words.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, unplanned_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, trace: Trace, unplanned_bytes: int, pool: _C.OffloadPool | None = None
+    ) -> None:
         self._model = model
+        self._pool = pool
         self._trace = trace
         self._choice: Choice | None = None
         self._recorder = Choice.recorder()
@@ -208,8 +223,8 @@ class ActivationPlan:
         Path(path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     def blocks(self) -> list[dict[str, Any]]:
-        """The rows of the table: block, kept_bytes, recomputed_bytes, planned_seconds, measured_seconds (None before a
-        step was measured)."""
+        """The rows of the table: block, kept_bytes, packed_bytes, offloaded_bytes, recomputed_bytes, planned_seconds,
+        and measured_seconds (None before a step was measured)."""
         measured = self._recorder.seconds_by_op() if self.measured_seconds is not None else None
         return table.rows(self._trace, self._chosen, measured)
 
@@ -222,7 +237,9 @@ class ActivationPlan:
         return self._choice
 
     @classmethod
-    def _from(cls, model: nn.Module, plan: "str | os.PathLike[str] | dict[str, Any]") -> "ActivationPlan":
+    def _from(
+        cls, model: nn.Module, plan: "str | os.PathLike[str] | dict[str, Any]", pool: _C.OffloadPool | None
+    ) -> "ActivationPlan":
         if not isinstance(plan, dict):
             plan = json.loads(Path(plan).read_text(encoding="utf-8"))
         if not isinstance(plan, dict) or plan.get("drivetrain_activation_plan") != _FORMAT:
@@ -237,7 +254,11 @@ class ActivationPlan:
                 else f"the model has {len(names)} modules and the plan {len(trace.modules)}"
             )
             raise ValueError(f"plan is another model's: {what}")
-        made = cls(model, trace, plan["unplanned_bytes"])
+        if pool is None and any(
+            form == FORMS["host"] for one in trace.passes for value in one.values for form, *_ in value[4]
+        ):
+            raise ValueError("plan offloads to the host: pass offload= with the bytes that it may use there")
+        made = cls(model, trace, plan["unplanned_bytes"], pool)
         made.budget_bytes = plan["budget_bytes"]
         made._choice = Choice.from_dict(plan["choice"])
         return made
@@ -252,6 +273,7 @@ class ActivationPlan:
         self._choice, self.budget_bytes = choice, budget_bytes
 
     def _install(self) -> None:
+        self._recorder.set_forms([], self._pool, self.budget_bytes)
         self._recorder.set_plans(self._chosen.tape_plans(self._trace))
         if self._recording is None:
             self._recording = Recording(self._model, self._recorder).__enter__()
@@ -282,19 +304,19 @@ class ActivationPlan:
         _logger.info("activation_budget: %s", note)
 
 
-def _bytes_of(budget: int | str, whole: int) -> int:
+def _bytes_of(budget: int | str, whole: int, name: str = "budget") -> int:
     expected = 'expected a number of bytes above 0, such as 900_000_000, "900MB" or "9GiB", or a share, such as "50%"'
     if isinstance(budget, bool) or not isinstance(budget, int | str):
-        raise TypeError(f"budget is {budget!r}, {expected}")
+        raise TypeError(f"{name} is {budget!r}, {expected}")
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", budget)
         unit = match[2] if match else None
         if match is None or (unit != "%" and unit not in _UNITS):
-            raise ValueError(f"budget is {budget!r}, {expected}")
+            raise ValueError(f"{name} is {budget!r}, {expected}")
         num_bytes = float(match[1]) * (whole / 100 if unit == "%" else _UNITS[str(unit)])
         if num_bytes <= 0:
-            raise ValueError(f"budget is {budget!r}, {expected}")
+            raise ValueError(f"{name} is {budget!r}, {expected}")
         return max(int(num_bytes), 1)
     if budget <= 0:
-        raise ValueError(f"budget is {budget}, {expected}")
+        raise ValueError(f"{name} is {budget}, {expected}")
     return budget

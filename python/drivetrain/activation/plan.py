@@ -26,39 +26,43 @@ class Choice:
     def recorder() -> _C.ActivationRecorder:
         return _C.ActivationRecorder(is_profile=False)
 
-    def tape_plans(self, trace: Trace) -> list[list[tuple[str, list[int]]]]:
-        """For each pass and operation, its name and what becomes of each value it makes."""
-        saved = {value for value, _ in trace.uses}
-        needed = self.needed(trace)
+    def tape_plans(self, trace: Trace) -> list[list[tuple[str, list[int], bool]]]:
+        """For each pass and operation its name, what becomes of each value it makes, and whether it is replayed."""
+        needed, replayed = self.needed(trace)
         plans = []
         begin = 0
-        for one in trace.passes:
+        for which, one in enumerate(trace.passes):
+            sources = {begin + read for op in replayed[which] for read in one.ops[op][3]}
             plan = []
-            for name, _, _, _, writes in one.ops:
+            for index, (name, _, _, _, writes) in enumerate(one.ops):
                 forms = []
                 for write in writes:
                     value = begin + write
                     if self.keeping[value] == FORGET or one.values[write][1] is False:
                         forms.append(FORGET)
-                    elif value in needed and value not in saved:
-                        forms.append(KEEP)
+                    elif self.keeping[value] > KEEP and value in needed:
+                        forms.append(one.values[write][4][self.keeping[value] - 1][0])
                     else:
-                        forms.append(UNPLANNED)
-                plan.append((name, forms))
+                        forms.append(KEEP if value in sources else UNPLANNED)
+                plan.append((name, forms, index in replayed[which]))
             plans.append(plan)
             begin += len(one.values)
         return plans
 
-    def needed(self, trace: Trace) -> set[int]:
-        """The values that backward asks for, or that a replay of such reads."""
+    def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:
+        """The values that backward asks for, or that a replay of such reads; and for each pass, what is replayed."""
         needed = {value for value, _ in trace.uses}
+        replayed: list[set[int]] = [set() for _ in trace.passes]
         begin = sum(len(one.values) for one in trace.passes)
-        for one in reversed(trace.passes):
+        for which in reversed(range(len(trace.passes))):
+            one = trace.passes[which]
             begin -= len(one.values)
-            for _, _, _, reads, writes in reversed(one.ops):
+            for index in reversed(range(len(one.ops))):
+                _, _, _, reads, writes = one.ops[index]
                 if any(self.keeping[begin + write] == FORGET and begin + write in needed for write in writes):
                     needed.update(begin + read for read in reads)
-        return needed
+                    replayed[which].add(index)
+        return needed, replayed
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

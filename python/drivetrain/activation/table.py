@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from .plan import FORGET, Choice
-from .trace import Trace
+from .plan import FORGET, KEEP, Choice
+from .trace import FORMS, Trace
 
 if TYPE_CHECKING:
     from .budget import ActivationPlan
 
+_SUMMED = (
+    "kept_bytes",
+    "packed_bytes",
+    "offloaded_bytes",
+    "recomputed_bytes",
+    "planned_seconds",
+    "measured_seconds",
+)
 _LARGEST_SHARE = 1 / 6  # of all bytes: a block that has more is shown in its parts
 
 
@@ -27,18 +35,13 @@ def size(num_bytes: float) -> str:
 def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> list[dict[str, Any]]:
     """One per block, in order of forward."""
     saved = {value for value, _ in trace.uses}
-    needed = choice.needed(trace)
+    needed, _ = choice.needed(trace)
     paths: list[tuple[str, ...]] = []
     found: list[dict[str, Any]] = []
     begin = 0
     for which, one in enumerate(trace.passes):
         for index, (_, module, seconds, _, writes) in enumerate(one.ops):
-            row: dict[str, Any] = {
-                "kept_bytes": 0,
-                "recomputed_bytes": 0,
-                "planned_seconds": 0.0,
-                "measured_seconds": None,
-            }
+            row: dict[str, Any] = dict.fromkeys(_SUMMED, 0) | {"measured_seconds": None}
             replayed = False
             for write in writes:
                 value = begin + write
@@ -47,9 +50,13 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
                 if choice.keeping[value] == FORGET:
                     replayed = True
                     row["recomputed_bytes"] += one.values[write][0] if value in saved else 0
-                else:
+                elif choice.keeping[value] == KEEP:
                     row["kept_bytes"] += one.values[write][0]
-            row["planned_seconds"] = seconds if replayed else 0.0
+                else:
+                    form, _, form_seconds = one.values[write][4][choice.keeping[value] - 1]
+                    row["offloaded_bytes" if form == FORMS["host"] else "packed_bytes"] += one.values[write][0]
+                    row["planned_seconds"] += form_seconds
+            row["planned_seconds"] += seconds if replayed else 0.0
             if measured is not None:
                 row["measured_seconds"] = measured[which][index] if which < len(measured) else 0.0
             name = trace.modules[module] if module >= 0 else ""
@@ -62,7 +69,7 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
 def render(plan: "ActivationPlan") -> str:
     table = Table(title=None)
     table.add_column("block")
-    for column in ("kept MiB", "recomputed MiB", "planned ms", "measured ms"):
+    for column in ("kept MiB", "packed MiB", "offloaded MiB", "recomputed MiB", "planned ms", "measured ms"):
         table.add_column(column, justify="right")
     blocks = plan.blocks()
     for row in [*blocks, {"block": "all", **_sum(blocks)}]:
@@ -71,11 +78,13 @@ def render(plan: "ActivationPlan") -> str:
         table.add_row(
             row["block"],
             f"{row['kept_bytes'] / 2**20:.1f}",
+            f"{row['packed_bytes'] / 2**20:.1f}",
+            f"{row['offloaded_bytes'] / 2**20:.1f}",
             f"{row['recomputed_bytes'] / 2**20:.1f}",
             f"{1e3 * row['planned_seconds']:.1f}",
             "" if row["measured_seconds"] is None else f"{1e3 * row['measured_seconds']:.1f}",
         )
-    out = Console(file=io.StringIO(), width=100)
+    out = Console(file=io.StringIO(), width=120)
     out.print(table)
     measured = "" if plan.measured_bytes is None else f", measured {size(plan.measured_bytes)}"
     out.print(
@@ -89,9 +98,13 @@ def render(plan: "ActivationPlan") -> str:
     return out.file.getvalue()
 
 
+def _all_bytes(row: dict[str, Any]) -> int:
+    return int(row["kept_bytes"] + row["packed_bytes"] + row["offloaded_bytes"] + row["recomputed_bytes"])
+
+
 def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
     total: dict[str, Any] = {}
-    for key in ("kept_bytes", "recomputed_bytes", "planned_seconds", "measured_seconds"):
+    for key in _SUMMED:
         values = [part[key] for part in parts]
         total[key] = None if None in values else sum(values)
     return total
@@ -99,10 +112,10 @@ def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _blocks(paths: list[tuple[str, ...]], found: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
     """Modules, each with its operations: as large as they come without having more than a share of all bytes."""
-    total = sum(row["kept_bytes"] + row["recomputed_bytes"] for row in found)
+    total = sum(map(_all_bytes, found))
 
     def split(prefix: tuple[str, ...], indices: list[int]) -> list[tuple[str, list[int]]]:
-        size = sum(found[i]["kept_bytes"] + found[i]["recomputed_bytes"] for i in indices)
+        size = sum(_all_bytes(found[i]) for i in indices)
         parts: dict[tuple[str, ...], list[int]] = {}
         for i in indices:
             parts.setdefault(paths[i][: len(prefix) + 1], []).append(i)

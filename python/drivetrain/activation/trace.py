@@ -2,6 +2,7 @@
 them."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,15 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..frames import self_of, stack_of
 
-Value = tuple[
-    int, bool, bool, int
-]  # bytes, whether it can be kept, whether it can be forgotten, what it is written over
+_CALL = nn.Module._call_impl.__code__
+
+# How values can be kept besides as they are, for the recorder, by the name of each for people.
+FORMS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
+# Bytes, whether it can be kept, whether it can be forgotten, what it is written over, and further forms that it can be
+# kept in: which, bytes, and seconds there and back.
+Value = tuple[int, bool, bool, int, list[tuple[int, int, float]]]
 Op = tuple[str, int, float, list[int], list[int]]  # name, module, seconds, values read, values written
 
 
@@ -41,12 +47,12 @@ class Trace:
         for one in self.passes:
             begin = len(values)
             made = {value for op in one.ops for value in op[4]}
-            for index, (num_bytes, can_keep, can_forget, replaces) in enumerate(one.values):
+            for index, (num_bytes, can_keep, can_forget, replaces, forms) in enumerate(one.values):
                 if index not in made:
                     ops[0][2].append(begin + index)
-                values.append(
-                    (num_bytes, can_keep, can_forget and index in made, replaces + begin if replaces >= 0 else -1, [])
-                )
+                base = replaces + begin if replaces >= 0 and index in made else -1
+                ways = [(form_bytes, seconds) for _, form_bytes, seconds in forms]
+                values.append((num_bytes, can_keep, can_forget and index in made, base, ways))
             for _, _, seconds, reads, writes in one.ops:
                 ops.append((seconds, [begin + read for read in reads], [begin + write for write in writes]))
         return values, ops, self.uses
@@ -57,7 +63,13 @@ class Trace:
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Trace":
         passes = [
-            Pass([(op[0], op[1], op[2], op[3], op[4]) for op in one["ops"]], [tuple(value) for value in one["values"]])
+            Pass(
+                [(op[0], op[1], op[2], op[3], op[4]) for op in one["ops"]],
+                [
+                    (value[0], value[1], value[2], value[3], [(form[0], form[1], form[2]) for form in value[4]])
+                    for value in one["values"]
+                ],
+            )
             for one in plain["passes"]
         ]
         return cls(
@@ -68,8 +80,15 @@ class Trace:
         )
 
 
-def profile(model: nn.Module, step_fn: Callable[[], object], steps: int) -> tuple[Trace, int]:
-    """Runs the step so many times with everything kept, each forward pass once more for the time of each operation.
+def profile(
+    model: nn.Module,
+    step_fn: Callable[[], object],
+    steps: int,
+    forms: Sequence[int] = (),
+    pool: _C.OffloadPool | None = None,
+) -> tuple[Trace, int]:
+    """Runs the step so many times with everything kept, each forward pass once more for the time of each operation, and
+    of keeping what is saved in each of the forms.
 
     Returns:
         the trace, and the peak in bytes of what was kept.
@@ -78,6 +97,7 @@ def profile(model: nn.Module, step_fn: Callable[[], object], steps: int) -> tupl
         RuntimeError: no step went through the model with gradients on.
     """
     recorder = _C.ActivationRecorder(is_profile=True)
+    recorder.set_forms(forms, pool, 0)
     modules = [name for name, _ in model.named_modules()]
     found: list[Trace] = []
     peak = 0
@@ -121,6 +141,11 @@ class Recording:
         return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
 
     def _before(self, *_: object) -> None:
+        # A pass that was interrupted (KeyboardInterrupt) has not called _after.
+        frames = stack_of(sys._getframe(1))
+        depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
+        while len(self._entered) >= max(depth, 1):
+            self._after()
         enters = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self._entered.append(enters)
         if enters:
@@ -191,5 +216,18 @@ def _best(traces: list[Trace]) -> Trace:
             for index, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
                 one.ops[index] = (mine[0], mine[1], min(mine[2], theirs[2]), mine[3], mine[4])
             if len(one.values) == len(other.values):
-                one.values = [(a[0], a[1], a[2] and b[2], a[3]) for a, b in zip(one.values, other.values, strict=True)]
+                one.values = [
+                    (a[0], a[1], a[2] and b[2], a[3], _least(a[4], b[4]))
+                    for a, b in zip(one.values, other.values, strict=True)
+                ]
     return last
+
+
+def _least(mine: list[tuple[int, int, float]], theirs: list[tuple[int, int, float]]) -> list[tuple[int, int, float]]:
+    """The forms that a value had in both steps, with the least time."""
+    others = {(form, num_bytes): seconds for form, num_bytes, seconds in theirs}
+    return [
+        (form, num_bytes, min(seconds, others[form, num_bytes]))
+        for form, num_bytes, seconds in mine
+        if (form, num_bytes) in others
+    ]

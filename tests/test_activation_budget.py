@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
 from drivetrain import _C
@@ -578,7 +579,7 @@ def test_a_step_on_another_path_is_right() -> None:
         model.zero_grad()
         assert_same_bits(gradients(model, lambda: model(x).backward()), expected[skip])
     assert plan.live_bytes == 0
-    skips = iter([-1, 2, -1, 0, 1])
+    skips = itertools.cycle([-1, 2, -1, 0, 1])
 
     def changing() -> None:
         model.skip = next(skips)
@@ -935,3 +936,110 @@ def test_data_that_is_written_behind_autograds_back() -> None:
     assert_same_bits(run(model), expected)
     again = Behind()
     drivetrain.activation_budget(again, lambda: again(x).backward(), "100%")
+
+
+def test_a_model_with_a_plan_is_saved_without(gpt: tuple[nn.Module, Step], tmp_path: Path) -> None:
+    model, step = gpt
+    expected = gradients(model, step)
+    drivetrain.activation_budget(model, step, "50%")
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    torch.manual_seed(0)
+    Gpt()
+    ids = torch.randint(50, (2, 24))
+    torch.manual_seed(1)
+    loaded.zero_grad()
+    loaded(ids).backward()
+    assert_same_bits({name: param.grad for name, param in loaded.named_parameters()}, expected)
+
+
+def test_what_is_counted_by_a_dispatch_mode(gpt: tuple[nn.Module, Step]) -> None:
+    model, step = gpt
+    with FlopCounterMode(display=False) as before:
+        step()
+    drivetrain.activation_budget(model, step, "50%")
+    expected = gradients(model, step)
+    with FlopCounterMode(display=False) as after:
+        step()
+    assert after.get_total_flops() >= before.get_total_flops() > 0
+    assert_same_bits({name: param.grad for name, param in model.named_parameters()}, expected)
+
+
+def under_ddp(ddp: type[nn.Module], steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ResNet(), nn.Identity())
+    twin = copy.deepcopy(model)
+    wrapped, plain = ddp(model), ddp(twin)
+    torch.manual_seed(torch.distributed.get_rank())
+    x = torch.randn(4, 3, 12, 12)
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        wrapped.zero_grad()
+        wrapped(x).backward()
+
+    plan = drivetrain.activation_budget(wrapped, step, "60%")
+    assert plan.measured_bytes is not None
+    assert plan.measured_bytes <= plan.budget_bytes
+    assert plan.notes == []
+    for _ in range(calls):
+        plain.zero_grad()
+        plain(x).backward()
+    for _ in range(steps):
+        for one in (wrapped, plain):
+            one.zero_grad()
+            one(x).backward()
+        for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+        for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert torch.equal(a, b), name
+    assert plan.live_bytes == 0
+
+
+@pytest.mark.parametrize("ddp", [drivetrain.DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_under_ddp(on_ranks: Callable[..., list[Any]], ddp: type[nn.Module]) -> None:
+    on_ranks(under_ddp, ddp, 2)
+
+
+def a_collective_inside() -> None:
+    torch.manual_seed(0)
+
+    class Reduced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = x.clone()
+            torch.distributed.all_reduce(y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+            nn.init.zeros_(self.down.weight)  # while it is profiled, all that is added is zero
+            nn.init.zeros_(self.down.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + Reduced.apply(self.down(self.up(x).tanh()))).square().exp().sum()
+
+    model = Parallel()
+    x = torch.randn(4, 8)
+    forget_all(model, lambda: model(x).backward())
+    nn.init.normal_(model.down.weight, std=0.1 * (1 + torch.distributed.get_rank()))
+    twin = copy.deepcopy(model)
+    twin._forward_hooks.clear()
+    twin._forward_pre_hooks.clear()
+    for one in (model, twin):
+        one.zero_grad()
+        one(x).backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_collective_inside(on_ranks: Callable[..., list[Any]]) -> None:
+    on_ranks(a_collective_inside)

@@ -115,6 +115,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
       is_composite(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)),
       is_uninitialised(is_one_of(name, kUninitialised)),
       only_writes(is_one_of(name, kOnlyWrite)),
+      has_workspace(name == "aten::mkldnn_rnn_layer" || is_one_of(name, kBatchNorm)),
       is_random(op.hasTag(at::Tag::nondeterministic_seeded)),
       tears(is_one_of(name, kTears)),
       is_batch_norm(is_one_of(name, kBatchNorm)),

@@ -43,6 +43,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 
 void describe(const at::Tensor& tensor, TensorRef& ref) {
   ref.version = tensor._version();
+  ref.storage_bytes = tensor.storage().nbytes();
   ref.sizes = tensor.sizes();
   ref.strides = tensor.strides();
   ref.offset = tensor.storage_offset();
@@ -250,9 +251,8 @@ void Tape::protect(int32_t index) {
 
 // Its views count writes each for itself: what is read of it later may be of any version.
 void Tape::tear(int32_t index) {
-  Value& value = values_[index];
-  value.can_forget = value.is_replayable = value.is_uninitialised = value.is_seen = false;
-  value.is_torn = true;
+  protect(index);
+  values_[index].is_torn = true;
 }
 
 void Tape::make_opaque(int32_t value, const at::Tensor& tensor) {
@@ -457,7 +457,10 @@ void Tape::note_results(Op op, bool can_forget, const std::vector<at::Tensor>& w
     value.is_replayable = has_all;
     if (value.replaces < 0) continue;
     values_[value.replaces].is_overwritten = true;
-    if (values_[value.replaces].is_torn) tear(slot.value);
+    if (values_[value.replaces].is_torn) {
+      value.can_forget = value.is_replayable = value.is_seen = false;
+      value.is_torn = true;
+    }
   }
   ops_.push_back(std::move(op));
   plan_values(index);
@@ -643,6 +646,12 @@ void Tape::drop_user(int32_t value) {
 }
 
 at::Tensor Tape::checked(const TensorRef& ref) const {
+  if (is_plain(ref.direct) && ref.direct.storage().nbytes() < ref.storage_bytes) {
+    throw_checkpoint_error(text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+                                " that the forward pass read has been freed before backward came to what needs it. "
+                                "Usually FSDP reshards its parameters after forward: set reshard_after_forward=False, "
+                                "or leave that module without a budget."));
+  }
   if (is_plain(ref.direct) && ref.direct._version() != ref.version) {
     throw_checkpoint_error(
         text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
@@ -807,7 +816,8 @@ void Tape::rehearse() {
   for (size_t i = 0; i < ops_.size(); ++i) {
     Op& op = ops_[i];
     bool can_call = can_replay(op) && std::all_of(op.refs.begin(), op.refs.end(), [](const TensorRef& ref) {
-                      return ref.value >= 0 || ref.direct._version() == ref.version;
+                      return ref.value >= 0 || (ref.direct._version() == ref.version &&
+                                                ref.direct.storage().nbytes() >= ref.storage_bytes);
                     });
     for (const int32_t read : op.reads) {
       if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_torn) {
@@ -836,19 +846,20 @@ void Tape::rehearse() {
       watch->stop();
       watches.emplace_back(i, std::move(*watch));
     }
+    bool is_same = true;
     for (size_t k = 0; k < op.writes.size(); ++k) {
-      const int32_t index = op.writes[k].value;
-      Value& value = values_[index];
-      fresh[index] = results[k];
+      const Value& value = values_[op.writes[k].value];
       if (value.is_uninitialised || !value.held.defined() || value.is_torn) continue;
-      const at::Tensor& held = value.held;
-      const bool is_workspace = held.scalar_type() == at::kByte && held.dim() == 1;
+      // Those have bytes that nobody wrote.
+      if (op.traits->has_workspace && value.held.scalar_type() == at::kByte) continue;
       // Zeros say nothing: what is added to them unseen, by other ranks for instance, may be zero just now.
-      const bool is_same = at::equal(bytes_of(held), bytes_of(results[k])) && bytes_of(held).any().item<bool>();
-      if (!is_workspace && !is_same) {
-        value.can_forget = false;
-        fresh[index] = held;
-      }
+      const at::Tensor held = bytes_of(value.held);
+      is_same = is_same && at::equal(held, bytes_of(results[k])) && (held.numel() == 0 || held.any().item<bool>());
+    }
+    for (size_t k = 0; k < op.writes.size(); ++k) {
+      Value& value = values_[op.writes[k].value];
+      fresh[op.writes[k].value] = is_same || !value.held.defined() ? results[k] : value.held;
+      value.can_forget = value.can_forget && is_same;
     }
     for (const int32_t read : op.reads) {
       if (last_reader[read] == static_cast<int32_t>(i)) fresh[read].reset();

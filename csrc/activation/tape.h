@@ -82,6 +82,7 @@ struct OpTraits {
   bool is_composite;      // made of other operations
   bool is_uninitialised;  // gives memory that somebody else writes
   bool only_writes;       // what it writes does not depend on what was there
+  bool has_workspace;     // among its results
   bool is_view;           // gives no memory of its own
   bool is_random;
   bool tears;          // gives views that each count their writes for themselves
@@ -98,6 +99,7 @@ struct TensorRef {
   int32_t value;    // -1: `direct`
   at::Tensor direct;
   uint32_t version = 0;
+  size_t storage_bytes = 0;
   c10::DimVector sizes, strides;
   int64_t offset = 0;
   c10::DispatchKeySet keys;

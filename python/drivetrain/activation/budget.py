@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def activation_budget(
 
     Args:
         model: any module, or a wrapper of it (DDP). What `model(...)` computes has the budget; with the plan as a
-            context manager (`with plan: loss = loss_fn(model(x), y)`) what is inside has it, the loss too.
+            context manager around forward and loss (`with plan: loss = loss_fn(model(x), y)`, backward after it) what
+            is inside has it, the loss too. Passes under torch.func's transforms go without.
         step_fn: without arguments, runs forward, loss and backward of a real training step on your largest batch; it
             may step the optimizer.
         budget: the most bytes that are kept for backward at any time, parameters, gradients and states apart: a number,
@@ -78,6 +80,8 @@ def activation_budget(
         torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
             was modified in between.
     """
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module  # what the wrapper does besides differs from step to step
     pool = None if offload is None else _C.OffloadPool(_bytes_of(offload, 0, "offload"))
     if lossy not in (None, "bfloat16", "int8"):
         raise ValueError(f'lossy is {lossy!r}, expected "bfloat16", "int8" or None')
@@ -94,12 +98,16 @@ def activation_budget(
     if budget is None:
         raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
     _bytes_of(budget, 1)  # a mistake is told before anything runs
-    forms = ["bits", *([lossy] if lossy else []), *(["host"] if pool is not None else [])]
-    trace, peak = profile(model, step_fn, _PROFILED_STEPS, [FORMS[form] for form in forms], pool)
-    made = ActivationPlan(model, trace, peak, pool)
-    made._choose(_bytes_of(budget, peak))
-    made._install()
-    made._measure(step_fn)
+    forms = [FORMS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))]
+    for is_last in (False, True):
+        trace, peak = profile(model, step_fn, _PROFILED_STEPS, forms, pool)
+        made = ActivationPlan(model, trace, peak, pool)
+        made._choose(_bytes_of(budget, peak))
+        made._install()
+        made._measure(step_fn)
+        if is_last or not made.has_diverged:
+            break
+        made.remove()  # the first steps of a model may be unlike the later ones
     return made
 
 
@@ -132,6 +140,11 @@ class ActivationPlan:
         self.notes: list[str] = []
         if not trace.has_one_path:
             self._note("profiled steps took different paths: where a step parts from the last one, it keeps everything")
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the last forward pass took another path than the profiled ones: from there it kept everything."""
+        return bool(self._recorder.divergence)
 
     @property
     def planned_bytes(self) -> int:
@@ -287,7 +300,14 @@ class ActivationPlan:
             self.measured_bytes, self.measured_seconds = self._recorder.peak_bytes, self._recorder.replay_seconds
             if self._recorder.divergence:
                 self._note(f"the step took another path than the profiled ones: {self._recorder.divergence}")
-            if self.measured_bytes <= budget or correction == _CORRECTIONS:
+            if self.measured_bytes <= budget or self.has_diverged:
+                break
+            if correction == _CORRECTIONS:
+                warnings.warn(
+                    f"activation_budget: the step keeps {table.size(self.measured_bytes)}, above the budget of "
+                    f"{table.size(budget)}: it does not do the same each time",
+                    stacklevel=3,
+                )
                 break
             tighter = int(self.budget_bytes * budget / self.measured_bytes)
             self._note(

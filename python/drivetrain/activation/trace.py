@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message
 
 from .. import _C
 from ..frames import self_of, stack_of
@@ -137,6 +138,9 @@ class Recording:
             handle.remove()
         self._handles = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inert, ()  # a model that is saved, or sent to another process, goes without
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recording":
         return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
 
@@ -146,7 +150,9 @@ class Recording:
         depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
         while len(self._entered) >= max(depth, 1):
             self._after()
-        enters = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        # torch.func's transforms know no hooks on what is saved.
+        has_hooks = _saved_tensors_hooks_get_disabled_error_message() is None
+        enters = torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_hooks
         self._entered.append(enters)
         if enters:
             self._recorder.enter()
@@ -154,6 +160,16 @@ class Recording:
     def _after(self, *_: object) -> None:
         if self._entered and self._entered.pop():
             self._recorder.leave()
+
+
+class _Inert:
+    """A Recording's hooks, which do nothing any more."""
+
+    def _before(self, *_: object) -> None:
+        pass
+
+    def _after(self, *_: object) -> None:
+        pass
 
 
 class _Naming:

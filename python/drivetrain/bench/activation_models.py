@@ -170,13 +170,13 @@ def _hf_bert() -> Case:
 def _hf_resnet50() -> Case:
     hf = importlib.import_module("transformers")
     model = _Labelled(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=100))).train()
-    batch = torch.randn(8, 3, 48, 48), torch.randint(100, (8,))
+    batch = torch.randn(12, 3, 32, 32), torch.randint(100, (12,))
 
     def blocks(module: nn.Module) -> list[nn.Module]:
         stages = _children_of(module, "model.resnet.encoder.stages")
         return [block for stage in stages for block in _children_of(stage, "layers")]
 
-    return Case("HF ResNet-50, 48 x 48", model, batch, blocks, False)
+    return Case("HF ResNet-50, 32 x 32", model, batch, blocks, False)
 
 
 def _children_of(module: nn.Module, path: str) -> list[nn.Module]:

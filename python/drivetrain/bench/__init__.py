@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
             print_table(f"{title}, {args.threads} threads, {_C.isa()}", results[topic])
         elif topic == "activations":
             results[topic] = activations.run(rounds=args.rounds)
-            print_table(f"Activation checkpointing on the CPU, a step of {activations.REGIONS} regions", results[topic])
+            title = "Activations within a budget, one thread's CPU time, and regions of a checkpointed step of"
+            print_table(f"{title} {activations.REGIONS}", results[topic])
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])

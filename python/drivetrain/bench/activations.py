@@ -1,67 +1,320 @@
-"""What a checkpointed region costs on the host beyond its operations."""
+"""What keeping fewer activations costs: a budget against its own bound and against torch's ways; checkpointed
+regions."""
 
+import copy
 import functools
+import itertools
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor, nn
 
-from ..activation import checkpoint
+from ..activation import ActivationPlan, activation_budget
+from . import activation_regions, activation_rivals
+from .activation_memory import allocated, peak_of_alive
+from .activation_models import GPT, VOCABULARY, Case, cases, num_cases
 from .measure import Row, interleaved, ratio_of_medians
 
-REGIONS = 12
-TARGET = 0.5
-Call = Callable[[nn.Module, Tensor], Tensor]
+REGIONS = activation_regions.REGIONS
+SHARES = (80, 50, 30)  # percent of what is kept without a budget
+ROUNDS_PER_STEP = 4  # of regions; a model's step takes longer
+MIB = 2**20
+
+BOUND_TARGET = 1.25
+NO_SLOWER_TARGET = 1.0
+EVERY_SECOND_TARGET = 0.5
+CLOSE_TARGET = 0.95
+ACCOUNT_TARGET = 0.02
+PLANNING_TARGET_S = 1.0
+
+
+@dataclass
+class Variant:
+    """A way to run a model's step; all of a case share their parameters."""
+
+    name: str
+    case: Case
+    model: nn.Module
+    plan: ActivationPlan | None = None
+    peak_bytes: int = 0  # of activations; a plan knows its own
+    seconds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, case: Case) -> "Variant":
+        shared = {id(tensor): tensor for tensor in (*case.model.parameters(), *case.model.buffers())}
+        return cls(name, case, copy.deepcopy(case.model, shared))
+
+    def forward(self) -> Tensor:
+        loss: Tensor = self.model(*self.case.batch)
+        return loss
+
+    def step(self) -> None:
+        """Random numbers are every step's and every variant's."""
+        torch.manual_seed(1)
+        self.model.zero_grad(set_to_none=True)
+        self.forward().backward()  # type: ignore[no-untyped-call]
+
+    def added(self, plain: "Variant") -> list[float]:
+        return [a - b for a, b in zip(self.seconds, plain.seconds, strict=True)]
+
+
+@dataclass
+class Findings:
+    """What belongs to all models together."""
+
+    against_request: list[tuple[float, str]] = field(default_factory=list)
+    against_bound: list[tuple[float, str]] = field(default_factory=list)
+    against_allocator: list[tuple[float, str]] = field(default_factory=list)
+    against_rival: list[tuple[float, str]] = field(default_factory=list)  # the allocator's peak, gradients and all
+    planning_seconds: list[tuple[float, str, float]] = field(default_factory=list)  # beyond three steps; and those
 
 
 def run(rounds: int) -> list[Row]:
-    """Times per region of a step, forward and backward, beyond a step that runs each region's function twice; gradients
-    of both sides must have the same bits, or this raises."""
+    """The rows for budgets, model by model, and those for regions, on one thread and in its CPU time; gradients with a
+    budget must have the bits that they have without, or this raises."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # nothing here is worth a second one
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    findings = Findings()
     try:
-        return [_measure(dropout, rounds) for dropout in track((0.0, 0.1), description="regions", transient=True)]
+        with Progress(transient=True) as progress:
+            task = progress.add_task("models", total=num_cases())
+            for case in cases():
+                progress.update(task, description=case.name)
+                rows += _budget_rows(case, max(rounds // ROUNDS_PER_STEP, 3), findings)
+                progress.advance(task)
+        recording = _recording_row(10 * rounds)
     finally:
         torch.set_num_threads(before)
+    return [*_common_rows(findings), *rows, recording, *activation_regions.run(rounds)]
 
 
-def _measure(dropout: float, rounds: int) -> Row:
-    torch.manual_seed(0)
-    blocks = [_block(dropout) for _ in range(REGIONS)]
-    x = torch.randn(4, 16, requires_grad=True)
-    theirs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    calls: tuple[Call, ...] = (_twice, theirs, checkpoint)
-    steps = [functools.partial(_step, call, blocks, x) for call in calls]
-    if not torch.equal(steps[1](), steps[2]()):
-        raise AssertionError(f"gradients differ with a dropout of {dropout}")
-    twice, torch_s, ours_s = interleaved(steps, 10 * rounds)
-    torch_us, our_us = (
-        [1e6 * (a - b) / REGIONS for a, b in zip(times, twice, strict=True)] for times in (torch_s, ours_s)
-    )
-    ratio, low, high = ratio_of_medians(torch_us, our_us)
-    medians = statistics.median(torch_us), statistics.median(our_us)
-    what = f"a region {'with' if dropout else 'without'} random numbers: host time beyond its operations"
-    return Row(what, "us", *medians, ratio, low, high, f"<= {TARGET:g}", ratio <= TARGET)
+def _budget_rows(case: Case, rounds: int, findings: Findings) -> list[Row]:
+    plain = Variant.of("without", case)
+    for _ in range(2):
+        plain.step()
+    plain_s = statistics.median(_seconds(plain.step) for _ in range(3))
+    plain.peak_bytes = peak_of_alive(plain.forward, plain.model, case.batch)
+    budgets = [_planned(case, share, plain_s, findings) for share in SHARES]
+    profiled = next((ours.plan.to_dict() for ours in budgets if ours is not None and ours.plan is not None), None)
+    if profiled is None:
+        raise AssertionError(f"{case.name}: no plan is possible with any of {SHARES} %")
+    everything = _planned_anew("everything kept", case, profiled, 2 * plain.peak_bytes)
+    assert everything is not None, "there is room for all"
+    ways: list[tuple[str, Callable[[list[nn.Module]], None]]] = [
+        ("full checkpointing", activation_rivals.full),
+        ("every 2nd block", functools.partial(activation_rivals.every, 2)),
+    ]
+    if case.is_transformer:
+        ways.append(("torch's selective policy", activation_rivals.selective))
+    rivals = [_rival(name, case, way) for name, way in ways]
+    matched = [_planned_anew(rival.name, case, profiled, rival.peak_bytes) for rival in rivals]
+    planned = [everything, *budgets, *matched]
+    variants = [variant for variant in (plain, *planned, *rivals) if variant is not None]
+    _compare_gradients(variants)
+    peaks = {id(variant): _allocated_peak(variant, findings) for variant in variants}
+    for rival, ours in zip(rivals, matched, strict=True):
+        if ours is not None:
+            name = f"{case.name}, {rival.name}"
+            findings.against_rival.append((peaks[id(ours)] / peaks[id(rival)], name))
+    timed = interleaved([variant.step for variant in variants], rounds, warm_up=1, clock=time.process_time)
+    for variant, seconds in zip(variants, timed, strict=True):
+        variant.seconds = seconds
+
+    rows = [_bound_row(case, share, plain, everything, ours) for share, ours in zip(SHARES, budgets, strict=True)]
+    rows += [_rival_row(case, plain, rival, ours) for rival, ours in zip(rivals, matched, strict=True)]
+    half, second = budgets[SHARES.index(50)], rivals[1]
+    if half is not None:
+        what = f"{case.name}: added time, every 2nd block checkpointed ({_mib(second.peak_bytes)}) | 50 % of memory"
+        rows.append(_added_row(what, second.added(plain), half.added(plain), EVERY_SECOND_TARGET))
+    for variant in variants:
+        if variant.plan is None:
+            continue
+        if variant is not everything:
+            share_of_request = variant.plan.peak_bytes / variant.plan.budget_bytes
+            findings.against_request.append((share_of_request, f"{case.name}, {variant.name}"))
+        variant.plan.remove()
+    return rows
 
 
-def _block(dropout: float) -> nn.Module:
-    """So small that the host's time is all there is."""
-    layers: list[nn.Module] = [nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)]
-    return nn.Sequential(*layers, nn.Dropout(dropout)) if dropout else nn.Sequential(*layers)
+def _planned(case: Case, share: int, plain_s: float, findings: Findings) -> Variant | None:
+    """None: no such plan is possible."""
+    variant = Variant.of(f"{share} %", case)
+    begin = time.process_time()
+    try:
+        plan = activation_budget(variant.model, variant.step, f"{share}%")
+    except ValueError:
+        return None
+    seconds = time.process_time() - begin
+    what = f"{case.name}, {share} %"
+    findings.planning_seconds.append((seconds - 3 * plain_s, what, 3 * plain_s))
+    findings.against_bound.append((plan.planned_seconds / plan.bound_seconds, what))
+    return _installed(variant, plan)
 
 
-def _twice(block: nn.Module, x: Tensor) -> Tensor:
-    block(x)
-    result: Tensor = block(x)
-    return result
+def _planned_anew(name: str, case: Case, profiled: dict[str, Any], budget: int) -> Variant | None:
+    """From a profile that was made before; None: no such plan is possible."""
+    variant = Variant.of(name, case)
+    try:
+        plan = activation_budget(variant.model, variant.step, budget, plan=profiled)
+    except ValueError:
+        return None
+    return _installed(variant, plan)
 
 
-def _step(call: Call, blocks: list[nn.Module], x: Tensor) -> Tensor:
+def _installed(variant: Variant, plan: ActivationPlan) -> Variant:
+    plan.reset_peak()  # from here on it is that of all steps
+    variant.plan = plan
+    return variant
+
+
+def _rival(name: str, case: Case, way: Callable[[list[nn.Module]], None]) -> Variant:
+    variant = Variant.of(name, case)
+    way(case.blocks(variant.model))
+    variant.step()
+    variant.peak_bytes = peak_of_alive(variant.forward, variant.model, case.batch)
+    return variant
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+def _compare_gradients(variants: list[Variant]) -> None:
+    """Of all against the first, which has no budget; buffers, too, except where torch runs a block's forward twice and
+    with it BatchNorm."""
+    model = variants[0].model
+    before = [buffer.clone() for buffer in model.buffers()]
+    expected: list[Tensor | None] | None = None
+    for variant in variants:
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        variant.step()
+        is_torchs = variant.plan is None
+        results = [p.grad for p in model.parameters()]
+        results += [buffer.clone() for buffer in model.buffers()]
+        if expected is None:
+            expected = results
+        num = len(list(model.parameters())) if is_torchs else len(results)
+        for have, want in itertools.islice(zip(results, expected, strict=True), num):
+            same = want is None if have is None else want is not None and torch.equal(have, want)
+            if not same:
+                raise AssertionError(f"{variant.case.name}: gradients or buffers differ with {variant.name}")
+
+
+def _allocated_peak(variant: Variant, findings: Findings) -> int:
+    """The allocator's peak in a step; on the way compares what is kept at the end of forward, as the plan says, with
+    what it says."""
+    variant.model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
-    y = x
-    for block in blocks:
-        y = call(block, y)
-    return torch.autograd.grad(y.sum(), x)[0]
+    at_end: list[int] = []
+
+    def forward() -> Tensor:
+        loss = variant.forward()
+        if variant.plan is not None:
+            at_end.append(variant.plan.live_bytes)
+        return loss
+
+    grown, peak = allocated(forward)
+    if at_end:
+        findings.against_allocator.append((at_end[0] / grown, f"{variant.case.name}, {variant.name}"))
+    return peak
+
+
+# ---- Rows
+
+
+def _bound_row(case: Case, share: int, plain: Variant, everything: Variant, ours: Variant | None) -> Row:
+    what = f"{case.name}, {share} % of {_mib(plain.peak_bytes)}"
+    if ours is None:
+        return Row(f"{what}: no plan is as small", "ms", 0.0, met=False)
+    plan, added = ours.plan, ours.added(plain)
+    assert plan is not None
+    recording_ms = 1e3 * statistics.median(everything.added(plain))
+    what += f": added time, the solver's bound | measured (planned {1e3 * plan.planned_seconds:.2f} ms; recording with "
+    what += f"everything kept {recording_ms:.2f} ms)"
+    return _added_row(what, [plan.bound_seconds] * len(added), added, BOUND_TARGET)
+
+
+def _recording_row(rounds: int) -> Row:
+    """So small a model that the host's time is all there is."""
+    torch.manual_seed(0)
+    model = GPT(dim=12, length=8)
+    case = Case("a tiny GPT", model, tuple(torch.randint(VOCABULARY, (2, 1, 8))), lambda m: [], True)
+    plain, recorded = Variant.of("without", case), Variant.of("recorded", case)
+    plan = activation_budget(recorded.model, recorded.step, "200%")
+    num_ops = sum(len(one.ops) for one in plan._trace.passes)
+    times = interleaved([plain.step, recorded.step], rounds, clock=time.process_time)
+    plan.remove()
+    us = [[1e6 * seconds / num_ops for seconds in each] for each in times]
+    ratio, low, high = ratio_of_medians(us[0], us[1])
+    what = f"{case.name}: host time of a step for each of its {num_ops} operations, without | recorded"
+    return Row(what, "us", statistics.median(us[0]), statistics.median(us[1]), ratio, low, high)
+
+
+def _rival_row(case: Case, plain: Variant, rival: Variant, ours: Variant | None) -> Row:
+    share = 100 * rival.peak_bytes / plain.peak_bytes
+    what = f"{case.name}: added time, {rival.name} | a budget of its {_mib(rival.peak_bytes)} ({share:.0f} %)"
+    theirs = rival.added(plain)
+    if ours is None:
+        return Row(f"{what}: no plan is as small", "ms", 1e3 * statistics.median(theirs), met=False)
+    row = _added_row(what, theirs, ours.added(plain))
+    assert row.low is not None
+    row.target, row.met = "lower end <= 1", row.low <= NO_SLOWER_TARGET
+    return row
+
+
+def _added_row(what: str, theirs: list[float], ours: list[float], target: float | None = None) -> Row:
+    ratio, low, high = ratio_of_medians(theirs, ours)
+    row = Row(what, "ms", 1e3 * statistics.median(theirs), 1e3 * statistics.median(ours), ratio, low, high)
+    if target is not None:
+        row.target, row.met = f"<= {target:g}", ratio <= target
+    return row
+
+
+def _common_rows(findings: Findings) -> list[Row]:
+    highest, lowest = max(findings.against_request), min(findings.against_request)
+    num = len(findings.against_request)
+    allocator = max(findings.against_allocator, key=lambda found: abs(found[0] - 1))
+    rows = [
+        _worst_row(f"peak against the request, highest of {num}", highest, "<= 1", highest[0] <= 1),
+        _worst_row(
+            f"peak against the request, lowest of {num}",
+            lowest,
+            f">= {CLOSE_TARGET:g} where such a plan exists",
+            lowest[0] >= CLOSE_TARGET,
+        ),
+        _worst_row(
+            f"bytes at the end of forward, the plan's against the allocator's, furthest of "
+            f"{len(findings.against_allocator)}",
+            allocator,
+            f"within {ACCOUNT_TARGET:.0%}",
+            abs(allocator[0] - 1) <= ACCOUNT_TARGET,
+        ),
+        _worst_row(
+            f"time planned against the solver's bound, highest of {len(findings.against_bound)}",
+            max(findings.against_bound),
+        ),
+    ]
+    if findings.against_rival:
+        what = "the allocator's peak in a step against that of a way of torch's which keeps as much, highest of"
+        rows.append(_worst_row(f"{what} {len(findings.against_rival)}", max(findings.against_rival)))
+    beyond, name, three_steps = max(findings.planning_seconds)
+    what = f"planning: three steps | beyond them, longest of {len(findings.planning_seconds)} ({name})"
+    target = f"<= {PLANNING_TARGET_S:g} s"
+    return [*rows, Row(what, "s", three_steps, beyond, target=target, met=beyond <= PLANNING_TARGET_S)]
+
+
+def _worst_row(what: str, worst: tuple[float, str], target: str = "", met: bool | None = None) -> Row:
+    return Row(f"{what} ({worst[1]})", "", 1.0, worst[0], target=target, met=met)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:.1f} MiB"

@@ -37,17 +37,19 @@ def interleaved(
     warm_up: int = 5,
     prepare: Callable[[int], object] = lambda which: None,
     device: torch.device | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Seconds of each call in each round, one list per call; who goes first alternates.
 
     prepare: called with a call's index before the call, not timed.
     device: whose time; on a CUDA device that of its current stream, which no call has to wait for.
+    clock: of the host's time; with time.process_time, what other processes do meanwhile is not in it.
     """
     for _ in range(warm_up):
         for which, call in enumerate(calls):
             prepare(which)
             call()
-    timers = [Timer(device) for _ in calls]
+    timers = [Timer(device, clock) for _ in calls]
     for i in range(rounds):
         order = range(len(calls)) if i % 2 else reversed(range(len(calls)))
         for which in order:
@@ -60,7 +62,8 @@ def interleaved(
 class Timer:
     """Times the body of each `with`: by the host's clock, or by events in the device's current stream."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._is_cuda = device is not None and device.type == "cuda"
         self._seconds: list[float] = []
         self._events: list[tuple[torch.Event, torch.Event]] = []
@@ -70,13 +73,13 @@ class Timer:
             self._events.append((torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)))
             self._events[-1][0].record()
         else:
-            self._seconds.append(-time.perf_counter())
+            self._seconds.append(-self._clock())
 
     def __exit__(self, *exception: object) -> None:
         if self._is_cuda:
             self._events[-1][1].record()
         else:
-            self._seconds[-1] += time.perf_counter()
+            self._seconds[-1] += self._clock()
 
     def seconds(self) -> list[float]:
         """Of each body, in order; waits for the device once."""

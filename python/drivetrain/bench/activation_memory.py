@@ -1,0 +1,101 @@
+"""Counting the bytes of activations from outside, the same way whoever made them."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_END = "drivetrain bench: the end of forward"
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that a forward pass, or a recomputation of it, made and that are still there.
+
+    Sees every operation of torch's. In backward, those that run with gradients on are a recomputation's: backward's own
+    run without. What is counted is the most from the end of forward on, as a plan's peak is: with all that an operation
+    reads and writes while it is recomputed.
+    """
+
+    def __init__(self, model: nn.Module, batch: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._in_forward = True
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._before = [t.untyped_storage() for t in (*model.parameters(), *model.buffers(), *batch)]
+        self._known = {id(storage) for storage in self._before}
+
+    def end_forward(self) -> None:
+        gc.collect()  # a cycle of objects of Python is nothing that backward needs
+        self._in_forward = False
+        self.peak_bytes = self._live_bytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self._in_forward or torch.is_grad_enabled():
+            for leaf in tree_leaves(made):
+                if isinstance(leaf, Tensor):
+                    self._note(leaf.untyped_storage())
+            if not self._in_forward:
+                self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        num_bytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self._live_bytes -= num_bytes
+            self._known.discard(key)
+            del self._storages[key]
+
+        self._known.add(key)
+        self._storages[key] = weakref.ref(storage, gone)
+        self._live_bytes += num_bytes
+
+
+def peak_of_alive(forward: Callable[[], Tensor], model: nn.Module, batch: Iterable[Tensor]) -> int:
+    """The most bytes of activations that are alive at a time, of one step of torch's own; see Alive. An operation that
+    drivetrain replays runs below, unseen."""
+    with Alive(model, batch) as alive:
+        loss = forward()
+        alive.end_forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+    peak: int = alive.peak_bytes
+    return peak
+
+
+def allocated(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Bytes that the allocator gave and did not get back, at the end of forward, and the most in the step, gradients
+    included, both beyond what there was before. As torch's profiler is told by the allocator itself."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        loss = forward()
+        with record_function(_END):
+            pass
+        loss.backward()  # type: ignore[no-untyped-call]
+    events: list[Any] = []
+    todo = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.tag == _EventType.Allocation or event.name == _END:
+            events.append(event)
+    live = peak = end = 0
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        if event.tag == _EventType.Allocation:
+            live += event.extra_fields.alloc_size
+            peak = max(peak, live)
+        else:
+            end = live
+    return end, peak

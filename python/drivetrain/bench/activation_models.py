@@ -1,0 +1,183 @@
+"""The models whose activations are budgeted: every one gives its loss, so that a forward pass has the loss in it."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 2048
+
+
+@dataclass
+class Case:
+    """A model, a batch for it, and where its blocks are."""
+
+    name: str
+    model: nn.Module
+    batch: tuple[Tensor, ...]
+    blocks: Callable[[nn.Module], list[nn.Module]]
+    is_transformer: bool  # torch's selective policy is one for products of matrices
+
+
+def cases() -> Iterator[Case]:
+    """One at a time; Hugging Face's where transformers is installed."""
+    makers: list[Callable[[], Case]] = [_gpt, _unet]
+    if importlib.util.find_spec("transformers") is not None:
+        makers += [_hf_gpt2, _hf_bert, _hf_resnet50]
+    for make in makers:
+        torch.manual_seed(0)
+        yield make()
+
+
+def num_cases() -> int:
+    """How many `cases()` gives."""
+    return 2 if importlib.util.find_spec("transformers") is None else 5
+
+
+# ---- A GPT
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(attended))
+        y: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+        return y
+
+
+class GPT(nn.Module):
+    """Pre-norm, with learned positions and dropout."""
+
+    def __init__(self, depth: int = 12, dim: int = 192, heads: int = 3, length: int = 64, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, dim), nn.Embedding(length, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(_Block(dim, heads, dropout) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.blocks(self.dropout(self.tokens(tokens) + self.positions(places)))
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def _gpt() -> Case:
+    model = GPT()
+    tokens, targets = torch.randint(VOCABULARY, (2, 4, 64))
+    return Case("GPT, 12 blocks", model, (tokens, targets), lambda m: _children_of(m, "blocks"), True)
+
+
+# ---- A U-Net
+
+
+class _Pair(nn.Module):
+    """Two convolutions."""
+
+    def __init__(self, channels_in: int, channels: int, dropout: float) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before in (channels_in, channels):
+            layers += [nn.Conv2d(before, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Dropout2d(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layers(x)
+        return made
+
+
+class UNet(nn.Module):
+    """Down by pooling, up by transposed convolutions, joined by concatenation at every level."""
+
+    def __init__(self, channels: int = 16, levels: int = 4, classes: int = 8, dropout: float = 0.1) -> None:
+        super().__init__()
+        widths = [channels * 2**level for level in range(levels)]
+        self.down = nn.ModuleList(_Pair(a, b, dropout) for a, b in zip([3, *widths], widths, strict=False))
+        self.raised = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
+        self.up = nn.ModuleList(_Pair(2 * w, w, dropout) for w in reversed(widths[:-1]))
+        self.head = nn.Conv2d(channels, classes, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x, joined = images, []
+        for level, pair in enumerate(self.down):
+            x = pair(functional.max_pool2d(x, 2) if level else x)
+            joined.append(x)
+        joined.pop()
+        for raised, pair in zip(self.raised, self.up, strict=True):
+            x = pair(torch.cat([raised(x), joined.pop()], dim=1))
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def _unet() -> Case:
+    batch = torch.randn(4, 3, 64, 64), torch.randint(8, (4, 64, 64))
+    return Case("U-Net", UNet(), batch, lambda m: _children_of(m, "down") + _children_of(m, "up"), False)
+
+
+# ---- Hugging Face's, from their configurations: narrower and shorter, since a CPU computes them
+
+
+class _Labelled(nn.Module):
+    """Gives the loss of a model of theirs."""
+
+    def __init__(self, model: nn.Module, **always: object) -> None:
+        super().__init__()
+        self.model = model
+        self.always = always
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(x, labels=labels, **self.always).loss
+        return loss
+
+
+def _hf_gpt2() -> Case:
+    hf = importlib.import_module("transformers")
+    config = hf.GPT2Config(
+        n_embd=192, n_head=3, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    tokens = torch.randint(VOCABULARY, (4, 64))
+    model = _Labelled(hf.GPT2LMHeadModel(config)).train()
+    name = "HF GPT-2, 192 wide"
+    return Case(name, model, (tokens, tokens), lambda m: _children_of(m, "model.transformer.h"), True)
+
+
+def _hf_bert() -> Case:
+    hf = importlib.import_module("transformers")
+    config = hf.BertConfig(
+        hidden_size=192,
+        num_attention_heads=3,
+        intermediate_size=768,
+        max_position_embeddings=64,
+        vocab_size=VOCABULARY,
+    )
+    tokens = torch.randint(VOCABULARY, (4, 64))
+    model = _Labelled(hf.BertForMaskedLM(config)).train()
+    name = "HF BERT-base, 192 wide"
+    return Case(name, model, (tokens, tokens), lambda m: _children_of(m, "model.bert.encoder.layer"), True)
+
+
+def _hf_resnet50() -> Case:
+    hf = importlib.import_module("transformers")
+    model = _Labelled(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=100))).train()
+    batch = torch.randn(12, 3, 32, 32), torch.randint(100, (12,))
+
+    def blocks(module: nn.Module) -> list[nn.Module]:
+        stages = _children_of(module, "model.resnet.encoder.stages")
+        return [block for stage in stages for block in _children_of(stage, "layers")]
+
+    return Case("HF ResNet-50, 32 x 32", model, batch, blocks, False)
+
+
+def _children_of(module: nn.Module, path: str) -> list[nn.Module]:
+    return list(module.get_submodule(path).children())

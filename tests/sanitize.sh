@@ -6,7 +6,7 @@ python=$1
 shift
 tests=("$@")
 [ ${#tests[@]} -gt 0 ] || tests=(tests/test_optim.py tests/test_step_tail.py tests/test_ddp.py tests/test_ddp_contract.py tests/test_reduced_norm.py
-  tests/test_accumulate.py tests/test_main_grad.py tests/test_fuse_wgrad.py tests/test_in_backward.py tests/test_checkpoint.py
+  tests/test_accumulate.py tests/test_main_grad.py tests/test_fuse_wgrad.py tests/test_in_backward.py tests/test_checkpoint.py tests/test_activation_budget.py
   tests/test_pack.py tests/test_offload.py tests/test_shm.py tests/test_plan.py)
 site=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 

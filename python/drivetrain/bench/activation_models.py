@@ -77,7 +77,7 @@ class GPT(nn.Module):
 def _gpt() -> Case:
     model = GPT()
     tokens, targets = torch.randint(VOCABULARY, (2, 4, 64))
-    return Case("GPT, 12 blocks", model, (tokens, targets), lambda m: _children_of(m, "blocks"), True)
+    return Case("GPT, 12 blocks", model, (tokens, targets), lambda m: children_of(m, "blocks"), True)
 
 
 # ---- A U-Net
@@ -122,7 +122,7 @@ class UNet(nn.Module):
 
 def _unet() -> Case:
     batch = torch.randn(4, 3, 64, 64), torch.randint(8, (4, 64, 64))
-    return Case("U-Net", UNet(), batch, lambda m: _children_of(m, "down") + _children_of(m, "up"), False)
+    return Case("U-Net", UNet(), batch, lambda m: children_of(m, "down") + children_of(m, "up"), False)
 
 
 # ---- Hugging Face's, from their configurations: narrower and shorter, since a CPU computes them
@@ -149,7 +149,7 @@ def _hf_gpt2() -> Case:
     tokens = torch.randint(VOCABULARY, (4, 64))
     model = _Labelled(hf.GPT2LMHeadModel(config)).train()
     name = "HF GPT-2, 192 wide"
-    return Case(name, model, (tokens, tokens), lambda m: _children_of(m, "model.transformer.h"), True)
+    return Case(name, model, (tokens, tokens), lambda m: children_of(m, "model.transformer.h"), True)
 
 
 def _hf_bert() -> Case:
@@ -164,7 +164,7 @@ def _hf_bert() -> Case:
     tokens = torch.randint(VOCABULARY, (4, 64))
     model = _Labelled(hf.BertForMaskedLM(config)).train()
     name = "HF BERT-base, 192 wide"
-    return Case(name, model, (tokens, tokens), lambda m: _children_of(m, "model.bert.encoder.layer"), True)
+    return Case(name, model, (tokens, tokens), lambda m: children_of(m, "model.bert.encoder.layer"), True)
 
 
 def _hf_resnet50() -> Case:
@@ -173,11 +173,11 @@ def _hf_resnet50() -> Case:
     batch = torch.randn(12, 3, 32, 32), torch.randint(100, (12,))
 
     def blocks(module: nn.Module) -> list[nn.Module]:
-        stages = _children_of(module, "model.resnet.encoder.stages")
-        return [block for stage in stages for block in _children_of(stage, "layers")]
+        stages = children_of(module, "model.resnet.encoder.stages")
+        return [block for stage in stages for block in children_of(stage, "layers")]
 
     return Case("HF ResNet-50, 32 x 32", model, batch, blocks, False)
 
 
-def _children_of(module: nn.Module, path: str) -> list[nn.Module]:
+def children_of(module: nn.Module, path: str) -> list[nn.Module]:
     return list(module.get_submodule(path).children())

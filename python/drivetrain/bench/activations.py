@@ -6,7 +6,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..activation import ActivationPlan, activation_budget
 from . import activation_regions, activation_rivals
 from .activation_memory import allocated, peak_of_alive
-from .activation_models import GPT, VOCABULARY, Case, cases, num_cases
+from .activation_models import GPT, VOCABULARY, Case, cases, children_of, num_cases
 from .measure import Row, interleaved, ratio_of_medians
 
 REGIONS = activation_regions.REGIONS
@@ -318,3 +318,59 @@ def _worst_row(what: str, worst: tuple[float, str], target: str = "", met: bool 
 
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
+
+
+# ---- On a GPU
+
+
+def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
+    """A GPT's step in bfloat16 with a budget, against torch's full checkpointing and every 2nd block at the peaks that
+    those have, and against nothing; peaks of activations and, on a GPU, of its allocator."""
+    size = {"depth": 2, "dim": 32, "heads": 2, "length": 16} if is_dry else {"dim": 1024, "heads": 16, "length": 1024}
+    torch.manual_seed(0)
+    model = GPT(**size).to(device, torch.bfloat16)
+    batch = tuple(torch.randint(VOCABULARY, (2, 2 if is_dry else 8, size["length"]), device=device))
+    case = Case("GPT in bfloat16", model, batch, lambda m: children_of(m, "blocks"), True)
+    plain = Variant.of("nothing recomputed", case)
+    for name, way in (
+        ("every block", activation_rivals.full),
+        ("every 2nd block", functools.partial(activation_rivals.every, 2)),
+    ):
+        rival = _rival(name, case, way)
+        ours = Variant.of("a budget", case)
+        try:
+            ours.plan = activation_budget(ours.model, ours.step, rival.peak_bytes)
+        except ValueError as error:
+            yield Row(f"{case.name}, {name} checkpointed: {error}", "MiB", rival.peak_bytes / MIB)
+            continue
+        _compare_gradients([plain, rival, ours])
+        sides = (plain, rival, ours)
+        seconds = interleaved([side.step for side in sides], max(rounds // ROUNDS_PER_STEP, 3), device=device)
+        for side, measured in zip(sides, seconds, strict=True):
+            side.seconds = measured
+        what = f"{case.name}: time added to a step of {1e3 * statistics.median(plain.seconds):.1f} ms, {name}"
+        what = f"{what} checkpointed ({_mib(rival.peak_bytes)}) and a budget of that"
+        yield _added_row(what, rival.added(plain), ours.added(plain))
+        assert ours.plan is not None
+        row = _peaks_row(
+            f"{case.name}: peak of activations, requested and measured", ours.plan.budget_bytes, ours.plan.peak_bytes
+        )
+        row.target, row.met = "<= 1", ours.plan.peak_bytes <= ours.plan.budget_bytes
+        yield row
+        if device.type == "cuda":
+            yield _allocator_row(device, name, rival, ours)
+
+
+def _allocator_row(device: torch.device, name: str, rival: Variant, ours: Variant) -> Row:
+    peaks = []
+    for side in (rival, ours):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        side.step()
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    return _peaks_row(f"the allocator's peak beyond the model's own, {name}", peaks[0], peaks[1])
+
+
+def _peaks_row(what: str, theirs: int, ours: int) -> Row:
+    ratio = ours / theirs
+    return Row(what, "MiB", theirs / MIB, ours / MIB, ratio, ratio, ratio)

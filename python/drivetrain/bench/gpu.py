@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from . import accumulate, comm, ddp, optim_gpu
+from . import accumulate, activations, comm, ddp, optim_gpu
 from .measure import Row, print_table
 
 # Yields rows as they are measured, from the device, the rounds and whether all is to be tiny.
@@ -24,6 +24,7 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
         f"Gradient accumulation of GPT-2 124M's linear layers, {accumulate.MICRO_STEPS} micro-steps",
         accumulate.run_gpu,
     ),
+    "activations": ("Activation budget of a GPT, against torch's checkpointing at equal peaks", activations.run_gpu),
 }
 DRY_ROUNDS = 2
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import _C
+from . import compiled
 
 Value = tuple[
     int, bool, bool, int
@@ -106,6 +107,10 @@ class Recording:
         self._entered: list[bool] = []
 
     def __enter__(self) -> "Recording":
+        region = compiled.region_of(self._model)
+        if region is not None:
+            self._handles = [region.around(self._before, self._after)]
+            return self
         self._handles = [
             self._model.register_forward_pre_hook(self._before, prepend=True),
             self._model.register_forward_hook(self._after, always_call=True),
@@ -141,7 +146,10 @@ class _Naming:
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
+        inside = compiled.regions_inside(self._model)
         for index, module in enumerate(self._model.modules()):
+            if module in inside:
+                continue
             self._handles.append(module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
 

@@ -48,14 +48,13 @@ def activation_budget(
     profiled ones is right, too: from where it parts, it keeps what it saves.
 
     An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
-    and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers)
-    is kept.
+    and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.
 
     Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
     a ratio: it is found by bisection, with at most 5 recompilations, and is in force while this model's regions are
     compiled, in later recompilations too, and for nothing else (the global setting stays). What was compiled before is
-    back after `remove()`. Of a model that is compiled in part, its regions get the share of the budget that they have of
-    the bytes without one; where they cannot do with it, what the rest can do without. What they recompute has the
+    back after `remove()`. Of a model that is compiled in part, its regions get the share of the budget that they have
+    of the bytes without one; where they cannot do with it, what the rest can do without. What they recompute has the
     bits it had where the compiler's kernels do. Functions other than these that are compiled are not found: compile
     them before. A plan that is made anew from the old profile, or tightened by `step`, keeps the ratio.
 

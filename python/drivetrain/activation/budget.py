@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import _C
 from . import table
+from .compiled import CompiledRegions
 from .plan import Choice, choose
 from .trace import FORMS, Recording, Trace, profile
 
@@ -51,8 +52,15 @@ def activation_budget(
     profiled ones is right, too: from where it parts, it keeps what it saves.
 
     An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
-    and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers, compiled regions)
-    is kept.
+    and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.
+
+    Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
+    a ratio: it is found by bisection, with at most 5 recompilations, and is in force while this model's regions are
+    compiled, in later recompilations too, and for nothing else (the global setting stays). What was compiled before is
+    back after `remove()`. Of a model that is compiled in part, its regions get the share of the budget that they have
+    of the bytes without one; where they cannot do with it, what the rest can do without. What they recompute has the
+    bits it had where the compiler's kernels do. Functions other than these that are compiled are not found: compile
+    them before. A plan that is made anew from the old profile, or tightened by `step`, keeps the ratio.
 
     Args:
         model: any module, or a wrapper of it (DDP). What `model(...)` computes has the budget; with the plan as a
@@ -100,9 +108,12 @@ def activation_budget(
     _bytes_of(budget, 1)  # a mistake is told before anything runs
     forms = [FORMS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))]
     for is_last in (False, True):
-        trace, peak = profile(model, step_fn, _PROFILED_STEPS, forms, pool)
-        made = ActivationPlan(model, trace, peak, pool)
-        made._choose(_bytes_of(budget, peak))
+        with CompiledRegions(model) as regions:
+            trace, peak = profile(model, step_fn, _PROFILED_STEPS, forms, pool)
+            num_bytes = _bytes_of(budget, peak)
+            trace = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, 1, forms, pool))
+            made = ActivationPlan(model, trace, peak, regions, pool)
+            made._choose(num_bytes)
         made._install()
         made._measure(step_fn)
         if is_last or not made.has_diverged:
@@ -125,9 +136,15 @@ class ActivationPlan:
     """
 
     def __init__(
-        self, model: nn.Module, trace: Trace, unplanned_bytes: int, pool: _C.OffloadPool | None = None
+        self,
+        model: nn.Module,
+        trace: Trace,
+        unplanned_bytes: int,
+        regions: CompiledRegions,
+        pool: _C.OffloadPool | None = None,
     ) -> None:
         self._model = model
+        self._regions = regions
         self._pool = pool
         self._trace = trace
         self._choice: Choice | None = None
@@ -180,6 +197,7 @@ class ActivationPlan:
         if self._recording is not None:
             self._recording.__exit__()
             self._recording = None
+        self._regions.remove()
 
     def __enter__(self) -> "ActivationPlan":
         self._recorder.enter()
@@ -229,6 +247,7 @@ class ActivationPlan:
             "measured_bytes": self.measured_bytes,
             "trace": self._trace.to_dict(),
             "choice": self._chosen.to_dict(),
+            "compiled": self._regions.to_dict(),
         }
 
     def save(self, path: "str | os.PathLike[str]") -> None:
@@ -271,7 +290,8 @@ class ActivationPlan:
             form == FORMS["host"] for one in trace.passes for value in one.values for form, *_ in value[4]
         ):
             raise ValueError("plan offloads to the host: pass offload= with the bytes that it may use there")
-        made = cls(model, trace, plan["unplanned_bytes"], pool)
+        regions = CompiledRegions.restored(model, plan.get("compiled"))
+        made = cls(model, trace, plan["unplanned_bytes"], regions, pool)
         made.budget_bytes = plan["budget_bytes"]
         made._choice = Choice.from_dict(plan["choice"])
         return made

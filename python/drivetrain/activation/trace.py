@@ -12,6 +12,7 @@ from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message
 
 from .. import _C
 from ..frames import self_of, stack_of
+from . import compiled
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -127,6 +128,10 @@ class Recording:
         self._entered: list[bool] = []
 
     def __enter__(self) -> "Recording":
+        region = compiled.region_of(self._model)
+        if region is not None:
+            self._handles = [region.around(self._before, self._after)]
+            return self
         self._handles = [
             self._model.register_forward_pre_hook(self._before, prepend=True),
             self._model.register_forward_hook(self._after, always_call=True),
@@ -182,7 +187,10 @@ class _Naming:
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
+        inside = compiled.regions_inside(self._model)
         for index, module in enumerate(self._model.modules()):
+            if module in inside:
+                continue
             self._handles.append(module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
 

@@ -1,0 +1,376 @@
+"""Compiled regions of a model: torch's own memory budget for them, driven by the bytes that they are seen to save."""
+
+import contextlib
+import copy
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from torch import nn
+
+from . import plan, table
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+_MAX_RECOMPILATIONS = 5
+_NEAR = 0.95  # of what may be kept: closer is not worth another compilation
+_FINEST = 0.02  # of the ratio
+
+
+class CompiledRegions:
+    """What is compiled of a model with `torch.compile` (a module of it, its `compile()`, its `forward`), outermost.
+
+    From the first to `remove()` the regions' own operations are not recorded: what a region saves counts, and is the
+    partitioner's matter. `install(ratio)` has them compiled with `torch._functorch.config.activation_memory_budget` at
+    that ratio, which is in force while these regions are compiled, later recompilations included, and at no other time.
+    What was compiled before is kept aside and is back after `remove()`.
+
+    Attributes:
+        ratio: what is in force; None: the regions are as they were found.
+        measured: for each ratio that was tried, the bytes that the regions saved for backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ratio: float | None = None
+        self.measured: dict[float, int] = {}
+        self._regions: list[_Region] = []
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
+            self._regions = [_Region(module, attribute) for module, attribute in _find(model)]
+        for region in self._regions:
+            region.attach()
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def __enter__(self) -> "CompiledRegions":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # no plan came of it
+            self.remove()
+
+    def install(self, ratio: float | None) -> None:
+        """Has the regions compiled at the ratio from their next call on; None: as they were found."""
+        self.ratio = ratio
+        scope = _new_scope()
+        for region in self._regions:
+            region.set_ratio(ratio, scope)
+        _drop_compiled(lambda backend: not backend.is_in_use)
+
+    def remove(self) -> None:
+        """The model calls what it called before; safe to call twice."""
+        self.install(None)
+        for region in self._regions:
+            region.detach()
+        self._regions = []
+
+    def fit(
+        self, trace: "Trace", peak_bytes: int, budget_bytes: int, profile: Callable[[], "tuple[Trace, int]"]
+    ) -> "Trace":
+        """Finds the largest ratio at which the regions' bytes fit, by bisection, and leaves it in force.
+
+        The regions' share of the budget is their share of what is kept without one. Where no ratio that is tried gets
+        them into it, they have what the rest of the model leaves when it recomputes all it can.
+
+        Args:
+            trace, peak_bytes: the step as the regions were found.
+            budget_bytes: for all of the model.
+            profile: runs the step with everything kept; called at most 5 times, with a recompilation each.
+
+        Returns:
+            the step's trace at that ratio.
+
+        Raises:
+            ValueError: no ratio makes the budget possible; says the smallest that is.
+        """
+        if not self._regions or budget_bytes >= peak_bytes:
+            return trace
+        from torch._functorch import config
+
+        high, low = float(config.activation_memory_budget), 0.0
+        own_bytes = _unseen_bytes(trace)
+        if own_bytes == 0:
+            return trace
+        self.measured = {high: own_bytes}
+        share_bytes = math.floor(budget_bytes * own_bytes / max(peak_bytes, own_bytes))
+        smallest_bytes = plan.choose(trace, budget_bytes).smallest_bytes
+        fitting: dict[float, Trace] = {}
+        possible: dict[float, Trace] = {high: trace} if smallest_bytes <= budget_bytes else {}
+        ratio = round(high * share_bytes / own_bytes, 4)
+        with _progress() as tell:
+            for count in range(1, _MAX_RECOMPILATIONS + 1):
+                tell(f"activation_budget: compiles at memory budget {ratio:.3f} ({count} of at most 5)")
+                self.install(ratio)
+                tried, _ = profile()
+                self.measured[ratio] = own_bytes = _unseen_bytes(tried)
+                smallest = plan.choose(tried, budget_bytes).smallest_bytes
+                smallest_bytes = min(smallest_bytes, smallest)
+                if smallest <= budget_bytes:
+                    possible[ratio] = tried
+                if ratio in possible and own_bytes <= share_bytes:
+                    fitting[ratio] = tried
+                    low = ratio
+                else:
+                    high = ratio
+                if (fitting and own_bytes <= share_bytes and own_bytes >= _NEAR * share_bytes) or ratio == 0.0:
+                    break
+                is_last = count == _MAX_RECOMPILATIONS - 1
+                ratio = 0.0 if not fitting and (is_last or high < 2 * _FINEST) else round((low + high) / 2, 4)
+                if high - low < _FINEST and fitting:
+                    break
+        found = fitting or possible
+        if not found:
+            self.install(None)
+            raise ValueError(
+                f"budget is {table.size(budget_bytes)}: the smallest that is possible with this step is "
+                f"{table.size(smallest_bytes)} ({table.size(peak_bytes)} without a budget); its compiled regions save "
+                + ", ".join(
+                    f"{table.size(num_bytes)} at {tried:.3f}" for tried, num_bytes in sorted(self.measured.items())
+                )
+            )
+        best = max(found)
+        if best != self.ratio:
+            self.install(best if found[best] is not trace else None)
+        return found[best]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ratio": self.ratio, "measured": [list(pair) for pair in sorted(self.measured.items())]}
+
+    @classmethod
+    def restored(cls, model: nn.Module, plain: dict[str, Any] | None) -> "CompiledRegions":
+        """With what `to_dict` said in force.
+
+        Raises:
+            ValueError: the ratio was for compiled regions, and there are none here.
+        """
+        regions = cls(model)
+        if plain is not None and plain["ratio"] is not None:
+            if not regions:
+                raise ValueError("plan is of a model with compiled regions: compile this one before it gets the plan")
+            regions.measured = dict(plain["measured"])
+            regions.install(plain["ratio"])
+        return regions
+
+
+class _Region:
+    """Stands in the place of a compiled callable, whose operations it has the recorder overlook."""
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self._module = module
+        self._attribute = attribute
+        self._found = getattr(module, attribute)
+        self._compiled = self._found
+        self._backend: _Backend | None = None
+        self._around: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._found(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for before, after in self._around:
+                before()
+                stack.callback(after)
+            with torch._C._ExcludeDispatchKeyGuard(_recorders_key()):
+                return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._found, memo)
+
+    def attach(self) -> None:
+        setattr(self._module, self._attribute, self)
+
+    def detach(self) -> None:
+        if getattr(self._module, self._attribute, None) is self:
+            setattr(self._module, self._attribute, self._found)
+
+    def around(self, before: Callable[[], None], after: Callable[[], None]) -> "_Around":
+        """Calls the two before and after each call: hooks on a module that was `compile()`d would be compiled, too."""
+        self._around.append((before, after))
+        return _Around(self._around, (before, after))
+
+    def set_ratio(self, ratio: float | None, scope: int | None) -> None:
+        if self._backend is not None:
+            self._backend.is_in_use = False
+        self._compiled, self._backend = (
+            (self._found, None) if ratio is None else _compiled_at(self._found, ratio, scope)
+        )
+
+
+class _Around:
+    """Has the interface of a hook's handle."""
+
+    def __init__(self, pairs: list[Any], pair: Any) -> None:
+        self._pairs, self._pair = pairs, pair
+
+    def remove(self) -> None:
+        self._pairs.remove(self._pair)
+
+
+class _Backend:
+    """A backend at a ratio; to dynamo another one than the backend itself, so what it compiled before does not match.
+
+    Two for equal backends at the same ratio are equal: a block that occurs many times is compiled once, as before."""
+
+    def __init__(self, backend: Any, ratio: float) -> None:
+        functools.update_wrapper(self, backend, assigned=("__name__", "__doc__"))
+        # Dynamo would see through it. Nor may there be a __getattr__: dynamo looks for this one while it is at work on
+        # a frame, and would be called for that frame of ours.
+        for name in ("_torchdynamo_orig_backend", "__wrapped__"):
+            self.__dict__.pop(name, None)
+        self._inner = backend
+        self._ratio = ratio
+        self.is_in_use = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._functorch import config
+
+        with config.patch(activation_memory_budget=self._ratio):  # read when the graph is parted, which is in here
+            return self._inner(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Backend) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._ratio)
+
+    def _key(self) -> tuple[Any, float, bool]:
+        inner = self._inner
+        while hasattr(inner, "_torchdynamo_orig_backend"):
+            inner = inner._torchdynamo_orig_backend
+        return inner, self._ratio, self.is_in_use
+
+
+def regions_inside(model: nn.Module) -> set[nn.Module]:
+    """The modules whose calls are compiled: hooks of ours on them would be compiled, too."""
+    inside: set[nn.Module] = set()
+    if "torch._dynamo" in sys.modules:
+        for module, attribute in _find(model):
+            modules = set(module.modules())
+            inside |= modules if attribute == "_compiled_call_impl" else modules - {module}
+    return inside
+
+
+def region_of(module: nn.Module) -> _Region | None:
+    """The region that a call of this module is, hooks included, if `CompiledRegions` is on it."""
+    found = getattr(module, "_compiled_call_impl", None)
+    return found if isinstance(found, _Region) else None
+
+
+def _find(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        yield module, "_compiled_call_impl"
+    elif _is_compiled(module.__dict__.get("forward")):  # a module that torch.compile returned has it there, too
+        yield module, "forward"
+    else:
+        for child in module.children():
+            yield from _find(child)
+
+
+def _is_compiled(function: Any) -> bool:
+    return isinstance(function, _Region) or (
+        hasattr(function, "_torchdynamo_orig_callable") and _context_of(function) is not None
+    )
+
+
+def _context_of(compiled: Any) -> Any:
+    """What torch.compile made of its arguments: the compiled function closes over it."""
+    code = getattr(compiled, "__code__", None)
+    cells = dict(zip(code.co_freevars, compiled.__closure__ or (), strict=True)) if code is not None else {}
+    context = cells["self"].cell_contents if "self" in cells else None
+    return context if callable(getattr(context, "callback", None)) else None
+
+
+def _new_scope() -> int | None:
+    """A part of dynamo's caches that has torch's limit of recompilations for itself; None: this torch has no such."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    from torch._dynamo import eval_frame
+
+    counter = getattr(eval_frame, "_next_isolate_recompiles_id", None)
+    return None if counter is None else next(counter)
+
+
+def _compiled_at(compiled: Any, ratio: float, scope: int | None) -> tuple[Any, _Backend]:
+    """The same function, compiled with the same options by the same backend at the ratio."""
+    context = copy.copy(_context_of(compiled))
+    if scope is not None:
+        is_alone = getattr(context, "_isolate_recompiles_id", -1) >= 0
+        context._isolate_recompiles_id = _new_scope() if is_alone else scope
+    callback = context.callback
+    convert = callback._torchdynamo_orig_backend
+    backend = _Backend(convert._torchdynamo_orig_backend, ratio)
+    context.callback = type(callback)(convert._clone_with_backend(backend), callback.hooks)
+    return context(compiled._torchdynamo_orig_callable), backend
+
+
+def _drop_compiled(is_to_go: Callable[[_Backend], bool]) -> None:
+    """Takes out of dynamo's caches what such backends compiled. Where a torch has one cache for all, it counts for the
+    limit of recompilations even so, and all that was compiled of the same code goes."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import convert_frame
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    has_scopes = _new_scope() is not None
+    codes = [weak() for weak in [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]]
+    for code in codes:
+        if code is None:
+            continue
+        for entry in _debug_get_cache_entry_list(code):
+            if not isinstance(entry.backend, _Backend) or not is_to_go(entry.backend):
+                continue
+            if not has_scopes:
+                reset_code(code)
+                break
+            manager = entry.guard_manager
+            if not isinstance(manager, DeletedGuardManagerWrapper) and manager.extra_state is not None:
+                manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("another memory budget is in force"))
+
+
+def _unseen_bytes(trace: "Trace") -> int:
+    """What autograd keeps that no recorded operation made: what compiled regions save, and the step's inputs."""
+    total = begin = 0
+    saved = {value for value, _ in trace.uses}
+    for one in trace.passes:
+        made = {value for op in one.ops for value in op[4]}
+        total += sum(v[0] for i, v in enumerate(one.values) if begin + i in saved and i not in made)
+        begin += len(one.values)
+    return total
+
+
+def _recorders_key() -> Any:
+    key = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+    assert key is not None, "every torch has it"
+    return torch._C.DispatchKeySet(key)
+
+
+class _progress:
+    """A line on a terminal's standard error that says what is compiled now."""
+
+    def __enter__(self) -> Callable[[str], None]:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._bar.start()
+        task = self._bar.add_task("")
+        return lambda text: self._bar.update(task, description=text)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()

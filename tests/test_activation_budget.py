@@ -1043,3 +1043,45 @@ def a_collective_inside() -> None:
 
 def test_a_collective_inside(on_ranks: Callable[..., list[Any]]) -> None:
     on_ranks(a_collective_inside)
+
+
+def test_threads_that_share_a_model(gpt: tuple[nn.Module, Step]) -> None:
+    model, step = gpt
+    plan = drivetrain.activation_budget(model, step, "50%")
+    model.eval()
+    ids = [torch.randint(50, (2, 24)) for _ in range(4)]
+
+    def gradient(one: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(model(one), list(model.parameters())))
+
+    expected = [gradient(one) for one in ids]
+    found: dict[int, list[Tensor]] = {}
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            found[index] = gradient(ids[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, one in enumerate(expected):
+        for a, b in zip(one, found[index], strict=True):
+            assert torch.equal(a, b)
+    assert plan.live_bytes == 0
+
+
+def test_a_step_that_fails_leaves_no_plan(gpt: tuple[nn.Module, Step]) -> None:
+    model, step = gpt
+    calls = itertools.count(1)
+
+    def fails_late() -> None:
+        step()
+        if next(calls) == 3:
+            raise OSError("the loader's disk is gone")
+
+    with pytest.raises(OSError, match="disk is gone"):
+        drivetrain.activation_budget(model, fails_late, "50%")
+    assert not model._forward_pre_hooks
+    drivetrain.activation_budget(model, step, 10**30)

@@ -23,6 +23,7 @@ MEASUREMENTS = {
     "ddp": ("a step under DDP against torch's DDP", 20),
     "comm": ("all-reduce against the process group's: time and busbw", 20),
     "accumulate": ("accumulation in float32 and 24 bits, with weight gradients fused and not, against torch's", 15),
+    "activations": ("an activation budget against torch's checkpointing, of every block and of every 2nd", 30),
 }
 GPT_124M = ("--preset=gpt2", "--vocab-size=50304", "--bf16", "--batch-size=16", "--accumulate=1", "--steps=40")
 GPT_WHAT = "examples/gpt at 124 M parameters in bf16 against the stock script: tokens/s and peak memory"

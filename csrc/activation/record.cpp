@@ -163,15 +163,17 @@ void Recorder::reset() {
   for (const auto& plan : plans_) plan->seconds.assign(plan->ops.size(), 0);
 }
 
-void Recorder::enter() {
+bool Recorder::enter() {
   if (depth_ > 0) {
+    if (thread_ != std::this_thread::get_id()) return false;
     ++depth_;
-    return;
+    return true;
   }
   if (Tape::current() != nullptr) {  // somebody else's, whose budget is for all that is inside
     ++depth_of_others_;
-    return;
+    return true;
   }
+  thread_ = std::this_thread::get_id();
   std::erase_if(waiting_, [](const std::weak_ptr<Tape>& tape) {
     const auto alive = tape.lock();
     return !alive || !alive->is_in_use();
@@ -183,6 +185,7 @@ void Recorder::enter() {
   Tape::current() = tape_.get();
   c10::impl::tls_set_dispatch_key_included(kMode, true);
   ++depth_;
+  return true;
 }
 
 void Recorder::leave() {

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "activation/tape.h"
@@ -22,7 +23,8 @@ class Recorder {
   std::vector<std::vector<double>> seconds_by_op() const;
   void reset();
 
-  void enter();
+  // False: another thread's pass is being recorded, and this one's is not.
+  bool enter();
   void leave();
   bool is_active() const { return depth_ > 0; }
   void set_module(int32_t module);
@@ -44,6 +46,7 @@ class Recorder {
   std::vector<std::shared_ptr<Tape>> profiled_;
   std::string divergence_;
   int depth_ = 0;
+  std::thread::id thread_;   // that has entered
   int depth_of_others_ = 0;  // inside a pass that another recorder records
 };
 

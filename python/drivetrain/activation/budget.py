@@ -3,12 +3,14 @@
 import contextlib
 import json
 import logging
+import operator
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -115,7 +117,11 @@ def activation_budget(
             made = ActivationPlan(model, trace, peak, regions, pool)
             made._choose(num_bytes)
         made._install()
-        made._measure(step_fn)
+        try:
+            made._measure(step_fn)
+        except BaseException:
+            made.remove()  # nobody has it
+            raise
         if is_last or not made.has_diverged:
             break
         made.remove()  # the first steps of a model may be unlike the later ones
@@ -200,7 +206,8 @@ class ActivationPlan:
         self._regions.remove()
 
     def __enter__(self) -> "ActivationPlan":
-        self._recorder.enter()
+        if not self._recorder.enter():
+            raise RuntimeError("another thread is in a forward pass of this plan: one at a time can have its budget")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -346,7 +353,7 @@ class ActivationPlan:
 
 def _bytes_of(budget: int | str, whole: int, name: str = "budget") -> int:
     expected = 'expected a number of bytes above 0, such as 900_000_000, "900MB" or "9GiB", or a share, such as "50%"'
-    if isinstance(budget, bool) or not isinstance(budget, int | str):
+    if isinstance(budget, bool) or not isinstance(budget, SupportsIndex | str):
         raise TypeError(f"{name} is {budget!r}, {expected}")
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", budget)
@@ -356,7 +363,8 @@ def _bytes_of(budget: int | str, whole: int, name: str = "budget") -> int:
         num_bytes = float(match[1]) * (whole / 100 if unit == "%" else _UNITS[str(unit)])
         if num_bytes <= 0:
             raise ValueError(f"{name} is {budget!r}, {expected}")
-        return max(int(num_bytes), 1)
-    if budget <= 0:
+        return min(max(int(num_bytes), 1), sys.maxsize)
+    num_bytes = operator.index(budget)
+    if num_bytes <= 0:
         raise ValueError(f"{name} is {budget}, {expected}")
-    return budget
+    return min(num_bytes, sys.maxsize)

@@ -3,6 +3,7 @@ them."""
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ class Recording:
         self._recorder = recorder
         self._model = model
         self._handles: list[Any] = []
-        self._entered: list[bool] = []
+        self._of_thread = threading.local()
 
     def __enter__(self) -> "Recording":
         region = compiled.region_of(self._model)
@@ -153,18 +154,25 @@ class Recording:
         # A pass that was interrupted (KeyboardInterrupt) has not called _after.
         frames = stack_of(sys._getframe(1))
         depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
-        while len(self._entered) >= max(depth, 1):
+        entered = self._entered()
+        while len(entered) >= max(depth, 1):
             self._after()
         # torch.func's transforms know no hooks on what is saved.
         has_hooks = _saved_tensors_hooks_get_disabled_error_message() is None
         enters = torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_hooks
-        self._entered.append(enters)
-        if enters:
-            self._recorder.enter()
+        entered.append(enters and self._recorder.enter())
 
     def _after(self, *_: object) -> None:
-        if self._entered and self._entered.pop():
+        entered = self._entered()
+        if entered and entered.pop():
             self._recorder.leave()
+
+    def _entered(self) -> list[bool]:
+        """This thread's passes, the innermost last."""
+        if not hasattr(self._of_thread, "entered"):
+            self._of_thread.entered = []
+        entered: list[bool] = self._of_thread.entered
+        return entered
 
 
 class _Inert:

@@ -1085,3 +1085,25 @@ def test_a_step_that_fails_leaves_no_plan(gpt: tuple[nn.Module, Step]) -> None:
         drivetrain.activation_budget(model, fails_late, "50%")
     assert not model._forward_pre_hooks
     drivetrain.activation_budget(model, step, 10**30)
+
+
+def test_a_profile_that_does_not_fit_says_what_to_do(gpt: tuple[nn.Module, Step]) -> None:
+    model, step = gpt
+
+    def does_not_fit() -> None:
+        step()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match="Profile a part of the batch with the same part of the budget"):
+        drivetrain.activation_budget(model, does_not_fit, "50%")
+    assert not model._forward_pre_hooks
+
+
+def test_a_plan_of_half_a_batch_is_one_of_the_whole() -> None:
+    torch.manual_seed(0)
+    model = Gpt(width=64)
+    ids = torch.randint(50, (8, 64))
+    plan = drivetrain.activation_budget(model, lambda: model(ids[:4]).backward(), "50%")
+    plan.reset_peak()
+    model(ids).backward()
+    assert 1.7 * plan.budget_bytes <= plan.peak_bytes <= 2.05 * plan.budget_bytes

@@ -87,6 +87,8 @@ def activation_budget(
         ValueError: the budget is below what is possible (says the smallest that is), or not a number of bytes; the plan
             is another model's; lossy is no form.
         RuntimeError: step_fn does not train the model.
+        torch.OutOfMemoryError: everything that forward saves does not fit once, which the profile needs: profile a part
+            of the batch with that part of the budget. The plan holds for any batch size.
         torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
             was modified in between.
     """

@@ -98,6 +98,7 @@ def profile(
 
     Raises:
         RuntimeError: no step went through the model with gradients on.
+        torch.OutOfMemoryError: everything at once does not fit; says what to do.
     """
     recorder = _C.ActivationRecorder(is_profile=True)
     recorder.set_forms(forms, pool, 0)
@@ -107,7 +108,14 @@ def profile(
     with Recording(model, recorder), _Naming(model, recorder):
         for _ in range(steps):
             recorder.reset()
-            step_fn()
+            try:
+                step_fn()
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    "activation_budget: a profiled step keeps everything that forward saves, and that did not fit. "
+                    "Profile a part of the batch with the same part of the budget: bytes grow with the batch, and the "
+                    f"plan holds for any batch size. ({error})"
+                ) from error
             peak = max(peak, recorder.peak_bytes)
             tapes = recorder.take_tapes()
             if not tapes:

@@ -1107,3 +1107,42 @@ def test_a_plan_of_half_a_batch_is_one_of_the_whole() -> None:
     plan.reset_peak()
     model(ids).backward()
     assert 1.7 * plan.budget_bytes <= plan.peak_bytes <= 2.05 * plan.budget_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [None, "1GiB"])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "encoder-decoder", "custom function", "shared"])
+def test_bits_and_bytes_on_a_gpu(name: str, offload: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything forgotten, and within a budget; the allocator sees what the plan counts."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+    def on_gpu() -> Run:
+        run = Run(name)
+        run.model.cuda()
+        run.inputs = run.inputs.detach().cuda().requires_grad_(run.inputs.is_floating_point())
+        return run
+
+    expected = on_gpu().result()
+    run = on_gpu()
+    installed, recorder = forget_all(run.model, run.step)
+    run.model.zero_grad()
+    run.inputs.grad = None
+    assert_same_bits(run.result(), expected)
+    assert recorder.num_replayed > 0
+    assert recorder.live_bytes == 0
+    installed.__exit__()
+    run, fresh = on_gpu(), on_gpu()
+    plan = drivetrain.activation_budget(run.model, run.step, "80%", offload=offload)
+    run.model.load_state_dict(fresh.model.state_dict())
+    run.model.zero_grad()
+    run.inputs.grad = None
+    before = torch.cuda.memory_allocated()
+    loss = run.model(run.inputs)
+    kept = plan.live_bytes
+    assert torch.cuda.memory_allocated() - before >= 0.9 * kept
+    del loss
+    run.model.load_state_dict(fresh.model.state_dict())
+    plan.reset_peak()
+    assert_same_bits(run.result(), expected)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.live_bytes == 0

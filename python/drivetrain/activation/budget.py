@@ -56,6 +56,10 @@ def activation_budget(
     An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
     and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.
 
+    Parameters must not change between a forward and its backward; a write that torch does not know of (its own fused
+    optimizers count none) is not seen. One thread at a time has the budget. What passes that wait for the same backward
+    share (a cache) counts for each.
+
     Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
     a ratio: it is found by bisection, with at most 5 recompilations, and is in force while this model's regions are
     compiled, in later recompilations too, and for nothing else (the global setting stays). What was compiled before is

@@ -581,4 +581,11 @@ def test_cuda_gives_the_cpus_bits(case: str, dtype: torch.dtype) -> None:
 
 def test_public_names() -> None:
     names = {"DistributedDataParallel", "__version__", "amp", "clip_grad_norm_", "install", "optim", "uninstall"}
-    assert set(drivetrain.__all__) == names | {"accumulate", "checkpoint", "float32_grad", "fuse_wgrad", "main_grads"}
+    assert set(drivetrain.__all__) == names | {
+        "accumulate",
+        "activation_budget",
+        "checkpoint",
+        "float32_grad",
+        "fuse_wgrad",
+        "main_grads",
+    }

@@ -224,7 +224,7 @@ for step in range(5):
     optimizer.step()
 if dist.get_rank() == 0:
     torch.save({"parameters": model.module.state_dict(), "class": type(model).__module__}, sys.argv[1])
-dist.barrier()  # a rank that leaves alone may end in "terminate called without an active exception", under torch's class
+dist.barrier()  # a rank that leaves alone may end in "terminate called without an active exception"
 dist.destroy_process_group()
 """
 

@@ -69,8 +69,8 @@ void RandomStates::restore() const {
   }
 }
 
-RandomStatesGuard::RandomStatesGuard(const std::optional<RandomStates>& states) {
-  if (!states) return;
+RandomStatesGuard::RandomStatesGuard(const RandomStates* states) {
+  if (states == nullptr) return;
   before_ = RandomStates::now();
   states->restore();
 }

@@ -32,7 +32,7 @@ class RandomStates {
 // Random states for as long as this object lives.
 class RandomStatesGuard {
  public:
-  explicit RandomStatesGuard(const std::optional<RandomStates>& states);  // none: leaves everything as it is
+  explicit RandomStatesGuard(const RandomStates* states);  // null: leaves everything as it is
   ~RandomStatesGuard();
   RandomStatesGuard(const RandomStatesGuard&) = delete;
   RandomStatesGuard& operator=(const RandomStatesGuard&) = delete;

@@ -23,8 +23,6 @@ namespace py = pybind11;
 namespace drivetrain::activation {
 namespace {
 
-constexpr auto kMode = c10::DispatchKey::TESTING_ONLY_GenericMode;  // above autograd, and nobody else's
-
 constexpr const char* kTape = "drivetrain.Tape";
 constexpr const char* kSaved = "drivetrain.TapeSaved";
 
@@ -82,7 +80,7 @@ void on_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
       return;
     }
   }
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kMode), stack);
+  op.redispatchBoxed(keys & kBelowRecorder, stack);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
@@ -91,7 +89,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
 
 PyObject* pack(PyObject* tape, PyObject* tensor) {
   HANDLE_TH_ERRORS
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(kMode);
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   auto saved = value_in<std::shared_ptr<Tape>>(tape, kTape)->save(THPVariable_Unpack(tensor));
   return capsule(std::move(saved), kSaved).release().ptr();
   END_HANDLE_TH_ERRORS
@@ -100,7 +98,7 @@ PyObject* pack(PyObject* tape, PyObject* tensor) {
 PyObject* unpack(PyObject*, PyObject* saved) {
   HANDLE_TH_ERRORS
   const auto of = value_in<std::shared_ptr<Tape::Saved>>(saved, kSaved);
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(kMode);
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   return THPVariable_Wrap(of->tape->take(*of));
   END_HANDLE_TH_ERRORS
 }
@@ -183,7 +181,7 @@ bool Recorder::enter() {
   tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, is_profile_);
   push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
   Tape::current() = tape_.get();
-  c10::impl::tls_set_dispatch_key_included(kMode, true);
+  c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
   ++depth_;
   return true;
 }
@@ -194,7 +192,7 @@ void Recorder::leave() {
     return;
   }
   if (depth_ == 0 || --depth_ > 0) return;
-  c10::impl::tls_set_dispatch_key_included(kMode, false);
+  c10::impl::tls_set_dispatch_key_included(kRecorderKey, false);
   Tape::current() = nullptr;
   pop_hooks();
   const std::shared_ptr<Tape> tape = std::move(tape_);
@@ -267,7 +265,9 @@ void register_record(py::module_& m) {
       .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.ledger().peak_bytes; })
       .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed; })
       .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds; })
-      .def_property_readonly("divergence", &Recorder::divergence);
+      .def_property_readonly("divergence", &Recorder::divergence)
+      .def_property_readonly_static("dispatch_key",
+                                    [](const py::object&) { return std::string(c10::toString(kRecorderKey)); });
 }
 
 }  // namespace drivetrain::activation

@@ -26,7 +26,6 @@ class Recorder {
   // False: another thread's pass is being recorded, and this one's is not.
   bool enter();
   void leave();
-  bool is_active() const { return depth_ > 0; }
   void set_module(int32_t module);
 
   // The tapes of this profile since the last call of it.

@@ -216,7 +216,7 @@ void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& 
   static PyMethodDef pack_method{"pack", &Recomputation::pack, METH_O, nullptr};
   static PyMethodDef unpack_method{"unpack", &Recomputation::unpack, METH_O, nullptr};
   const auto [args, kwargs] = region_->inputs_->get();  // may recompute an outer region
-  const RandomStatesGuard random_states(region_->random_states_);
+  const RandomStatesGuard random_states(region_->random_states_ ? &*region_->random_states_ : nullptr);
   const AutocastGuard autocast(region_->autocast_);
   const at::AutoGradMode grad_mode(true);
   const HooksGuard hooks(&pack_method, capsule(self, kRecomputation), &unpack_method);

@@ -18,6 +18,7 @@ namespace drivetrain::activation {
 namespace {
 
 constexpr int64_t kSmallestOffload = 1 << 16;  // below, a copy is mostly its start
+constexpr c10::DispatchKeySet kPythonKeys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
 Packing packing_of_form(int8_t form) {
   return form == kAsBits ? Packing::kBits : form == kAsBFloat16 ? Packing::kBFloat16 : Packing::kInt8;
@@ -35,8 +36,7 @@ bool is_plain(const at::Tensor& tensor) {
 // The same memory and count of writes, without autograd's part.
 at::Tensor alias_of(const at::Tensor& tensor) {
   // A TorchDispatchMode would be asked for it.
-  const c10::impl::ExcludeDispatchKeyGuard no_python(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const c10::impl::ExcludeDispatchKeyGuard no_python(kPythonKeys);
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), /*allow_tensor_metadata_change=*/true));
 }
@@ -100,6 +100,16 @@ void for_each_tensor(const c10::IValue& value, const Function& function) {
   }
 }
 
+at::Tensor tensor_in(const c10::IValue& value, int32_t element) {
+  return element < 0 ? value.toTensor() : value.toListRef()[element].toTensor();
+}
+
+// Of a tensor that was there before the pass.
+bool is_freed(const TensorRef& ref) {
+  return is_plain(ref.direct) && ref.direct.storage().nbytes() < ref.storage_bytes;
+}
+bool is_written(const TensorRef& ref) { return is_plain(ref.direct) && ref.direct._version() != ref.version; }
+
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // What runs below autograd, in the state that the recorded call found.
@@ -110,9 +120,7 @@ class Below {
 
  private:
   static c10::impl::LocalDispatchKeySet without_autograd(c10::impl::LocalDispatchKeySet keys) {
-    keys.included_ =
-        keys.included_ - c10::DispatchKeySet({c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::Python,
-                                              c10::DispatchKey::PythonTLSSnapshot});
+    keys.included_ = (keys.included_ - kPythonKeys).remove(kRecorderKey);
     keys.excluded_ = keys.excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
     return keys;
   }
@@ -168,8 +176,7 @@ class Stopwatch {
 Tape::Op::Op(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys, int32_t module)
     : traits(&traits),
       handle(handle),
-      keys((keys & c10::after_ADInplaceOrView_keyset) -
-           c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})),
+      keys((keys & c10::after_ADInplaceOrView_keyset) - kPythonKeys),
       local_keys(c10::impl::tls_local_dispatch_key_set()),
       is_grad_enabled(c10::GradMode::is_enabled()),
       module(module) {}
@@ -225,13 +232,17 @@ int32_t Tape::value_of(const at::Tensor& tensor, bool is_foreign) {
   }
   const int32_t value = found->second.value;
   if (value < 0 || values_[value].is_torn || values_[value].version == tensor._version()) return value;
-  // Written by somebody we did not see.
-  protect(value);
-  const int32_t written = add_value(tensor, -1, false);
-  values_[written].replaces = value;
-  values_[value].is_overwritten = true;
-  if (is_profile_) hold(written, tensor);
-  return written;
+  write_unseen(value, tensor);
+  return known_.at(tensor.storage().unsafeGetStorageImpl()).value;
+}
+
+// Somebody we did not see has written, or may have: what is there now is another value.
+void Tape::write_unseen(int32_t before, const at::Tensor& tensor) {
+  protect(before);
+  const int32_t value = add_value(tensor, -1, false);
+  values_[value].replaces = before;
+  values_[before].is_overwritten = true;
+  if (is_profile_) hold(value, tensor);
 }
 
 // Its memory is about to be written over.
@@ -302,17 +313,6 @@ void Tape::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack
   }
 }
 
-void Tape::note_unseen_write(const at::Tensor& tensor) {
-  if (!is_plain(tensor)) return;
-  const int32_t before = value_of(tensor, false);
-  if (before < 0) return;
-  protect(before);
-  const int32_t value = add_value(tensor, -1, false);
-  values_[value].replaces = before;
-  values_[before].is_overwritten = true;
-  if (is_profile_) hold(value, tensor);
-}
-
 // What was there before the pass is about to be written: operations that have read it read a copy when they are
 // replayed.
 void Tape::preserve(const at::Tensor& tensor) {
@@ -320,8 +320,7 @@ void Tape::preserve(const at::Tensor& tensor) {
   for (Op& op : ops_) {
     for (TensorRef& ref : op.refs) {
       if (ref.value >= 0 || !ref.direct.defined() || op.traits->writes[ref.arg] ||
-          ref.direct.storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl() ||
-          ref.direct._version() != ref.version) {
+          ref.direct.storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl() || is_written(ref)) {
         continue;
       }
       if (!copy.defined()) copy = copy_of(tensor);
@@ -331,7 +330,7 @@ void Tape::preserve(const at::Tensor& tensor) {
   }
 }
 
-bool Tape::is_never_replayed(const OpTraits& traits) const {
+bool Tape::plan_replays_no(const OpTraits& traits) const {
   if (!plan_ || is_profile_ || !divergence_.empty() || ops_.size() >= plan_->ops.size()) return false;
   const PlannedOp& planned = plan_->ops[ops_.size()];
   return !planned.is_replayed && planned.name == traits.name && !traits.writes_any && !traits.tears;
@@ -344,52 +343,54 @@ void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     Tape& tape;
   } const running(*this);
   try {
-    op.redispatchBoxed(
-        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::TESTING_ONLY_GenericMode), stack);
+    op.redispatchBoxed(keys & kBelowRecorder, stack);
   } catch (...) {
     unresolved_.clear();
     throw;
   }
 }
 
+// All that calling it again takes. `written`: in the order of those references whose argument is written.
+void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, std::vector<at::Tensor>& written) {
+  const OpTraits& traits = *op.traits;
+  const size_t num_args = op.handle.schema().arguments().size();
+  op.args.reserve(num_args);
+  for (size_t i = 0; i < num_args; ++i) {
+    const c10::IValue& argument = stack[stack.size() - num_args + i];
+    op.args.push_back(keep_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
+    if (!traits.writes[i]) continue;
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written.push_back(tensor); });
+  }
+  for (const TensorRef& ref : op.refs) {
+    if (!traits.writes[ref.arg] && !traits.is_statistic(ref.arg)) continue;
+    if (ref.value >= 0) {
+      if (traits.writes[ref.arg]) protect(ref.value);
+    } else if (ref.direct.defined()) {
+      for (Tape* tape : ledger_->tapes) tape->preserve(ref.direct);
+    }
+  }
+  if (traits.is_batch_norm && op.args[5].toBool()) {
+    std::erase_if(op.refs, [&](const TensorRef& ref) { return ref.value < 0 && traits.is_statistic(ref.arg); });
+  }
+  if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
+  const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);  // autocast is switched by those
+  if (!autocast_ || autocast_keys_ != keys_now) {
+    autocast_ = std::make_shared<const Autocast>(Autocast::now());
+    autocast_keys_ = keys_now;
+  }
+  op.autocast = autocast_;
+}
+
 void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   Op op(handle, traits, keys, module_);
-  std::vector<at::Tensor> written;  // in the order of those references whose argument is written
-  const bool is_noted_only = traits.is_view || is_never_replayed(traits);
+  std::vector<at::Tensor> written;
+  const bool is_noted_only = traits.is_view || plan_replays_no(traits);
   if (is_noted_only) {
     note_arguments(handle, *stack);
   } else {
-    const size_t num_args = handle.schema().arguments().size();
-    op.args.reserve(num_args);
-    for (size_t i = 0; i < num_args; ++i) {
-      const c10::IValue& argument = (*stack)[stack->size() - num_args + i];
-      op.args.push_back(keep_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
-      if (!traits.writes[i]) continue;
-      for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written.push_back(tensor); });
-    }
-    for (const TensorRef& ref : op.refs) {
-      const bool is_statistic = ref.arg == traits.statistics || ref.arg == traits.statistics + 1;
-      if (!traits.writes[ref.arg] && (traits.statistics < 0 || !is_statistic)) continue;
-      if (ref.value >= 0) {
-        if (traits.writes[ref.arg]) protect(ref.value);
-      } else if (ref.direct.defined()) {
-        for (Tape* tape : ledger_->tapes) tape->preserve(ref.direct);
-      }
-    }
-    if (traits.is_batch_norm && op.args[5].toBool()) {
-      std::erase_if(op.refs, [&](const TensorRef& ref) {
-        return ref.value < 0 && (ref.arg == traits.statistics || ref.arg == traits.statistics + 1);
-      });
-    }
-    if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
-    const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);  // autocast is switched by those
-    if (!autocast_ || autocast_keys_ != keys_now) {
-      autocast_ = std::make_shared<const Autocast>(Autocast::now());
-      autocast_keys_ = keys_now;
-    }
-    op.autocast = autocast_;
+    keep_arguments(op, *stack, written);
   }
   std::vector<at::Tensor> communicated;  // written, whatever the schema says
   if (traits.is_collective) {
@@ -398,7 +399,10 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
     }
   }
   run(handle, keys, stack);
-  for (const at::Tensor& tensor : communicated) note_unseen_write(tensor);
+  for (const at::Tensor& tensor : communicated) {
+    const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
+    if (value >= 0) write_unseen(value, tensor);
+  }
   if (traits.is_view && unresolved_.empty()) return;
   const bool can_forget = !is_noted_only && can_replay(op);
   note_results(std::move(op), can_forget, written, stack);
@@ -530,14 +534,11 @@ void Tape::end() {
   for (Value& value : values_) value.num_users = value.num_saved;
   for (size_t i = ops_.size(); i-- > 0;) {
     Op& op = ops_[i];
-    op.is_pending = std::any_of(op.writes.begin(), op.writes.end(), [&](const Slot& slot) {
-      return values_[slot.value].num_users > 0 && !is_there(slot.value);
-    });
+    op.is_pending = is_asked_for(op);
     if (op.is_pending) {
       for (const int32_t read : op.reads) ++values_[read].num_users;
-    } else if (!is_profile_) {
-      op.args.clear();
-      op.refs.clear();
+    } else {
+      forget_arguments(op);
     }
   }
   if (is_profile_) return;  // rehearse() is still to come
@@ -623,6 +624,19 @@ void Tape::prefetch_before(int32_t index) {
   ledger_->add(value.held_bytes);
 }
 
+// Whether a value that it wrote is, and has to be replayed for that.
+bool Tape::is_asked_for(const Op& op) const {
+  return std::any_of(op.writes.begin(), op.writes.end(),
+                     [&](const Slot& slot) { return values_[slot.value].num_users > 0 && !is_there(slot.value); });
+}
+
+// It will not be called again, but to be rehearsed.
+void Tape::forget_arguments(Op& op) const {
+  if (is_profile_) return;
+  op.args.clear();
+  op.refs.clear();
+}
+
 void Tape::drop_user(int32_t value) {
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
@@ -633,26 +647,21 @@ void Tape::drop_user(int32_t value) {
     let_go(next);
     if (values_[next].op < 0) continue;
     Op& op = ops_[values_[next].op];
-    const bool is_wanted = std::any_of(op.writes.begin(), op.writes.end(), [&](const Slot& slot) {
-      return values_[slot.value].num_users > 0 && !is_there(slot.value);
-    });
-    if (!op.is_pending || is_wanted) continue;
+    if (!op.is_pending || is_asked_for(op)) continue;
     op.is_pending = false;
     todo.insert(todo.end(), op.reads.begin(), op.reads.end());
-    if (is_profile_) continue;
-    op.args.clear();
-    op.refs.clear();
+    forget_arguments(op);
   }
 }
 
 at::Tensor Tape::checked(const TensorRef& ref) const {
-  if (is_plain(ref.direct) && ref.direct.storage().nbytes() < ref.storage_bytes) {
+  if (is_freed(ref)) {
     throw_checkpoint_error(text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
                                 " that the forward pass read has been freed before backward came to what needs it. "
                                 "Usually FSDP reshards its parameters after forward: set reshard_after_forward=False, "
                                 "or leave that module without a budget."));
   }
-  if (is_plain(ref.direct) && ref.direct._version() != ref.version) {
+  if (is_written(ref)) {
     throw_checkpoint_error(
         text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
              " that the forward pass read, but did not make (a parameter, a buffer or an input), was modified in place "
@@ -722,28 +731,19 @@ std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const 
   std::vector<at::Tensor> arguments;  // that are written
   for (const Slot& slot : op.writes) {
     if (!slot.is_argument) continue;
-    arguments.push_back(slot.element < 0 ? stack[slot.index].toTensor()
-                                         : stack[slot.index].toListRef()[slot.element].toTensor());
+    arguments.push_back(tensor_in(stack[slot.index], slot.element));
   }
   {
     const Below below(op.local_keys, op.is_grad_enabled);
-    const std::optional<RandomStates> states = op.random_states ? std::optional(*op.random_states) : std::nullopt;
-    const RandomStatesGuard random_states(states);
+    const RandomStatesGuard random_states(op.random_states.get());
     std::optional<AutocastGuard> autocast;
-    if (*op.autocast != Autocast::now()) {
-      autocast.emplace(*op.autocast);
-    }
+    if (*op.autocast != Autocast::now()) autocast.emplace(*op.autocast);
     op.handle.redispatchBoxed(op.keys, &stack);
   }
   std::vector<at::Tensor> results;
   size_t next_argument = 0;
   for (const Slot& slot : op.writes) {
-    if (slot.is_argument) {
-      results.push_back(arguments[next_argument++]);
-    } else {
-      results.push_back(slot.element < 0 ? stack[slot.index].toTensor()
-                                         : stack[slot.index].toListRef()[slot.element].toTensor());
-    }
+    results.push_back(slot.is_argument ? arguments[next_argument++] : tensor_in(stack[slot.index], slot.element));
   }
   return results;
 }
@@ -795,17 +795,16 @@ void Tape::replay(int32_t index) {
   }
   op.is_pending = false;
   for (const int32_t read : op.reads) drop_user(read);
-  if (is_profile_) return;
-  op.args.clear();
-  op.refs.clear();
+  forget_arguments(op);
 }
 
 // ---- The profile
 
 void Tape::rehearse() {
   DT_INVARIANT(is_profile_ && has_ended_);
-  const RandomStatesGuard random_states{std::optional(RandomStates::now())};
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  const RandomStates states = RandomStates::now();
+  const RandomStatesGuard random_states(&states);
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   const at::NoGradGuard no_grad;
   std::vector<int32_t> last_reader(values_.size(), -1);
   for (size_t i = 0; i < ops_.size(); ++i) {
@@ -816,8 +815,7 @@ void Tape::rehearse() {
   for (size_t i = 0; i < ops_.size(); ++i) {
     Op& op = ops_[i];
     bool can_call = can_replay(op) && std::all_of(op.refs.begin(), op.refs.end(), [](const TensorRef& ref) {
-                      return ref.value >= 0 || (ref.direct._version() == ref.version &&
-                                                ref.direct.storage().nbytes() >= ref.storage_bytes);
+                      return !is_freed(ref) && !is_written(ref);
                     });
     for (const int32_t read : op.reads) {
       if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_torn) {

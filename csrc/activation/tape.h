@@ -26,6 +26,10 @@
 
 namespace drivetrain::activation {
 
+// Where the recorder sits: above autograd, and nobody else's.
+constexpr auto kRecorderKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+constexpr c10::DispatchKeySet kBelowRecorder(c10::DispatchKeySet::FULL_AFTER, kRecorderKey);
+
 // What happens to a value once the forward pass has no more use for it.
 enum Form : int8_t {
   kUnplanned = -2,  // is kept if autograd saves it
@@ -75,6 +79,8 @@ struct Ledger {
 // What the recorder knows of an operation from its schema, for every call of it.
 struct OpTraits {
   explicit OpTraits(const c10::OperatorHandle& op);
+
+  bool is_statistic(int32_t arg) const { return statistics >= 0 && (arg == statistics || arg == statistics + 1); }
 
   std::string name;
   std::vector<bool> writes;  // per argument: whether its memory is written
@@ -225,14 +231,15 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void protect(int32_t value);
   void tear(int32_t value);
   void make_opaque(int32_t value, const at::Tensor& tensor);
+  void write_unseen(int32_t value, const at::Tensor& tensor);
+  void keep_arguments(Op& op, const torch::jit::Stack& stack, std::vector<at::Tensor>& written);
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
   void note_results(Op op, bool can_forget, const std::vector<at::Tensor>& written, torch::jit::Stack* stack);
   void preserve(const at::Tensor& tensor);
-  void note_unseen_write(const at::Tensor& tensor);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-  bool is_never_replayed(const OpTraits& traits) const;
+  bool plan_replays_no(const OpTraits& traits) const;
   void plan_values(int32_t op);
   bool can_replay(const Op& op) const;
   void resolve(Saved& saved, const at::Tensor& tensor);
@@ -244,6 +251,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void prefetch_before(int32_t value);
   void try_forms(int32_t value);
   void let_go(int32_t value);
+  bool is_asked_for(const Op& op) const;
+  void forget_arguments(Op& op) const;
   void drop_user(int32_t value);
   void materialise(int32_t value);
   void replay(int32_t op);

@@ -160,7 +160,7 @@ class ActivationPlan:
         self._pool = pool
         self._trace = trace
         self._choice: Choice | None = None
-        self._recorder = Choice.recorder()
+        self._recorder = _C.ActivationRecorder(is_profile=False)
         self._recording: Recording | None = None
         self.unplanned_bytes = unplanned_bytes
         self.budget_bytes = 0

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import nn
 
+from .. import _C
 from . import plan, table
 
 if TYPE_CHECKING:
@@ -106,7 +107,10 @@ class CompiledRegions:
         ratio = round(high * share_bytes / own_bytes, 4)
         with _progress() as tell:
             for count in range(1, _MAX_RECOMPILATIONS + 1):
-                tell(f"activation_budget: compiles at memory budget {ratio:.3f} ({count} of at most 5)")
+                tell(
+                    f"activation_budget: compiles at memory budget {ratio:.3f} "
+                    f"({count} of at most {_MAX_RECOMPILATIONS})"
+                )
                 self.install(ratio)
                 tried, _ = profile()
                 self.measured[ratio] = own_bytes = _unseen_bytes(tried)
@@ -337,17 +341,16 @@ def _drop_compiled(is_to_go: Callable[[_Backend], bool]) -> None:
 
 def _unseen_bytes(trace: "Trace") -> int:
     """What autograd keeps that no recorded operation made: what compiled regions save, and the step's inputs."""
-    total = begin = 0
     saved = {value for value, _ in trace.uses}
-    for one in trace.passes:
-        made = {value for op in one.ops for value in op[4]}
+    total = 0
+    for begin, one in trace.passes_at():
+        made = one.made
         total += sum(v[0] for i, v in enumerate(one.values) if begin + i in saved and i not in made)
-        begin += len(one.values)
     return total
 
 
 def _recorders_key() -> Any:
-    key = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+    key = torch._C._parse_dispatch_key(_C.ActivationRecorder.dispatch_key)
     assert key is not None, "every torch has it"
     return torch._C.DispatchKeySet(key)
 

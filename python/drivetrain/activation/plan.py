@@ -22,16 +22,11 @@ class Choice:
     smallest_bytes: int
     is_feasible: bool
 
-    @staticmethod
-    def recorder() -> _C.ActivationRecorder:
-        return _C.ActivationRecorder(is_profile=False)
-
     def tape_plans(self, trace: Trace) -> list[list[tuple[str, list[int], bool]]]:
         """For each pass and operation its name, what becomes of each value it makes, and whether it is replayed."""
         needed, replayed = self.needed(trace)
         plans = []
-        begin = 0
-        for which, one in enumerate(trace.passes):
+        for which, (begin, one) in enumerate(trace.passes_at()):
             sources = {begin + read for op in replayed[which] for read in one.ops[op][3]}
             plan = []
             for index, (name, _, _, _, writes) in enumerate(one.ops):
@@ -46,17 +41,13 @@ class Choice:
                         forms.append(KEEP if value in sources else UNPLANNED)
                 plan.append((name, forms, index in replayed[which]))
             plans.append(plan)
-            begin += len(one.values)
         return plans
 
     def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:
         """The values that backward asks for, or that a replay of such reads; and for each pass, what is replayed."""
         needed = {value for value, _ in trace.uses}
         replayed: list[set[int]] = [set() for _ in trace.passes]
-        begin = sum(len(one.values) for one in trace.passes)
-        for which in reversed(range(len(trace.passes))):
-            one = trace.passes[which]
-            begin -= len(one.values)
+        for which, (begin, one) in reversed(list(enumerate(trace.passes_at()))):
             for index in reversed(range(len(one.ops))):
                 _, _, _, reads, writes = one.ops[index]
                 if any(self.keeping[begin + write] == FORGET and begin + write in needed for write in writes):

@@ -38,8 +38,7 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
     needed, _ = choice.needed(trace)
     paths: list[tuple[str, ...]] = []
     found: list[dict[str, Any]] = []
-    begin = 0
-    for which, one in enumerate(trace.passes):
+    for which, (begin, one) in enumerate(trace.passes_at()):
         for index, (_, module, seconds, _, writes) in enumerate(one.ops):
             row: dict[str, Any] = dict.fromkeys(_SUMMED, 0) | {"measured_seconds": None}
             replayed = False
@@ -62,7 +61,6 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
             name = trace.modules[module] if module >= 0 else ""
             paths.append(tuple(name.split(".")) if name else ())
             found.append(row)
-        begin += len(one.values)
     return [{"block": name, **_sum([found[i] for i in indices])} for name, indices in _blocks(paths, found)]
 
 

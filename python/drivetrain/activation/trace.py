@@ -2,9 +2,10 @@
 them."""
 
 import dataclasses
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ class Pass:
     ops: list[Op]
     values: list[Value]
 
+    @property
+    def made(self) -> set[int]:
+        """The values that an operation of this pass made."""
+        return {value for op in self.ops for value in op[4]}
+
 
 @dataclasses.dataclass
 class Trace:
@@ -42,14 +48,18 @@ class Trace:
     modules: list[str]
     has_one_path: bool = True  # every profiled step did the same
 
+    def passes_at(self) -> Iterator[tuple[int, Pass]]:
+        """Each pass, with its first value's place in the row."""
+        begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
+        return zip(begins, self.passes, strict=False)
+
     def for_solver(self) -> tuple[list[Any], list[Any], list[tuple[int, bool]]]:
         """The values, operations and uses that `_C.activation_solve` takes. What nobody was seen to make but autograd
         keeps is made by an operation before all."""
         values: list[Any] = []
         ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
-        for one in self.passes:
-            begin = len(values)
-            made = {value for op in one.ops for value in op[4]}
+        for begin, one in self.passes_at():
+            made = one.made
             for index, (num_bytes, can_keep, can_forget, replaces, forms) in enumerate(one.values):
                 if index not in made:
                     ops[0][2].append(begin + index)
@@ -159,12 +169,12 @@ class Recording:
         return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
 
     def _before(self, *_: object) -> None:
-        # A pass that was interrupted (KeyboardInterrupt) has not called _after.
-        frames = stack_of(sys._getframe(1))
-        depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
         entered = self._entered()
-        while len(entered) >= max(depth, 1):
-            self._after()
+        if entered:  # a pass around this one, or one that was interrupted (KeyboardInterrupt) and has not called _after
+            frames = stack_of(sys._getframe(1))
+            depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
+            while len(entered) >= max(depth, 1):
+                self._after()
         # torch.func's transforms know no hooks on what is saved.
         has_hooks = _saved_tensors_hooks_get_disabled_error_message() is None
         enters = torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_hooks

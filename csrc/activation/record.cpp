@@ -87,6 +87,32 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_call>());
 }
 
+bool has_own_kernel(const c10::OperatorHandle& op) {
+  for (auto at = static_cast<uint8_t>(c10::BackendComponent::InvalidBit) + 1;
+       at <= static_cast<uint8_t>(c10::BackendComponent::EndOfBackendKeys); ++at) {
+    const auto backend = static_cast<c10::BackendComponent>(at);
+    if (op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, backend))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// From now on torch's own views, which are known by their memory, and what passes on every backend do not come here:
+// looking at a call costs as much as a small operation.
+void let_pass() {
+  static torch::Library library(torch::Library::IMPL, "aten", kRecorderKey, __FILE__, __LINE__);
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.getNamespace() != "aten") continue;
+    const std::optional<c10::OperatorHandle> op = dispatcher.findSchema(name);
+    if (!op) continue;
+    const OpTraits traits(*op);
+    const bool never_comes = traits.is_composite ? !has_own_kernel(*op) : traits.is_view;
+    if (never_comes) library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFallthrough());
+  }
+}
+
 PyObject* pack(PyObject* tape, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
@@ -132,6 +158,12 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
             std::all_of(returns.begin(), returns.end(), [](const c10::Argument& returned) {
               return returned.alias_info() != nullptr && !returned.alias_info()->isWrite();
             });
+}
+
+Recorder::Recorder(bool is_profile)
+    : is_profile_(is_profile), ledger_(std::make_shared<Ledger>()), forms_(std::make_shared<Forms>()) {
+  static std::once_flag once;
+  std::call_once(once, &let_pass);
 }
 
 Recorder::~Recorder() {

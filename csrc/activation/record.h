@@ -12,8 +12,7 @@ namespace drivetrain::activation {
 
 class Recorder {
  public:
-  explicit Recorder(bool is_profile)
-      : is_profile_(is_profile), ledger_(std::make_shared<Ledger>()), forms_(std::make_shared<Forms>()) {}
+  explicit Recorder(bool is_profile);
   ~Recorder();
 
   // One for each forward pass that is under way or waits for its backward when the next begins.

@@ -82,6 +82,9 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return view_of(copy, ref);
 }
 
+// Has been computed, and is no view of a parameter.
+bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._base() : tensor).grad_fn() != nullptr; }
+
 bool covers_its_storage(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes();
 }
@@ -278,7 +281,7 @@ void Tape::keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& t
   ref.element = element;
   ref.value = -1;
   if (!is_plain(tensor)) return;
-  ref.value = value_of(tensor, tensor.grad_fn() != nullptr);
+  ref.value = value_of(tensor, is_computed(tensor));
   describe(tensor, ref);
   if (ref.value < 0) {
     ref.direct = alias_of(tensor);
@@ -308,7 +311,7 @@ void Tape::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack
   const size_t num_args = op.schema().arguments().size();
   for (size_t i = stack.size() - num_args; i < stack.size(); ++i) {
     for_each_tensor(stack[i], [&](const at::Tensor& tensor, int32_t) {
-      if (is_plain(tensor)) value_of(tensor, tensor.grad_fn() != nullptr);
+      if (is_plain(tensor)) value_of(tensor, is_computed(tensor));
     });
   }
 }

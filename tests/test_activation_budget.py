@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
 from drivetrain import _C
+from drivetrain.activation.plan import FORGET, KEEP, Choice
 from drivetrain.activation.trace import Recording, profile
 
 Step = Callable[[], object]
@@ -330,6 +332,41 @@ def test_bits_with_everything_forgotten(name: str) -> None:
     assert recorder.num_replayed > 0
     assert recorder.live_bytes == 0
     assert recorder.divergence == ""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_whatever_is_forgotten(name: str) -> None:
+    """Other choices than the solver's, most of which no budget would lead to."""
+    expected = Run(name).result()
+    run, fresh = Run(name), Run(name)
+    before = copy.deepcopy(run.model.state_dict())
+    trace, _ = profile(run.model, run.step, 2)
+    values = [value for one in trace.passes for value in one.values]
+    choose = random.Random(0)
+    for _ in range(30):
+        share = choose.random()
+        keeping = [
+            FORGET if not can_keep or (can_forget and choose.random() < share) else KEEP
+            for _, can_keep, can_forget, _, _ in values
+        ]
+        recorder = _C.ActivationRecorder(is_profile=False)
+        recorder.set_plans(Choice(keeping, 0, 0.0, 0.0, 0, True).tape_plans(trace))
+        run.model.load_state_dict(before)
+        run.model.zero_grad()
+        run.inputs.grad = None
+        if name == "random":
+            run.model.own.set_state(fresh.model.own.get_state())
+        fill_free_memory()
+        with Recording(run.model, recorder):
+            assert_same_bits(run.result(), expected)
+        assert recorder.live_bytes == 0
+
+
+def fill_free_memory() -> None:
+    """What is read before it is written shall show."""
+    sizes = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+    held = [torch.full((numel,), torch.nan) for numel in sizes for _ in range(40)]
+    held.clear()
 
 
 def smallest_in(error: ValueError) -> str:

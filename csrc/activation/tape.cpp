@@ -353,8 +353,8 @@ void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   }
 }
 
-// All that calling it again takes. `written`: in the order of those references whose argument is written.
-void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, std::vector<at::Tensor>& written) {
+// All that calling it again takes.
+void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack) {
   const OpTraits& traits = *op.traits;
   const size_t num_args = op.handle.schema().arguments().size();
   op.args.reserve(num_args);
@@ -362,7 +362,7 @@ void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, std::vector<at
     const c10::IValue& argument = stack[stack.size() - num_args + i];
     op.args.push_back(keep_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
     if (!traits.writes[i]) continue;
-    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written.push_back(tensor); });
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written_.push_back(tensor); });
   }
   for (const TensorRef& ref : op.refs) {
     if (!traits.writes[ref.arg] && !traits.is_statistic(ref.arg)) continue;
@@ -387,13 +387,13 @@ void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, std::vector<at
 void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
+  written_.clear();
   Op op(handle, traits, keys, module_);
-  std::vector<at::Tensor> written;
   const bool is_noted_only = traits.is_view || plan_replays_no(traits);
   if (is_noted_only) {
     note_arguments(handle, *stack);
   } else {
-    keep_arguments(op, *stack, written);
+    keep_arguments(op, *stack);
   }
   std::vector<at::Tensor> communicated;  // written, whatever the schema says
   if (traits.is_collective) {
@@ -408,10 +408,19 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
   }
   if (traits.is_view && unresolved_.empty()) return;
   const bool can_forget = !is_noted_only && can_replay(op);
-  note_results(std::move(op), can_forget, written, stack);
-  for (auto& [saved, tensor] : std::exchange(unresolved_, {})) {
-    if (const auto alive = saved.lock()) resolve(*alive, tensor);
+  note_results(std::move(op), can_forget, stack);
+  for (const Unresolved& unresolved : std::exchange(unresolved_, {})) {
+    const auto saved = unresolved.saved.lock();
+    if (!saved) continue;
+    if (!unresolved.version || *unresolved.version == unresolved.tensor._version()) {
+      resolve(*saved, unresolved.tensor);
+      continue;
+    }
+    describe(unresolved.tensor, saved->ref);  // what was saved is not there any more: take() says so
+    saved->ref.version = *unresolved.version;
+    saved->ref.direct = unresolved.tensor;
   }
+  written_.clear();
 }
 
 bool Tape::can_replay(const Op& op) const {
@@ -424,13 +433,13 @@ bool Tape::can_replay(const Op& op) const {
   return std::none_of(op.args.begin(), op.args.end(), [](const c10::IValue& arg) { return arg.isGenerator(); });
 }
 
-void Tape::note_results(Op op, bool can_forget, const std::vector<at::Tensor>& written, torch::jit::Stack* stack) {
+void Tape::note_results(Op op, bool can_forget, torch::jit::Stack* stack) {
   const auto index = static_cast<int32_t>(ops_.size());
   std::vector<at::Tensor> made;  // for each slot
   size_t next_written = 0;
   for (const TensorRef& ref : op.refs) {
     if (!op.traits->writes[ref.arg]) continue;
-    const at::Tensor& tensor = written[next_written++];
+    const at::Tensor& tensor = written_[next_written++];
     if (ref.value < 0 || !is_plain(tensor)) continue;
     const bool is_twice = std::any_of(op.writes.begin(), op.writes.end(),
                                       [&](const Slot& slot) { return values_[slot.value].replaces == ref.value; });
@@ -503,12 +512,17 @@ std::shared_ptr<Tape::Saved> Tape::save(const at::Tensor& tensor) {
     return saved;
   }
   if (is_running_) {
-    // It may be a result, which is not known yet.
-    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+    // It may be a result, which is not known yet, or an argument that is about to be one: rrelu_with_noise's noise is
+    // saved before it is drawn.
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+    const auto found = known_.find(storage);
     const bool is_known =
         found != known_.end() && (found->second.value < 0 || values_[found->second.value].version == tensor._version());
-    if (!is_known) {
-      unresolved_.emplace_back(saved, alias_of(tensor));
+    const bool is_written = std::any_of(written_.begin(), written_.end(), [&](const at::Tensor& written) {
+      return is_plain(written) && written.storage().unsafeGetStorageImpl() == storage;
+    });
+    if (!is_known || is_written) {
+      unresolved_.push_back({saved, alias_of(tensor), is_known ? std::optional(tensor._version()) : std::nullopt});
       return saved;
     }
   }

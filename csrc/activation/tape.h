@@ -220,6 +220,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
     double seconds = 0;
     bool is_pending = false;  // a value that it wrote may be asked for
   };
+  struct Unresolved {
+    std::weak_ptr<Saved> saved;
+    at::Tensor tensor;
+    std::optional<uint32_t> version;  // that was saved, of an argument
+  };
   struct Known {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that nobody gets its address
     int32_t value;
@@ -232,10 +237,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void tear(int32_t value);
   void make_opaque(int32_t value, const at::Tensor& tensor);
   void write_unseen(int32_t value, const at::Tensor& tensor);
-  void keep_arguments(Op& op, const torch::jit::Stack& stack, std::vector<at::Tensor>& written);
+  void keep_arguments(Op& op, const torch::jit::Stack& stack);
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
-  void note_results(Op op, bool can_forget, const std::vector<at::Tensor>& written, torch::jit::Stack* stack);
+  void note_results(Op op, bool can_forget, torch::jit::Stack* stack);
   void preserve(const at::Tensor& tensor);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
@@ -272,8 +277,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<Value> values_;
   std::vector<Op> ops_;
   std::unordered_map<const c10::StorageImpl*, Known> known_;
-  std::vector<std::pair<std::weak_ptr<Saved>, at::Tensor>> unresolved_;  // saved by the operation that runs now
-  bool is_running_ = false;                                              // an operation
+  bool is_running_ = false;             // an operation
+  std::vector<at::Tensor> written_;     // by it: in the order of those references whose argument is written
+  std::vector<Unresolved> unresolved_;  // saved by it
   bool has_ended_ = false;
   int32_t num_saved_ = 0;
   int32_t module_ = -1;

@@ -4,7 +4,10 @@ import copy
 import itertools
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import drivetrain
 from drivetrain import _C
 from drivetrain.activation.plan import FORGET, KEEP, Choice
-from drivetrain.activation.trace import Recording, profile
+from drivetrain.activation.trace import Recording, _profile_frugally, _profile_whole, profile
 
 Step = Callable[[], object]
 
@@ -1124,11 +1127,102 @@ def test_a_step_that_fails_leaves_no_plan(gpt: tuple[nn.Module, Step]) -> None:
     drivetrain.activation_budget(model, step, 10**30)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_profile_with_nothing_kept_sees_what_one_with_everything_does(name: str) -> None:
+    run = Run(name)
+    fill_free_memory()
+    whole, peak = _profile_whole(run.model, run.step, 2, [], None)
+    frugal, estimate = _profile_frugally(run.model, run.step, [], None)
+    for mine, others in zip(frugal.passes, whole.passes, strict=True):
+        assert [(*op[:2], *op[3:]) for op in mine.ops] == [(*op[:2], *op[3:]) for op in others.ops]
+        assert [value[:4] for value in mine.values] == [value[:4] for value in others.values]
+    assert sorted(use for use in frugal.uses if use[1]) == sorted(use for use in whole.uses if use[1])
+    assert 0.7 * peak <= estimate <= peak  # which has what might have turned out to be needed
+
+
+DOES_NOT_FIT = """
+import resource, sys
+import torch
+import drivetrain
+
+def step():
+    try:
+        loss = model(x).square().mean()
+        loss.backward()
+    except Exception as error:
+        if "can't allocate memory" not in str(error):
+            raise SystemExit(f"a handler for Exception saw {error!r}")
+        raise
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+x = torch.randn(8192, 128)  # 4 MiB; so is what each of 24 layers saves
+model = torch.nn.Sequential(*(m for _ in range(12) for m in (torch.nn.Linear(128, 128), torch.nn.GELU())))
+step()
+expected = [param.grad.clone() for param in model.parameters()]
+model.zero_grad()
+size = 1024 * int(open("/proc/self/status").read().split("VmSize:")[1].split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (size + 60 * 2**20,) * 2)
+try:
+    step()
+except RuntimeError as error:
+    print(error)
+model.zero_grad()
+plan = drivetrain.activation_budget(model, step, "30MiB")
+assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), expected, strict=True))
+for _ in range(3):
+    model.zero_grad()
+    step()
+print(plan)
+"""
+
+
+def test_a_step_that_does_not_fit_into_memory_gets_its_budget() -> None:
+    command = [sys.executable, "-c", DOES_NOT_FIT]
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # tensors come from the system, and go back to it
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "can't allocate memory" in done.stdout.splitlines()[0]
+    assert "a step with everything kept did not fit: that it would keep 9" in done.stdout  # of MiB
+
+
+def test_gradients_and_random_states_are_as_before_a_step_that_did_not_fit(gpt: tuple[nn.Module, Step]) -> None:
+    model, _ = gpt
+    ids = torch.randint(50, (2, 24))
+
+    def accumulate() -> None:
+        losses = [model(ids) for _ in range(2)]
+        sum(losses).backward()
+
+    torch.manual_seed(3)
+    for _ in range(2):
+        accumulate()
+    expected = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    torch.manual_seed(3)
+    accumulate()
+    calls = 0
+
+    def fails_once() -> None:
+        nonlocal calls
+        calls += 1
+        accumulate()
+        if calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    plan = drivetrain.activation_budget(model, fails_once, "40%")
+    assert calls == 3  # with everything kept, with nothing, and under the plan
+    assert_same_bits({name: param.grad for name, param in model.named_parameters()}, expected)
+    assert plan.measured_bytes is not None
+    assert 0.9 * plan.budget_bytes <= plan.measured_bytes <= plan.budget_bytes
+    again = drivetrain.activation_budget(copy.deepcopy(model), plan=plan.to_dict())
+    assert again.notes == plan.notes
+
+
 def test_a_profile_that_does_not_fit_says_what_to_do(gpt: tuple[nn.Module, Step]) -> None:
-    model, step = gpt
+    model, _ = gpt
 
     def does_not_fit() -> None:
-        step()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
     with pytest.raises(torch.OutOfMemoryError, match="Profile a part of the batch with the same part of the budget"):
@@ -1183,3 +1277,30 @@ def test_bits_and_bytes_on_a_gpu(name: str, offload: str | None, monkeypatch: py
     assert_same_bits(run.result(), expected)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.live_bytes == 0
+
+
+@pytest.mark.gpu
+def test_a_step_that_does_not_fit_into_a_gpu_gets_its_budget() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(2**16, 256, device="cuda")  # 64 MiB; so is what each of 24 layers saves
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    expected = gradients(model, step)
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 800 * 2**20) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            step()
+        model.zero_grad()
+        plan = drivetrain.activation_budget(model, step, "400MiB")
+        assert "did not fit" in plan.notes[0]
+        model.zero_grad()
+        assert_same_bits(gradients(model, step), expected)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -113,6 +113,12 @@ void let_pass() {
   }
 }
 
+// Backward begins, and a frugal profile ends. Not an Exception: a step's own handlers are not for it.
+PyObject* profile_ended() {
+  static PyObject* type = PyErr_NewException("drivetrain._C.ActivationProfileEnded", PyExc_BaseException, nullptr);
+  return type;
+}
+
 PyObject* pack(PyObject* tape, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
@@ -124,6 +130,10 @@ PyObject* pack(PyObject* tape, PyObject* tensor) {
 PyObject* unpack(PyObject*, PyObject* saved) {
   HANDLE_TH_ERRORS
   const auto of = value_in<std::shared_ptr<Tape::Saved>>(saved, kSaved);
+  if (of->tape->is_frugal()) {
+    PyErr_SetString(profile_ended(), "drivetrain.activation_budget has seen what it needs of this step");
+    return nullptr;
+  }
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   return THPVariable_Wrap(of->tape->take(*of));
   END_HANDLE_TH_ERRORS
@@ -160,8 +170,8 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
             });
 }
 
-Recorder::Recorder(bool is_profile)
-    : is_profile_(is_profile), ledger_(std::make_shared<Ledger>()), forms_(std::make_shared<Forms>()) {
+Recorder::Recorder(Purpose purpose)
+    : purpose_(purpose), ledger_(std::make_shared<Ledger>()), forms_(std::make_shared<Forms>()) {
   static std::once_flag once;
   std::call_once(once, &let_pass);
 }
@@ -210,7 +220,7 @@ bool Recorder::enter() {
   });
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
-  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, is_profile_);
+  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_);
   push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
   Tape::current() = tape_.get();
   c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
@@ -218,7 +228,7 @@ bool Recorder::enter() {
   return true;
 }
 
-void Recorder::leave() {
+void Recorder::leave(bool is_whole) {
   if (depth_of_others_ > 0) {
     --depth_of_others_;
     return;
@@ -231,7 +241,7 @@ void Recorder::leave() {
   tape->end();
   divergence_ = tape->divergence();
   waiting_.push_back(tape);
-  if (!is_profile_) return;
+  if (purpose_ == Purpose::kPlan || !is_whole) return;
   profiled_.push_back(tape);
   tape->rehearse();
 }
@@ -245,8 +255,14 @@ std::vector<std::shared_ptr<Tape>> Recorder::take_tapes() { return std::exchange
 std::string Recorder::divergence() const { return divergence_; }
 
 void register_record(py::module_& m) {
+  m.attr("ActivationProfileEnded") = py::handle(profile_ended());
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
-      .def(py::init<bool>(), py::arg("is_profile"))
+      .def(py::init([](bool is_profile, bool is_frugal) {
+             return std::make_shared<Recorder>(!is_profile ? Purpose::kPlan
+                                               : is_frugal ? Purpose::kFrugalProfile
+                                                           : Purpose::kProfile);
+           }),
+           py::arg("is_profile"), py::arg("is_frugal") = false)
       .def(
           "set_plans",
           [](Recorder& recorder,
@@ -260,7 +276,7 @@ void register_record(py::module_& m) {
           },
           py::arg("plans"))
       .def("enter", &Recorder::enter)
-      .def("leave", &Recorder::leave)
+      .def("leave", &Recorder::leave, py::arg("is_whole") = true)
       .def(
           "set_forms",
           [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<HostPool> pool, int64_t budget_bytes) {
@@ -272,7 +288,7 @@ void register_record(py::module_& m) {
            [](Recorder& recorder) {
              py::list tapes;
              for (const auto& tape : recorder.take_tapes()) {
-               py::list values, ops, uses;
+               py::list values, ops, uses, saves;
                for (const auto& value : tape->value_traces()) {
                  py::list forms;
                  for (const auto& form : value.forms) forms.append(py::make_tuple(form.form, form.bytes, form.seconds));
@@ -282,7 +298,9 @@ void register_record(py::module_& m) {
                  ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));
                }
                for (const auto& use : tape->uses()) uses.append(py::make_tuple(use.value, use.is_release, use.order));
+               for (const auto& save : tape->saves()) saves.append(py::make_tuple(save.call, save.value));
                py::dict made;
+               made["saves"] = saves;
                made["values"] = values;
                made["ops"] = ops;
                made["uses"] = uses;

@@ -12,7 +12,7 @@ namespace drivetrain::activation {
 
 class Recorder {
  public:
-  explicit Recorder(bool is_profile);
+  explicit Recorder(Purpose purpose);
   ~Recorder();
 
   // One for each forward pass that is under way or waits for its backward when the next begins.
@@ -24,7 +24,8 @@ class Recorder {
 
   // False: another thread's pass is being recorded, and this one's is not.
   bool enter();
-  void leave();
+  // Where a pass has failed, nothing is learned from it.
+  void leave(bool is_whole = true);
   void set_module(int32_t module);
 
   // The tapes of this profile since the last call of it.
@@ -35,7 +36,7 @@ class Recorder {
   std::string divergence() const;
 
  private:
-  const bool is_profile_;
+  const Purpose purpose_;
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<Forms> forms_;
   std::vector<std::shared_ptr<TapePlan>> plans_;

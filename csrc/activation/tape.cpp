@@ -13,6 +13,7 @@
 
 #include "activation/region.h"
 #include "base/check.h"
+#include "base/hash.h"
 
 namespace drivetrain::activation {
 namespace {
@@ -72,6 +73,11 @@ at::Tensor flat_of(const at::Tensor& tensor, caffe2::TypeMeta dtype) {
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) { return flat_of(tensor, caffe2::TypeMeta::Make<uint8_t>()); }
+
+uint64_t hash_of_storage(const at::Tensor& tensor) {
+  const at::Tensor bytes = bytes_of(tensor).cpu();
+  return hash_bytes(bytes.const_data_ptr(), bytes.numel());
+}
 
 at::Tensor copy_of(const at::Tensor& tensor) {
   at::Tensor bytes = bytes_of(tensor);
@@ -190,11 +196,12 @@ Tape*& Tape::current() {
 }
 
 Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::shared_ptr<const Forms> forms,
-           bool is_profile)
+           Purpose purpose)
     : ledger_(std::move(ledger)),
       plan_(std::move(plan)),
       forms_(std::move(forms)),
-      is_profile_(is_profile),
+      is_profile_(purpose != Purpose::kPlan),
+      is_frugal_(purpose == Purpose::kFrugalProfile),
       begin_(ledger_->num_uses) {
   ledger_->tapes.push_back(this);
 }
@@ -388,6 +395,7 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
                   torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   written_.clear();
+  ++num_calls_;
   Op op(handle, traits, keys, module_);
   const bool is_noted_only = traits.is_view || plan_replays_no(traits);
   if (is_noted_only) {
@@ -540,8 +548,12 @@ void Tape::resolve(Saved& saved, const at::Tensor& tensor) {
   }
   Value& value = values_[saved.ref.value];
   ++value.num_saved;
+  if (is_frugal_) saves_.push_back({num_calls_, saved.ref.value});
   if (value.is_uninitialised) make_opaque(saved.ref.value, tensor);
-  if (value.form == kForgotten && value.is_replayable && !is_profile_) return;
+  if (value.is_replayable) {
+    if (is_frugal_) value.hash = hash_of_storage(tensor);
+    if (is_frugal_ || (value.form == kForgotten && !is_profile_)) return;
+  }
   keep(saved.ref.value, tensor);
 }
 
@@ -864,41 +876,54 @@ void Tape::rehearse() {
     bool is_same = true;
     for (size_t k = 0; k < op.writes.size(); ++k) {
       const Value& value = values_[op.writes[k].value];
-      if (value.is_uninitialised || !value.held.defined() || value.is_torn) continue;
+      if (value.is_uninitialised || value.is_torn) continue;
       // Those have bytes that nobody wrote.
-      if (op.traits->has_workspace && value.held.scalar_type() == at::kByte) continue;
-      // Zeros say nothing: what is added to them unseen, by other ranks for instance, may be zero just now.
-      const at::Tensor held = bytes_of(value.held);
-      is_same = is_same && at::equal(held, bytes_of(results[k])) && (held.numel() == 0 || held.any().item<bool>());
+      if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;
+      is_same = is_same && has_same_bits(value, results[k]);
     }
     for (size_t k = 0; k < op.writes.size(); ++k) {
-      Value& value = values_[op.writes[k].value];
-      fresh[op.writes[k].value] = is_same || !value.held.defined() ? results[k] : value.held;
+      const int32_t written = op.writes[k].value;
+      Value& value = values_[written];
       value.can_forget = value.can_forget && is_same;
+      if (value.hash) try_forms(written, results[k]);
+      if (last_reader[written] < 0) continue;
+      fresh[written] = is_same || !value.held.defined() ? results[k] : value.held;
     }
     for (const int32_t read : op.reads) {
       if (last_reader[read] == static_cast<int32_t>(i)) fresh[read].reset();
     }
   }
   for (const auto& [op, watch] : watches) ops_[op].seconds = watch.seconds();
-  for (size_t value = 0; value < values_.size(); ++value) try_forms(static_cast<int32_t>(value));
+  for (size_t value = 0; value < values_.size(); ++value) {
+    if (values_[value].held.defined()) try_forms(static_cast<int32_t>(value), values_[value].held);
+  }
+}
+
+// As what was saved; of what was not, nothing is known.
+bool Tape::has_same_bits(const Value& value, const at::Tensor& tensor) const {
+  if (!value.held.defined() && !value.hash) return true;
+  const at::Tensor bytes = bytes_of(tensor);
+  const bool is_same =
+      value.held.defined() ? at::equal(bytes_of(value.held), bytes) : *value.hash == hash_of_storage(tensor);
+  // Zeros say nothing: what is added to them unseen, by other ranks for instance, may be zero just now.
+  return is_same && (bytes.numel() == 0 || bytes.any().item<bool>());
 }
 
 // What each form would take, in bytes and time.
-void Tape::try_forms(int32_t index) {
+void Tape::try_forms(int32_t index, const at::Tensor& tensor) {
   Value& value = values_[index];
-  if (!value.held.defined() || value.is_overwritten || value.is_torn || value.num_saved == 0) return;
+  if (value.is_overwritten || value.is_torn || value.num_saved == 0) return;
   if (!value.can_forget || value.is_uninitialised) return;
   for (const int8_t form : forms_->tried) {
-    Stopwatch watch(value.held.device());
+    Stopwatch watch(tensor.device());
     int64_t bytes = 0;
     if (form == kOnHost) {
       if (!forms_->pool || value.bytes < kSmallestOffload) continue;
-      Offloaded::begin(forms_->pool, bytes_of(value.held)).take();
+      Offloaded::begin(forms_->pool, bytes_of(tensor)).take();
     } else {
       const Packing packing = packing_of_form(form);
-      if (!is_packable(value.held.scalar_type(), packing) || value.bytes % value.held.itemsize() != 0) continue;
-      const std::optional<Packed> packed = pack(flat_of(value.held, value.held.dtype()), packing);
+      if (!is_packable(tensor.scalar_type(), packing) || value.bytes % tensor.itemsize() != 0) continue;
+      const std::optional<Packed> packed = pack(flat_of(tensor, tensor.dtype()), packing);
       if (!packed) continue;
       bytes = packed->nbytes();
       unpack(*packed);

@@ -112,6 +112,12 @@ struct TensorRef {
   caffe2::TypeMeta dtype;
 };
 
+enum class Purpose {
+  kPlan,           // to keep what a plan says
+  kProfile,        // to find out all that a plan takes, with everything kept
+  kFrugalProfile,  // the same with nothing kept, so that there is no backward
+};
+
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
   // As seen from outside: for the solver and for tables.
@@ -138,8 +144,13 @@ class Tape : public std::enable_shared_from_this<Tape> {
     int64_t order;  // among those of all tapes of a ledger
   };
 
+  struct Save {    // by autograd
+    int64_t call;  // of an operation, before or in which it was
+    int32_t value;
+  };
+
   Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::shared_ptr<const Forms> forms,
-       bool is_profile);
+       Purpose purpose);
   ~Tape();
 
   // The calling thread's, while its forward pass is recorded.
@@ -170,8 +181,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   // Where the pass left the plan: "operation 12 is aten::mul, the plan has aten::add"; empty: nowhere.
   const std::string& divergence() const { return divergence_; }
   bool is_in_use() const { return num_saved_ > 0; }
+  bool is_frugal() const { return is_frugal_; }
   const std::vector<Use>& uses() const { return uses_; }
-  int64_t begin() const { return begin_; }  // in the order of uses
+  const std::vector<Save>& saves() const { return saves_; }  // of a frugal profile
+  int64_t begin() const { return begin_; }                   // in the order of uses
   std::vector<ValueTrace> value_traces() const;
   std::vector<OpTrace> op_traces() const;
 
@@ -195,6 +208,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
     std::optional<Packed> packed;
     std::optional<Offloaded> offloaded;
     std::vector<FormTrace> forms;  // of a profile
+    std::optional<uint64_t> hash;  // of a frugal one, of what was saved
     int64_t held_bytes = 0;        // as counted
   };
   struct Slot {  // where an operation's result is
@@ -254,7 +268,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void hold(int32_t value, const at::Tensor& tensor);
   void bring_back(int32_t value);
   void prefetch_before(int32_t value);
-  void try_forms(int32_t value);
+  bool has_same_bits(const Value& value, const at::Tensor& tensor) const;
+  void try_forms(int32_t value, const at::Tensor& tensor);
   void let_go(int32_t value);
   bool is_asked_for(const Op& op) const;
   void forget_arguments(Op& op) const;
@@ -271,7 +286,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<TapePlan> plan_;
   const std::shared_ptr<const Forms> forms_;
-  const bool is_profile_;
+  const bool is_profile_, is_frugal_;
   const int64_t begin_;
   std::recursive_mutex mutex_;  // backward runs on a thread for each device; see Locked
   std::vector<Value> values_;
@@ -288,6 +303,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::string divergence_;
   std::vector<int32_t> offloaded_;  // in order of forward
   std::vector<Use> uses_;           // of a profile
+  int64_t num_calls_ = 0;
+  std::vector<Save> saves_;
 };
 
 }  // namespace drivetrain::activation

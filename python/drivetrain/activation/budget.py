@@ -19,6 +19,7 @@ from .. import _C
 from . import table
 from .compiled import CompiledRegions
 from .plan import Choice, choose
+from .retry import Undo, first_line, is_out_of_memory
 from .trace import FORMS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
@@ -56,6 +57,11 @@ def activation_budget(
     An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
     and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.
 
+    Where a step with everything kept does not fit into memory, `step_fn` runs up to its backward with nothing kept, and
+    is then left by an exception of which handlers for `Exception` do not know; gradients and random states are put back
+    (gradients that there are already are copied, so best call it with none). Ranks that wait for each other in
+    `step_fn` must all fit or none: profile under `no_sync()`.
+
     Parameters must not change between a forward and its backward; a write that torch does not know of (its own fused
     optimizers count none) is not seen. One thread at a time has the budget. What passes that wait for the same backward
     share (a cache) counts for each.
@@ -91,8 +97,8 @@ def activation_budget(
         ValueError: the budget is below what is possible (says the smallest that is), or not a number of bytes; the plan
             is another model's; lossy is no form.
         RuntimeError: step_fn does not train the model.
-        torch.OutOfMemoryError: everything that forward saves does not fit once, which the profile needs: profile a part
-            of the batch with that part of the budget. The plan holds for any batch size.
+        torch.OutOfMemoryError: forward does not fit with nothing kept, or the step under the plan and one a tenth
+            tighter: profile a part of the batch with that part of the budget. The plan holds for any batch size.
         torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
             was modified in between.
     """
@@ -167,6 +173,9 @@ class ActivationPlan:
         self.measured_bytes: int | None = None
         self.measured_seconds: float | None = None
         self.notes: list[str] = []
+        if trace.is_estimated:
+            whole = table.size(unplanned_bytes)
+            self._note(f"a step with everything kept did not fit: that it would keep {whole} is estimated")
         if not trace.has_one_path:
             self._note("profiled steps took different paths: where a step parts from the last one, it keeps everything")
 
@@ -228,25 +237,21 @@ class ActivationPlan:
         Raises:
             torch.OutOfMemoryError: the second try ran out, too, or no tighter plan is possible.
         """
-        params = list(self._model.parameters())
-        before = [None if param.grad is None else param.grad.clone() for param in params]
-        states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        undo = Undo(self._model)
         try:
             return step_fn()
-        except torch.OutOfMemoryError as error:
-            said = str(error).splitlines()[0] if str(error) else "out of memory"
-        for param, grad in zip(params, before, strict=True):
-            param.grad = grad
-        torch.set_rng_state(states[0])
-        if states[1]:
-            torch.cuda.set_rng_state_all(states[1])
-            torch.cuda.empty_cache()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        undo()
         tighter = int(0.9 * min(self.budget_bytes, self.planned_bytes))
         try:
             self._choose(tighter)
         except ValueError as error:
             raise torch.OutOfMemoryError(f"{said}; and no tighter plan is possible: {error}") from error
         self._install()
+        self._recorder.reset()
         self._note(f"a step ran out of memory ({said}): the budget is {table.size(tighter)} now")
         return step_fn()
 
@@ -329,7 +334,10 @@ class ActivationPlan:
         budget = self.budget_bytes
         for correction in range(_CORRECTIONS + 1):
             self._recorder.reset()
-            step_fn()
+            planned_for = self.budget_bytes
+            self.step(step_fn)
+            if self.budget_bytes < planned_for:  # it ran out of memory, and fits now
+                budget = self.budget_bytes
             self.measured_bytes, self.measured_seconds = self._recorder.peak_bytes, self._recorder.replay_seconds
             if self._recorder.divergence:
                 self._note(f"the step took another path than the profiled ones: {self._recorder.divergence}")

@@ -1,8 +1,10 @@
 """What profiled steps say of a model: the operations of a forward pass, the values they make, and backward's use of
 them."""
 
+import contextlib
 import dataclasses
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message
 from .. import _C
 from ..frames import self_of, stack_of
 from . import compiled
+from .retry import Undo, first_line, is_out_of_memory
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -47,6 +50,7 @@ class Trace:
     uses: list[tuple[int, bool]]  # in the order of backward: a value is taken, or (True) given back
     modules: list[str]
     has_one_path: bool = True  # every profiled step did the same
+    is_estimated: bool = False  # the uses: in the reverse of the order in which forward saved
 
     def passes_at(self) -> Iterator[tuple[int, Pass]]:
         """Each pass, with its first value's place in the row."""
@@ -90,6 +94,7 @@ class Trace:
             [(value, is_release) for value, is_release in plain["uses"]],
             plain["modules"],
             plain["has_one_path"],
+            plain.get("is_estimated", False),
         )
 
 
@@ -101,15 +106,40 @@ def profile(
     pool: _C.OffloadPool | None = None,
 ) -> tuple[Trace, int]:
     """Runs the step so many times with everything kept, each forward pass once more for the time of each operation, and
-    of keeping what is saved in each of the forms.
+    of keeping what is saved in each of the forms. Where that does not fit into memory: up to its backward, with nothing
+    kept.
 
     Returns:
-        the trace, and the peak in bytes of what was kept.
+        the trace, and the peak in bytes of what was kept, or would have been.
 
     Raises:
         RuntimeError: no step went through the model with gradients on.
-        torch.OutOfMemoryError: everything at once does not fit; says what to do.
+        torch.OutOfMemoryError: that did not fit either; says what to do.
     """
+    undo = Undo(model)
+    try:
+        return _profile_whole(model, step_fn, steps, forms, pool)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    undo()  # not in the handler: there, the error has all that the step had
+    try:
+        return _profile_frugally(model, step_fn, forms, pool)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            "activation_budget: a step with everything kept did not fit, and forward with nothing kept did not either. "
+            "Profile a part of the batch with the same part of the budget: bytes grow with the batch, and the plan "
+            f"holds for any batch size. ({first_line(error)})"
+        ) from error
+    finally:
+        undo()
+
+
+def _profile_whole(
+    model: nn.Module, step_fn: Callable[[], object], steps: int, forms: Sequence[int], pool: _C.OffloadPool | None
+) -> tuple[Trace, int]:
     recorder = _C.ActivationRecorder(is_profile=True)
     recorder.set_forms(forms, pool, 0)
     modules = [name for name, _ in model.named_modules()]
@@ -118,23 +148,41 @@ def profile(
     with Recording(model, recorder), _Naming(model, recorder):
         for _ in range(steps):
             recorder.reset()
-            try:
-                step_fn()
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(
-                    "activation_budget: a profiled step keeps everything that forward saves, and that did not fit. "
-                    "Profile a part of the batch with the same part of the budget: bytes grow with the batch, and the "
-                    f"plan holds for any batch size. ({error})"
-                ) from error
+            step_fn()
             peak = max(peak, recorder.peak_bytes)
-            tapes = recorder.take_tapes()
-            if not tapes:
-                raise RuntimeError(
-                    "step_fn did not call the model with gradients on: it must run forward, loss and backward of one "
-                    "training step on the model that was given, or on a wrapper of it"
-                )
-            found.append(_joined(_largest(tapes), modules))
+            found.append(_joined(_largest(_taken(recorder)), modules))
     return _best(found), peak
+
+
+def _profile_frugally(
+    model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None
+) -> tuple[Trace, int]:
+    recorder = _C.ActivationRecorder(is_profile=True, is_frugal=True)
+    recorder.set_forms(forms, pool, 0)
+    with Recording(model, recorder), _Naming(model, recorder), contextlib.suppress(_C.ActivationProfileEnded):
+        step_fn()
+    tapes = _taken(recorder)
+    begins = itertools.accumulate((len(tape["values"]) for tape in tapes), initial=0)
+    uses: list[tuple[int, bool]] = []
+    for begin, tape in reversed(list(zip(begins, tapes, strict=False))):
+        for _, saves in itertools.groupby(reversed(tape["saves"]), key=operator.itemgetter(0)):
+            values = [begin + value for _, value in saves]
+            uses += [(value, is_release) for is_release in (False, True) for value in values]
+    modules = [name for name, _ in model.named_modules()]
+    trace = Trace([_pass_of(tape) for tape in tapes], uses, modules, is_estimated=True)
+    saved = {value for value, _ in uses}
+    values = [value for one in trace.passes for value in one.values]
+    return trace, sum(values[index][0] for index in saved)
+
+
+def _taken(recorder: _C.ActivationRecorder) -> list[dict[str, Any]]:
+    tapes = recorder.take_tapes()
+    if not tapes:
+        raise RuntimeError(
+            "step_fn did not call the model with gradients on: it must run forward, loss and backward of one training "
+            "step on the model that was given, or on a wrapper of it"
+        )
+    return tapes
 
 
 class Recording:
@@ -174,16 +222,20 @@ class Recording:
             frames = stack_of(sys._getframe(1))
             depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
             while len(entered) >= max(depth, 1):
-                self._after()
+                self._leave(is_whole=False)
         # torch.func's transforms know no hooks on what is saved.
         has_hooks = _saved_tensors_hooks_get_disabled_error_message() is None
         enters = torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_hooks
         entered.append(enters and self._recorder.enter())
 
-    def _after(self, *_: object) -> None:
+    def _after(self, *called: object) -> None:
+        has_result = bool(called) and called[-1] is not None
+        self._leave(is_whole=has_result or sys.exc_info()[1] is None)
+
+    def _leave(self, is_whole: bool) -> None:
         entered = self._entered()
         if entered and entered.pop():
-            self._recorder.leave()
+            self._recorder.leave(is_whole)
 
     def _entered(self) -> list[bool]:
         """This thread's passes, the innermost last."""
@@ -251,8 +303,12 @@ def _joined(tapes: list[dict[str, Any]], modules: list[str]) -> Trace:
     for tape in tapes:
         uses += [(order, begin + value, is_release) for value, is_release, order in tape["uses"]]
         begin += len(tape["values"])
-    passes = [Pass(list(tape["ops"]), list(tape["values"])) for tape in tapes]
+    passes = [_pass_of(tape) for tape in tapes]
     return Trace(passes, [(value, is_release) for _, value, is_release in sorted(uses)], modules)
+
+
+def _pass_of(tape: dict[str, Any]) -> Pass:
+    return Pass(list(tape["ops"]), list(tape["values"]))
 
 
 def _best(traces: list[Trace]) -> Trace:

@@ -204,6 +204,12 @@ Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::
       is_frugal_(purpose == Purpose::kFrugalProfile),
       begin_(ledger_->num_uses) {
   ledger_->tapes.push_back(this);
+  if (!plan_) return;
+  size_t num_values = 0;
+  for (const PlannedOp& op : plan_->ops) num_values += op.forms.size();
+  values_.reserve(num_values);
+  ops_.reserve(plan_->ops.size());
+  known_.reserve(num_values);
 }
 
 Tape::~Tape() {

@@ -8,6 +8,7 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/DimVector.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
 #include <functional>
@@ -291,7 +292,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::recursive_mutex mutex_;  // backward runs on a thread for each device; see Locked
   std::vector<Value> values_;
   std::vector<Op> ops_;
-  std::unordered_map<const c10::StorageImpl*, Known> known_;
+  ska::flat_hash_map<const c10::StorageImpl*, Known> known_;
   bool is_running_ = false;             // an operation
   std::vector<at::Tensor> written_;     // by it: in the order of those references whose argument is written
   std::vector<Unresolved> unresolved_;  // saved by it

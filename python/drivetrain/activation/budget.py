@@ -210,7 +210,13 @@ class ActivationPlan:
         """What is kept for backward now, in bytes."""
         return self._recorder.live_bytes
 
+    @property
+    def replay_seconds(self) -> float:
+        """What replays took since `reset_peak()`, in seconds of the host."""
+        return self._recorder.replay_seconds
+
     def reset_peak(self) -> None:
+        """`peak_bytes` and `replay_seconds` begin anew."""
         self._recorder.reset()
 
     def remove(self) -> None:

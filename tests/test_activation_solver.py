@@ -222,7 +222,7 @@ def budgets_of(outcomes: list[dict[str, Any]]) -> list[int]:
     return sorted({max(1, o["peak_bytes"] - less) for o in outcomes for less in (0, 1)})
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     any_trace(max_ops=5),
     st.sampled_from([1, 1000]),
@@ -263,7 +263,7 @@ def test_bound_in_backward_is_mostly_the_best_there_is(is_chain: bool) -> None:
                 ratios.append(_C.activation_bound(*trace, budget, math.inf, 1.0, 10_000) / best)
     assert max(ratios) <= 1
     assert statistics.median(ratios) > 1 - 1e-6
-    assert statistics.mean(ratios) > 0.85
+    assert statistics.mean(ratios) > 0.9
 
 
 MODELS = {

@@ -59,6 +59,9 @@ class BackwardBound {
   };
 
   bool is_small(int32_t value) const { return index_.trace.values[value].bytes <= budget_ / kSmall; }
+  int32_t from_for_ops_before(int32_t op, int32_t from) const {
+    return from < 0 || first_open_op_[from] >= op ? -1 : from;
+  }
   Now now_at(int32_t op);
   void find_reads(Now& now);
   void decide(const Choice& before, const Now& now);
@@ -75,6 +78,7 @@ class BackwardBound {
   std::vector<int32_t> first_take_, last_release_;  // per value
   std::vector<int32_t> latest_replay_;              // per op: the last use for which it may be replayed
   std::vector<int32_t> next_take_;                  // per op: the first take of what is written by an op before it
+  std::vector<int32_t> first_open_op_;              // per use: the first op of which an output is taken, not released
   std::vector<int8_t> slot_;                        // per value: its place in a set, -1: none
   std::vector<uint8_t> is_read_unseen_;             // per value: by an op that may be replayed and is not followed
   Set free_slots_ = ~Set{0};
@@ -91,12 +95,19 @@ BackwardBound::BackwardBound(const TraceIndex& index, int64_t budget_bytes, cons
       last_release_(index.num_values(), -1),
       latest_replay_(index.num_ops(), -1),
       next_take_(index.num_ops(), kNoUse),
+      first_open_op_(index.num_uses(), index.num_ops()),
       slot_(index.num_values(), -1),
       is_read_unseen_(index.num_values(), 0) {
   for (int32_t use = index.num_uses() - 1; use >= 0; --use) {
     const auto& [value, is_release] = index.trace.uses[use];
     if (!is_release) first_take_[value] = use;
     if (is_release) last_release_[value] = std::max(last_release_[value], use);
+  }
+  for (int32_t value = 0; value < index.num_values(); ++value) {
+    if (index.is_external(value) || is_small(value)) continue;
+    for (int32_t use = first_take_[value]; use < last_release_[value]; ++use) {
+      first_open_op_[use] = std::min(first_open_op_[use], index.writer[value]);
+    }
   }
   std::vector<int32_t> latest_read(index.num_values(), -1);
   for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
@@ -245,6 +256,7 @@ bool BackwardBound::count_at(const Now& now, const Way& way, const Choice& befor
   moment.asked &= ~now.written;
   moment.maybe_asked &= ~now.written;
   moment.counted &= ~now.written;
+  moment.from = from_for_ops_before(now.op, moment.from);
   return moment.bytes_left >= 0;
 }
 
@@ -260,7 +272,7 @@ bool BackwardBound::add_moments(const Now& now, const Way& way, Set asked_before
     const bool is_for_a_take = !way.is_asked && !now.may_be_seen_late;
     const bool is_for_these = is_for_a_take && now.unseen_from == kNoUse;
     next.remember({bytes_left, now.read | (is_for_a_take ? asked_before : 0), next.asked, now.read,
-                   is_for_these ? way.latest_replay : -1, way.latest_replay});
+                   is_for_these ? from_for_ops_before(now.op, way.latest_replay) : -1, way.latest_replay});
   }
   for (size_t i = 0; i < way.count; ++i) {
     const Output& taken = *way.outputs[i];
@@ -273,8 +285,8 @@ bool BackwardBound::add_moments(const Now& now, const Way& way, Set asked_before
       if (is_there) bytes_left -= way.outputs[j]->bytes;
     }
     if (bytes_left < 0) return false;
-    next.remember(
-        {bytes_left, asked_before | (is_replayed ? now.read : 0), next.asked, 0, taken.first_take, taken.first_take});
+    next.remember({bytes_left, asked_before | (is_replayed ? now.read : 0), next.asked, 0,
+                   from_for_ops_before(now.op, taken.first_take), taken.first_take});
   }
   return true;
 }

@@ -19,11 +19,12 @@ struct Moment {
   Set asked;           // values that a replay has read by then: there, while needed
   Set maybe_asked;     // these, and those that a replay may have read by then
   Set counted;         // those whose bytes bytes_left is without
-  int32_t from, use;   // the uses that the moment is not before, and not after; -1: the end of forward
+  int32_t from;        // the moment is not before this use; -1: not said, or all the same for what is not decided
+  int32_t use;         // the moment is not after this use; -1: the end of forward
 
   // As good as: whatever fits then fits at this moment, too.
   bool is_implied_by(const Moment& other) const {
-    return (asked & ~other.asked) == 0 && other.bytes_left <= bytes_left;
+    return (asked & ~other.asked) == 0 && other.from >= from && other.bytes_left <= bytes_left;
   }
   auto sets() const { return std::tie(asked, maybe_asked, counted); }
 };

@@ -24,7 +24,7 @@ constexpr int32_t kFewOps = 640;          // so few that segments may begin anyw
 constexpr int64_t kPolishWork = 100'000;  // ops in all rounds
 constexpr double kAlmostOne = 1 + 1e-6;
 constexpr double kAlmostNothing = 1e-6;
-constexpr int32_t kMaxOpsInBound = 2000;
+constexpr int32_t kMaxOpsInBound = 2000;  // more would take seconds
 
 // The best that was tried, within the budget and of all.
 class Search {

@@ -15,24 +15,19 @@ constexpr double kEndless = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-KeepingCut::KeepingCut(const TraceIndex& index)
+KeepingCut::KeepingCut(const TraceIndex& index, int32_t num_ops)
     : index_(index), node_of_op_(index.num_ops(), -1), node_of_value_(index.num_values(), -1) {
   const Trace& trace = index.trace;
-  // What can be needed at all: what backward takes, and what the ops read that may have to be replayed for it.
-  std::vector<uint8_t> may_be_needed(index.is_taken);
   double all_seconds = 0;
-  for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
-    bool may_be_replayed = false;
-    for (int32_t value : index.writes[op]) may_be_replayed |= may_be_needed[value] && index.can_be_replayed[value];
-    if (!may_be_replayed) continue;
+  for (int32_t op = num_ops - 1; op >= 0; --op) {
+    if (!index.may_be_replayed[op]) continue;
     node_of_op_[op] = num_nodes_++;
     all_seconds += trace.ops[op].seconds;
-    for (int32_t value : index.reads[op]) may_be_needed[value] = 1;
   }
   least_ = all_seconds * 1e-13;
 
   for (int32_t value = 0; value < index.num_values(); ++value) {
-    if (!may_be_needed[value] || index.is_external(value)) continue;
+    if (!index.may_be_needed[value] || index.is_external(value) || index.writer[value] >= num_ops) continue;
     if (!index.can_be_replayed[value] && node_of_op_[index.writer[value]] >= 0) {
       double most = 0;
       for (const KeptForm& form : trace.values[value].forms) most = std::max(most, form.seconds);
@@ -52,7 +47,7 @@ KeepingCut::KeepingCut(const TraceIndex& index)
     const int32_t edge = add_edge(node_of_value_[value], op, can_keep ? 0 : kEndless);
     if (can_keep) keep_edges_.push_back({value, edge});
   }
-  for (int32_t op = 0; op < index.num_ops(); ++op) {
+  for (int32_t op = 0; op < num_ops; ++op) {
     if (node_of_op_[op] < 0) continue;
     add_edge(node_of_op_[op], kSink, trace.ops[op].seconds);
     for (int32_t value : index.reads[op]) {

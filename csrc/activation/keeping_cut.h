@@ -22,7 +22,9 @@ struct PricedKeeping {
 // before be a start.
 class KeepingCut {
  public:
-  explicit KeepingCut(const TraceIndex& index);
+  explicit KeepingCut(const TraceIndex& index) : KeepingCut(index, index.num_ops()) {}
+  // Of the first ops alone: what only others read is not needed.
+  KeepingCut(const TraceIndex& index, int32_t num_ops);
 
   PricedKeeping at(double price);
 

@@ -60,17 +60,12 @@ std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vecto
 
 // All that there are where these are few; none where they are many.
 std::vector<Keeping> all_keepings(const TraceIndex& index, const Keeping& one) {
-  std::vector<uint8_t> may_be_needed(index.is_taken);
   std::vector<int32_t> decided;
   for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
-    bool may_be_replayed = false;
     for (int32_t value : index.writes[op]) {
-      if (!may_be_needed[value] || !index.can_be_replayed[value]) continue;
-      may_be_replayed = true;
+      if (!index.may_be_needed[value] || !index.can_be_replayed[value]) continue;
       if (index.trace.values[value].can_keep) decided.push_back(value);
     }
-    if (!may_be_replayed) continue;
-    for (int32_t value : index.reads[op]) may_be_needed[value] = 1;
   }
   std::vector<Keeping> keepings = {one};
   for (int32_t value : decided) {
@@ -113,15 +108,9 @@ Segments::Segments(const TraceIndex& index, Cuts cuts) : index_(index) {
 
 void Segments::find_last_readers() {
   last_reader_.assign(index_.num_values(), -1);
-  std::vector<uint8_t> may_be_needed(index_.is_taken);
-  for (int32_t op = index_.num_ops() - 1; op >= 0; --op) {
-    bool may_be_replayed = false;
-    for (int32_t value : index_.writes[op]) may_be_replayed |= may_be_needed[value] && index_.can_be_replayed[value];
-    if (!may_be_replayed) continue;
-    for (int32_t value : index_.reads[op]) {
-      may_be_needed[value] = 1;
-      last_reader_[value] = std::max(last_reader_[value], op);
-    }
+  for (int32_t op = 0; op < index_.num_ops(); ++op) {
+    if (!index_.may_be_replayed[op]) continue;
+    for (int32_t value : index_.reads[op]) last_reader_[value] = op;
   }
   std::vector<std::vector<int32_t>> uses(index_.num_values());
   for (int32_t use = 0; use < index_.num_uses(); ++use) uses[index_.trace.uses[use].value].push_back(use);

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "activation/backward_bound.h"
 #include "activation/keeping_cut.h"
 #include "activation/polish.h"
 #include "activation/segments.h"
@@ -22,6 +23,8 @@ namespace {
 constexpr int32_t kFewOps = 640;          // so few that segments may begin anywhere
 constexpr int64_t kPolishWork = 100'000;  // ops in all rounds
 constexpr double kAlmostOne = 1 + 1e-6;
+constexpr double kAlmostNothing = 1e-6;
+constexpr int32_t kMaxOpsInBound = 2000;  // more would take seconds
 
 // The best that was tried, within the budget and of all.
 class Search {
@@ -61,6 +64,11 @@ class Search {
   int64_t smallest_ = std::numeric_limits<int64_t>::max();
 };
 
+struct PricedBound {
+  double seconds = 0;
+  double price = 0;  // of a byte
+};
+
 // Seconds and bytes kept against each other, without regard to what replaying takes.
 class PricedSearch {
  public:
@@ -72,15 +80,16 @@ class PricedSearch {
 
   // Goes to the price at which two keepings cost the same, one that is too big after forward and one that is not,
   // until there is none between them.
-  double bound() {
+  PricedBound bound() {
     const auto budget = static_cast<double>(search_.budget());
-    if (most_.bytes <= budget) return std::max(0.0, most_.bound * (1 - kRounding));
+    if (most_.bytes <= budget) return {std::max(0.0, most_.bound * (1 - kRounding)), 0};
     PricedKeeping high = most_, low = least_;
-    double bound = 0;
+    PricedBound bound;
     for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
       const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
       PricedKeeping now = try_price(price);
-      bound = std::max(bound, now.bound * (1 - kRounding) - price * budget);
+      const double seconds = now.bound * (1 - kRounding) - price * budget;
+      if (seconds > bound.seconds) bound = {seconds, price};
       if (now.seconds + price * now.bytes >= (high.seconds + price * high.bytes) * (1 - kRounding)) break;
       (now.bytes > budget ? high : low) = std::move(now);
     }
@@ -181,6 +190,20 @@ void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepin
   }
 }
 
+// Where what was found is far from it: a better bound, or a proof that there is none much better.
+double tightened(const TraceIndex& index, const Search& search, const PricedBound& bound) {
+  double seconds = bound.seconds;
+  const double found = search.best_outcome().seconds;
+  if (!search.is_feasible() || index.num_ops() > kMaxOpsInBound) return seconds;
+  for (double ratio : {1.2, 1.1}) {
+    if (found <= seconds * ratio) continue;
+    const double enough = found / ratio;
+    seconds = std::max(seconds, bound_in_backward(index, search.budget(), {enough, bound.price}));
+    if (seconds < enough * (1 - kAlmostNothing)) break;
+  }
+  return seconds;
+}
+
 // Whether or not they are asked for: what more memory could still be spared.
 void find_smallest(const TraceIndex& index, Search& search, Keeping keeping) {
   Polish polish(index, search.simulator());
@@ -202,7 +225,7 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
   const TraceIndex index(trace);
   Search search(index, budget_bytes);
   PricedSearch priced(index, search);
-  const double bound = priced.bound();
+  const PricedBound bound = priced.bound();
   priced.find_fitting();
   std::vector<Keeping> keepings = priced.closest();
   for (Segments::Cuts cuts : {Segments::Cuts::kInValleys, Segments::Cuts::kEverywhere}) {
@@ -211,9 +234,9 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
     find_smallest(index, search, segments.smallest());
     for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
   }
-  polish(index, search, std::move(keepings), bound);
+  polish(index, search, std::move(keepings), bound.seconds);
   Solution solution = search.solution();
-  solution.bound_seconds = bound;
+  solution.bound_seconds = tightened(index, search, bound);
   return solution;
 }
 

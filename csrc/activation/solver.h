@@ -61,7 +61,7 @@ Outcome simulate(const Trace& trace, const Keeping& keeping);
 struct Solution {
   Keeping keeping;  // where nothing fits: the one with the smallest peak
   Outcome outcome;
-  double bound_seconds = 0;  // no keeping with that much at the end of forward takes less
+  double bound_seconds = 0;  // no keeping that fits takes less
   bool is_feasible = false;
   int64_t smallest_bytes = 0;  // the smallest peak that was found
 };

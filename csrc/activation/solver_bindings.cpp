@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "activation/activation.h"
+#include "activation/backward_bound.h"
 #include "activation/solver.h"
+#include "activation/trace_index.h"
 #include "base/check.h"
 
 namespace py = pybind11;
@@ -75,10 +77,20 @@ py::dict simulate_plain(const std::vector<PlainValue>& values, const std::vector
   return plain(outcome);
 }
 
+double bound_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
+                   const std::vector<PlainUse>& uses, int64_t budget_bytes, double enough_seconds, double price,
+                   size_t num_choices) {
+  const Trace trace = trace_of(values, ops, uses);
+  py::gil_scoped_release no_gil;
+  return bound_in_backward(TraceIndex(trace), budget_bytes, {enough_seconds, price, num_choices});
+}
+
 }  // namespace
 
 void register_solver(py::module_& m) {
   m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"));
+  m.def("activation_bound", &bound_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"),
+        py::arg("enough_seconds"), py::arg("price"), py::arg("num_choices"));
   m.def("activation_simulate", &simulate_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("keeping"));
 }
 

@@ -103,6 +103,16 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
       is_taken[use.value] = 1;
     }
   }
+
+  may_be_needed = is_taken;
+  may_be_replayed.assign(num_ops(), 0);
+  for (int32_t op = num_ops() - 1; op >= 0; --op) {
+    for (int32_t value : writes[op]) {
+      if (may_be_needed[value] && can_be_replayed[value]) may_be_replayed[op] = 1;
+    }
+    if (!may_be_replayed[op]) continue;
+    for (int32_t value : reads[op]) may_be_needed[value] = 1;
+  }
 }
 
 }  // namespace drivetrain::activation

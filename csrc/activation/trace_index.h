@@ -42,6 +42,8 @@ struct TraceIndex {
   std::vector<uint8_t> is_taken;         // per value
   std::vector<uint8_t> takes_over;       // per value: it replaces one that its op reads and that is not external
   std::vector<uint8_t> can_be_replayed;  // per value: it may be forgotten, and all that its op needs can be had
+  std::vector<uint8_t> may_be_needed;    // per value: taken, or read by an op that may be replayed
+  std::vector<uint8_t> may_be_replayed;  // per op: an output may be needed and can be replayed
 };
 
 }  // namespace drivetrain::activation

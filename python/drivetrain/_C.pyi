@@ -270,6 +270,15 @@ def activation_solve(
     uses: Sequence[tuple[int, bool]],
     budget_bytes: int,
 ) -> dict[str, Any]: ...
+def activation_bound(
+    values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
+    ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
+    uses: Sequence[tuple[int, bool]],
+    budget_bytes: int,
+    enough_seconds: float,
+    price: float,
+    num_choices: int,
+) -> float: ...
 def activation_simulate(
     values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],

@@ -81,6 +81,6 @@ def on_four_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]:
     return _more_ranks[4].run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).parent.parent

@@ -220,9 +220,10 @@ def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
     assert slabs[-1] == slabs[-2] == slabs[-3]
 
 
-def test_who_waits_for_whom(repository: Path, tmp_path: Path) -> None:
-    """On a device whose streams run in a drawn order: in a process of its own, as torch has one such device."""
-    late_device, site = repository / "tests/late_device", Path(torch.__file__).parent
+@pytest.fixture(scope="module")
+def late_device(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a module that makes a device: for a process of its own, as torch has one such device."""
+    folder, site = tmp_path_factory.mktemp("late_device"), Path(torch.__file__).parent
     include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     command = [
         os.environ.get("CXX", "g++"),
@@ -232,12 +233,23 @@ def test_who_waits_for_whom(repository: Path, tmp_path: Path) -> None:
         "-shared",
         *(f"-I{path}" for path in include),
     ]
-    command += [str(late_device / "late_device.cpp"), "-o", str(tmp_path / "late_device.so"), f"-L{site / 'lib'}"]
+    source = repository / "tests/late_device/late_device.cpp"
+    command += [str(source), "-o", str(folder / "late_device.so"), f"-L{site / 'lib'}"]
     command += ["-ltorch_python", "-ltorch_cpu", "-lc10"]
-    for step in (command, [sys.executable, str(late_device / "order.py"), str(tmp_path)]):
-        run = subprocess.run(step, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stdout + run.stderr
-    assert "all orders give what was there" in run.stdout
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("script", "says"), [("order.py", "all orders give what was there"), ("dropout.py", "the same bits")]
+)
+def test_on_a_late_device(repository: Path, late_device: Path, script: str, says: str) -> None:
+    """Who waits for whom where streams run in a drawn order; and who needs the GIL."""
+    command = [sys.executable, str(repository / "tests/late_device" / script), str(late_device)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert says in run.stdout
 
 
 # ---- What only a GPU shows.

@@ -24,6 +24,8 @@ def stub_names() -> dict[str, list[str] | None]:
         elif isinstance(node, ast.ClassDef):
             names[node.name] = None
             for member in node.body:
+                if isinstance(member, ast.Expr) and node.body == [member]:  # `...`: nothing of its own
+                    continue
                 assert isinstance(member, ast.FunctionDef)
                 is_property = any(getattr(d, "id", "") == "property" for d in member.decorator_list)
                 names[f"{node.name}.{member.name}"] = None if is_property else arguments(member)

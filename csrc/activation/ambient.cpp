@@ -6,6 +6,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <mutex>
 
 namespace py = pybind11;
@@ -20,10 +21,13 @@ at::CPUGeneratorImpl& cpu_generator() {
 // The accelerator that torch was built for, if a script has used it; torch's Python module is what knows.
 std::optional<c10::DeviceType> initialised_accelerator() {
   static const std::optional<c10::DeviceType> type = at::accelerator::getAccelerator();
-  if (!type) return std::nullopt;
+  static std::atomic<bool> is_initialised = false;  // and stays so
+  if (!type || is_initialised) return type;
+  const py::gil_scoped_acquire gil;  // operations run without it
   const std::string name = c10::DeviceTypeName(*type, /*lower_case=*/true);
   const py::object module = py::getattr(py::module_::import("torch"), name.c_str(), py::none());
-  return py::getattr(module, "_initialized", py::bool_(false)).cast<bool>() ? type : std::nullopt;
+  is_initialised = py::getattr(module, "_initialized", py::bool_(false)).cast<bool>();
+  return is_initialised ? type : std::nullopt;
 }
 
 at::Generator generator_of_device(size_t index) {
@@ -33,19 +37,39 @@ at::Generator generator_of_device(size_t index) {
 
 }  // namespace
 
-RandomStates RandomStates::now() {
+RandomStates RandomStates::of_cpu() {
   at::CPUGeneratorImpl& cpu = cpu_generator();
-  std::unique_lock<std::mutex> lock(cpu.mutex_);
+  const std::lock_guard<std::mutex> lock(cpu.mutex_);
   RandomStates states(cpu.engine());
   states.next_float_normal_ = cpu.next_float_normal_sample();
   states.next_double_normal_ = cpu.next_double_normal_sample();
-  lock.unlock();
+  return states;
+}
+
+void RandomStates::add(size_t device) {
+  at::Generator generator = generator_of_device(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  devices_.push_back({device, generator.get_state()});
+}
+
+RandomStates RandomStates::now() {
+  RandomStates states = of_cpu();
   const size_t num_devices = num_devices_now();
-  for (size_t index = 0; index < num_devices; ++index) {
-    at::Generator generator = generator_of_device(index);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    states.devices_.push_back(generator.get_state());
-  }
+  for (size_t device = 0; device < num_devices; ++device) states.add(device);
+  return states;
+}
+
+RandomStates RandomStates::now_of(c10::Device device) {
+  if (device.is_cpu()) return of_cpu();
+  if (device.type() != initialised_accelerator() || !device.has_index()) return now();
+  RandomStates states = of_cpu();
+  states.add(static_cast<size_t>(device.index()));
+  return states;
+}
+
+RandomStates RandomStates::same_now() const {
+  RandomStates states = of_cpu();
+  for (const OfDevice& device : devices_) states.add(device.index);
   return states;
 }
 
@@ -62,16 +86,16 @@ void RandomStates::restore() const {
     cpu.set_next_float_normal_sample(next_float_normal_);
     cpu.set_next_double_normal_sample(next_double_normal_);
   }
-  for (size_t index = 0; index < devices_.size(); ++index) {
-    at::Generator generator = generator_of_device(index);
+  for (const OfDevice& device : devices_) {
+    at::Generator generator = generator_of_device(device.index);
     const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(devices_[index]);
+    generator.set_state(device.state);
   }
 }
 
 RandomStatesGuard::RandomStatesGuard(const RandomStates* states) {
   if (states == nullptr) return;
-  before_ = RandomStates::now();
+  before_ = states->same_now();
   states->restore();
 }
 

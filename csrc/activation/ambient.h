@@ -12,21 +12,30 @@
 namespace drivetrain::activation {
 
 // Of the default generators of the CPU and of every device of the accelerator, once that is initialised (asking would
-// initialise it). The GIL must be held.
+// initialise it). Takes the GIL where it has to.
 class RandomStates {
  public:
   static RandomStates now();
+  static RandomStates now_of(c10::Device device);  // and the CPU's
+  RandomStates same_now() const;                   // of the same generators as these
   void restore() const;
   size_t num_devices() const { return devices_.size(); }
   static size_t num_devices_now();
 
  private:
+  struct OfDevice {
+    size_t index;
+    at::Tensor state;  // uint8, on the CPU; needs no synchronisation
+  };
+
   explicit RandomStates(const at::mt19937& engine) : engine_(engine) {}
+  static RandomStates of_cpu();
+  void add(size_t device);
 
   at::mt19937 engine_;
   std::optional<float> next_float_normal_;  // normal numbers come in pairs
   std::optional<double> next_double_normal_;
-  std::vector<at::Tensor> devices_;  // uint8 each, on the CPU; needs no synchronisation
+  std::vector<OfDevice> devices_;
 };
 
 // Random states for as long as this object lives.

@@ -315,9 +315,8 @@ void register_record(py::module_& m) {
       .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.ledger().peak_bytes; })
       .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed; })
       .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds; })
-      .def_property_readonly("divergence", &Recorder::divergence)
-      .def_property_readonly_static("dispatch_key",
-                                    [](const py::object&) { return std::string(c10::toString(kRecorderKey)); });
+      .def_property_readonly("divergence", &Recorder::divergence);
+  m.def("activation_recorder_key", [] { return std::string(c10::toString(kRecorderKey)); });
 }
 
 }  // namespace drivetrain::activation

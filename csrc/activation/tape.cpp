@@ -109,6 +109,20 @@ void for_each_tensor(const c10::IValue& value, const Function& function) {
   }
 }
 
+// That an operation with these arguments runs on; none: not known from them.
+std::optional<c10::Device> device_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::Device> device;
+  bool is_one = true;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) return std::nullopt;
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) {
+      is_one = is_one && (!device || *device == tensor.device());
+      device = tensor.device();
+    });
+  }
+  return is_one ? device : std::nullopt;
+}
+
 at::Tensor tensor_in(const c10::IValue& value, int32_t element) {
   return element < 0 ? value.toTensor() : value.toListRef()[element].toTensor();
 }
@@ -388,7 +402,11 @@ void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack) {
   if (traits.is_batch_norm && op.args[5].toBool()) {
     std::erase_if(op.refs, [&](const TensorRef& ref) { return ref.value < 0 && traits.is_statistic(ref.arg); });
   }
-  if (traits.is_random) op.random_states = std::make_shared<const RandomStates>(RandomStates::now());
+  if (traits.is_random) {
+    const std::optional<c10::Device> device = device_of(torch::jit::last(stack, num_args));
+    op.random_states =
+        std::make_shared<const RandomStates>(device ? RandomStates::now_of(*device) : RandomStates::now());
+  }
   const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);  // autocast is switched by those
   if (!autocast_ || autocast_keys_ != keys_now) {
     autocast_ = std::make_shared<const Autocast>(Autocast::now());

@@ -350,7 +350,7 @@ def _unseen_bytes(trace: "Trace") -> int:
 
 
 def _recorders_key() -> Any:
-    key = torch._C._parse_dispatch_key(_C.ActivationRecorder.dispatch_key)
+    key = torch._C._parse_dispatch_key(_C.activation_recorder_key())
     assert key is not None, "every torch has it"
     return torch._C.DispatchKeySet(key)
 

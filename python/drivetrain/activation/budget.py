@@ -58,13 +58,15 @@ def activation_budget(
     and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.
 
     Where a step with everything kept does not fit into memory, `step_fn` runs up to its backward with nothing kept, and
-    is then left by an exception of which handlers for `Exception` do not know; gradients and random states are put back
-    (gradients that there are already are copied, so best call it with none). Ranks that wait for each other in
-    `step_fn` must all fit or none: profile under `no_sync()`.
+    is then left by an exception of which handlers for `Exception` do not know; the model's gradients and torch's random
+    states are put back (gradients that there are already are copied, so best call it with none). The passes before that
+    backward are taken for the step's largest. Ranks that wait for each other in `step_fn` must all fit or none: profile
+    under `no_sync()`.
 
     Parameters must not change between a forward and its backward; a write that torch does not know of (its own fused
     optimizers count none) is not seen. One thread at a time has the budget. What passes that wait for the same backward
-    share (a cache) counts for each.
+    share (a cache) counts for each; what an RNN's cell on the CPU writes piece by piece counts for each piece.
+    torch.func's transforms that differentiate cannot be used inside a pass (torch says so).
 
     Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
     a ratio: it is found by bisection, with at most 5 recompilations, and is in force while this model's regions are
@@ -125,7 +127,9 @@ def activation_budget(
         with CompiledRegions(model) as regions:
             trace, peak = profile(model, step_fn, _PROFILED_STEPS, forms, pool)
             num_bytes = _bytes_of(budget, peak)
-            trace = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, 1, forms, pool))
+            fitted = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, 1, forms, pool))
+            fitted.is_estimated |= trace.is_estimated  # the peak is
+            trace = fitted
             made = ActivationPlan(model, trace, peak, regions, pool)
             made._choose(num_bytes)
         made._install()
@@ -259,7 +263,15 @@ class ActivationPlan:
         self._install()
         self._recorder.reset()
         self._note(f"a step ran out of memory ({said}): the budget is {table.size(tighter)} now")
-        return step_fn()
+        try:
+            return step_fn()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise torch.OutOfMemoryError(
+                f"the step ran out of memory with a budget of {table.size(tighter)}, too: set a smaller one "
+                f"({table.size(self.smallest_bytes)} is the smallest that is possible). ({first_line(error)})"
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """The profile and the choice, in what JSON knows."""
@@ -352,7 +364,7 @@ class ActivationPlan:
             if correction == _CORRECTIONS:
                 warnings.warn(
                     f"activation_budget: the step keeps {table.size(self.measured_bytes)}, above the budget of "
-                    f"{table.size(budget)}: it does not do the same each time",
+                    f"{table.size(budget)}: it keeps what the plan does not know of, or does not do the same each time",
                     stacklevel=3,
                 )
                 break

@@ -1,7 +1,6 @@
 """What profiled steps say of a model: the operations of a forward pass, the values they make, and backward's use of
 them."""
 
-import contextlib
 import dataclasses
 import itertools
 import operator
@@ -20,6 +19,12 @@ from . import compiled
 from .retry import Undo, first_line, is_out_of_memory
 
 _CALL = nn.Module._call_impl.__code__
+
+_DOES_NOT_TRAIN = (
+    "step_fn did not call the model with gradients on, or ran no backward: it must run forward, loss and backward of "
+    "one training step on the model that was given, or on a wrapper of it. If it skips a batch that does not fit into "
+    "memory, have it raise that error instead"
+)
 
 # How values can be kept besides as they are, for the recorder, by the name of each for people.
 FORMS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
@@ -150,7 +155,12 @@ def _profile_whole(
             recorder.reset()
             step_fn()
             peak = max(peak, recorder.peak_bytes)
-            found.append(_joined(_largest(_taken(recorder)), modules))
+            tapes = recorder.take_tapes()
+            saves_anything = any(tape["uses"] for tape in tapes)
+            takes_anything = any(not is_release for tape in tapes for _, is_release, _ in tape["uses"])
+            if not tapes or (saves_anything and not takes_anything):
+                raise RuntimeError(_DOES_NOT_TRAIN)
+            found.append(_joined(_largest(tapes), modules))
     return _best(found), peak
 
 
@@ -159,9 +169,17 @@ def _profile_frugally(
 ) -> tuple[Trace, int]:
     recorder = _C.ActivationRecorder(is_profile=True, is_frugal=True)
     recorder.set_forms(forms, pool, 0)
-    with Recording(model, recorder), _Naming(model, recorder), contextlib.suppress(_C.ActivationProfileEnded):
-        step_fn()
-    tapes = _taken(recorder)
+    has_ended = False
+    with Recording(model, recorder), _Naming(model, recorder):
+        try:
+            step_fn()
+        except _C.ActivationProfileEnded:
+            has_ended = True
+    tapes = recorder.take_tapes()
+    if has_ended and not tapes:
+        raise torch.OutOfMemoryError("forward itself runs a backward, for which everything must be kept")
+    if not has_ended:
+        raise RuntimeError(_DOES_NOT_TRAIN)
     begins = itertools.accumulate((len(tape["values"]) for tape in tapes), initial=0)
     uses: list[tuple[int, bool]] = []
     for begin, tape in reversed(list(zip(begins, tapes, strict=False))):
@@ -173,16 +191,6 @@ def _profile_frugally(
     saved = {value for value, _ in uses}
     values = [value for one in trace.passes for value in one.values]
     return trace, sum(values[index][0] for index in saved)
-
-
-def _taken(recorder: _C.ActivationRecorder) -> list[dict[str, Any]]:
-    tapes = recorder.take_tapes()
-    if not tapes:
-        raise RuntimeError(
-            "step_fn did not call the model with gradients on: it must run forward, loss and backward of one training "
-            "step on the model that was given, or on a wrapper of it"
-        )
-    return tapes
 
 
 class Recording:

@@ -31,7 +31,7 @@ bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return tensor.has_storage() && tensor.layout() == at::kStrided && !impl.is_python_dispatch() &&
          !impl.has_symbolic_sizes_strides() && !tensor.is_inference() && !tensor.is_quantized() &&
-         !tensor.is_nested() && !tensor.is_meta();
+         !tensor.is_nested() && !tensor.is_meta() && !tensor._is_zerotensor();
 }
 
 // The same memory and count of writes, without autograd's part.
@@ -75,8 +75,14 @@ at::Tensor flat_of(const at::Tensor& tensor, caffe2::TypeMeta dtype) {
 at::Tensor bytes_of(const at::Tensor& tensor) { return flat_of(tensor, caffe2::TypeMeta::Make<uint8_t>()); }
 
 uint64_t hash_of_storage(const at::Tensor& tensor) {
-  const at::Tensor bytes = bytes_of(tensor).cpu();
-  return hash_bytes(bytes.const_data_ptr(), bytes.numel());
+  const c10::Storage& storage = tensor.storage();
+  const auto num_bytes = static_cast<int64_t>(storage.nbytes());
+  if (tensor.is_cpu()) return hash_bytes(storage.data(), num_bytes);
+  // A transform or mode that the pass is in would have the copy for itself.
+  const c10::impl::ExcludeDispatchKeyGuard no_others(
+      kPythonKeys | c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                         c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+  return hash_bytes(bytes_of(tensor).cpu().const_data_ptr(), num_bytes);
 }
 
 at::Tensor copy_of(const at::Tensor& tensor) {
@@ -361,7 +367,7 @@ void Tape::preserve(const at::Tensor& tensor) {
 }
 
 bool Tape::plan_replays_no(const OpTraits& traits) const {
-  if (!plan_ || is_profile_ || !divergence_.empty() || ops_.size() >= plan_->ops.size()) return false;
+  if (!plan_ || !divergence_.empty() || ops_.size() >= plan_->ops.size()) return false;
   const PlannedOp& planned = plan_->ops[ops_.size()];
   return !planned.is_replayed && planned.name == traits.name && !traits.writes_any && !traits.tears;
 }
@@ -730,13 +736,19 @@ at::Tensor Tape::take(const Saved& saved) {
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->num_uses++});
   materialise(saved.ref.value);
   prefetch_before(saved.ref.value);
-  const Value& value = values_[saved.ref.value];
-  if (value.held._version() != value.held_version) {
-    throw_checkpoint_error(text("a tensor of ", c10::IntArrayRef(saved.ref.sizes), " ", saved.ref.dtype,
-                                " that backward needs was modified in place after the forward pass: gradients would be "
-                                "those of other values. Clone it before, or use an operation that is not in place."));
-  }
-  return view_of(value.held, saved.ref);
+  check_unwritten(saved.ref);
+  return view_of(values_[saved.ref.value].held, saved.ref);
+}
+
+// Whoever else has it, as a result of the model for instance, may write to it once the pass is over.
+void Tape::check_unwritten(const TensorRef& ref) const {
+  const Value& value = values_[ref.value];
+  if (value.is_torn || value.held._version() == value.held_version) return;
+  throw_checkpoint_error(
+      text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+           " that backward needs was modified in place after the forward pass: gradients would be those of other "
+           "values. Write to a clone of it, use an operation that is not in place, or give what writes to it the "
+           "budget, too: writes between forward's beginning and end, or inside `with plan:`, are known."));
 }
 
 void Tape::release(const Saved& saved) {
@@ -815,6 +827,9 @@ std::unordered_map<int32_t, at::Tensor> Tape::writable(const Op& op,
 
 void Tape::replay(int32_t index) {
   Op& op = ops_[index];
+  for (const TensorRef& ref : op.refs) {
+    if (ref.value >= 0) check_unwritten(ref);
+  }
   const double begin = now();
   std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
     // Its memory is taken over where nobody else needs it.

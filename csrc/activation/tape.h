@@ -282,6 +282,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   static std::unordered_map<int32_t, at::Tensor> writable(const Op& op,
                                                           const std::function<at::Tensor(int32_t)>& memory_of);
   at::Tensor checked(const TensorRef& ref) const;
+  void check_unwritten(const TensorRef& ref) const;
   void release(const Saved& saved);
 
   const std::shared_ptr<Ledger> ledger_;

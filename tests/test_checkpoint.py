@@ -373,7 +373,9 @@ def operations_of(call: Checkpoint, early_stop: bool) -> Counter[str]:
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_operations_are_as_many_as_torchs(early_stop: bool) -> None:
     ours = operations_of(checkpoint, early_stop)
-    assert ours == operations_of(torchs, early_stop)
+    theirs = operations_of(torchs, early_stop)
+    del ours["aten.empty.memory_format"], theirs["aten.empty.memory_format"]  # torch 2.11 keeps random states in them
+    assert ours == theirs
     assert ours["aten.gelu.default"] == (3 if early_stop else 4)
     assert ours["aten.addmm.default"] == (8 if early_stop else 12)
 

@@ -836,6 +836,21 @@ def test_a_transform_inside_a_pass_that_does_not_fit() -> None:
     assert_same_bits({name: param.grad for name, param in model.named_parameters()}, expected)
 
 
+def test_a_graph_that_is_left_of_a_step_that_did_not_fit_keeps_nothing(gpt: tuple[nn.Module, Step]) -> None:
+    model, _ = gpt
+    ids, losses = torch.randint(50, (2, 24)), []
+
+    def step() -> None:
+        losses.append(model(ids))
+        if len(losses) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        losses[-1].backward()
+
+    drivetrain.activation_budget(model, step, "60%")
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="did not fit into memory: run forward again"):
+        losses[0].backward()
+
+
 def test_a_step_without_backward_is_told(gpt: tuple[nn.Module, Step]) -> None:
     model, _ = gpt
     ids = torch.randint(50, (2, 24))

@@ -246,6 +246,13 @@ void Recorder::leave(bool is_whole) {
   tape->rehearse();
 }
 
+void Recorder::abandon() {
+  profiled_.clear();
+  for (const std::weak_ptr<Tape>& waiting : waiting_) {
+    if (const auto tape = waiting.lock()) tape->abandon();
+  }
+}
+
 void Recorder::set_module(int32_t module) {
   if (tape_) tape_->set_module(module);
 }
@@ -283,6 +290,7 @@ void register_record(py::module_& m) {
             recorder.forms() = {std::move(tried), std::move(pool), budget_bytes};
           },
           py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
+      .def("abandon", &Recorder::abandon)
       .def("set_module", &Recorder::set_module, py::arg("module"))
       .def("take_tapes",
            [](Recorder& recorder) {

@@ -28,6 +28,9 @@ class Recorder {
   void leave(bool is_whole = true);
   void set_module(int32_t module);
 
+  // Nobody will run the backward of the passes that wait for it: what they keep goes.
+  void abandon();
+
   // The tapes of this profile since the last call of it.
   std::vector<std::shared_ptr<Tape>> take_tapes();
   Ledger& ledger() { return *ledger_; }

@@ -606,6 +606,12 @@ void Tape::end() {
   }
 }
 
+void Tape::abandon() {
+  const Locked lock(mutex_);
+  is_abandoned_ = true;
+  for (size_t value = 0; value < values_.size(); ++value) let_go(static_cast<int32_t>(value));
+}
+
 // ---- Backward
 
 bool Tape::is_there(int32_t index) const {
@@ -733,6 +739,9 @@ at::Tensor Tape::checked(const TensorRef& ref) const {
 at::Tensor Tape::take(const Saved& saved) {
   const Locked lock(mutex_);
   if (saved.ref.value < 0) return checked(saved.ref);
+  if (is_abandoned_) {
+    throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
+  }
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->num_uses++});
   materialise(saved.ref.value);
   prefetch_before(saved.ref.value);

@@ -164,6 +164,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   // The forward pass is over: what nobody will ask for goes.
   void end();
 
+  // There will be no backward: everything goes, whoever still has the graph.
+  void abandon();
+
   // Computes the whole forward pass once more, operation by operation, each with the time it took; what comes out with
   // other bits than autograd saved is not to be forgotten. Of a tape of a profile, after end().
   void rehearse();
@@ -298,6 +301,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<at::Tensor> written_;     // by it: in the order of those references whose argument is written
   std::vector<Unresolved> unresolved_;  // saved by it
   bool has_ended_ = false;
+  bool is_abandoned_ = false;
   int32_t num_saved_ = 0;
   int32_t module_ = -1;
   std::shared_ptr<const Autocast> autocast_;

@@ -102,7 +102,7 @@ def activation_budget(
         torch.OutOfMemoryError: forward does not fit with nothing kept, or the step under the plan and one a tenth
             tighter: profile a part of the batch with that part of the budget. The plan holds for any batch size.
         torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
-            was modified in between.
+            was modified in between, or a result of the model was, or what a backward of your own was given.
     """
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module  # what the wrapper does besides differs from step to step

@@ -1,6 +1,7 @@
 """What profiled steps say of a model: the operations of a forward pass, the values they make, and backward's use of
 them."""
 
+import contextlib
 import dataclasses
 import itertools
 import operator
@@ -145,12 +146,10 @@ def profile(
 def _profile_whole(
     model: nn.Module, step_fn: Callable[[], object], steps: int, forms: Sequence[int], pool: _C.OffloadPool | None
 ) -> tuple[Trace, int]:
-    recorder = _C.ActivationRecorder(is_profile=True)
-    recorder.set_forms(forms, pool, 0)
     modules = [name for name, _ in model.named_modules()]
     found: list[Trace] = []
     peak = 0
-    with Recording(model, recorder), _Naming(model, recorder):
+    with _recorded(model, forms, pool, is_frugal=False) as recorder:
         for _ in range(steps):
             recorder.reset()
             step_fn()
@@ -167,10 +166,8 @@ def _profile_whole(
 def _profile_frugally(
     model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None
 ) -> tuple[Trace, int]:
-    recorder = _C.ActivationRecorder(is_profile=True, is_frugal=True)
-    recorder.set_forms(forms, pool, 0)
     has_ended = False
-    with Recording(model, recorder), _Naming(model, recorder):
+    with _recorded(model, forms, pool, is_frugal=True) as recorder:
         try:
             step_fn()
         except _C.ActivationProfileEnded:
@@ -191,6 +188,20 @@ def _profile_frugally(
     saved = {value for value, _ in uses}
     values = [value for one in trace.passes for value in one.values]
     return trace, sum(values[index][0] for index in saved)
+
+
+@contextlib.contextmanager
+def _recorded(
+    model: nn.Module, forms: Sequence[int], pool: _C.OffloadPool | None, *, is_frugal: bool
+) -> Iterator[_C.ActivationRecorder]:
+    recorder = _C.ActivationRecorder(is_profile=True, is_frugal=is_frugal)
+    recorder.set_forms(forms, pool, 0)
+    with Recording(model, recorder), _Naming(model, recorder):
+        try:
+            yield recorder
+        except BaseException:
+            recorder.abandon()  # somebody may still have the graph
+            raise
 
 
 class Recording:

@@ -23,7 +23,7 @@ namespace {
 constexpr int32_t kFewOps = 640;          // so few that segments may begin anywhere
 constexpr int64_t kPolishWork = 100'000;  // ops in all rounds
 constexpr double kAlmostOne = 1 + 1e-6;
-constexpr double kAlmostNothing = 1e-6;
+constexpr double kCloseEnough = 1.2;      // a plan, to the bound
 constexpr int32_t kMaxOpsInBound = 2000;  // more would take seconds
 
 // The best that was tried, within the budget and of all.
@@ -192,16 +192,9 @@ void polish(const TraceIndex& index, Search& search, std::vector<Keeping> keepin
 
 // Where what was found is far from it: a better bound, or a proof that there is none much better.
 double tightened(const TraceIndex& index, const Search& search, const PricedBound& bound) {
-  double seconds = bound.seconds;
-  const double found = search.best_outcome().seconds;
-  if (!search.is_feasible() || index.num_ops() > kMaxOpsInBound) return seconds;
-  for (double ratio : {1.2, 1.1}) {
-    if (found <= seconds * ratio) continue;
-    const double enough = found / ratio;
-    seconds = std::max(seconds, bound_in_backward(index, search.budget(), {enough, bound.price}));
-    if (seconds < enough * (1 - kAlmostNothing)) break;
-  }
-  return seconds;
+  const double enough = search.best_outcome().seconds / kCloseEnough;
+  if (!search.is_feasible() || index.num_ops() > kMaxOpsInBound || bound.seconds >= enough) return bound.seconds;
+  return std::max(bound.seconds, bound_in_backward(index, search.budget(), {enough, bound.price}));
 }
 
 // Whether or not they are asked for: what more memory could still be spared.

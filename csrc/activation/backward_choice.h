@@ -9,6 +9,8 @@
 #include <tuple>
 #include <utility>
 
+#include "base/hash.h"
+
 namespace drivetrain::activation {
 
 using Set = uint64_t;  // of values that cross: read by an op that is decided, written by one that is not
@@ -65,17 +67,10 @@ struct Choice {
   // The same for all that have the same sets and, in so many bytes, as many left.
   uint64_t hash(int64_t bytes) const {
     uint64_t hash = 0xcbf29ce484222325;
-    const auto add = [&](uint64_t number) {
-      hash = (hash ^ number) * 0x9e3779b97f4a7c15;
-      hash ^= hash >> 29;
-    };
-    add(asked);
-    add(asked_before);
+    hash = mix(mix(hash, asked), asked_before);
     for (const Moment& moment : all()) {
-      add(moment.asked);
-      add(moment.maybe_asked);
-      add(moment.counted);
-      add(static_cast<uint64_t>(moment.bytes_left / bytes));
+      hash = mix(mix(mix(hash, moment.asked), moment.maybe_asked), moment.counted);
+      hash = mix(hash, static_cast<uint64_t>(moment.bytes_left / bytes));
     }
     return hash;
   }

@@ -59,6 +59,10 @@ const OpTraits& traits_of(const c10::OperatorHandle& op) {
   return found != known->end() ? found->second : known->emplace(op, OpTraits(op)).first->second;
 }
 
+bool has_kernel(const c10::OperatorHandle& op, c10::BackendComponent backend) {
+  return op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, backend));
+}
+
 // Whether what its arguments are goes on to other operations, which are the ones to be recorded: made of those, or
 // somebody between here and autograd changes the arguments.
 bool passes(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys) {
@@ -67,8 +71,7 @@ bool passes(const c10::OperatorHandle& op, const OpTraits& traits, c10::Dispatch
   if (!autocast.empty() && op.hasKernelForDispatchKey(autocast.highestPriorityTypeId())) return true;
   if (!traits.is_composite) return false;
   const c10::BackendComponent backend = keys.highestBackendKey();
-  return backend == c10::BackendComponent::InvalidBit ||
-         !op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, backend));
+  return backend == c10::BackendComponent::InvalidBit || !has_kernel(op, backend);
 }
 
 void on_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -87,13 +90,10 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_call>());
 }
 
-bool has_own_kernel(const c10::OperatorHandle& op) {
+bool has_any_kernel(const c10::OperatorHandle& op) {
   for (auto at = static_cast<uint8_t>(c10::BackendComponent::InvalidBit) + 1;
        at <= static_cast<uint8_t>(c10::BackendComponent::EndOfBackendKeys); ++at) {
-    const auto backend = static_cast<c10::BackendComponent>(at);
-    if (op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, backend))) {
-      return true;
-    }
+    if (has_kernel(op, static_cast<c10::BackendComponent>(at))) return true;
   }
   return false;
 }
@@ -108,7 +108,7 @@ void let_pass() {
     const std::optional<c10::OperatorHandle> op = dispatcher.findSchema(name);
     if (!op) continue;
     const OpTraits traits(*op);
-    const bool never_comes = traits.is_composite ? !has_own_kernel(*op) : traits.is_view;
+    const bool never_comes = traits.is_composite ? !has_any_kernel(*op) : traits.is_view;
     if (never_comes) library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFallthrough());
   }
 }

@@ -10,6 +10,7 @@
 #include "activation/keeping_cut.h"
 #include "activation/simulator.h"
 #include "base/check.h"
+#include "base/hash.h"
 
 namespace drivetrain::activation {
 namespace {
@@ -94,10 +95,7 @@ struct Segments::Kind {
     return num_values == other.num_values && std::abs(seconds - other.seconds) <= kNoise * seconds;
   }
 
-  void add(int64_t number) {
-    hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 29;
-  }
+  void add(int64_t number) { hash = mix(hash, static_cast<uint64_t>(number)); }
 };
 
 Segments::Segments(const TraceIndex& index, Cuts cuts) : index_(index) {

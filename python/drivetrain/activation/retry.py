@@ -6,6 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
+_OTHER_WORDS = (
+    "DefaultCPUAllocator: ",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "could not create a memory object",
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's error of a device, or another of its errors that has no class of its own."""
@@ -17,15 +25,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """What it says, without the stack that torch's may have."""
     return str(error).splitlines()[0] if str(error) else "out of memory"
-
-
-_OTHER_WORDS = (
-    "DefaultCPUAllocator: ",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "could not create a memory object",
-)
 
 
 class Undo:

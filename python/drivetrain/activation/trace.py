@@ -119,7 +119,7 @@ def profile(
         the trace, and the peak in bytes of what was kept, or would have been.
 
     Raises:
-        RuntimeError: no step went through the model with gradients on.
+        RuntimeError: no step went through the model with gradients on and back.
         torch.OutOfMemoryError: that did not fit either; says what to do.
     """
     undo = Undo(model)
@@ -177,17 +177,16 @@ def _profile_frugally(
         raise torch.OutOfMemoryError("forward itself runs a backward, for which everything must be kept")
     if not has_ended:
         raise RuntimeError(_DOES_NOT_TRAIN)
-    begins = itertools.accumulate((len(tape["values"]) for tape in tapes), initial=0)
-    uses: list[tuple[int, bool]] = []
-    for begin, tape in reversed(list(zip(begins, tapes, strict=False))):
+    trace = Trace(
+        [_pass_of(tape) for tape in tapes], [], [name for name, _ in model.named_modules()], is_estimated=True
+    )
+    num_bytes = 0
+    for (begin, one), tape in reversed(list(zip(trace.passes_at(), tapes, strict=True))):
+        num_bytes += sum(one.values[value][0] for value in {value for _, value in tape["saves"]})
         for _, saves in itertools.groupby(reversed(tape["saves"]), key=operator.itemgetter(0)):
             values = [begin + value for _, value in saves]
-            uses += [(value, is_release) for is_release in (False, True) for value in values]
-    modules = [name for name, _ in model.named_modules()]
-    trace = Trace([_pass_of(tape) for tape in tapes], uses, modules, is_estimated=True)
-    saved = {value for value, _ in uses}
-    values = [value for one in trace.passes for value in one.values]
-    return trace, sum(values[index][0] for index in saved)
+            trace.uses += [(value, is_release) for is_release in (False, True) for value in values]
+    return trace, num_bytes
 
 
 @contextlib.contextmanager
@@ -317,13 +316,12 @@ def _largest(tapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(tapes: list[dict[str, Any]], modules: list[str]) -> Trace:
+    trace = Trace([_pass_of(tape) for tape in tapes], [], modules)
     uses: list[tuple[int, int, bool]] = []
-    begin = 0
-    for tape in tapes:
+    for (begin, _), tape in zip(trace.passes_at(), tapes, strict=True):
         uses += [(order, begin + value, is_release) for value, is_release, order in tape["uses"]]
-        begin += len(tape["values"])
-    passes = [_pass_of(tape) for tape in tapes]
-    return Trace(passes, [(value, is_release) for _, value, is_release in sorted(uses)], modules)
+    trace.uses = [(value, is_release) for _, value, is_release in sorted(uses)]
+    return trace
 
 
 def _pass_of(tape: dict[str, Any]) -> Pass:

@@ -884,20 +884,21 @@ def test_batch_norm_counts_a_batch_once() -> None:
     assert int(model[1].num_batches_tracked) == before + 1
 
 
-def masks_and_more() -> tuple[nn.Module, Tensor]:
+def masks_and_more() -> tuple[nn.Module, Tensor, Step]:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.3), nn.Softplus())]
-    return nn.Sequential(*layers), torch.randn(256, 64)
-
-
-def test_masks_are_kept_as_bits_without_loss() -> None:
-    model, x = masks_and_more()
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
 
     def step() -> None:
         torch.manual_seed(1)
         model.zero_grad()
         model(x).square().mean().backward()
 
+    return model, x, step
+
+
+def test_masks_are_kept_as_bits_without_loss() -> None:
+    model, x, step = masks_and_more()
     expected = gradients(model, step)
     trace, _ = profile(model, step, 2, [1])
     packable = {
@@ -927,13 +928,7 @@ def test_masks_are_kept_as_bits_without_loss() -> None:
 
 @pytest.mark.parametrize("lossy", ["bfloat16", "int8"])
 def test_a_lossy_form_is_close(lossy: str) -> None:
-    model, x = masks_and_more()
-
-    def step() -> None:
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(x).square().mean().backward()
-
+    model, _, step = masks_and_more()
     expected = gradients(model, step)
     plan = drivetrain.activation_budget(model, step, "60%", lossy=lossy)
     # So that nothing is recomputed: every saved tensor in that form.

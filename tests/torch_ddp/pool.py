@@ -293,6 +293,7 @@ def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -
         common_utils.set_rng_seed()
         with (
             _counting(ddp_class, built),
+            _all_ranks_in_the_group(),
             on_cpu(tests, ddp_class, rank, WORLD_SIZE) if is_for_gpus else contextlib.nullcontext(),
         ):
             test(case)
@@ -312,6 +313,26 @@ def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -
         os.environ.clear()
         os.environ.update(environment)
         dist.set_debug_level_from_env()
+
+
+@contextlib.contextmanager
+def _all_ranks_in_the_group() -> Iterator[None]:
+    """Groups that a test makes itself are there on every rank before any rank goes on.
+
+    In torch's tests with remote parts the master asks a trainer for a new group as soon as it has joined the default
+    group itself; a trainer that is still joining answers that it has none.
+    """
+    import torch.distributed as dist
+
+    join = dist.init_process_group
+
+    @functools.wraps(join)
+    def join_and_wait(*args: Any, **kwargs: Any) -> None:
+        join(*args, **kwargs)
+        dist.barrier()
+
+    with mock.patch.object(dist, "init_process_group", join_and_wait):
+        yield
 
 
 @contextlib.contextmanager

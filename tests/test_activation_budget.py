@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.activation.plan import FORGET, KEEP, Choice
+from drivetrain.activation.plan import FORGET, KEEP, Choice, PlannedOp
 from drivetrain.activation.trace import Recording, _profile_frugally, _profile_whole, profile
 
 Step = Callable[[], object]
@@ -317,7 +317,7 @@ def forget_all(model: nn.Module, step: Step) -> tuple[Recording, _C.ActivationRe
     trace, _ = profile(model, step, 2)
     model.load_state_dict(before)
     recorder = _C.ActivationRecorder(is_profile=False)
-    recorder.set_plans([[(op[0], [-1] * len(op[4]), True) for op in one.ops] for one in trace.passes])
+    recorder.set_plans([[PlannedOp(op[0], [-1] * len(op[4]), True) for op in one.ops] for one in trace.passes])
     return Recording(model, recorder).__enter__(), recorder
 
 
@@ -539,7 +539,153 @@ def test_everything_kept_where_the_budget_allows(gpt: tuple[nn.Module, Step]) ->
     assert plan.measured_bytes == plan.unplanned_bytes
 
 
-def test_every_kind_of_backward() -> None:
+def hooked_and_plain(loss: Tensor) -> tuple[int, int]:
+    """How many saved tensors of a graph have hooks, and how many do not."""
+    counts = [0, 0]
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [other for other, _ in node.next_functions]
+        for name in dir(node):
+            if not name.startswith("_raw_saved_"):
+                continue
+            raw = getattr(node, name)
+            for saved in raw if isinstance(raw, tuple) else (raw,):
+                try:
+                    saved.register_hooks(lambda x: x, lambda x: x)
+                except RuntimeError as error:
+                    counts[0] += "already been set" in str(error)  # else there is no tensor
+                else:
+                    counts[1] += 1
+    return counts[0], counts[1]
+
+
+def test_hooks_do_not_see_what_is_kept_as_it_is(gpt: tuple[nn.Module, Step]) -> None:
+    model, step = gpt
+    expected = gradients(model, step)
+    ids = torch.randint(50, (2, 24))
+    _, without = hooked_and_plain(model(ids))
+    counts = {}
+    for percent in (200, 60):
+        plan = drivetrain.activation_budget(model, step, f"{percent}%")
+        loss = model(ids)
+        before = plan.live_bytes
+        counts[percent] = hooked_and_plain(loss)
+        assert sum(counts[percent]) == without
+        del loss
+        assert plan.live_bytes == 0
+        plan._recorder.set_plans(
+            [[op._replace(saves_plainly=False, plain=()) for op in plan._chosen.tape_plans(plan._trace)[0]]]
+        )
+        loss = model(ids)
+        assert plan.live_bytes == before
+        assert hooked_and_plain(loss) == (without, 0)
+        assert_same_bits(gradients(model, step), expected)
+        plan.remove()
+    assert counts[200] == (1, without - 1)  # the first one has the tape
+    assert 1 < counts[60][0] < without
+
+
+def test_hooks_inside_a_pass_see_what_they_saw() -> None:
+    torch.manual_seed(0)
+    seen: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8 + i) for i in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index, layer in enumerate(self.layers):
+                if index == 2:
+                    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                        x = layer(x).tanh()
+                else:
+                    x = layer(x).tanh()
+                x = x[:, :8]
+            return x
+
+    model, x = Watched(), torch.randn(4, 8)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    expected = gradients(model, step)
+    without = list(seen)
+    for share in ("200%", "80%"):
+        plan = drivetrain.activation_budget(model, step, share)
+        seen.clear()
+        assert_same_bits(gradients(model, step), expected)
+        assert seen == without
+        plan.remove()
+
+
+def test_results_that_somebody_keeps_are_no_passes_that_wait() -> None:
+    """Of a step's two passes each finds its plan, whoever still has what earlier ones gave."""
+    torch.manual_seed(0)
+
+    class TwoPaths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.other = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.GELU(), nn.Linear(16, 8), nn.Tanh())
+
+        def forward(self, x: Tensor, is_other: bool) -> Tensor:
+            y: Tensor = (self.other if is_other else self.one)(x)
+            return y
+
+    model, x = TwoPaths(), torch.randn(4, 8)
+    results: list[Tensor] = []
+
+    def step() -> None:
+        model.zero_grad()
+        ys = [model(x, False), model(x, True)]
+        (ys[0] * ys[1]).sum().backward()
+        results.extend(y.detach() for y in ys)
+
+    expected = gradients(model, step)
+    plan = drivetrain.activation_budget(model, step, "200%")
+    for _ in range(3):
+        assert_same_bits(gradients(model, step), expected)
+        assert plan._recorder.divergence == ""
+        assert plan.live_bytes == 0
+
+
+def test_what_is_kept_as_it_is_and_written_is_torchs_error() -> None:
+    torch.manual_seed(0)
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.writes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                y = x.sigmoid()
+                if self.writes:
+                    x.detach().zero_()
+                x = x + y
+            return x
+
+    model, x = Writes(), torch.randn(4, 8)
+    drivetrain.activation_budget(model, lambda: model(x).sum().backward(), "200%")
+    model.writes = True
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["everything forgotten", "everything kept", "80%"])
+def test_every_kind_of_backward(way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.LayerNorm(8))
     x = torch.randn(4, 8, requires_grad=True)
@@ -555,7 +701,11 @@ def test_every_kind_of_backward() -> None:
         return [first, again, slope.detach(), *penalty, *part]
 
     expected = all_kinds()
-    forget_all(model, lambda: model(x).sum().backward())
+    step = lambda: model(x).sum().backward()  # noqa: E731
+    if way == "everything forgotten":
+        forget_all(model, step)
+    else:
+        drivetrain.activation_budget(model, step, "200%" if way == "everything kept" else way)
     model.zero_grad()
     for one, other in zip(all_kinds(), expected, strict=True):
         assert torch.equal(one, other)
@@ -915,7 +1065,7 @@ def test_masks_are_kept_as_bits_without_loss() -> None:
     recorder = _C.ActivationRecorder(is_profile=False)
     masks = {write for _, write in packable}
     recorder.set_plans(
-        [[(op[0], [1 if write in masks else -2 for write in op[4]], False) for op in trace.passes[0].ops]]
+        [[PlannedOp(op[0], [1 if write in masks else -2 for write in op[4]], False) for op in trace.passes[0].ops]]
     )
     with Recording(model, recorder):
         model(x)
@@ -935,7 +1085,7 @@ def test_a_lossy_form_is_close(lossy: str) -> None:
     trace = plan._trace.passes[0]
     code = {"bfloat16": 2, "int8": 3}[lossy]
     plan._recorder.set_plans(
-        [[(op[0], [code if trace.values[w][4] else -2 for w in op[4]], False) for op in trace.ops]]
+        [[PlannedOp(op[0], [code if trace.values[w][4] else -2 for w in op[4]], False) for op in trace.ops]]
     )
     plan.reset_peak()
     found = gradients(model, step)
@@ -958,7 +1108,9 @@ def test_tensors_that_wait_on_the_host() -> None:
     expected = gradients(model, step)
     plan = drivetrain.activation_budget(model, step, "60%", offload="64MiB")
     trace = plan._trace.passes[0]
-    plan._recorder.set_plans([[(op[0], [4 if trace.values[w][4] else -2 for w in op[4]], False) for op in trace.ops]])
+    plan._recorder.set_plans(
+        [[PlannedOp(op[0], [4 if trace.values[w][4] else -2 for w in op[4]], False) for op in trace.ops]]
+    )
     copies = plan._pool.num_copies
     plan.reset_peak()
     loss = model(x).square().mean()
@@ -991,7 +1143,7 @@ def test_noted_only_operations_are_kept_when_steps_part_again(gpt: tuple[nn.Modu
     # No operation's arguments are known: nothing can be forgotten, whatever the plan says.
     names = [op[0] for op in plan._trace.passes[0].ops]
     plan._recorder.set_plans(
-        [[(name, [-1] * len(op[4]), False) for name, op in zip(names, plan._trace.passes[0].ops, strict=True)]]
+        [[PlannedOp(name, [-1] * len(op[4]), False) for name, op in zip(names, plan._trace.passes[0].ops, strict=True)]]
     )
     assert_same_bits(gradients(model, step), expected)
 

@@ -197,6 +197,7 @@ std::vector<std::vector<double>> Recorder::seconds_by_op() const {
 }
 
 void Recorder::reset() {
+  ledger_->forget_freed();
   ledger_->peak_bytes = ledger_->live_bytes;
   ledger_->num_replayed = 0;
   ledger_->replay_seconds = 0;
@@ -273,11 +274,15 @@ void register_record(py::module_& m) {
       .def(
           "set_plans",
           [](Recorder& recorder,
-             const std::vector<std::vector<std::tuple<std::string, std::vector<int8_t>, bool>>>& plans) {
+             const std::vector<
+                 std::vector<std::tuple<std::string, std::vector<int8_t>, bool, bool, std::vector<bool>>>>& plans) {
             std::vector<TapePlan> made;
             for (const auto& plan : plans) {
               std::vector<PlannedOp>& ops = made.emplace_back().ops;
-              for (const auto& [name, forms, is_replayed] : plan) ops.push_back({name, forms, is_replayed});
+              for (const auto& [name, forms, is_replayed, saves_plainly, plain] : plan) {
+                ops.push_back({name, forms, is_replayed, saves_plainly, plain});
+                ops.back().plain.resize(forms.size());
+              }
             }
             recorder.set_plans(std::move(made));
           },
@@ -306,7 +311,7 @@ void register_record(py::module_& m) {
                  ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));
                }
                for (const auto& use : tape->uses()) uses.append(py::make_tuple(use.value, use.is_release, use.order));
-               for (const auto& save : tape->saves()) saves.append(py::make_tuple(save.call, save.value));
+               for (const auto& save : tape->saves()) saves.append(py::make_tuple(save.op, save.value));
                py::dict made;
                made["saves"] = saves;
                made["values"] = values;
@@ -319,7 +324,11 @@ void register_record(py::module_& m) {
            })
       .def("reset", &Recorder::reset)
       .def("seconds_by_op", &Recorder::seconds_by_op)
-      .def_property_readonly("live_bytes", [](Recorder& recorder) { return recorder.ledger().live_bytes; })
+      .def_property_readonly("live_bytes",
+                             [](Recorder& recorder) {
+                               recorder.ledger().forget_freed();
+                               return recorder.ledger().live_bytes;
+                             })
       .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.ledger().peak_bytes; })
       .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed; })
       .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds; })

@@ -1,6 +1,7 @@
 // Writing down what a forward pass does, and computing it again; see tape.h.
 #include "activation/tape.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/equal.h>
@@ -139,6 +140,20 @@ bool is_freed(const TensorRef& ref) {
 }
 bool is_written(const TensorRef& ref) { return is_plain(ref.direct) && ref.direct._version() != ref.version; }
 
+size_t num_hooks() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
+
+// As long as this object lives, autograd saves without asking the hooks.
+class NoHooks {
+ public:
+  NoHooks() : before_(at::SavedTensorDefaultHooks::set_tracing(true)) {}
+  ~NoHooks() { at::SavedTensorDefaultHooks::set_tracing(before_); }
+  NoHooks(const NoHooks&) = delete;
+  NoHooks& operator=(const NoHooks&) = delete;
+
+ private:
+  const bool before_;
+};
+
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // What runs below autograd, in the state that the recorded call found.
@@ -222,7 +237,8 @@ Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::
       forms_(std::move(forms)),
       is_profile_(purpose != Purpose::kPlan),
       is_frugal_(purpose == Purpose::kFrugalProfile),
-      begin_(ledger_->num_uses) {
+      begin_(ledger_->num_uses),
+      num_hooks_(num_hooks() + 1) {
   ledger_->tapes.push_back(this);
   if (!plan_) return;
   size_t num_values = 0;
@@ -235,6 +251,19 @@ Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::
 Tape::~Tape() {
   std::erase(ledger_->tapes, this);
   for (size_t value = 0; value < values_.size(); ++value) let_go(static_cast<int32_t>(value));
+  for (const Plain& plain : plain_) ledger_->add(-plain.bytes);
+}
+
+void Ledger::forget_freed() {
+  for (Tape* tape : tapes) tape->forget_freed();
+}
+
+void Tape::forget_freed() {
+  std::erase_if(plain_, [&](const Plain& plain) {
+    if (!plain.storage.expired()) return false;
+    ledger_->live_bytes -= plain.bytes;
+    return true;
+  });
 }
 
 Tape::Saved::~Saved() {
@@ -366,18 +395,21 @@ void Tape::preserve(const at::Tensor& tensor) {
   }
 }
 
-bool Tape::plan_replays_no(const OpTraits& traits) const {
-  if (!plan_ || !divergence_.empty() || ops_.size() >= plan_->ops.size()) return false;
+// What the plan has for the operation that begins; null: nothing, or another one.
+const PlannedOp* Tape::planned_next(const OpTraits& traits) const {
+  if (!plan_ || !divergence_.empty() || ops_.size() >= plan_->ops.size()) return nullptr;
   const PlannedOp& planned = plan_->ops[ops_.size()];
-  return !planned.is_replayed && planned.name == traits.name && !traits.writes_any && !traits.tears;
+  return planned.name == traits.name ? &planned : nullptr;
 }
 
-void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool saves_plainly) {
   struct Running {
     explicit Running(Tape& tape) : tape(tape) { tape.is_running_ = true; }
     ~Running() { tape.is_running_ = false; }
     Tape& tape;
   } const running(*this);
+  std::optional<NoHooks> no_hooks;
+  if (saves_plainly) no_hooks.emplace();
   try {
     op.redispatchBoxed(keys & kBelowRecorder, stack);
   } catch (...) {
@@ -425,9 +457,15 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
                   torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   written_.clear();
-  ++num_calls_;
+  saving_op_ = static_cast<int32_t>(ops_.size());
   Op op(handle, traits, keys, module_);
-  const bool is_noted_only = traits.is_view || plan_replays_no(traits);
+  const PlannedOp* planned = planned_next(traits);
+  const bool is_noted_only =
+      traits.is_view || (planned != nullptr && !planned->is_replayed && !traits.writes_any && !traits.tears);
+  // Hooks of somebody else inside this pass are to be asked; and what is saved first is given back last, and with it
+  // the tape.
+  const bool saves_plainly =
+      planned != nullptr && planned->saves_plainly && num_saved_ > 0 && num_hooks() == num_hooks_;
   if (is_noted_only) {
     note_arguments(handle, *stack);
   } else {
@@ -439,7 +477,7 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
       for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { communicated.push_back(tensor); });
     }
   }
-  run(handle, keys, stack);
+  run(handle, keys, stack, saves_plainly);
   for (const at::Tensor& tensor : communicated) {
     const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
     if (value >= 0) write_unseen(value, tensor);
@@ -523,7 +561,14 @@ void Tape::note_results(Op op, bool can_forget, torch::jit::Stack* stack) {
     const Value& value = values_[which];
     const bool may_be_needed = is_profile_ && !value.is_replayable && !value.is_uninitialised && !value.is_torn;
     if (value.form >= kAsIs || may_be_needed) keep(which, made[i]);
+    if (value.is_plain) count_plain(which, made[i]);
   }
+}
+
+void Tape::count_plain(int32_t index, const at::Tensor& tensor) {
+  Value& value = values_[index];
+  plain_.push_back({tensor.storage().getWeakStorageImpl(), value.bytes});
+  ledger_->add(value.bytes - std::exchange(value.held_bytes, 0));
 }
 
 void Tape::plan_values(int32_t index) {
@@ -538,7 +583,11 @@ void Tape::plan_values(int32_t index) {
     divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan has ", planned.name);
     return;
   }
-  for (size_t i = 0; i < op.writes.size(); ++i) values_[op.writes[i].value].form = planned.forms[i];
+  for (size_t i = 0; i < op.writes.size(); ++i) {
+    Value& value = values_[op.writes[i].value];
+    value.form = planned.forms[i];
+    value.is_plain = planned.plain[i];
+  }
 }
 
 std::shared_ptr<Tape::Saved> Tape::save(const at::Tensor& tensor) {
@@ -572,13 +621,13 @@ void Tape::resolve(Saved& saved, const at::Tensor& tensor) {
   const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
   describe(tensor, saved.ref);
   saved.ref.value = value_of(tensor, !is_parameter);
+  if (is_profile_) saves_.push_back({saving_op_, saved.ref.value});
   if (saved.ref.value < 0) {
     saved.ref.direct = alias_of(tensor);
     return;
   }
   Value& value = values_[saved.ref.value];
   ++value.num_saved;
-  if (is_frugal_) saves_.push_back({num_calls_, saved.ref.value});
   if (value.is_uninitialised) make_opaque(saved.ref.value, tensor);
   if (value.is_replayable) {
     if (is_frugal_) value.hash = hash_of_storage(tensor);
@@ -648,7 +697,7 @@ void Tape::hold(int32_t index, const at::Tensor& tensor) {
   if (value.held.defined()) return;
   value.held = alias_of(tensor);
   value.held_version = tensor._version();
-  value.held_bytes = value.bytes;
+  value.held_bytes = value.is_plain ? 0 : value.bytes;
   ledger_->add(value.held_bytes);
 }
 
@@ -683,6 +732,7 @@ void Tape::prefetch_before(int32_t index) {
   if (offloaded_.empty()) return;
   Value& value = values_[offloaded_.back()];
   if (!value.offloaded || value.held_bytes > 0) return;
+  if (ledger_->live_bytes + value.bytes > forms_->budget_bytes) ledger_->forget_freed();
   if (ledger_->live_bytes + value.bytes > forms_->budget_bytes) return;
   value.offloaded->prefetch();
   value.held_bytes = value.bytes;

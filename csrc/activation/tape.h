@@ -10,6 +10,7 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -46,6 +47,8 @@ struct PlannedOp {
   std::string name;           // "aten::addmm"
   std::vector<int8_t> forms;  // of what it writes, in order
   bool is_replayed;           // in backward: what it takes has to be known
+  bool saves_plainly;         // what autograd saves in it is kept as it is: the hooks need not see that
+  std::vector<bool> plain;    // of what it writes: whether such an operation saves it
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
@@ -66,8 +69,12 @@ class Tape;
 struct Ledger {
   void add(int64_t bytes) {
     live_bytes += bytes;
-    if (live_bytes > peak_bytes) peak_bytes = live_bytes;
+    if (live_bytes <= peak_bytes) return;
+    forget_freed();
+    peak_bytes = std::max(peak_bytes, live_bytes);
   }
+  // Nobody says when autograd gives back what was saved plainly: looked at where it matters.
+  void forget_freed();
 
   int64_t live_bytes = 0;
   int64_t peak_bytes = 0;
@@ -145,8 +152,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     int64_t order;  // among those of all tapes of a ledger
   };
 
-  struct Save {    // by autograd
-    int64_t call;  // of an operation, before or in which it was
+  struct Save {  // by autograd
+    int32_t op;  // before or in which it was
     int32_t value;
   };
 
@@ -186,9 +193,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   const std::string& divergence() const { return divergence_; }
   bool is_in_use() const { return num_saved_ > 0; }
   bool is_frugal() const { return is_frugal_; }
+  void forget_freed();
   const std::vector<Use>& uses() const { return uses_; }
-  const std::vector<Save>& saves() const { return saves_; }  // of a frugal profile
-  int64_t begin() const { return begin_; }                   // in the order of uses
+  const std::vector<Save>& saves() const { return saves_; }
+  int64_t begin() const { return begin_; }  // in the order of uses
   std::vector<ValueTrace> value_traces() const;
   std::vector<OpTrace> op_traces() const;
 
@@ -204,6 +212,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
     bool is_overwritten = false;
     bool is_seen = false;  // how it was made
     bool is_torn = false;  // see tear()
+    bool is_plain = false;  // autograd keeps it, too, and it is counted among plain_
     int32_t replaces = -1;
     int32_t num_saved = 0;
     int32_t num_users = 0;  // since end(): saved tensors, and operations to be replayed that read it
@@ -247,6 +256,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that nobody gets its address
     int32_t value;
   };
+  struct Plain {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t bytes;
+  };
 
   int32_t add_value(const at::Tensor& tensor, int32_t op, bool can_forget);
   // The value that the tensor shows; -1: one that was there before the pass. `is_foreign`: made by nobody we saw.
@@ -259,10 +272,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
   void note_results(Op op, bool can_forget, torch::jit::Stack* stack);
+  void count_plain(int32_t value, const at::Tensor& tensor);
   void preserve(const at::Tensor& tensor);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
-  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-  bool plan_replays_no(const OpTraits& traits) const;
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool saves_plainly);
+  const PlannedOp* planned_next(const OpTraits& traits) const;
   void plan_values(int32_t op);
   bool can_replay(const Op& op) const;
   void resolve(Saved& saved, const at::Tensor& tensor);
@@ -309,8 +323,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::string divergence_;
   std::vector<int32_t> offloaded_;  // in order of forward
   std::vector<Use> uses_;           // of a profile
-  int64_t num_calls_ = 0;
+  int32_t saving_op_ = 0;
   std::vector<Save> saves_;
+  const size_t num_hooks_;  // with this tape's, which come next
+  std::vector<Plain> plain_;
 };
 
 }  // namespace drivetrain::activation

@@ -26,7 +26,7 @@ __all__ = ["ActivationPlan", "activation_budget"]
 
 _PROFILED_STEPS = 2  # and a third under the plan
 _CORRECTIONS = 2
-_FORMAT = 1
+_FORMAT = 2
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("B", 1000), ("iB", 1024))

@@ -1,7 +1,8 @@
 """From what a step did to what it shall keep: the solver's choice, and what the recorder is told of it."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from .. import _C
 from .trace import Trace
@@ -9,6 +10,17 @@ from .trace import Trace
 FORGET = -1
 KEEP = 0
 UNPLANNED = -2  # the recorder keeps it if autograd saves it
+INPUT = -1  # in place of a value: was there before the pass
+
+
+class PlannedOp(NamedTuple):
+    """What the recorder is told of an operation."""
+
+    name: str
+    forms: Sequence[int]  # what becomes of each value that it makes
+    is_replayed: bool
+    saves_plainly: bool = False  # all that autograd saves in it is kept as it is
+    plain: Sequence[bool] = ()  # which values that it makes are saved by such operations; empty: none
 
 
 @dataclasses.dataclass
@@ -22,25 +34,39 @@ class Choice:
     smallest_bytes: int
     is_feasible: bool
 
-    def tape_plans(self, trace: Trace) -> list[list[tuple[str, list[int], bool]]]:
-        """For each pass and operation its name, what becomes of each value it makes, and whether it is replayed."""
+    def tape_plans(self, trace: Trace) -> list[list[PlannedOp]]:
+        """For each pass, in order."""
         needed, replayed = self.needed(trace)
         plans = []
         for which, (begin, one) in enumerate(trace.passes_at()):
             sources = {begin + read for op in replayed[which] for read in one.ops[op][3]}
-            plan = []
-            for index, (name, _, _, _, writes) in enumerate(one.ops):
-                forms = []
-                for write in writes:
-                    value = begin + write
-                    if self.keeping[value] == FORGET or one.values[write][1] is False:
-                        forms.append(FORGET)
-                    elif self.keeping[value] > KEEP and value in needed:
-                        forms.append(one.values[write][4][self.keeping[value] - 1][0])
-                    else:
-                        forms.append(KEEP if value in sources else UNPLANNED)
-                plan.append((name, forms, index in replayed[which]))
-            plans.append(plan)
+            forms: dict[int, int] = {}
+            for value in one.made:
+                form = self.keeping[begin + value]
+                if form == FORGET or one.values[value][1] is False:
+                    forms[value] = FORGET
+                elif form > KEEP and begin + value in needed:
+                    forms[value] = one.values[value][4][form - 1][0]
+                else:
+                    forms[value] = KEEP if begin + value in sources else UNPLANNED
+            saved: dict[int, set[int]] = {}
+            for op, value in one.saves:
+                saved.setdefault(op, set()).add(value)
+            as_it_is = {INPUT, *(value for value, form in forms.items() if form in (KEEP, UNPLANNED))}
+            plainly = {op for op, values in saved.items() if values <= as_it_is}
+            plain = {value for op in plainly for value in saved[op]}
+            plans.append(
+                [
+                    PlannedOp(
+                        op[0],
+                        [forms[write] for write in op[4]],
+                        index in replayed[which],
+                        index in plainly,
+                        [write in plain for write in op[4]],
+                    )
+                    for index, op in enumerate(one.ops)
+                ]
+            )
         return plans
 
     def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:

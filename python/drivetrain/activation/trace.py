@@ -41,6 +41,7 @@ class Pass:
 
     ops: list[Op]
     values: list[Value]
+    saves: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # by autograd: in which operation, a value
 
     @property
     def made(self) -> set[int]:
@@ -92,6 +93,7 @@ class Trace:
                     (value[0], value[1], value[2], value[3], [(form[0], form[1], form[2]) for form in value[4]])
                     for value in one["values"]
                 ],
+                [(op, value) for op, value in one["saves"]],
             )
             for one in plain["passes"]
         ]
@@ -181,10 +183,10 @@ def _profile_frugally(
         [_pass_of(tape) for tape in tapes], [], [name for name, _ in model.named_modules()], is_estimated=True
     )
     num_bytes = 0
-    for (begin, one), tape in reversed(list(zip(trace.passes_at(), tapes, strict=True))):
-        num_bytes += sum(one.values[value][0] for value in {value for _, value in tape["saves"]})
-        for _, saves in itertools.groupby(reversed(tape["saves"]), key=operator.itemgetter(0)):
-            values = [begin + value for _, value in saves]
+    for begin, one in reversed(list(trace.passes_at())):
+        num_bytes += sum(one.values[value][0] for value in {value for _, value in one.saves if value >= 0})
+        for _, saves in itertools.groupby(reversed(one.saves), key=operator.itemgetter(0)):
+            values = [begin + value for _, value in saves if value >= 0]
             trace.uses += [(value, is_release) for is_release in (False, True) for value in values]
     return trace, num_bytes
 
@@ -325,7 +327,7 @@ def _joined(tapes: list[dict[str, Any]], modules: list[str]) -> Trace:
 
 
 def _pass_of(tape: dict[str, Any]) -> Pass:
-    return Pass(list(tape["ops"]), list(tape["values"]))
+    return Pass(list(tape["ops"]), list(tape["values"]), list(tape["saves"]))
 
 
 def _best(traces: list[Trace]) -> Trace:

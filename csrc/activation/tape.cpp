@@ -418,8 +418,8 @@ void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   }
 }
 
-// All that calling it again takes.
-void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack) {
+// What it reads and writes, and all that calling it again takes where that may be.
+void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, bool may_be_replayed) {
   const OpTraits& traits = *op.traits;
   const size_t num_args = op.handle.schema().arguments().size();
   op.args.reserve(num_args);
@@ -437,6 +437,7 @@ void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack) {
       for (Tape* tape : ledger_->tapes) tape->preserve(ref.direct);
     }
   }
+  if (!may_be_replayed) return;
   if (traits.is_batch_norm && op.args[5].toBool()) {
     std::erase_if(op.refs, [&](const TensorRef& ref) { return ref.value < 0 && traits.is_statistic(ref.arg); });
   }
@@ -460,16 +461,15 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
   saving_op_ = static_cast<int32_t>(ops_.size());
   Op op(handle, traits, keys, module_);
   const PlannedOp* planned = planned_next(traits);
-  const bool is_noted_only =
-      traits.is_view || (planned != nullptr && !planned->is_replayed && !traits.writes_any && !traits.tears);
+  const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed);
   // Hooks of somebody else inside this pass are to be asked; and what is saved first is given back last, and with it
   // the tape.
   const bool saves_plainly =
       planned != nullptr && planned->saves_plainly && num_saved_ > 0 && num_hooks() == num_hooks_;
-  if (is_noted_only) {
-    note_arguments(handle, *stack);
+  if (may_be_replayed || traits.writes_any || traits.tears) {
+    keep_arguments(op, *stack, may_be_replayed);
   } else {
-    keep_arguments(op, *stack);
+    note_arguments(handle, *stack);
   }
   std::vector<at::Tensor> communicated;  // written, whatever the schema says
   if (traits.is_collective) {
@@ -483,7 +483,7 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
     if (value >= 0) write_unseen(value, tensor);
   }
   if (traits.is_view && unresolved_.empty()) return;
-  const bool can_forget = !is_noted_only && can_replay(op);
+  const bool can_forget = may_be_replayed && can_replay(op);
   note_results(std::move(op), can_forget, stack);
   for (const Unresolved& unresolved : std::exchange(unresolved_, {})) {
     const auto saved = unresolved.saved.lock();

@@ -268,7 +268,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void tear(int32_t value);
   void make_opaque(int32_t value, const at::Tensor& tensor);
   void write_unseen(int32_t value, const at::Tensor& tensor);
-  void keep_arguments(Op& op, const torch::jit::Stack& stack);
+  void keep_arguments(Op& op, const torch::jit::Stack& stack, bool may_be_replayed);
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
   void note_results(Op op, bool can_forget, torch::jit::Stack* stack);

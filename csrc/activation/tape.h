@@ -210,8 +210,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     bool is_replayable;  // and all that it takes is there, now and later
     bool is_uninitialised = false;
     bool is_overwritten = false;
-    bool is_seen = false;  // how it was made
-    bool is_torn = false;  // see tear()
+    bool is_seen = false;   // how it was made
+    bool is_torn = false;   // see tear()
     bool is_plain = false;  // autograd keeps it, too, and it is counted among plain_
     int32_t replaces = -1;
     int32_t num_saved = 0;

@@ -1,10 +1,12 @@
 """Paired timing and the table that shows it."""
 
+import contextlib
+import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -50,13 +52,26 @@ def interleaved(
             prepare(which)
             call()
     timers = [Timer(device, clock) for _ in calls]
-    for i in range(rounds):
-        order = range(len(calls)) if i % 2 else reversed(range(len(calls)))
-        for which in order:
-            prepare(which)
-            with timers[which]:
-                calls[which]()
+    with small_collections():
+        for i in range(rounds):
+            order = range(len(calls)) if i % 2 else reversed(range(len(calls)))
+            for which in order:
+                prepare(which)
+                with timers[which]:
+                    calls[which]()
     return [timer.seconds() for timer in timers]
+
+
+@contextlib.contextmanager
+def small_collections() -> Iterator[None]:
+    """Python's collections of garbage do not walk what was there before: of all imports, tens of milliseconds, which
+    fall to whichever call comes when the counter is full. What the calls themselves leave is walked."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Timer:

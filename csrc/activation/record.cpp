@@ -148,6 +148,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
     : name(op.operator_name().name),
       is_composite(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)),
       is_uninitialised(is_one_of(name, kUninitialised)),
+      is_garbage(is_uninitialised && name.find("empty") != std::string::npos),
       only_writes(is_one_of(name, kOnlyWrite)),
       has_workspace(name == "aten::mkldnn_rnn_layer" || is_one_of(name, kBatchNorm)),
       is_random(op.hasTag(at::Tag::nondeterministic_seeded)),

@@ -19,6 +19,7 @@
 namespace drivetrain::activation {
 namespace {
 
+constexpr uint8_t kGarbage = 0xFF;  // not a number, as floating-point
 constexpr int64_t kSmallestOffload = 1 << 16;  // below, a copy is mostly its start
 constexpr c10::DispatchKeySet kPythonKeys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
@@ -970,6 +971,10 @@ void Tape::rehearse() {
     if (watch) {
       watch->stop();
       watches.emplace_back(i, std::move(*watch));
+    }
+    if (op.traits->is_garbage) {
+      // What is read of it before it is written must not come out as it was because the memory is the same.
+      for (const at::Tensor& result : results) bytes_of(result).fill_(kGarbage);
     }
     bool is_same = true;
     for (size_t k = 0; k < op.writes.size(); ++k) {

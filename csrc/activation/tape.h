@@ -95,6 +95,7 @@ struct OpTraits {
   bool writes_any = false;
   bool is_composite;      // made of other operations
   bool is_uninitialised;  // gives memory that somebody else writes
+  bool is_garbage;        // and whatever was there
   bool only_writes;       // what it writes does not depend on what was there
   bool has_workspace;     // among its results
   bool is_view;           // gives no memory of its own

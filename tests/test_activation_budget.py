@@ -1189,6 +1189,34 @@ def test_statistics_and_buffers_that_are_read_and_then_written() -> None:
     assert_same_bits(two_passes(model), expected)
 
 
+def test_statistics_that_are_updated_by_what_is_not_replayed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))
+    state = copy.deepcopy(model.state_dict())
+    xs = torch.randn(32, 16), 2 * torch.randn(32, 16) + 1
+
+    def step() -> None:
+        model.zero_grad()
+        waiting = model.eval()(xs[0])
+        (waiting.square().sum() + model.train()(xs[1]).square().sum()).backward()
+
+    expected = gradients(model, step)
+    trace, _ = profile(model, step, 2)
+    waits, updates = trace.passes
+    keeping = [
+        FORGET if one is waits and value[2] and value[0] > 64 * 4 else KEEP
+        for one in trace.passes
+        for value in one.values
+    ]
+    recorder = _C.ActivationRecorder(is_profile=False)
+    recorder.set_plans(Choice(keeping, 0, 0.0, 0.0, 0, True).tape_plans(trace))
+    assert "aten::native_batch_norm" in [op[0] for op in updates.ops]
+    model.load_state_dict(state)
+    with Recording(model, recorder):
+        assert_same_bits(gradients(model, step), expected)
+    assert recorder.num_replayed > 0
+
+
 def test_a_pass_in_a_thread_that_has_ended(gpt: tuple[nn.Module, Step]) -> None:
     model, step = gpt
     expected = gradients(model, step)

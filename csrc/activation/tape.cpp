@@ -467,7 +467,7 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
   // the tape.
   const bool saves_plainly =
       planned != nullptr && planned->saves_plainly && num_saved_ > 0 && num_hooks() == num_hooks_;
-  if (may_be_replayed || traits.writes_any || traits.tears) {
+  if (may_be_replayed || traits.changes_arguments()) {
     keep_arguments(op, *stack, may_be_replayed);
   } else {
     note_arguments(handle, *stack);

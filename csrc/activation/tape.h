@@ -89,6 +89,7 @@ struct OpTraits {
   explicit OpTraits(const c10::OperatorHandle& op);
 
   bool is_statistic(int32_t arg) const { return statistics >= 0 && (arg == statistics || arg == statistics + 1); }
+  bool changes_arguments() const { return writes_any || tears || statistics >= 0; }
 
   std::string name;
   std::vector<bool> writes;  // per argument: whether its memory is written

@@ -17,6 +17,7 @@
 #include "activation/activation.h"
 #include "activation/hooks.h"
 #include "base/check.h"
+#include "base/hash.h"
 
 namespace py = pybind11;
 
@@ -57,6 +58,11 @@ const OpTraits& traits_of(const c10::OperatorHandle& op) {
   const std::lock_guard<std::mutex> lock(*mutex);
   const auto found = known->find(op);
   return found != known->end() ? found->second : known->emplace(op, OpTraits(op)).first->second;
+}
+
+uint64_t hash_of(const c10::OperatorName& name) {
+  const std::string whole = c10::toString(name);
+  return hash_bytes(whole.data(), static_cast<int64_t>(whole.size()));
 }
 
 bool has_kernel(const c10::OperatorHandle& op, c10::BackendComponent backend) {
@@ -152,6 +158,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op)
       only_writes(is_one_of(name, kOnlyWrite)),
       has_workspace(name == "aten::mkldnn_rnn_layer" || is_one_of(name, kBatchNorm)),
       is_random(op.hasTag(at::Tag::nondeterministic_seeded)),
+      identity(hash_of(op.operator_name())),
       tears(is_one_of(name, kTears)),
       is_batch_norm(is_one_of(name, kBatchNorm)),
       statistics(is_batch_norm || is_one_of(name, kStatistics) ? (name == "aten::batch_norm_update_stats" ? 1 : 3)
@@ -198,10 +205,7 @@ std::vector<std::vector<double>> Recorder::seconds_by_op() const {
 }
 
 void Recorder::reset() {
-  ledger_->forget_freed();
-  ledger_->peak_bytes = ledger_->live_bytes;
-  ledger_->num_replayed = 0;
-  ledger_->replay_seconds = 0;
+  ledger_->reset();
   for (const auto& plan : plans_) plan->seconds.assign(plan->ops.size(), 0);
 }
 
@@ -223,6 +227,7 @@ bool Recorder::enter() {
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
   tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_);
+  ledger_->open(tape_);
   push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
   Tape::current() = tape_.get();
   c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
@@ -275,14 +280,14 @@ void register_record(py::module_& m) {
       .def(
           "set_plans",
           [](Recorder& recorder,
-             const std::vector<
-                 std::vector<std::tuple<std::string, std::vector<int8_t>, bool, bool, std::vector<bool>>>>& plans) {
+             const std::vector<std::vector<std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>,
+                                                      std::vector<bool>>>>& plans) {
             std::vector<TapePlan> made;
             for (const auto& plan : plans) {
               std::vector<PlannedOp>& ops = made.emplace_back().ops;
-              for (const auto& [name, forms, is_replayed, saves_plainly, plain] : plan) {
-                ops.push_back({name, forms, is_replayed, saves_plainly, plain});
-                ops.back().plain.resize(forms.size());
+              for (const auto& [name, forms, is_replayed, unhooked_arguments, unhooked] : plan) {
+                ops.push_back({name, forms, is_replayed, unhooked_arguments, unhooked});
+                ops.back().unhooked.resize(forms.size());
               }
             }
             recorder.set_plans(std::move(made));
@@ -302,7 +307,7 @@ void register_record(py::module_& m) {
            [](Recorder& recorder) {
              py::list tapes;
              for (const auto& tape : recorder.take_tapes()) {
-               py::list values, ops, uses, saves;
+               py::list values, ops, uses, saves, arguments;
                for (const auto& value : tape->value_traces()) {
                  py::list forms;
                  for (const auto& form : value.forms) forms.append(py::make_tuple(form.form, form.bytes, form.seconds));
@@ -310,11 +315,13 @@ void register_record(py::module_& m) {
                }
                for (const auto& op : tape->op_traces()) {
                  ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));
+                 arguments.append(op.arguments);
                }
                for (const auto& use : tape->uses()) uses.append(py::make_tuple(use.value, use.is_release, use.order));
                for (const auto& save : tape->saves()) saves.append(py::make_tuple(save.op, save.value));
                py::dict made;
                made["saves"] = saves;
+               made["arguments"] = arguments;
                made["values"] = values;
                made["ops"] = ops;
                made["uses"] = uses;
@@ -325,14 +332,10 @@ void register_record(py::module_& m) {
            })
       .def("reset", &Recorder::reset)
       .def("seconds_by_op", &Recorder::seconds_by_op)
-      .def_property_readonly("live_bytes",
-                             [](Recorder& recorder) {
-                               recorder.ledger().forget_freed();
-                               return recorder.ledger().live_bytes;
-                             })
-      .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.ledger().peak_bytes; })
-      .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed; })
-      .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds; })
+      .def_property_readonly("live_bytes", [](Recorder& recorder) { return recorder.ledger().live_bytes(); })
+      .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.ledger().peak_bytes(); })
+      .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed(); })
+      .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds(); })
       .def_property_readonly("divergence", &Recorder::divergence);
   m.def("activation_recorder_key", [] { return std::string(c10::toString(kRecorderKey)); });
 }

@@ -19,7 +19,7 @@
 namespace drivetrain::activation {
 namespace {
 
-constexpr uint8_t kGarbage = 0xFF;  // not a number, as floating-point
+constexpr uint8_t kGarbage = 0xFF;             // not a number, as floating-point
 constexpr int64_t kSmallestOffload = 1 << 16;  // below, a copy is mostly its start
 constexpr c10::DispatchKeySet kPythonKeys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
@@ -174,12 +174,13 @@ class Below {
   const at::AutoGradMode grad_mode_;
 };
 
-// Holds a mutex; the GIL, which all come with, is not waited for with it held, nor the other way round.
+// Holds a mutex; whoever has the GIL does not wait for it with that.
 class Locked {
  public:
   explicit Locked(std::recursive_mutex& mutex) : lock_(mutex, std::try_to_lock) {
     if (lock_.owns_lock()) return;
-    const pybind11::gil_scoped_release no_gil;
+    std::optional<pybind11::gil_scoped_release> no_gil;
+    if (PyGILState_Check() != 0) no_gil.emplace();
     lock_.lock();
   }
 
@@ -238,9 +239,8 @@ Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::
       forms_(std::move(forms)),
       is_profile_(purpose != Purpose::kPlan),
       is_frugal_(purpose == Purpose::kFrugalProfile),
-      begin_(ledger_->num_uses),
+      begin_(ledger_->num_uses()),
       num_hooks_(num_hooks() + 1) {
-  ledger_->tapes.push_back(this);
   if (!plan_) return;
   size_t num_values = 0;
   for (const PlannedOp& op : plan_->ops) num_values += op.forms.size();
@@ -250,21 +250,8 @@ Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::
 }
 
 Tape::~Tape() {
-  std::erase(ledger_->tapes, this);
   for (size_t value = 0; value < values_.size(); ++value) let_go(static_cast<int32_t>(value));
-  for (const Plain& plain : plain_) ledger_->add(-plain.bytes);
-}
-
-void Ledger::forget_freed() {
-  for (Tape* tape : tapes) tape->forget_freed();
-}
-
-void Tape::forget_freed() {
-  std::erase_if(plain_, [&](const Plain& plain) {
-    if (!plain.storage.expired()) return false;
-    ledger_->live_bytes -= plain.bytes;
-    return true;
-  });
+  ledger_->close(this);
 }
 
 Tape::Saved::~Saved() {
@@ -300,6 +287,12 @@ int32_t Tape::value_of(const at::Tensor& tensor, bool is_foreign) {
   if (value < 0 || values_[value].is_torn || values_[value].version == tensor._version()) return value;
   write_unseen(value, tensor);
   return known_.at(tensor.storage().unsafeGetStorageImpl()).value;
+}
+
+int32_t Tape::value_of_argument(const at::Tensor& tensor) {
+  const int32_t value = value_of(tensor, is_computed(tensor));
+  arguments_ = mix(arguments_, static_cast<uint64_t>(value) << 1 | static_cast<uint64_t>(tensor.requires_grad()));
+  return value;
 }
 
 // Somebody we did not see has written, or may have: what is there now is another value.
@@ -344,7 +337,7 @@ void Tape::keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& t
   ref.element = element;
   ref.value = -1;
   if (!is_plain(tensor)) return;
-  ref.value = value_of(tensor, is_computed(tensor));
+  ref.value = value_of_argument(tensor);
   describe(tensor, ref);
   if (ref.value < 0) {
     ref.direct = alias_of(tensor);
@@ -374,7 +367,7 @@ void Tape::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack
   const size_t num_args = op.schema().arguments().size();
   for (size_t i = stack.size() - num_args; i < stack.size(); ++i) {
     for_each_tensor(stack[i], [&](const at::Tensor& tensor, int32_t) {
-      if (is_plain(tensor)) value_of(tensor, is_computed(tensor));
+      if (is_plain(tensor)) value_of_argument(tensor);
     });
   }
 }
@@ -382,6 +375,7 @@ void Tape::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack
 // What was there before the pass is about to be written: operations that have read it read a copy when they are
 // replayed.
 void Tape::preserve(const at::Tensor& tensor) {
+  const Locked lock(mutex_);
   at::Tensor copy;
   for (Op& op : ops_) {
     for (TensorRef& ref : op.refs) {
@@ -403,14 +397,14 @@ const PlannedOp* Tape::planned_next(const OpTraits& traits) const {
   return planned.name == traits.name ? &planned : nullptr;
 }
 
-void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool saves_plainly) {
+void Tape::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked) {
   struct Running {
     explicit Running(Tape& tape) : tape(tape) { tape.is_running_ = true; }
     ~Running() { tape.is_running_ = false; }
     Tape& tape;
   } const running(*this);
   std::optional<NoHooks> no_hooks;
-  if (saves_plainly) no_hooks.emplace();
+  if (is_unhooked) no_hooks.emplace();
   try {
     op.redispatchBoxed(keys & kBelowRecorder, stack);
   } catch (...) {
@@ -435,7 +429,7 @@ void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, bool may_be_re
     if (ref.value >= 0) {
       if (traits.writes[ref.arg]) protect(ref.value);
     } else if (ref.direct.defined()) {
-      for (Tape* tape : ledger_->tapes) tape->preserve(ref.direct);
+      for (const auto& tape : ledger_->tapes()) tape->preserve(ref.direct);
     }
   }
   if (!may_be_replayed) return;
@@ -460,13 +454,10 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   written_.clear();
   saving_op_ = static_cast<int32_t>(ops_.size());
+  arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   Op op(handle, traits, keys, module_);
   const PlannedOp* planned = planned_next(traits);
   const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed);
-  // Hooks of somebody else inside this pass are to be asked; and what is saved first is given back last, and with it
-  // the tape.
-  const bool saves_plainly =
-      planned != nullptr && planned->saves_plainly && num_saved_ > 0 && num_hooks() == num_hooks_;
   if (may_be_replayed || traits.changes_arguments()) {
     keep_arguments(op, *stack, may_be_replayed);
   } else {
@@ -478,7 +469,10 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
       for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { communicated.push_back(tensor); });
     }
   }
-  run(handle, keys, stack, saves_plainly);
+  op.arguments = arguments_;
+  const bool is_unhooked = planned != nullptr && planned->unhooked_arguments == arguments_ &&
+                           num_hooks() == num_hooks_;  // those of somebody inside this pass are to be asked
+  run(handle, keys, stack, is_unhooked);
   for (const at::Tensor& tensor : communicated) {
     const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
     if (value >= 0) write_unseen(value, tensor);
@@ -555,6 +549,7 @@ void Tape::note_results(Op op, bool can_forget, torch::jit::Stack* stack) {
       value.is_torn = true;
     }
   }
+  if (!can_forget) forget_arguments(op);
   ops_.push_back(std::move(op));
   plan_values(index);
   for (size_t i = 0; i < made.size(); ++i) {
@@ -562,14 +557,14 @@ void Tape::note_results(Op op, bool can_forget, torch::jit::Stack* stack) {
     const Value& value = values_[which];
     const bool may_be_needed = is_profile_ && !value.is_replayable && !value.is_uninitialised && !value.is_torn;
     if (value.form >= kAsIs || may_be_needed) keep(which, made[i]);
-    if (value.is_plain) count_plain(which, made[i]);
+    if (value.is_unhooked) count_unhooked(which, made[i]);
   }
 }
 
-void Tape::count_plain(int32_t index, const at::Tensor& tensor) {
+void Tape::count_unhooked(int32_t index, const at::Tensor& tensor) {
   Value& value = values_[index];
-  plain_.push_back({tensor.storage().getWeakStorageImpl(), value.bytes});
-  ledger_->add(value.bytes - std::exchange(value.held_bytes, 0));
+  ledger_->add(-std::exchange(value.held_bytes, 0));
+  ledger_->add_unhooked(this, tensor.storage().getWeakStorageImpl(), value.bytes);
 }
 
 void Tape::plan_values(int32_t index) {
@@ -587,7 +582,7 @@ void Tape::plan_values(int32_t index) {
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = values_[op.writes[i].value];
     value.form = planned.forms[i];
-    value.is_plain = planned.plain[i];
+    value.is_unhooked = planned.unhooked[i];
   }
 }
 
@@ -698,7 +693,7 @@ void Tape::hold(int32_t index, const at::Tensor& tensor) {
   if (value.held.defined()) return;
   value.held = alias_of(tensor);
   value.held_version = tensor._version();
-  value.held_bytes = value.is_plain ? 0 : value.bytes;
+  value.held_bytes = value.is_unhooked ? 0 : value.bytes;
   ledger_->add(value.held_bytes);
 }
 
@@ -733,8 +728,7 @@ void Tape::prefetch_before(int32_t index) {
   if (offloaded_.empty()) return;
   Value& value = values_[offloaded_.back()];
   if (!value.offloaded || value.held_bytes > 0) return;
-  if (ledger_->live_bytes + value.bytes > forms_->budget_bytes) ledger_->forget_freed();
-  if (ledger_->live_bytes + value.bytes > forms_->budget_bytes) return;
+  if (ledger_->live_bytes() + value.bytes > forms_->budget_bytes) return;
   value.offloaded->prefetch();
   value.held_bytes = value.bytes;
   ledger_->add(value.held_bytes);
@@ -793,7 +787,7 @@ at::Tensor Tape::take(const Saved& saved) {
   if (is_abandoned_) {
     throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
   }
-  if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->num_uses++});
+  if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->next_use()});
   materialise(saved.ref.value);
   prefetch_before(saved.ref.value);
   check_unwritten(saved.ref);
@@ -817,7 +811,7 @@ void Tape::release(const Saved& saved) {
   const int32_t value = saved.ref.value;
   if (value < 0) return;
   --values_[value].num_saved;
-  if (is_profile_) uses_.push_back({value, true, ledger_->num_uses++});
+  if (is_profile_) uses_.push_back({value, true, ledger_->next_use()});
   if (has_ended_) drop_user(value);
 }
 
@@ -906,8 +900,7 @@ void Tape::replay(int32_t index) {
   written.clear();
   const double seconds = now() - begin;
   if (plan_ && static_cast<size_t>(index) < plan_->seconds.size()) plan_->seconds[index] += seconds;
-  ledger_->replay_seconds += seconds;
-  ++ledger_->num_replayed;
+  ledger_->note_replay(seconds);
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = values_[op.writes[i].value];
     if (is_there(op.writes[i].value)) continue;
@@ -1051,7 +1044,7 @@ std::vector<Tape::OpTrace> Tape::op_traces() const {
   for (const Op& op : ops_) {
     std::vector<int32_t> writes;
     for (const Slot& slot : op.writes) writes.push_back(slot.value);
-    traces.push_back({op.traits->name, op.module, op.seconds, op.reads, writes});
+    traces.push_back({op.traits->name, op.module, op.seconds, op.reads, writes, op.arguments});
   }
   return traces;
 }

@@ -10,7 +10,6 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/flat_hash_map.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -23,6 +22,7 @@
 
 #include "activation/ambient.h"
 #include "activation/host_pool.h"
+#include "activation/ledger.h"
 #include "activation/offload.h"
 #include "activation/pack.h"
 
@@ -47,8 +47,9 @@ struct PlannedOp {
   std::string name;           // "aten::addmm"
   std::vector<int8_t> forms;  // of what it writes, in order
   bool is_replayed;           // in backward: what it takes has to be known
-  bool saves_plainly;         // what autograd saves in it is kept as it is: the hooks need not see that
-  std::vector<bool> plain;    // of what it writes: whether such an operation saves it
+  // With these arguments, all that autograd saves in it is kept as it is: the hooks need not see that.
+  std::optional<uint64_t> unhooked_arguments;
+  std::vector<bool> unhooked;  // of what it writes: whether such an operation saves it
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
@@ -61,27 +62,6 @@ struct Forms {
   std::shared_ptr<HostPool> pool;  // of kOnHost
   // Bytes that prefetching must not go beyond.
   int64_t budget_bytes = INT64_MAX;
-};
-
-class Tape;
-
-// Bytes that are kept alive for backward, and what replaying cost.
-struct Ledger {
-  void add(int64_t bytes) {
-    live_bytes += bytes;
-    if (live_bytes <= peak_bytes) return;
-    forget_freed();
-    peak_bytes = std::max(peak_bytes, live_bytes);
-  }
-  // Nobody says when autograd gives back what was saved plainly: looked at where it matters.
-  void forget_freed();
-
-  int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;
-  int64_t num_replayed = 0;
-  double replay_seconds = 0;  // on the host
-  int64_t num_uses = 0;
-  std::vector<Tape*> tapes;  // that are alive
 };
 
 // What the recorder knows of an operation from its schema, for every call of it.
@@ -101,6 +81,7 @@ struct OpTraits {
   bool has_workspace;     // among its results
   bool is_view;           // gives no memory of its own
   bool is_random;
+  uint64_t identity;   // a hash of its name, overload included
   bool tears;          // gives views that each count their writes for themselves
   bool is_batch_norm;  // can be called again, without its running statistics
   int32_t statistics;  // the first of two arguments that are updated, though the schema does not say so; -1: none
@@ -147,6 +128,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
     int32_t module;
     double seconds;
     std::vector<int32_t> reads, writes;
+    uint64_t arguments;
   };
   struct Use {  // by autograd
     int32_t value;
@@ -195,7 +177,6 @@ class Tape : public std::enable_shared_from_this<Tape> {
   const std::string& divergence() const { return divergence_; }
   bool is_in_use() const { return num_saved_ > 0; }
   bool is_frugal() const { return is_frugal_; }
-  void forget_freed();
   const std::vector<Use>& uses() const { return uses_; }
   const std::vector<Save>& saves() const { return saves_; }
   int64_t begin() const { return begin_; }  // in the order of uses
@@ -212,9 +193,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
     bool is_replayable;  // and all that it takes is there, now and later
     bool is_uninitialised = false;
     bool is_overwritten = false;
-    bool is_seen = false;   // how it was made
-    bool is_torn = false;   // see tear()
-    bool is_plain = false;  // autograd keeps it, too, and it is counted among plain_
+    bool is_seen = false;      // how it was made
+    bool is_torn = false;      // see tear()
+    bool is_unhooked = false;  // autograd keeps it without our hooks, and the ledger looks whether it still does
     int32_t replaces = -1;
     int32_t num_saved = 0;
     int32_t num_users = 0;  // since end(): saved tensors, and operations to be replayed that read it
@@ -245,7 +226,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     std::vector<Slot> writes;
     std::shared_ptr<const Autocast> autocast;
     std::shared_ptr<const RandomStates> random_states;
-    int32_t module;  // as set_module() said
+    uint64_t arguments = 0;  // see arguments_
+    int32_t module;          // as set_module() said
     double seconds = 0;
     bool is_pending = false;  // a value that it wrote may be asked for
   };
@@ -258,14 +240,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that nobody gets its address
     int32_t value;
   };
-  struct Plain {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    int64_t bytes;
-  };
 
   int32_t add_value(const at::Tensor& tensor, int32_t op, bool can_forget);
   // The value that the tensor shows; -1: one that was there before the pass. `is_foreign`: made by nobody we saw.
   int32_t value_of(const at::Tensor& tensor, bool is_foreign);
+  int32_t value_of_argument(const at::Tensor& tensor);
   void protect(int32_t value);
   void tear(int32_t value);
   void make_opaque(int32_t value, const at::Tensor& tensor);
@@ -274,10 +253,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   c10::IValue keep_argument(Op& op, int32_t arg, const c10::IValue& argument, bool is_written);
   void keep_tensor(Op& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
   void note_results(Op op, bool can_forget, torch::jit::Stack* stack);
-  void count_plain(int32_t value, const at::Tensor& tensor);
+  void count_unhooked(int32_t value, const at::Tensor& tensor);
   void preserve(const at::Tensor& tensor);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
-  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool saves_plainly);
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
   const PlannedOp* planned_next(const OpTraits& traits) const;
   void plan_values(int32_t op);
   bool can_replay(const Op& op) const;
@@ -325,10 +304,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::string divergence_;
   std::vector<int32_t> offloaded_;  // in order of forward
   std::vector<Use> uses_;           // of a profile
+  uint64_t arguments_ = 0;  // a hash of what autograd goes by: which values it is called with, which require a gradient
   int32_t saving_op_ = 0;
   std::vector<Save> saves_;
   const size_t num_hooks_;  // with this tape's, which come next
-  std::vector<Plain> plain_;
 };
 
 }  // namespace drivetrain::activation

@@ -10,7 +10,6 @@ from .trace import Trace
 FORGET = -1
 KEEP = 0
 UNPLANNED = -2  # the recorder keeps it if autograd saves it
-INPUT = -1  # in place of a value: was there before the pass
 
 
 class PlannedOp(NamedTuple):
@@ -19,8 +18,9 @@ class PlannedOp(NamedTuple):
     name: str
     forms: Sequence[int]  # what becomes of each value that it makes
     is_replayed: bool
-    saves_plainly: bool = False  # all that autograd saves in it is kept as it is
-    plain: Sequence[bool] = ()  # which values that it makes are saved by such operations; empty: none
+    # With these arguments, all that autograd saves in it is kept as it is, and needs no hooks; None: with none.
+    unhooked_arguments: int | None = None
+    unhooked: Sequence[bool] = ()  # which values that it makes are saved by such operations; empty: none
 
 
 @dataclasses.dataclass
@@ -49,20 +49,17 @@ class Choice:
                     forms[value] = one.values[value][4][form - 1][0]
                 else:
                     forms[value] = KEEP if begin + value in sources else UNPLANNED
-            saved: dict[int, set[int]] = {}
-            for op, value in one.saves:
-                saved.setdefault(op, set()).add(value)
-            as_it_is = {INPUT, *(value for value, form in forms.items() if form in (KEEP, UNPLANNED))}
-            plainly = {op for op, values in saved.items() if values <= as_it_is}
-            plain = {value for op in plainly for value in saved[op]}
+            as_they_are = {value for value, form in forms.items() if form in (KEEP, UNPLANNED)}
+            saved = trace.saves_without_hooks(which, as_they_are)
+            unhooked = set().union(*saved.values())
             plans.append(
                 [
                     PlannedOp(
                         op[0],
                         [forms[write] for write in op[4]],
                         index in replayed[which],
-                        index in plainly,
-                        [write in plain for write in op[4]],
+                        one.arguments[index] if index in saved else None,
+                        [write in unhooked for write in op[4]],
                     )
                     for index, op in enumerate(one.ops)
                 ]

@@ -29,6 +29,7 @@ _DOES_NOT_TRAIN = (
 
 # How values can be kept besides as they are, for the recorder, by the name of each for people.
 FORMS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
+_INPUT = -1  # in place of a value: was there before the pass
 # Bytes, whether it can be kept, whether it can be forgotten, what it is written over, and further forms that it can be
 # kept in: which, bytes, and seconds there and back.
 Value = tuple[int, bool, bool, int, list[tuple[int, int, float]]]
@@ -42,6 +43,7 @@ class Pass:
     ops: list[Op]
     values: list[Value]
     saves: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # by autograd: in which operation, a value
+    arguments: list[int] = dataclasses.field(default_factory=list)  # per operation, a hash of what it was called with
 
     @property
     def made(self) -> set[int]:
@@ -63,6 +65,26 @@ class Trace:
         """Each pass, with its first value's place in the row."""
         begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
         return zip(begins, self.passes, strict=False)
+
+    def saves_without_hooks(self, which: int, as_they_are: set[int]) -> dict[int, set[int]]:
+        """The operations of a pass in which autograd saves nothing but values that are kept as they are and what was
+        there before, with what they save. Not among them: those that save the value which backward gives back last,
+        for its hooks have the tape and say that the pass still waits; and operations that are not torch's own, inside
+        which there may be hooks of others."""
+        begin, one = list(self.passes_at())[which]
+        given_back = (value - begin for value, is_release in reversed(self.uses) if is_release)
+        last = next((value for value in given_back if 0 <= value < len(one.values)), None)
+        if last is None:
+            return {}
+        saved: dict[int, set[int]] = {}
+        for op, value in one.saves:
+            saved.setdefault(op, set()).add(value)
+        unhooked = as_they_are - {last} | {_INPUT}
+        return {
+            op: values - {_INPUT}
+            for op, values in saved.items()
+            if values <= unhooked and op < len(one.ops) and one.ops[op][0].startswith("aten::")
+        }
 
     def for_solver(self) -> tuple[list[Any], list[Any], list[tuple[int, bool]]]:
         """The values, operations and uses that `_C.activation_solve` takes. What nobody was seen to make but autograd
@@ -94,6 +116,7 @@ class Trace:
                     for value in one["values"]
                 ],
                 [(op, value) for op, value in one["saves"]],
+                one["arguments"],
             )
             for one in plain["passes"]
         ]
@@ -327,7 +350,7 @@ def _joined(tapes: list[dict[str, Any]], modules: list[str]) -> Trace:
 
 
 def _pass_of(tape: dict[str, Any]) -> Pass:
-    return Pass(list(tape["ops"]), list(tape["values"]), list(tape["saves"]))
+    return Pass(list(tape["ops"]), list(tape["values"]), list(tape["saves"]), list(tape["arguments"]))
 
 
 def _best(traces: list[Trace]) -> Trace:

@@ -578,6 +578,16 @@ def hooked_and_unhooked(loss: Tensor) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+def ask_all_hooks(plan: drivetrain.activation.ActivationPlan) -> None:
+    """From here on, whatever is kept."""
+    plan._recorder.set_plans(
+        [
+            [op._replace(unhooked_arguments=None, unhooked=()) for op in one]
+            for one in plan._chosen.tape_plans(plan._trace)
+        ]
+    )
+
+
 def test_hooks_do_not_see_what_is_kept_as_it_is(gpt: tuple[nn.Module, Step]) -> None:
     model, step = gpt
     expected = gradients(model, step)
@@ -592,9 +602,7 @@ def test_hooks_do_not_see_what_is_kept_as_it_is(gpt: tuple[nn.Module, Step]) -> 
         assert sum(counts[percent]) == without
         del loss
         assert plan.live_bytes == 0
-        plan._recorder.set_plans(
-            [[op._replace(unhooked_arguments=None, unhooked=()) for op in plan._chosen.tape_plans(plan._trace)[0]]]
-        )
+        ask_all_hooks(plan)
         loss = model(ids)
         assert plan.live_bytes == before
         assert hooked_and_unhooked(loss) == (without, 0)
@@ -604,13 +612,17 @@ def test_hooks_do_not_see_what_is_kept_as_it_is(gpt: tuple[nn.Module, Step]) -> 
     assert 1 < counts[60][0] < without
 
 
-def test_hooks_inside_a_pass_see_what_they_saw() -> None:
-    torch.manual_seed(0)
-    seen: list[torch.Size] = []
-
+def hooks_that_note(seen: list[torch.Size]) -> torch.autograd.graph.saved_tensors_hooks:
     def pack(tensor: Tensor) -> Tensor:
         seen.append(tensor.shape)
         return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+
+def test_hooks_inside_a_pass_see_what_they_saw() -> None:
+    torch.manual_seed(0)
+    seen: list[torch.Size] = []
 
     class Watched(nn.Module):
         def __init__(self) -> None:
@@ -620,7 +632,7 @@ def test_hooks_inside_a_pass_see_what_they_saw() -> None:
         def forward(self, x: Tensor) -> Tensor:
             for index, layer in enumerate(self.layers):
                 if index == 2:
-                    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                    with hooks_that_note(seen):
                         x = layer(x).tanh()
                 else:
                     x = layer(x).tanh()
@@ -647,12 +659,8 @@ def test_hooks_inside_an_operation_see_what_they_saw() -> None:
     """One that is made of others by a kernel of Python's for autograd."""
     seen: list[torch.Size] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append(tensor.shape)
-        return tensor
-
     def scaled_sine(x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with hooks_that_note(seen):
             return (2 * x).sin()
 
     library = torch.library.Library("test_activation_budget", "FRAGMENT")
@@ -713,8 +721,7 @@ def test_bytes_whoever_gives_back_first(way: str) -> None:
     live = []
     for hooked in (False, True):
         if hooked:
-            plans = plan._chosen.tape_plans(plan._trace)
-            plan._recorder.set_plans([[op._replace(unhooked_arguments=None, unhooked=()) for op in plans[0]]])
+            ask_all_hooks(plan)
         other, y = model(x)
         both = plan.live_bytes
         other.backward()
@@ -754,8 +761,7 @@ def test_another_graph_by_the_same_names_is_counted() -> None:
         y = model(x)
         unhooked = plan.live_bytes
         del y
-        plans = plan._chosen.tape_plans(plan._trace)
-        plan._recorder.set_plans([[op._replace(unhooked_arguments=None, unhooked=()) for op in plans[0]]])
+        ask_all_hooks(plan)
         y = model(x)
         assert unhooked == plan.live_bytes
         del y

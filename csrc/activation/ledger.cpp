@@ -34,12 +34,17 @@ void Ledger::add_unhooked(const Tape* of, c10::weak_intrusive_ptr<c10::StorageIm
   add_locked(bytes);
 }
 
-void Ledger::forget_freed() {
+template <class Predicate>
+void Ledger::forget_if(const Predicate& is_over) {
   std::erase_if(unhooked_, [&](const Unhooked& kept) {
-    if (!kept.storage.expired()) return false;
+    if (!is_over(kept)) return false;
     live_bytes_ -= kept.bytes;
     return true;
   });
+}
+
+void Ledger::forget_freed() {
+  forget_if([](const Unhooked& kept) { return kept.storage.expired(); });
   next_look_ = live_bytes_ + live_bytes_ / 256;
 }
 
@@ -51,11 +56,7 @@ void Ledger::open(const std::shared_ptr<Tape>& tape) {
 
 void Ledger::close(const Tape* tape) {
   const Lock lock(mutex_);
-  std::erase_if(unhooked_, [&](const Unhooked& kept) {
-    if (kept.of != tape) return false;
-    live_bytes_ -= kept.bytes;
-    return true;
-  });
+  forget_if([tape](const Unhooked& kept) { return kept.of == tape; });
 }
 
 std::vector<std::shared_ptr<Tape>> Ledger::tapes() const {

@@ -44,6 +44,8 @@ class Ledger {
   };
 
   void add_locked(int64_t bytes);
+  template <class Predicate>
+  void forget_if(const Predicate& is_over);
   void forget_freed();
 
   mutable std::mutex mutex_;

@@ -50,7 +50,7 @@ class Choice:
                 else:
                     forms[value] = KEEP if begin + value in sources else UNPLANNED
             as_they_are = {value for value, form in forms.items() if form in (KEEP, UNPLANNED)}
-            saved = trace.saves_without_hooks(which, as_they_are)
+            saved = trace.saves_without_hooks(begin, one, as_they_are)
             unhooked = set().union(*saved.values())
             plans.append(
                 [

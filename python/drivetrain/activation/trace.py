@@ -66,12 +66,11 @@ class Trace:
         begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
         return zip(begins, self.passes, strict=False)
 
-    def saves_without_hooks(self, which: int, as_they_are: set[int]) -> dict[int, set[int]]:
-        """The operations of a pass in which autograd saves nothing but values that are kept as they are and what was
-        there before, with what they save. Not among them: those that save the value which backward gives back last,
-        for its hooks have the tape and say that the pass still waits; and operations that are not torch's own, inside
-        which there may be hooks of others."""
-        begin, one = list(self.passes_at())[which]
+    def saves_without_hooks(self, begin: int, one: Pass, as_they_are: set[int]) -> dict[int, set[int]]:
+        """The operations of a pass, whose first value is at `begin`, in which autograd saves nothing but values that
+        are kept as they are and what was there before, with what they save. Not among them: those that save the value
+        which backward gives back last, for its hooks have the tape and say that the pass still waits; and operations
+        that are not torch's own, inside which there may be hooks of others."""
         given_back = (value - begin for value, is_release in reversed(self.uses) if is_release)
         last = next((value for value in given_back if 0 <= value < len(one.values)), None)
         if last is None:

@@ -3,105 +3,20 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/equal.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "activation/region.h"
+#include "activation/stopwatch.h"
 #include "base/check.h"
 #include "base/hash.h"
 
 namespace drivetrain::activation {
 namespace {
 
-constexpr uint8_t kGarbage = 0xFF;             // not a number, as floating-point
-constexpr int64_t kSmallestOffload = 1 << 16;  // below, a copy is mostly its start
-constexpr c10::DispatchKeySet kPythonKeys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
-
-Packing packing_of_form(int8_t form) {
-  return form == kAsBits ? Packing::kBits : form == kAsBFloat16 ? Packing::kBFloat16 : Packing::kInt8;
-}
-
-// Whether its values are those of a storage, seen through sizes and strides.
-bool is_plain(const at::Tensor& tensor) {
-  if (!tensor.defined()) return false;
-  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return tensor.has_storage() && tensor.layout() == at::kStrided && !impl.is_python_dispatch() &&
-         !impl.has_symbolic_sizes_strides() && !tensor.is_inference() && !tensor.is_quantized() &&
-         !tensor.is_nested() && !tensor.is_meta() && !tensor._is_zerotensor();
-}
-
-// The same memory and count of writes, without autograd's part.
-at::Tensor alias_of(const at::Tensor& tensor) {
-  // A TorchDispatchMode would be asked for it.
-  const c10::impl::ExcludeDispatchKeyGuard no_python(kPythonKeys);
-  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), /*allow_tensor_metadata_change=*/true));
-}
-
-void describe(const at::Tensor& tensor, TensorRef& ref) {
-  ref.version = tensor._version();
-  ref.storage_bytes = tensor.storage().nbytes();
-  ref.sizes = tensor.sizes();
-  ref.strides = tensor.strides();
-  ref.offset = tensor.storage_offset();
-  ref.keys = tensor.key_set();
-  ref.dtype = tensor.dtype();
-}
-
-at::Tensor view_of(const at::Tensor& held, const TensorRef& ref) {
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(held.storage()),
-                                                             ref.keys, ref.dtype);
-  c10::TensorImpl& impl = *view.unsafeGetTensorImpl();
-  impl.set_storage_offset(ref.offset);
-  impl.set_sizes_and_strides(ref.sizes, ref.strides);
-  impl.set_version_counter(held.unsafeGetTensorImpl()->version_counter());
-  return view;
-}
-
-// All of a storage, as elements of that type.
-at::Tensor flat_of(const at::Tensor& tensor, caffe2::TypeMeta dtype) {
-  TensorRef ref;
-  ref.sizes = {static_cast<int64_t>(tensor.storage().nbytes() / dtype.itemsize())};
-  ref.strides = {1};
-  ref.keys = tensor.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  ref.dtype = dtype;
-  return view_of(tensor, ref);
-}
-
-at::Tensor bytes_of(const at::Tensor& tensor) { return flat_of(tensor, caffe2::TypeMeta::Make<uint8_t>()); }
-
-uint64_t hash_of_storage(const at::Tensor& tensor) {
-  const c10::Storage& storage = tensor.storage();
-  const auto num_bytes = static_cast<int64_t>(storage.nbytes());
-  if (tensor.is_cpu()) return hash_bytes(storage.data(), num_bytes);
-  // A transform or mode that the pass is in would have the copy for itself.
-  const c10::impl::ExcludeDispatchKeyGuard no_others(
-      kPythonKeys | c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                         c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
-  return hash_bytes(bytes_of(tensor).cpu().const_data_ptr(), num_bytes);
-}
-
-at::Tensor copy_of(const at::Tensor& tensor) {
-  at::Tensor bytes = bytes_of(tensor);
-  at::Tensor copy = at::empty_strided(bytes.sizes(), bytes.strides(), bytes.options());
-  copy.copy_(bytes);
-  TensorRef ref;
-  describe(tensor, ref);
-  return view_of(copy, ref);
-}
-
 // Has been computed, and is no view of a parameter.
 bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._base() : tensor).grad_fn() != nullptr; }
-
-bool covers_its_storage(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes();
-}
 
 bool is_defined(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
@@ -135,12 +50,6 @@ at::Tensor tensor_in(const c10::IValue& value, int32_t element) {
   return element < 0 ? value.toTensor() : value.toListRef()[element].toTensor();
 }
 
-// Of a tensor that was there before the pass.
-bool is_freed(const TensorRef& ref) {
-  return is_plain(ref.direct) && ref.direct.storage().nbytes() < ref.storage_bytes;
-}
-bool is_written(const TensorRef& ref) { return is_plain(ref.direct) && ref.direct._version() != ref.version; }
-
 size_t num_hooks() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
 
 // As long as this object lives, autograd saves without asking the hooks.
@@ -154,8 +63,6 @@ class NoHooks {
  private:
   const bool before_;
 };
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // What runs below autograd, in the state that the recorded call found.
 class Below {
@@ -188,36 +95,11 @@ class Locked {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-// A call that takes no time on the host may take some on its device.
-class Stopwatch {
- public:
-  explicit Stopwatch(c10::Device device) : device_(device), begin_(now()) {
-    if (device.is_cpu()) return;
-    events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-    events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-    events_[0].record(stream());
-  }
-  void stop() {
-    seconds_ = now() - begin_;
-    if (!events_.empty()) events_[1].record(stream());
-  }
-  // Waits for the device.
-  double seconds() const {
-    if (events_.empty()) return seconds_;
-    events_[1].synchronize();
-    return events_[0].elapsedTime(events_[1]) / 1e3;
-  }
-
- private:
-  c10::Stream stream() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
-
-  c10::Device device_;
-  double begin_;
-  double seconds_ = 0;
-  std::vector<c10::Event> events_;
-};
-
 }  // namespace
+
+Packing packing_of(int8_t form) {
+  return form == kAsBits ? Packing::kBits : form == kAsBFloat16 ? Packing::kBFloat16 : Packing::kInt8;
+}
 
 Tape::Op::Op(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys, int32_t module)
     : traits(&traits),
@@ -677,7 +559,7 @@ void Tape::keep(int32_t index, const at::Tensor& tensor) {
     return;
   }
   if (value.form >= kAsBits && value.form <= kAsInt8 && is_whole) {
-    const Packing packing = packing_of_form(value.form);
+    const Packing packing = packing_of(value.form);
     if (is_packable(tensor.scalar_type(), packing)) value.packed = pack(flat_of(tensor, tensor.dtype()), packing);
     if (value.packed) {
       value.held_bytes = value.packed->nbytes();
@@ -917,136 +799,6 @@ void Tape::replay(int32_t index) {
   op.is_pending = false;
   for (const int32_t read : op.reads) drop_user(read);
   forget_arguments(op);
-}
-
-// ---- The profile
-
-void Tape::rehearse() {
-  DT_INVARIANT(is_profile_ && has_ended_);
-  const RandomStates states = RandomStates::now();
-  const RandomStatesGuard random_states(&states);
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
-  const at::NoGradGuard no_grad;
-  std::vector<int32_t> last_reader(values_.size(), -1);
-  for (size_t i = 0; i < ops_.size(); ++i) {
-    for (const int32_t read : ops_[i].reads) last_reader[read] = static_cast<int32_t>(i);
-  }
-  std::vector<at::Tensor> fresh(values_.size());
-  std::vector<std::pair<size_t, Stopwatch>> watches;
-  for (size_t i = 0; i < ops_.size(); ++i) {
-    Op& op = ops_[i];
-    bool can_call = can_replay(op) && std::all_of(op.refs.begin(), op.refs.end(), [](const TensorRef& ref) {
-                      return !is_freed(ref) && !is_written(ref);
-                    });
-    for (const int32_t read : op.reads) {
-      if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_torn) {
-        fresh[read] = values_[read].held;
-      }
-      can_call = can_call && fresh[read].defined();
-    }
-    if (!can_call) {
-      for (const Slot& slot : op.writes) values_[slot.value].can_forget = false;
-      continue;
-    }
-    std::optional<Stopwatch> watch;
-    const std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
-      const bool is_mine = last_reader[read] == static_cast<int32_t>(i) && !values_[read].held.defined();
-      return is_mine ? fresh[read] : copy_of(fresh[read]);
-    });
-    const std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
-      const auto found = written.find(ref.value);
-      const at::Tensor tensor = ref.value < 0            ? checked(ref)
-                                : found != written.end() ? view_of(found->second, ref)
-                                                         : view_of(fresh[ref.value], ref);
-      if (&ref == &op.refs.back()) watch.emplace(tensor.device());  // the copies are no part of it
-      return tensor;
-    });
-    if (watch) {
-      watch->stop();
-      watches.emplace_back(i, std::move(*watch));
-    }
-    if (op.traits->is_garbage) {
-      // What is read of it before it is written must not come out as it was because the memory is the same.
-      for (const at::Tensor& result : results) bytes_of(result).fill_(kGarbage);
-    }
-    bool is_same = true;
-    for (size_t k = 0; k < op.writes.size(); ++k) {
-      const Value& value = values_[op.writes[k].value];
-      if (value.is_uninitialised || value.is_torn) continue;
-      // Those have bytes that nobody wrote.
-      if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;
-      is_same = is_same && has_same_bits(value, results[k]);
-    }
-    for (size_t k = 0; k < op.writes.size(); ++k) {
-      const int32_t written = op.writes[k].value;
-      Value& value = values_[written];
-      value.can_forget = value.can_forget && is_same;
-      if (value.hash) try_forms(written, results[k]);
-      if (last_reader[written] < 0) continue;
-      fresh[written] = is_same || !value.held.defined() ? results[k] : value.held;
-    }
-    for (const int32_t read : op.reads) {
-      if (last_reader[read] == static_cast<int32_t>(i)) fresh[read].reset();
-    }
-  }
-  for (const auto& [op, watch] : watches) ops_[op].seconds = watch.seconds();
-  for (size_t value = 0; value < values_.size(); ++value) {
-    if (values_[value].held.defined()) try_forms(static_cast<int32_t>(value), values_[value].held);
-  }
-}
-
-// As what was saved; of what was not, nothing is known.
-bool Tape::has_same_bits(const Value& value, const at::Tensor& tensor) const {
-  if (!value.held.defined() && !value.hash) return true;
-  const at::Tensor bytes = bytes_of(tensor);
-  const bool is_same =
-      value.held.defined() ? at::equal(bytes_of(value.held), bytes) : *value.hash == hash_of_storage(tensor);
-  // Zeros say nothing: what is added to them unseen, by other ranks for instance, may be zero just now.
-  return is_same && (bytes.numel() == 0 || bytes.any().item<bool>());
-}
-
-// What each form would take, in bytes and time.
-void Tape::try_forms(int32_t index, const at::Tensor& tensor) {
-  Value& value = values_[index];
-  if (value.is_overwritten || value.is_torn || value.num_saved == 0) return;
-  if (!value.can_forget || value.is_uninitialised) return;
-  for (const int8_t form : forms_->tried) {
-    Stopwatch watch(tensor.device());
-    int64_t bytes = 0;
-    if (form == kOnHost) {
-      if (!forms_->pool || value.bytes < kSmallestOffload) continue;
-      Offloaded::begin(forms_->pool, bytes_of(tensor)).take();
-    } else {
-      const Packing packing = packing_of_form(form);
-      if (!is_packable(tensor.scalar_type(), packing) || value.bytes % tensor.itemsize() != 0) continue;
-      const std::optional<Packed> packed = pack(flat_of(tensor, tensor.dtype()), packing);
-      if (!packed) continue;
-      bytes = packed->nbytes();
-      unpack(*packed);
-    }
-    watch.stop();
-    if (bytes < value.bytes) value.forms.push_back({form, bytes, watch.seconds()});
-  }
-}
-
-std::vector<Tape::ValueTrace> Tape::value_traces() const {
-  std::vector<ValueTrace> traces;
-  for (const Value& value : values_) {
-    // What is written over and cannot be brought back is copied before, where backward needs it.
-    traces.push_back(
-        {value.bytes, !value.is_overwritten || !value.can_forget, value.can_forget, value.replaces, value.forms});
-  }
-  return traces;
-}
-
-std::vector<Tape::OpTrace> Tape::op_traces() const {
-  std::vector<OpTrace> traces;
-  for (const Op& op : ops_) {
-    std::vector<int32_t> writes;
-    for (const Slot& slot : op.writes) writes.push_back(slot.value);
-    traces.push_back({op.traits->name, op.module, op.seconds, op.reads, writes, op.arguments});
-  }
-  return traces;
 }
 
 }  // namespace drivetrain::activation

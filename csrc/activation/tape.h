@@ -7,7 +7,6 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/DimVector.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
@@ -25,6 +24,7 @@
 #include "activation/ledger.h"
 #include "activation/offload.h"
 #include "activation/pack.h"
+#include "activation/tensor_ref.h"
 
 namespace drivetrain::activation {
 
@@ -42,6 +42,7 @@ enum Form : int8_t {
   kAsInt8 = 3,
   kOnHost = 4,  // see offload.h
 };
+Packing packing_of(int8_t form);
 
 struct PlannedOp {
   std::string name;           // "aten::addmm"
@@ -87,20 +88,6 @@ struct OpTraits {
   int32_t statistics;  // the first of two arguments that are updated, though the schema does not say so; -1: none
   bool is_collective;  // of torch.distributed: may write all of its arguments
   bool is_never_replayed;
-};
-
-// A tensor among an operation's arguments: a view of a value, or one that was there before.
-struct TensorRef {
-  int32_t arg;
-  int32_t element;  // of a list; -1: the argument itself
-  int32_t value;    // -1: `direct`
-  at::Tensor direct;
-  uint32_t version = 0;
-  size_t storage_bytes = 0;
-  c10::DimVector sizes, strides;
-  int64_t offset = 0;
-  c10::DispatchKeySet keys;
-  caffe2::TypeMeta dtype;
 };
 
 enum class Purpose {

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import drivetrain
 from drivetrain import _C
 from drivetrain.activation.plan import FORGET, KEEP, Choice, PlannedOp
-from drivetrain.activation.trace import Recording, Trace, _profile_frugally, _profile_whole, profile
+from drivetrain.activation.trace import Recording, Trace, _profile_frugally, _profile_step, _profile_whole, profile
 
 Step = Callable[[], object]
 
@@ -316,9 +316,9 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def forget_all(model: nn.Module, step: Step) -> tuple[Recording, _C.ActivationRecorder]:
     """Everything that can be is forgotten, however dear."""
     before = copy.deepcopy(model.state_dict())
-    trace, _ = profile(model, step, 2)
+    trace, _ = profile(model, step)
     model.load_state_dict(before)
-    recorder = _C.ActivationRecorder(is_profile=False)
+    recorder = _C.ActivationRecorder()
     recorder.set_plans([[PlannedOp(op[0], [-1] * len(op[4]), True) for op in one.ops] for one in trace.passes])
     return Recording(model, recorder).__enter__(), recorder
 
@@ -346,7 +346,7 @@ def any_choice(trace: Trace, share: float, choose: random.Random) -> _C.Activati
         for one in trace.passes
         for _, can_keep, can_forget, _, _ in one.values
     ]
-    recorder = _C.ActivationRecorder(is_profile=False)
+    recorder = _C.ActivationRecorder()
     recorder.set_plans(Choice(keeping, 0, 0.0, 0.0, 0, True).tape_plans(trace))
     return recorder
 
@@ -357,7 +357,7 @@ def test_bits_whatever_is_forgotten(name: str) -> None:
     expected = Run(name).result()
     run, fresh = Run(name), Run(name)
     before = copy.deepcopy(run.model.state_dict())
-    trace, _ = profile(run.model, run.step, 2)
+    trace, _ = profile(run.model, run.step)
     choose = random.Random(0)
     for _ in range(30):
         recorder = any_choice(trace, choose.random(), choose)
@@ -389,11 +389,14 @@ def smallest_in(error: ValueError) -> str:
 def test_bits_and_bytes_within_a_budget(name: str, share: str) -> None:
     expected = Run(name).result()
     run, fresh = Run(name), Run(name)
-    try:
-        plan = drivetrain.activation_budget(run.model, run.step, share)
-    except ValueError as error:  # this model cannot get so low: then what the message says is possible, is
-        run = Run(name)
-        plan = drivetrain.activation_budget(run.model, run.step, smallest_in(error))
+    plan, budget = None, share
+    for _ in range(3):  # other times, other plans: the smallest of a profile need not be the next one's
+        try:
+            plan = drivetrain.activation_budget(run.model, run.step, budget)
+            break
+        except ValueError as error:  # this model cannot get so low: then what the message says is possible, is
+            run, budget = Run(name), smallest_in(error)
+    assert plan is not None, f"what was said to be possible is not, three times: {budget}"
     run.model.load_state_dict(fresh.model.state_dict())
     run.model.zero_grad()
     run.inputs.grad = None
@@ -419,7 +422,7 @@ def gpt() -> Iterator[tuple[nn.Module, Step]]:
         model(ids).backward()
 
     yield model, step
-    assert _C.ActivationRecorder(is_profile=False).live_bytes == 0
+    assert _C.ActivationRecorder().live_bytes == 0
 
 
 @pytest.fixture
@@ -1219,7 +1222,7 @@ def masks_and_more() -> tuple[nn.Module, Tensor, Step]:
 def test_masks_are_kept_as_bits_without_loss() -> None:
     model, x, step = masks_and_more()
     expected = gradients(model, step)
-    trace, _ = profile(model, step, 2, [1])
+    trace, _ = profile(model, step, [1])
     packable = {
         (index, write): form
         for index, op in enumerate(trace.passes[0].ops)
@@ -1231,7 +1234,7 @@ def test_masks_are_kept_as_bits_without_loss() -> None:
     }  # dropout's masks, and nothing else
     assert len(packable) == 4
     assert all(form[0] == 1 and form[1] <= 256 * 64 * 4 / 31 for form in packable.values())
-    recorder = _C.ActivationRecorder(is_profile=False)
+    recorder = _C.ActivationRecorder()
     masks = {write for _, write in packable}
     recorder.set_plans(
         [[PlannedOp(op[0], [1 if write in masks else -2 for write in op[4]], False) for op in trace.passes[0].ops]]
@@ -1368,14 +1371,14 @@ def test_statistics_that_are_updated_by_what_is_not_replayed() -> None:
         (waiting.square().sum() + model.train()(xs[1]).square().sum()).backward()
 
     expected = gradients(model, step)
-    trace, _ = profile(model, step, 2)
+    trace, _ = profile(model, step)
     waits, updates = trace.passes
     keeping = [
         FORGET if one is waits and value[2] and value[0] > 64 * 4 else KEEP
         for one in trace.passes
         for value in one.values
     ]
-    recorder = _C.ActivationRecorder(is_profile=False)
+    recorder = _C.ActivationRecorder()
     recorder.set_plans(Choice(keeping, 0, 0.0, 0.0, 0, True).tape_plans(trace))
     assert "aten::native_batch_norm" in [op[0] for op in updates.ops]
     model.load_state_dict(state)
@@ -1470,6 +1473,106 @@ def test_data_that_is_written_behind_autograds_back() -> None:
     assert_same_bits(run(model), expected)
     again = Behind(saves_copy=False)
     drivetrain.activation_budget(again, lambda: again(x).backward(), "100%")
+
+
+class Shared(nn.Module):
+    """Many values made of one that autograd does not save."""
+
+    def __init__(self, readers: int) -> None:
+        super().__init__()
+        self.linear, self.readers = nn.Linear(16, 16), readers
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.linear(x) + 1
+        return torch.stack([(shared + i).sin() for i in range(self.readers)]).sum()
+
+
+def called(trace: Trace) -> dict[str, list[bool]]:
+    """Whether each operation of that name was called again."""
+    found: dict[str, list[bool]] = {}
+    for name, _, seconds, _, _ in trace.passes[0].ops:
+        found.setdefault(name, []).append(seconds is not None)
+    return found
+
+
+def test_backwards_times_are_of_what_it_asks_for() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(readers=1), torch.randn(64, 16)
+    timed, _ = _profile_step(model, lambda: model(x).backward(), [], None, "timings")
+    # The sine's argument, and what leads to it; nobody asks for the sine.
+    assert called(timed) == {
+        "aten::addmm": [True], "aten::add": [True, True], "aten::sin": [False], "aten::stack": [False],
+        "aten::sum": [False],
+    }  # fmt: skip
+    both, _ = profile(model, lambda: model(x).backward())
+    assert all(all(of_name) for of_name in called(both).values())
+
+
+def test_what_many_ask_for_is_called_a_few_times_in_a_profile() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(readers=40), torch.randn(64, 16)
+    calls = 0
+
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return counted(x)
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + 1
+
+    with torch.library._scoped_library("test_activation_budget", "FRAGMENT") as library:
+        library.define("counted(Tensor x) -> Tensor")
+        library.impl("counted", count, "CompositeExplicitAutograd")
+        library.impl("counted", count, "Autograd")
+        counted = torch.ops.test_activation_budget.counted
+        model.linear = Counted()
+        x.requires_grad_(True)
+        _profile_step(model, lambda: model(x).backward(), [], None, "timings")
+    assert 2 <= calls <= 3
+
+
+def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, Step]) -> None:
+    """By chance alone the solver would choose among equal layers."""
+    model, step = gpt
+    trace, _ = profile(model, step)
+    layers = [
+        [(op[0], op[2]) for op in trace.passes[0].ops if trace.modules[op[1]].startswith(f"blocks.{i}.")]
+        for i in range(len(model.blocks))
+    ]
+    assert len(layers) > 1
+    assert len(layers[0]) > 4
+    assert all(layer == layers[0] for layer in layers)
+    seconds = {op[2] for op in trace.passes[0].ops}
+    assert len(seconds) > 4
+    assert None not in seconds
+
+
+def test_what_is_changed_between_forward_and_backward_is_kept() -> None:
+    """Backward would compute again something else than forward saved, of which torch's own knows nothing."""
+    torch.manual_seed(0)
+    model, x, scale = nn.Linear(16, 16), torch.randn(64, 16), torch.rand(16)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * scale).tanh().sum()
+
+    def step() -> None:
+        loss = scaled(x)
+        scale.data.add_(1)
+        loss.backward()
+        scale.data.sub_(1)
+
+    scaled = Scaled()
+    trace, _ = profile(scaled, step)
+    by_name = {op[0]: [trace.passes[0].values[write][2] for write in op[4]] for op in trace.passes[0].ops}
+    assert by_name["aten::addmm"] == [True]
+    assert by_name["aten::tanh"] == [False]
 
 
 def test_a_model_with_a_plan_is_saved_without(gpt: tuple[nn.Module, Step], tmp_path: Path) -> None:
@@ -1631,7 +1734,7 @@ def test_a_step_that_fails_leaves_no_plan(gpt: tuple[nn.Module, Step]) -> None:
 def test_a_profile_with_nothing_kept_sees_what_one_with_everything_does(name: str) -> None:
     run = Run(name)
     fill_free_memory()
-    whole, peak = _profile_whole(run.model, run.step, 2, [], None)
+    whole, peak = _profile_whole(run.model, run.step, [], None, is_short=False)
     frugal, estimate = _profile_frugally(run.model, run.step, [], None)
     for mine, others in zip(frugal.passes, whole.passes, strict=True):
         assert [(*op[:2], *op[3:]) for op in mine.ops] == [(*op[:2], *op[3:]) for op in others.ops]

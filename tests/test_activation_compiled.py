@@ -89,7 +89,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 def peak_of(model: nn.Module, step: Callable[[], object]) -> int:
     """Seen by a recorder of the test's own, which keeps everything that it is given."""
-    recorder = _C.ActivationRecorder(is_profile=False)
+    recorder = _C.ActivationRecorder()
     with Recording(model, recorder):
         step()
     return recorder.peak_bytes

@@ -125,6 +125,14 @@ PyObject* profile_ended() {
   return type;
 }
 
+Purpose purpose_named(std::string_view name) {
+  if (name == "plan") return Purpose::kPlan;
+  if (name == "profile") return Purpose::kProfile;
+  if (name == "frugal profile") return Purpose::kFrugalProfile;
+  if (name == "timings") return Purpose::kTimings;
+  throw UserError(text("purpose is \"", name, "\", expected \"plan\", \"profile\", \"frugal profile\" or \"timings\""));
+}
+
 PyObject* pack(PyObject* tape, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
@@ -250,7 +258,7 @@ void Recorder::leave(bool is_whole) {
   waiting_.push_back(tape);
   if (purpose_ == Purpose::kPlan || !is_whole) return;
   profiled_.push_back(tape);
-  tape->rehearse();
+  if (purpose_ != Purpose::kTimings) tape->rehearse();
 }
 
 void Recorder::abandon() {
@@ -271,12 +279,8 @@ std::string Recorder::divergence() const { return divergence_; }
 void register_record(py::module_& m) {
   m.attr("ActivationProfileEnded") = py::handle(profile_ended());
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
-      .def(py::init([](bool is_profile, bool is_frugal) {
-             return std::make_shared<Recorder>(!is_profile ? Purpose::kPlan
-                                               : is_frugal ? Purpose::kFrugalProfile
-                                                           : Purpose::kProfile);
-           }),
-           py::arg("is_profile"), py::arg("is_frugal") = false)
+      .def(py::init([](std::string_view purpose) { return std::make_shared<Recorder>(purpose_named(purpose)); }),
+           py::arg("purpose") = "plan")
       .def(
           "set_plans",
           [](Recorder& recorder,

@@ -4,11 +4,15 @@
 #include <ATen/ops/equal.h>
 
 #include <algorithm>
+#include <bit>
+#include <functional>
+#include <string_view>
 #include <utility>
 
 #include "activation/stopwatch.h"
 #include "activation/tape.h"
 #include "base/check.h"
+#include "base/hash.h"
 
 namespace drivetrain::activation {
 namespace {
@@ -16,7 +20,62 @@ namespace {
 constexpr uint8_t kGarbage = 0xFF;             // not a number, as floating-point
 constexpr int64_t kSmallestOffload = 1 << 16;  // below, a copy is mostly its start
 
+// Of an argument without tensors; of some types, that it is one.
+uint64_t hash_of_setting(const c10::IValue& value) {
+  const uint64_t hash = std::hash<std::string>()(value.tagKind());
+  if (value.isInt()) return mix(hash, static_cast<uint64_t>(value.toInt()));
+  if (value.isBool()) return mix(hash, static_cast<uint64_t>(value.toBool()));
+  if (value.isDouble()) return mix(hash, std::bit_cast<uint64_t>(value.toDouble()));
+  if (value.isString()) return mix(hash, std::hash<std::string_view>()(value.toStringView()));
+  if (!value.isList()) return hash;
+  uint64_t of_all = hash;
+  for (const c10::IValue& element : value.toListRef()) of_all = mix(of_all, hash_of_setting(element));
+  return of_all;
+}
+
 }  // namespace
+
+// Calls an operation again, on what `memory_of` says is each value that it reads, and notes the time; `takes_over` says
+// of which values it may write over the memory. What comes out with other bits than autograd saved is not to be
+// forgotten.
+std::vector<at::Tensor> Tape::rehearse_op(int32_t index, const std::function<const at::Tensor&(int32_t)>& memory_of,
+                                          const std::function<bool(int32_t)>& takes_over) {
+  Op& op = ops_[index];
+  std::optional<Stopwatch> watch;
+  const std::unordered_map<int32_t, at::Tensor> written =
+      writable(op, [&](int32_t read) { return takes_over(read) ? memory_of(read) : copy_of(memory_of(read)); });
+  std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
+    const auto found = written.find(ref.value);
+    const at::Tensor tensor = ref.value < 0            ? checked(ref)
+                              : found != written.end() ? view_of(found->second, ref)
+                                                       : view_of(memory_of(ref.value), ref);
+    if (&ref == &op.refs.back()) watch.emplace(tensor.device());  // the copies are no part of it
+    return tensor;
+  });
+  if (watch) {
+    watch->stop();
+    watches_.emplace_back(index, std::move(*watch));
+  }
+  if (op.traits->is_garbage) {
+    // What is read of it before it is written must not come out as it was because the memory is the same.
+    for (const at::Tensor& result : results) bytes_of(result).fill_(kGarbage);
+  }
+  bool is_same = true;
+  for (size_t k = 0; k < op.writes.size(); ++k) {
+    const Value& value = values_[op.writes[k].value];
+    if (value.is_uninitialised || value.is_torn) continue;
+    // Those have bytes that nobody wrote.
+    if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;
+    is_same = is_same && has_same_bits(value, results[k]);
+  }
+  for (size_t k = 0; k < op.writes.size(); ++k) {
+    Value& value = values_[op.writes[k].value];
+    value.can_forget = value.can_forget && is_same;
+    if (value.hash) try_forms(op.writes[k].value, results[k]);
+    if (!is_same && value.held.defined()) results[k] = value.held;
+  }
+  return results;
+}
 
 void Tape::rehearse() {
   DT_INVARIANT(is_profile_ && has_ended_);
@@ -29,12 +88,9 @@ void Tape::rehearse() {
     for (const int32_t read : ops_[i].reads) last_reader[read] = static_cast<int32_t>(i);
   }
   std::vector<at::Tensor> fresh(values_.size());
-  std::vector<std::pair<size_t, Stopwatch>> watches;
   for (size_t i = 0; i < ops_.size(); ++i) {
-    Op& op = ops_[i];
-    bool can_call = can_replay(op) && std::all_of(op.refs.begin(), op.refs.end(), [](const TensorRef& ref) {
-                      return !is_freed(ref) && !is_written(ref);
-                    });
+    const Op& op = ops_[i];
+    bool can_call = can_rehearse(op);
     for (const int32_t read : op.reads) {
       if (!fresh[read].defined() && values_[read].held.defined() && !values_[read].is_torn) {
         fresh[read] = values_[read].held;
@@ -45,51 +101,63 @@ void Tape::rehearse() {
       for (const Slot& slot : op.writes) values_[slot.value].can_forget = false;
       continue;
     }
-    std::optional<Stopwatch> watch;
-    const std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
-      const bool is_mine = last_reader[read] == static_cast<int32_t>(i) && !values_[read].held.defined();
-      return is_mine ? fresh[read] : copy_of(fresh[read]);
-    });
-    const std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
-      const auto found = written.find(ref.value);
-      const at::Tensor tensor = ref.value < 0            ? checked(ref)
-                                : found != written.end() ? view_of(found->second, ref)
-                                                         : view_of(fresh[ref.value], ref);
-      if (&ref == &op.refs.back()) watch.emplace(tensor.device());  // the copies are no part of it
-      return tensor;
-    });
-    if (watch) {
-      watch->stop();
-      watches.emplace_back(i, std::move(*watch));
-    }
-    if (op.traits->is_garbage) {
-      // What is read of it before it is written must not come out as it was because the memory is the same.
-      for (const at::Tensor& result : results) bytes_of(result).fill_(kGarbage);
-    }
-    bool is_same = true;
+    const auto is_last = [&](int32_t read) { return last_reader[read] == static_cast<int32_t>(i); };
+    const std::vector<at::Tensor> results = rehearse_op(
+        static_cast<int32_t>(i), [&](int32_t read) -> const at::Tensor& { return fresh[read]; },
+        [&](int32_t read) { return is_last(read) && !values_[read].held.defined(); });
     for (size_t k = 0; k < op.writes.size(); ++k) {
-      const Value& value = values_[op.writes[k].value];
-      if (value.is_uninitialised || value.is_torn) continue;
-      // Those have bytes that nobody wrote.
-      if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;
-      is_same = is_same && has_same_bits(value, results[k]);
-    }
-    for (size_t k = 0; k < op.writes.size(); ++k) {
-      const int32_t written = op.writes[k].value;
-      Value& value = values_[written];
-      value.can_forget = value.can_forget && is_same;
-      if (value.hash) try_forms(written, results[k]);
-      if (last_reader[written] < 0) continue;
-      fresh[written] = is_same || !value.held.defined() ? results[k] : value.held;
+      if (last_reader[op.writes[k].value] >= 0) fresh[op.writes[k].value] = results[k];
     }
     for (const int32_t read : op.reads) {
-      if (last_reader[read] == static_cast<int32_t>(i)) fresh[read].reset();
+      if (is_last(read)) fresh[read].reset();
     }
   }
-  for (const auto& [op, watch] : watches) ops_[op].seconds = watch.seconds();
   for (size_t value = 0; value < values_.size(); ++value) {
     if (values_[value].held.defined()) try_forms(static_cast<int32_t>(value), values_[value].held);
   }
+}
+
+// As materialise() would compute it, each operation at most so many times: what many ask for that autograd does not
+// save would be called again for each.
+void Tape::rehearse_value(int32_t value) {
+  constexpr uint8_t kMostCalls = 2;
+  num_rehearsed_.resize(ops_.size());
+  const at::NoGradGuard no_grad;
+  std::unordered_map<int32_t, at::Tensor> fresh;
+  const auto memory_of = [&](int32_t read) -> const at::Tensor& {
+    const auto found = fresh.find(read);
+    return found == fresh.end() ? values_[read].held : found->second;
+  };
+  if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
+  std::vector<int32_t> todo{value};
+  while (!todo.empty()) {
+    const int32_t next = todo.back();
+    if (fresh.count(next) != 0) {
+      todo.pop_back();
+      continue;
+    }
+    const int32_t index = values_[next].op;
+    if (index < 0 || !values_[next].can_forget || num_rehearsed_[index] == kMostCalls) return;
+    const Op& op = ops_[index];
+    if (!can_rehearse(op)) return;
+    const size_t before = todo.size();
+    for (auto read = op.reads.rbegin(); read != op.reads.rend(); ++read) {
+      if (values_[*read].is_torn) return;
+      if (!memory_of(*read).defined()) todo.push_back(*read);
+    }
+    if (todo.size() != before) continue;
+    ++num_rehearsed_[index];
+    const std::vector<at::Tensor> results = rehearse_op(index, memory_of, [](int32_t) { return false; });
+    for (size_t k = 0; k < op.writes.size(); ++k) fresh.insert_or_assign(op.writes[k].value, results[k]);
+  }
+}
+
+bool Tape::can_rehearse(const Op& op) const {
+  return can_replay(op) && std::all_of(op.refs.begin(), op.refs.end(), [&](const TensorRef& ref) {
+           if (ref.value < 0) return !is_freed(ref) && !is_written(ref);
+           const Value& value = values_[ref.value];
+           return !value.held.defined() || value.is_torn || value.held._version() == value.held_version;
+         });
 }
 
 // As what was saved; of what was not, nothing is known.
@@ -136,12 +204,36 @@ std::vector<Tape::ValueTrace> Tape::value_traces() const {
   return traces;
 }
 
+// The same for operations that do the same work.
+uint64_t Tape::kind_of(const Op& op) {
+  uint64_t kind = mix(op.traits->identity, op.args.size());
+  for (const c10::IValue& arg : op.args) kind = mix(kind, hash_of_setting(arg));
+  for (const TensorRef& ref : op.refs) {
+    kind = mix(mix(kind, static_cast<uint64_t>(ref.arg)), static_cast<uint64_t>(c10::typeMetaToScalarType(ref.dtype)));
+    for (const c10::DimVector* dims : {&ref.sizes, &ref.strides}) {
+      for (const int64_t dim : *dims) kind = mix(kind, static_cast<uint64_t>(dim));
+    }
+  }
+  return kind;
+}
+
+// What one of a kind took more or less than another is mostly chance, by which the solver is not to choose: each has
+// the kind's median.
 std::vector<Tape::OpTrace> Tape::op_traces() const {
+  std::vector<uint64_t> kinds;
+  for (const Op& op : ops_) kinds.push_back(kind_of(op));
+  std::unordered_map<uint64_t, std::vector<double>> seconds_of;
+  for (const auto& [op, watch] : watches_) seconds_of[kinds[op]].push_back(watch.seconds());
+  for (auto& [_, seconds] : seconds_of) std::sort(seconds.begin(), seconds.end());
   std::vector<OpTrace> traces;
-  for (const Op& op : ops_) {
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    const Op& op = ops_[i];
     std::vector<int32_t> writes;
     for (const Slot& slot : op.writes) writes.push_back(slot.value);
-    traces.push_back({op.traits->name, op.module, op.seconds, op.reads, writes, op.arguments});
+    const auto found = seconds_of.find(kinds[i]);
+    std::optional<double> seconds;
+    if (found != seconds_of.end()) seconds = found->second[found->second.size() / 2];
+    traces.push_back({op.traits->name, op.module, seconds, op.reads, writes, op.arguments});
   }
   return traces;
 }

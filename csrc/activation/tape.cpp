@@ -121,6 +121,7 @@ Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::
       forms_(std::move(forms)),
       is_profile_(purpose != Purpose::kPlan),
       is_frugal_(purpose == Purpose::kFrugalProfile),
+      is_timed_in_backward_(purpose == Purpose::kTimings),
       begin_(ledger_->num_uses()),
       num_hooks_(num_hooks() + 1) {
   if (!plan_) return;
@@ -670,6 +671,7 @@ at::Tensor Tape::take(const Saved& saved) {
     throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
   }
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->next_use()});
+  if (is_timed_in_backward_) rehearse_value(saved.ref.value);
   materialise(saved.ref.value);
   prefetch_before(saved.ref.value);
   check_unwritten(saved.ref);

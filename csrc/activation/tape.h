@@ -24,6 +24,7 @@
 #include "activation/ledger.h"
 #include "activation/offload.h"
 #include "activation/pack.h"
+#include "activation/stopwatch.h"
 #include "activation/tensor_ref.h"
 
 namespace drivetrain::activation {
@@ -94,6 +95,7 @@ enum class Purpose {
   kPlan,           // to keep what a plan says
   kProfile,        // to find out all that a plan takes, with everything kept
   kFrugalProfile,  // the same with nothing kept, so that there is no backward
+  kTimings,        // what it takes to compute again what backward asks for, when it does
 };
 
 class Tape : public std::enable_shared_from_this<Tape> {
@@ -113,7 +115,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   struct OpTrace {
     std::string name;
     int32_t module;
-    double seconds;
+    std::optional<double> seconds;  // none: it was not called again
     std::vector<int32_t> reads, writes;
     uint64_t arguments;
   };
@@ -146,7 +148,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void abandon();
 
   // Computes the whole forward pass once more, operation by operation, each with the time it took; what comes out with
-  // other bits than autograd saved is not to be forgotten. Of a tape of a profile, after end().
+  // other bits than autograd saved is not to be forgotten. Of a tape of a profile, after end(). Of one of timings,
+  // take() does the same for each value when backward asks for it, and what that reads has left the caches.
   void rehearse();
 
   // A saved tensor, from the hook that autograd gives it to until backward has no more use for it.
@@ -213,9 +216,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     std::vector<Slot> writes;
     std::shared_ptr<const Autocast> autocast;
     std::shared_ptr<const RandomStates> random_states;
-    uint64_t arguments = 0;  // see arguments_
-    int32_t module;          // as set_module() said
-    double seconds = 0;
+    uint64_t arguments = 0;   // see arguments_
+    int32_t module;           // as set_module() said
     bool is_pending = false;  // a value that it wrote may be asked for
   };
   struct Unresolved {
@@ -254,6 +256,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void hold(int32_t value, const at::Tensor& tensor);
   void bring_back(int32_t value);
   void prefetch_before(int32_t value);
+  std::vector<at::Tensor> rehearse_op(int32_t op, const std::function<const at::Tensor&(int32_t)>& memory_of,
+                                      const std::function<bool(int32_t)>& takes_over);
+  void rehearse_value(int32_t value);
+  bool can_rehearse(const Op& op) const;
+  static uint64_t kind_of(const Op& op);
   bool has_same_bits(const Value& value, const at::Tensor& tensor) const;
   void try_forms(int32_t value, const at::Tensor& tensor);
   void let_go(int32_t value);
@@ -273,7 +280,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<TapePlan> plan_;
   const std::shared_ptr<const Forms> forms_;
-  const bool is_profile_, is_frugal_;
+  const bool is_profile_, is_frugal_, is_timed_in_backward_;
   const int64_t begin_;
   std::recursive_mutex mutex_;  // backward runs on a thread for each device; see Locked
   std::vector<Value> values_;
@@ -294,7 +301,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   uint64_t arguments_ = 0;  // a hash of what autograd goes by: which values it is called with, which require a gradient
   int32_t saving_op_ = 0;
   std::vector<Save> saves_;
-  const size_t num_hooks_;  // with this tape's, which come next
+  std::vector<std::pair<int32_t, Stopwatch>> watches_;  // of operations, called again
+  std::vector<uint8_t> num_rehearsed_;                  // in backward
+  const size_t num_hooks_;                              // with this tape's, which come next
 };
 
 }  // namespace drivetrain::activation

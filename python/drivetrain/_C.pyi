@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, dtype, nn
 
@@ -244,8 +244,10 @@ class ActivationProfileEnded(BaseException): ...
 
 def activation_recorder_key() -> str: ...
 
+_ActivationPurpose: TypeAlias = Literal["plan", "profile", "frugal profile", "timings"]
+
 class ActivationRecorder:
-    def __init__(self, is_profile: bool, is_frugal: bool = False) -> None: ...
+    def __init__(self, purpose: _ActivationPurpose = "plan") -> None: ...
     def set_plans(
         self, plans: Sequence[Sequence[tuple[str, Sequence[int], bool, int | None, Sequence[bool]]]]
     ) -> None: ...

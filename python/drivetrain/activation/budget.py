@@ -24,7 +24,6 @@ from .trace import FORMS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
 
-_PROFILED_STEPS = 2  # and a third under the plan
 _CORRECTIONS = 2
 _FORMAT = 2
 _UNITS = {"": 1, "B": 1} | {
@@ -125,9 +124,9 @@ def activation_budget(
     forms = [FORMS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))]
     for is_last in (False, True):
         with CompiledRegions(model) as regions:
-            trace, peak = profile(model, step_fn, _PROFILED_STEPS, forms, pool)
+            trace, peak = profile(model, step_fn, forms, pool)
             num_bytes = _bytes_of(budget, peak)
-            fitted = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, 1, forms, pool))
+            fitted = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, forms, pool, is_short=True))
             fitted.is_estimated |= trace.is_estimated  # the peak is
             trace = fitted
             made = ActivationPlan(model, trace, peak, regions, pool)
@@ -170,7 +169,7 @@ class ActivationPlan:
         self._pool = pool
         self._trace = trace
         self._choice: Choice | None = None
-        self._recorder = _C.ActivationRecorder(is_profile=False)
+        self._recorder = _C.ActivationRecorder()
         self._recording: Recording | None = None
         self.unplanned_bytes = unplanned_bytes
         self.budget_bytes = 0

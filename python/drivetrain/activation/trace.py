@@ -8,7 +8,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,11 +29,13 @@ _DOES_NOT_TRAIN = (
 
 # How values can be kept besides as they are, for the recorder, by the name of each for people.
 FORMS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
+_Purpose = Literal["profile", "frugal profile", "timings"]  # of a recorder
 _INPUT = -1  # in place of a value: was there before the pass
 # Bytes, whether it can be kept, whether it can be forgotten, what it is written over, and further forms that it can be
 # kept in: which, bytes, and seconds there and back.
 Value = tuple[int, bool, bool, int, list[tuple[int, int, float]]]
-Op = tuple[str, int, float, list[int], list[int]]  # name, module, seconds, values read, values written
+# Name, module, seconds (None: is not called again), values read, values written.
+Op = tuple[str, int, float | None, list[int], list[int]]
 
 
 @dataclasses.dataclass
@@ -65,6 +67,14 @@ class Trace:
         """Each pass, with its first value's place in the row."""
         begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
         return zip(begins, self.passes, strict=False)
+
+    def has_path_of(self, other: "Trace") -> bool:
+        """Whether the same operations made as many values, pass by pass."""
+
+        def path(trace: Trace) -> list[Any]:
+            return [([(op[0], op[4]) for op in one.ops], len(one.values)) for one in trace.passes]
+
+        return path(self) == path(other)
 
     def saves_without_hooks(self, begin: int, one: Pass, as_they_are: set[int]) -> dict[int, set[int]]:
         """The operations of a pass, whose first value is at `begin`, in which autograd saves nothing but values that
@@ -99,7 +109,7 @@ class Trace:
                 ways = [(form_bytes, seconds) for _, form_bytes, seconds in forms]
                 values.append((num_bytes, can_keep, can_forget and index in made, base, ways))
             for _, _, seconds, reads, writes in one.ops:
-                ops.append((seconds, [begin + read for read in reads], [begin + write for write in writes]))
+                ops.append((seconds or 0.0, [begin + read for read in reads], [begin + write for write in writes]))
         return values, ops, self.uses
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,13 +141,16 @@ class Trace:
 def profile(
     model: nn.Module,
     step_fn: Callable[[], object],
-    steps: int,
     forms: Sequence[int] = (),
     pool: _C.OffloadPool | None = None,
+    *,
+    is_short: bool = False,
 ) -> tuple[Trace, int]:
-    """Runs the step so many times with everything kept, each forward pass once more for the time of each operation, and
-    of keeping what is saved in each of the forms. Where that does not fit into memory: up to its backward, with nothing
-    kept.
+    """Runs the step with everything kept, each forward pass once more for the bits and the time of each operation, and
+    of keeping what is saved in each of the forms; then once more, with what backward asks for computed again when it
+    does, for the time that takes there. Where that does not fit into memory: up to its backward, with nothing kept.
+
+    is_short: one step does, with times of forward.
 
     Returns:
         the trace, and the peak in bytes of what was kept, or would have been.
@@ -148,7 +161,7 @@ def profile(
     """
     undo = Undo(model)
     try:
-        return _profile_whole(model, step_fn, steps, forms, pool)
+        return _profile_whole(model, step_fn, forms, pool, is_short)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -168,30 +181,42 @@ def profile(
 
 
 def _profile_whole(
-    model: nn.Module, step_fn: Callable[[], object], steps: int, forms: Sequence[int], pool: _C.OffloadPool | None
+    model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None, is_short: bool
 ) -> tuple[Trace, int]:
-    modules = [name for name, _ in model.named_modules()]
-    found: list[Trace] = []
-    peak = 0
-    with _recorded(model, forms, pool, is_frugal=False) as recorder:
-        for _ in range(steps):
-            recorder.reset()
-            step_fn()
-            peak = max(peak, recorder.peak_bytes)
-            tapes = recorder.take_tapes()
-            saves_anything = any(tape["uses"] for tape in tapes)
-            takes_anything = any(not is_release for tape in tapes for _, is_release, _ in tape["uses"])
-            if not tapes or (saves_anything and not takes_anything):
-                raise RuntimeError(_DOES_NOT_TRAIN)
-            found.append(_joined(_largest(tapes), modules))
-    return _best(found), peak
+    trace, peak = _profile_step(model, step_fn, forms, pool, "profile")
+    if is_short:
+        return trace, peak
+    timed, peak_of_timed = _profile_step(model, step_fn, forms, pool, "timings")
+    peak = max(peak, peak_of_timed)
+    if trace.has_path_of(timed):
+        return _with_times_of(timed, trace), peak
+    trace, peak_of_last = _profile_step(model, step_fn, forms, pool, "profile")
+    trace.has_one_path = False
+    return trace, max(peak, peak_of_last)
+
+
+def _profile_step(
+    model: nn.Module,
+    step_fn: Callable[[], object],
+    forms: Sequence[int],
+    pool: _C.OffloadPool | None,
+    purpose: _Purpose,
+) -> tuple[Trace, int]:
+    with _recorded(model, forms, pool, purpose) as recorder:
+        step_fn()
+        peak, tapes = recorder.peak_bytes, recorder.take_tapes()
+    saves_anything = any(tape["uses"] for tape in tapes)
+    takes_anything = any(not is_release for tape in tapes for _, is_release, _ in tape["uses"])
+    if not tapes or (saves_anything and not takes_anything):
+        raise RuntimeError(_DOES_NOT_TRAIN)
+    return _joined(_largest(tapes), [name for name, _ in model.named_modules()]), peak
 
 
 def _profile_frugally(
     model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None
 ) -> tuple[Trace, int]:
     has_ended = False
-    with _recorded(model, forms, pool, is_frugal=True) as recorder:
+    with _recorded(model, forms, pool, "frugal profile") as recorder:
         try:
             step_fn()
         except _C.ActivationProfileEnded:
@@ -215,9 +240,9 @@ def _profile_frugally(
 
 @contextlib.contextmanager
 def _recorded(
-    model: nn.Module, forms: Sequence[int], pool: _C.OffloadPool | None, *, is_frugal: bool
+    model: nn.Module, forms: Sequence[int], pool: _C.OffloadPool | None, purpose: _Purpose
 ) -> Iterator[_C.ActivationRecorder]:
-    recorder = _C.ActivationRecorder(is_profile=True, is_frugal=is_frugal)
+    recorder = _C.ActivationRecorder(purpose)
     recorder.set_forms(forms, pool, 0)
     with Recording(model, recorder), _Naming(model, recorder):
         try:
@@ -352,29 +377,15 @@ def _pass_of(tape: dict[str, Any]) -> Pass:
     return Pass(list(tape["ops"]), list(tape["values"]), list(tape["saves"]), list(tape["arguments"]))
 
 
-def _best(traces: list[Trace]) -> Trace:
-    """The last one, with the least time that each operation took in any."""
-    last = traces[-1]
-    for trace in traces[:-1]:
-        if [[op[0] for op in one.ops] for one in trace.passes] != [[op[0] for op in one.ops] for one in last.passes]:
-            last.has_one_path = False
-            continue
-        for one, other in zip(last.passes, trace.passes, strict=True):
-            for index, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
-                one.ops[index] = (mine[0], mine[1], min(mine[2], theirs[2]), mine[3], mine[4])
-            if len(one.values) == len(other.values):
-                one.values = [
-                    (a[0], a[1], a[2] and b[2], a[3], _least(a[4], b[4]))
-                    for a, b in zip(one.values, other.values, strict=True)
-                ]
-    return last
-
-
-def _least(mine: list[tuple[int, int, float]], theirs: list[tuple[int, int, float]]) -> list[tuple[int, int, float]]:
-    """The forms that a value had in both steps, with the least time."""
-    others = {(form, num_bytes): seconds for form, num_bytes, seconds in theirs}
-    return [
-        (form, num_bytes, min(seconds, others[form, num_bytes]))
-        for form, num_bytes, seconds in mine
-        if (form, num_bytes) in others
-    ]
+def _with_times_of(timed: Trace, trace: Trace) -> Trace:
+    """The timed one, with what the other, of the same path, knows besides."""
+    for one, other in zip(timed.passes, trace.passes, strict=True):
+        one.ops = [
+            (mine[0], mine[1], theirs[2] if mine[2] is None else mine[2], mine[3], mine[4])
+            for mine, theirs in zip(one.ops, other.ops, strict=True)
+        ]
+        one.values = [
+            (mine[0], mine[1], mine[2] and theirs[2], mine[3], theirs[4])
+            for mine, theirs in zip(one.values, other.values, strict=True)
+        ]
+    return timed

@@ -75,8 +75,8 @@ class GPT(nn.Module):
 
 
 def _gpt() -> Case:
-    model = GPT()
-    tokens, targets = torch.randint(VOCABULARY, (2, 4, 64))
+    model = GPT(dim=384, heads=6, length=128)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 128))
     return Case("GPT, 12 blocks", model, (tokens, targets), lambda m: children_of(m, "blocks"), True)
 
 
@@ -121,11 +121,11 @@ class UNet(nn.Module):
 
 
 def _unet() -> Case:
-    batch = torch.randn(4, 3, 64, 64), torch.randint(8, (4, 64, 64))
-    return Case("U-Net", UNet(), batch, lambda m: children_of(m, "down") + children_of(m, "up"), False)
+    batch = torch.randn(2, 3, 128, 128), torch.randint(8, (2, 128, 128))
+    return Case("U-Net", UNet(channels=32), batch, lambda m: children_of(m, "down") + children_of(m, "up"), False)
 
 
-# ---- Hugging Face's, from their configurations: narrower and shorter, since a CPU computes them
+# ---- Hugging Face's, as wide and as deep as their configurations have them; small batches, since a CPU computes them
 
 
 class _Labelled(nn.Module):
@@ -143,40 +143,30 @@ class _Labelled(nn.Module):
 
 def _hf_gpt2() -> Case:
     hf = importlib.import_module("transformers")
-    config = hf.GPT2Config(
-        n_embd=192, n_head=3, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False
-    )
-    tokens = torch.randint(VOCABULARY, (4, 64))
+    config = hf.GPT2Config(use_cache=False)
+    tokens = torch.randint(config.vocab_size, (1, 128))
     model = _Labelled(hf.GPT2LMHeadModel(config)).train()
-    name = "HF GPT-2, 192 wide"
-    return Case(name, model, (tokens, tokens), lambda m: children_of(m, "model.transformer.h"), True)
+    return Case("HF GPT-2", model, (tokens, tokens), lambda m: children_of(m, "model.transformer.h"), True)
 
 
 def _hf_bert() -> Case:
     hf = importlib.import_module("transformers")
-    config = hf.BertConfig(
-        hidden_size=192,
-        num_attention_heads=3,
-        intermediate_size=768,
-        max_position_embeddings=64,
-        vocab_size=VOCABULARY,
-    )
-    tokens = torch.randint(VOCABULARY, (4, 64))
+    config = hf.BertConfig()
+    tokens = torch.randint(config.vocab_size, (1, 128))
     model = _Labelled(hf.BertForMaskedLM(config)).train()
-    name = "HF BERT-base, 192 wide"
-    return Case(name, model, (tokens, tokens), lambda m: children_of(m, "model.bert.encoder.layer"), True)
+    return Case("HF BERT-base", model, (tokens, tokens), lambda m: children_of(m, "model.bert.encoder.layer"), True)
 
 
 def _hf_resnet50() -> Case:
     hf = importlib.import_module("transformers")
-    model = _Labelled(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=100))).train()
-    batch = torch.randn(12, 3, 32, 32), torch.randint(100, (12,))
+    model = _Labelled(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))).train()
+    batch = torch.randn(2, 3, 224, 224), torch.randint(1000, (2,))
 
     def blocks(module: nn.Module) -> list[nn.Module]:
         stages = children_of(module, "model.resnet.encoder.stages")
         return [block for stage in stages for block in children_of(stage, "layers")]
 
-    return Case("HF ResNet-50, 32 x 32", model, batch, blocks, False)
+    return Case("HF ResNet-50", model, batch, blocks, False)
 
 
 def children_of(module: nn.Module, path: str) -> list[nn.Module]:

@@ -18,11 +18,12 @@ from ..activation import ActivationPlan, activation_budget
 from . import activation_regions, activation_rivals
 from .activation_memory import allocated, peak_of_alive
 from .activation_models import GPT, VOCABULARY, Case, cases, children_of, num_cases
-from .measure import Row, interleaved, ratio_of_medians
+from .measure import Row, interleaved, keep_freed_memory, ratio_of_medians
 
 REGIONS = activation_regions.REGIONS
 SHARES = (80, 50, 30)  # percent of what is kept without a budget
-ROUNDS_PER_STEP = 4  # of regions; a model's step takes longer
+ROUNDS_PER_STEP = 4  # of regions; a model's step takes longer,
+STEP_S = 0.4  # and one that takes longer than this is repeated less often
 MIB = 2**20
 
 BOUND_TARGET = 1.25
@@ -81,6 +82,7 @@ def run(rounds: int) -> list[Row]:
     budget must have the bits that they have without, or this raises."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    keep_freed_memory()
     rows: list[Row] = []
     findings = Findings()
     try:
@@ -88,7 +90,7 @@ def run(rounds: int) -> list[Row]:
             task = progress.add_task("models", total=num_cases())
             for case in cases():
                 progress.update(task, description=case.name)
-                rows += _budget_rows(case, max(rounds // ROUNDS_PER_STEP, 3), findings)
+                rows += _budget_rows(case, rounds, findings)
                 progress.advance(task)
         recording = _recording_row(10 * rounds)
     finally:
@@ -101,6 +103,7 @@ def _budget_rows(case: Case, rounds: int, findings: Findings) -> list[Row]:
     for _ in range(2):
         plain.step()
     plain_s = statistics.median(_seconds(plain.step) for _ in range(3))
+    rounds = max(round(rounds / ROUNDS_PER_STEP * min(1.0, STEP_S / plain_s)), 3)
     plain.peak_bytes = peak_of_alive(plain.forward, plain.model, case.batch)
     budgets = [_planned(case, share, plain_s, findings) for share in SHARES]
     profiled = next((ours.plan.to_dict() for ours in budgets if ours is not None and ours.plan is not None), None)

@@ -1,6 +1,7 @@
 """Paired timing and the table that shows it."""
 
 import contextlib
+import ctypes
 import gc
 import math
 import random
@@ -12,6 +13,8 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 @dataclass
@@ -72,6 +75,15 @@ def small_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed for the rest of this process. By default what is large, as the gradient of an
+    embedding, goes back to the system and comes anew page by page, which takes every side the same time and varies by
+    more than what is measured."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Timer:

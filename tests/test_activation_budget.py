@@ -1533,6 +1533,32 @@ def test_what_many_ask_for_is_called_a_few_times_in_a_profile() -> None:
     assert 2 <= calls <= 3
 
 
+def test_a_profile_leaves_random_numbers_as_a_step_does() -> None:
+    """Also of an operation that draws them and does not say so."""
+    torch.manual_seed(0)
+    with torch.library._scoped_library("test_activation_budget", "FRAGMENT") as library:
+        library.define("noisy(Tensor x) -> Tensor")
+        for key in ("CompositeExplicitAutograd", "Autograd"):
+            library.impl("noisy", lambda x: x + torch.rand(x.shape), key)
+
+        class Noisy(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.test_activation_budget.noisy(x).square()
+
+        model, x = nn.Sequential(nn.Linear(16, 16), Noisy()), torch.randn(8, 16)
+
+        def step() -> None:
+            torch.manual_seed(1)
+            model(x).sum().backward()
+
+        step()
+        expected = torch.get_rng_state()
+        for purpose in ("profile", "timings"):
+            trace, _ = _profile_step(model, step, [], None, purpose)
+            assert called(trace)["test_activation_budget::noisy"] == [True]
+            assert torch.equal(torch.get_rng_state(), expected), purpose
+
+
 def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, Step]) -> None:
     """By chance alone the solver would choose among equal layers."""
     model, step = gpt

@@ -1,7 +1,6 @@
 // What a tape of a profile finds out: what each operation takes when it is called again, and whether the same bits come
 // out.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/equal.h>
 
 #include <algorithm>
 #include <bit>
@@ -122,13 +121,15 @@ void Tape::rehearse() {
 void Tape::rehearse_value(int32_t value) {
   constexpr uint8_t kMostCalls = 2;
   num_rehearsed_.resize(ops_.size());
+  if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
+  const RandomStates states = RandomStates::now();
+  const RandomStatesGuard random_states(&states);
   const at::NoGradGuard no_grad;
   std::unordered_map<int32_t, at::Tensor> fresh;
   const auto memory_of = [&](int32_t read) -> const at::Tensor& {
     const auto found = fresh.find(read);
     return found == fresh.end() ? values_[read].held : found->second;
   };
-  if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
     const int32_t next = todo.back();
@@ -163,11 +164,9 @@ bool Tape::can_rehearse(const Op& op) const {
 // As what was saved; of what was not, nothing is known.
 bool Tape::has_same_bits(const Value& value, const at::Tensor& tensor) const {
   if (!value.held.defined() && !value.hash) return true;
-  const at::Tensor bytes = bytes_of(tensor);
-  const bool is_same =
-      value.held.defined() ? at::equal(bytes_of(value.held), bytes) : *value.hash == hash_of_storage(tensor);
+  const bool is_same = value.held.defined() ? has_bytes_of(tensor, value.held) : *value.hash == hash_of_storage(tensor);
   // Zeros say nothing: what is added to them unseen, by other ranks for instance, may be zero just now.
-  return is_same && (bytes.numel() == 0 || bytes.any().item<bool>());
+  return is_same && (tensor.storage().nbytes() == 0 || !is_all_zero(tensor));
 }
 
 // What each form would take, in bytes and time.

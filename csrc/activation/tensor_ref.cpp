@@ -2,7 +2,10 @@
 #include "activation/tensor_ref.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstring>
 
 #include "base/hash.h"
 
@@ -72,6 +75,21 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   TensorRef ref;
   describe(tensor, ref);
   return view_of(copy, ref);
+}
+
+bool has_bytes_of(const at::Tensor& one, const at::Tensor& other) {
+  const size_t num_bytes = one.storage().nbytes();
+  if (num_bytes != other.storage().nbytes()) return false;
+  if (!one.is_cpu() || !other.is_cpu()) return at::equal(bytes_of(one), bytes_of(other));
+  return num_bytes == 0 || std::memcmp(one.storage().data(), other.storage().data(), num_bytes) == 0;
+}
+
+bool is_all_zero(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return !bytes_of(tensor).any().item<bool>();
+  const auto* bytes = static_cast<const char*>(tensor.storage().data());
+  const size_t num_bytes = tensor.storage().nbytes();
+  // Each byte is the one before, and the first one zero: at most places the first look says no.
+  return num_bytes == 0 || (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, num_bytes - 1) == 0);
 }
 
 bool covers_its_storage(const at::Tensor& tensor) {

@@ -43,5 +43,7 @@ at::Tensor flat_of(const at::Tensor& tensor, caffe2::TypeMeta dtype);
 at::Tensor bytes_of(const at::Tensor& tensor);
 at::Tensor copy_of(const at::Tensor& tensor);
 uint64_t hash_of_storage(const at::Tensor& tensor);
+bool has_bytes_of(const at::Tensor& one, const at::Tensor& other);  // of all of their storages
+bool is_all_zero(const at::Tensor& tensor);
 
 }  // namespace drivetrain::activation

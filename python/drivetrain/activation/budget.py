@@ -45,9 +45,10 @@ def activation_budget(
 ) -> "ActivationPlan":
     """Makes the model keep at most so many bytes for backward, and recompute the rest in the least time.
 
-    Runs `step_fn` twice with everything kept, and each forward pass once more, operation by operation; chooses for
-    every tensor that autograd saves whether it is kept or recomputed; runs `step_fn` a third time that way and compares
-    the peak with the budget. From then on the model works like that, in any training loop. Gradients have the bits they
+    Runs `step_fn` twice with everything kept: the first time each forward pass is computed once more, operation by
+    operation, and the second time what backward asks for, when it does, which says what that takes (where the two took
+    different paths, there is another first time). Chooses for every tensor that autograd saves whether it is kept or
+    recomputed; runs `step_fn` a third time that way and compares the peak with the budget. From then on the model works like that, in any training loop. Gradients have the bits they
     have without: what was forgotten is computed by the same kernels from the same values, dropout's random numbers
     included, without calling your code again. So whatever your code does besides (counters, prints, other paths through
     it) happens once, BatchNorm updates its running statistics once, and a step that takes another path than the

@@ -48,11 +48,12 @@ def activation_budget(
     Runs `step_fn` twice with everything kept: the first time each forward pass is computed once more, operation by
     operation, and the second time what backward asks for, when it does, which says what that takes (where the two took
     different paths, there is another first time). Chooses for every tensor that autograd saves whether it is kept or
-    recomputed; runs `step_fn` a third time that way and compares the peak with the budget. From then on the model works like that, in any training loop. Gradients have the bits they
-    have without: what was forgotten is computed by the same kernels from the same values, dropout's random numbers
-    included, without calling your code again. So whatever your code does besides (counters, prints, other paths through
-    it) happens once, BatchNorm updates its running statistics once, and a step that takes another path than the
-    profiled ones is right, too: from where it parts, it keeps what it saves.
+    recomputed; runs `step_fn` a third time that way and compares the peak with the budget. From then on the model works
+    like that, in any training loop. Gradients have the bits they have without: what was forgotten is computed by the
+    same kernels from the same values, dropout's random numbers included, without calling your code again. So whatever
+    your code does besides (counters, prints, other paths through it) happens once, BatchNorm updates its running
+    statistics once, and a step that takes another path than the profiled ones is right, too: from where it parts, it
+    keeps what it saves.
 
     An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
     and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.

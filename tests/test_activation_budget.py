@@ -1559,6 +1559,62 @@ def test_a_profile_leaves_random_numbers_as_a_step_does() -> None:
             assert torch.equal(torch.get_rng_state(), expected), purpose
 
 
+class Doubled(nn.Module):
+    """Calls an operation, of whichever library."""
+
+    def __init__(self, double: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.double = nn.Linear(16, 16), double
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double(self.linear(x)).sin().sum()
+
+
+def define(schema: str, function: Callable[[Tensor], Tensor]) -> torch.library.Library:
+    library = torch.library.Library("test_activation_places", "FRAGMENT")
+    library.define(schema)
+    for key in ("CompositeExplicitAutograd", "Autograd"):
+        library.impl(schema.split("(")[0], function, key)
+    return library
+
+
+def test_an_operation_that_takes_anothers_place() -> None:
+    """The dispatcher gives what a removed operation had to the next one: as in a notebook, whose cells run again."""
+    x = torch.randn(8, 16)
+    for count in range(8):
+        name = f"double{count}"
+        if count % 2:
+            library = define(f"{name}(Tensor(a!) x) -> Tensor(a!)", lambda x: x.mul_(2))
+        else:
+            library = define(f"{name}(Tensor x) -> Tensor", lambda x: x * 2)
+        torch.manual_seed(0)
+        model = Doubled(getattr(torch.ops.test_activation_places, name))
+
+        def step(model: nn.Module = model) -> None:
+            model.zero_grad()
+            model(x).backward()
+
+        expected = gradients(model, step)
+        trace, _ = profile(model, step)
+        assert f"test_activation_places::{name}" in [op[0] for op in trace.passes[0].ops]
+        forget_all(model, step)
+        assert_same_bits(gradients(model, step), expected)
+        library._destroy()
+
+
+def test_an_operation_that_is_removed_before_backward_is_told() -> None:
+    x = torch.randn(8, 16)
+    library = define("double(Tensor x) -> Tensor", lambda x: x * 2)
+    model = Doubled(torch.ops.test_activation_places.double)
+    _, recorder = forget_all(model, lambda: model(x).backward())
+    loss = model(x)
+    library._destroy()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="test_activation_places::double was removed"):
+        loss.backward()
+    del loss
+    assert recorder.live_bytes == 0
+
+
 def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, Step]) -> None:
     """By chance alone the solver would choose among equal layers."""
     model, step = gpt

@@ -1,6 +1,7 @@
 // The dispatcher's fallback that hands operations to the tape, and autograd's hooks; see record.h.
 #include "activation/record.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <mutex>
 #include <string_view>
 #include <tuple>
@@ -51,13 +53,42 @@ constexpr std::array<std::string_view, 3> kBatchNorm{"aten::native_batch_norm", 
 constexpr std::array<std::string_view, 3> kStatistics{
     "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_update_stats"};
 
+// Of all operations that were called so far. An operation that is removed (a torch.library.Library goes, or a
+// notebook's cell runs again) leaves its handle to the next one that comes.
+class KnownTraits : public c10::OpRegistrationListener {
+ public:
+  const OpTraits& of(const c10::OperatorHandle& op) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(op);
+    if (found != known_.end()) return *found->second;
+    return *known_.emplace(op, new OpTraits(op)).first->second;  // never freed: tapes refer to them
+  }
+
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(op);
+    if (found == known_.end()) return;
+    found->second->is_removed = true;
+    known_.erase(found);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<c10::OperatorHandle, OpTraits*> known_;
+};
+
 const OpTraits& traits_of(const c10::OperatorHandle& op) {
-  // Never freed: tapes refer to them, and outlive the threads that record.
-  static auto* known = new std::unordered_map<c10::OperatorHandle, OpTraits>();
-  static auto* mutex = new std::mutex();
-  const std::lock_guard<std::mutex> lock(*mutex);
-  const auto found = known->find(op);
-  return found != known->end() ? found->second : known->emplace(op, OpTraits(op)).first->second;
+  // The dispatcher's, and there to the end, as the dispatcher is.
+  static KnownTraits* known = [] {
+    auto listener = std::make_unique<KnownTraits>();
+    KnownTraits* made = listener.get();
+    static auto* handle =
+        new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
+    (void)handle;
+    return made;
+  }();
+  return known->of(op);
 }
 
 uint64_t hash_of(const c10::OperatorName& name) {

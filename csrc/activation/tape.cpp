@@ -719,6 +719,11 @@ void Tape::materialise(int32_t value) {
 }
 
 std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of) {
+  if (op.traits->is_removed) {
+    throw_checkpoint_error(text(op.traits->name,
+                                " was removed after forward called it, and backward needs it again: keep its "
+                                "torch.library.Library until then."));
+  }
   torch::jit::Stack stack;
   stack.reserve(op.args.size());
   for (const c10::IValue& arg : op.args) stack.push_back(arg.isList() ? arg.toList().copy() : arg);

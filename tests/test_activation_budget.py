@@ -23,7 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import drivetrain
 from drivetrain import _C
 from drivetrain.activation.plan import FORGET, KEEP, Choice, PlannedOp
-from drivetrain.activation.trace import Recording, Trace, _profile_frugally, _profile_step, _profile_whole, profile
+from drivetrain.activation.trace import (
+    Recording,
+    Trace,
+    _profile_frugally,
+    _profile_step,
+    _profile_whole,
+    _recorded,
+    profile,
+)
+from drivetrain.bench.activation_memory import allocated
 
 Step = Callable[[], object]
 
@@ -1613,6 +1622,79 @@ def test_an_operation_that_is_removed_before_backward_is_told() -> None:
         loss.backward()
     del loss
     assert recorder.live_bytes == 0
+
+
+def test_what_makes_something_of_nothing_takes_time_too() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            for _ in range(4):
+                x = x * torch.rand(256, 64)
+            return x.sum()
+
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(256, 64)
+    plan = drivetrain.activation_budget(model, lambda: model(x).backward(), "40%")
+    assert "recomputed" in str(plan)
+    assert any(op[0] == "aten::rand" or op[0] == "aten::uniform_" for op in plan._trace.passes[0].ops)
+    assert plan.planned_seconds > 0
+    assert sum(block["planned_seconds"] for block in plan.blocks()) > 0
+
+
+def test_a_profile_takes_no_more_memory_for_what_autograd_does_not_save() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    model, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(1024, 64)
+    model.append(nn.Linear(64, 1))
+    with _recorded(model, [], None, "timings"):
+        _, peak = allocated(lambda: model(x).sum())
+    assert peak < 6 * x.nbytes
+
+
+def test_statistics_that_the_pass_has_made_are_updated_once() -> None:
+    class Fresh(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm.running_mean = self.norm.running_mean.clone()
+            return self.norm(self.linear(x)).tanh().square().sum()
+
+    torch.manual_seed(0)
+    model, x = Fresh(), torch.randn(64, 16) + 3
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    before = copy.deepcopy(model.state_dict())
+    expected = gradients(model, step) | {"mean": model.norm.running_mean.clone()}
+    for purpose in ("profile", "timings"):
+        model.load_state_dict(before)
+        _profile_step(model, step, [], None, purpose)
+        torch.testing.assert_close(model.norm.running_mean, expected["mean"], rtol=0, atol=0)
+    forget_all(model, step)
+    model.load_state_dict(before)
+    assert_same_bits(gradients(model, step) | {"mean": model.norm.running_mean.clone()}, expected)
+
+
+def test_forms_are_of_the_size_that_the_values_have() -> None:
+    model, _, _ = masks_and_more()
+    rows = itertools.cycle([256, 1024])
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.randn(next(rows), 64)).sum().backward()
+
+    # Those of the first step's values would be of other values.
+    assert not any(value[4] for one in profile(model, step, [1, 3])[0].passes for value in one.values)
+    rows = itertools.repeat(256)
+    assert any(value[4] for one in profile(model, step, [1, 3])[0].passes for value in one.values)
 
 
 def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, Step]) -> None:

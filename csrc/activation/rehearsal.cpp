@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -41,6 +42,10 @@ std::vector<at::Tensor> Tape::rehearse_op(int32_t index, const std::function<con
                                           const std::function<bool(int32_t)>& takes_over) {
   Op& op = ops_[index];
   std::optional<Stopwatch> watch;
+  if (op.refs.empty()) {
+    const auto device = std::find_if(op.args.begin(), op.args.end(), [](const auto& arg) { return arg.isDevice(); });
+    watch.emplace(device == op.args.end() ? c10::Device(c10::kCPU) : device->toDevice());
+  }
   const std::unordered_map<int32_t, at::Tensor> written =
       writable(op, [&](int32_t read) { return takes_over(read) ? memory_of(read) : copy_of(memory_of(read)); });
   std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
@@ -116,40 +121,56 @@ void Tape::rehearse() {
   }
 }
 
-// As materialise() would compute it, each operation at most so many times: what many ask for that autograd does not
-// save would be called again for each.
-void Tape::rehearse_value(int32_t value) {
+// The operations that computing a value again calls, in forward's order; empty: it cannot be, or some of them have been
+// called often enough (what many ask for that autograd does not save would be called again for each).
+std::vector<int32_t> Tape::ops_to_rehearse(int32_t value) const {
   constexpr uint8_t kMostCalls = 2;
-  num_rehearsed_.resize(ops_.size());
-  if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
-  const RandomStates states = RandomStates::now();
-  const RandomStatesGuard random_states(&states);
-  const at::NoGradGuard no_grad;
-  std::unordered_map<int32_t, at::Tensor> fresh;
-  const auto memory_of = [&](int32_t read) -> const at::Tensor& {
-    const auto found = fresh.find(read);
-    return found == fresh.end() ? values_[read].held : found->second;
-  };
+  std::set<int32_t> ops;
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
     const int32_t next = todo.back();
-    if (fresh.count(next) != 0) {
-      todo.pop_back();
-      continue;
-    }
+    todo.pop_back();
     const int32_t index = values_[next].op;
-    if (index < 0 || !values_[next].can_forget || num_rehearsed_[index] == kMostCalls) return;
-    const Op& op = ops_[index];
-    if (!can_rehearse(op)) return;
-    const size_t before = todo.size();
-    for (auto read = op.reads.rbegin(); read != op.reads.rend(); ++read) {
-      if (values_[*read].is_torn) return;
-      if (!memory_of(*read).defined()) todo.push_back(*read);
+    if (index < 0 || !values_[next].can_forget || num_rehearsed_[index] == kMostCalls) return {};
+    if (ops.count(index) != 0) continue;
+    if (!can_rehearse(ops_[index])) return {};
+    ops.insert(index);
+    for (const int32_t read : ops_[index].reads) {
+      if (values_[read].is_torn) return {};
+      if (!values_[read].held.defined()) todo.push_back(read);
     }
-    if (todo.size() != before) continue;
+  }
+  return {ops.begin(), ops.end()};
+}
+
+void Tape::rehearse_value(int32_t value) {
+  num_rehearsed_.resize(ops_.size());
+  if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
+  const std::vector<int32_t> ops = ops_to_rehearse(value);
+  const RandomStates states = RandomStates::now();
+  const RandomStatesGuard random_states(&states);
+  const at::NoGradGuard no_grad;
+  std::unordered_map<int32_t, int32_t> last_reader;
+  for (const int32_t index : ops) {
+    for (const int32_t read : ops_[index].reads) last_reader[read] = index;
+  }
+  std::unordered_map<int32_t, at::Tensor> fresh;
+  for (const int32_t index : ops) {
     ++num_rehearsed_[index];
-    const std::vector<at::Tensor> results = rehearse_op(index, memory_of, [](int32_t) { return false; });
-    for (size_t k = 0; k < op.writes.size(); ++k) fresh.insert_or_assign(op.writes[k].value, results[k]);
+    const Op& op = ops_[index];
+    const std::vector<at::Tensor> results = rehearse_op(
+        index,
+        [&](int32_t read) -> const at::Tensor& {
+          const auto found = fresh.find(read);
+          return found == fresh.end() ? values_[read].held : found->second;
+        },
+        [](int32_t) { return false; });
+    for (size_t k = 0; k < op.writes.size(); ++k) {
+      if (last_reader.count(op.writes[k].value) != 0) fresh.insert_or_assign(op.writes[k].value, results[k]);
+    }
+    for (const int32_t read : op.reads) {
+      if (last_reader.at(read) == index) fresh.erase(read);
+    }
   }
 }
 

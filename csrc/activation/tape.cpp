@@ -379,7 +379,10 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
 
 bool Tape::can_replay(const Op& op) const {
   for (const TensorRef& ref : op.refs) {
-    if (ref.value >= 0) continue;
+    if (ref.value >= 0) {
+      if (op.traits->is_statistic(ref.arg)) return false;  // made in this pass: would be updated again
+      continue;
+    }
     if (!ref.direct.defined()) return false;       // not plain
     if (op.traits->writes[ref.arg]) return false;  // was there before, and is not as it was
   }

@@ -261,6 +261,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<at::Tensor> rehearse_op(int32_t op, const std::function<const at::Tensor&(int32_t)>& memory_of,
                                       const std::function<bool(int32_t)>& takes_over);
   void rehearse_value(int32_t value);
+  std::vector<int32_t> ops_to_rehearse(int32_t value) const;
   bool can_rehearse(const Op& op) const;
   static uint64_t kind_of(const Op& op);
   bool has_same_bits(const Value& value, const at::Tensor& tensor) const;

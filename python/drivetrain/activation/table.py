@@ -55,7 +55,7 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
                     form, _, form_seconds = one.values[write][4][choice.keeping[value] - 1]
                     row["offloaded_bytes" if form == FORMS["host"] else "packed_bytes"] += one.values[write][0]
                     row["planned_seconds"] += form_seconds
-            row["planned_seconds"] += seconds if replayed else 0.0
+            row["planned_seconds"] += (seconds or 0.0) if replayed else 0.0
             if measured is not None:
                 row["measured_seconds"] = measured[which][index] if which < len(measured) else 0.0
             name = trace.modules[module] if module >= 0 else ""

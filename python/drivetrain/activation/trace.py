@@ -385,7 +385,7 @@ def _with_times_of(timed: Trace, trace: Trace) -> Trace:
             for mine, theirs in zip(one.ops, other.ops, strict=True)
         ]
         one.values = [
-            (mine[0], mine[1], mine[2] and theirs[2], mine[3], theirs[4])
+            (mine[0], mine[1], mine[2] and theirs[2], mine[3], theirs[4] if mine[0] == theirs[0] else [])
             for mine, theirs in zip(one.values, other.values, strict=True)
         ]
     return timed

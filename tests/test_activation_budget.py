@@ -1484,6 +1484,26 @@ def test_data_that_is_written_behind_autograds_back() -> None:
     drivetrain.activation_budget(again, lambda: again(x).backward(), "100%")
 
 
+class Doubled(nn.Module):
+    """Calls an operation, of whichever library."""
+
+    def __init__(self, double: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.double = nn.Linear(16, 16), double
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double(self.linear(x)).sin().sum()
+
+
+def define(schema: str, function: Callable[[Tensor], Tensor]) -> torch.library.Library:
+    """An operation that is the function, below autograd and for it; there until the library's `_destroy()`."""
+    library = torch.library.Library("test_activation_places", "FRAGMENT")
+    library.define(schema)
+    for key in ("CompositeExplicitAutograd", "Autograd"):
+        library.impl(schema.split("(")[0], function, key)
+    return library
+
+
 class Shared(nn.Module):
     """Many values made of one that autograd does not save."""
 
@@ -1524,67 +1544,38 @@ def test_what_many_ask_for_is_called_a_few_times_in_a_profile() -> None:
 
     class Counted(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return counted(x)
+            return torch.ops.test_activation_places.counted(x)
 
     def count(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return x + 1
 
-    with torch.library._scoped_library("test_activation_budget", "FRAGMENT") as library:
-        library.define("counted(Tensor x) -> Tensor")
-        library.impl("counted", count, "CompositeExplicitAutograd")
-        library.impl("counted", count, "Autograd")
-        counted = torch.ops.test_activation_budget.counted
-        model.linear = Counted()
-        x.requires_grad_(True)
-        _profile_step(model, lambda: model(x).backward(), [], None, "timings")
+    library = define("counted(Tensor x) -> Tensor", count)
+    model.linear = Counted()
+    x.requires_grad_(True)
+    _profile_step(model, lambda: model(x).backward(), [], None, "timings")
+    library._destroy()
     assert 2 <= calls <= 3
 
 
 def test_a_profile_leaves_random_numbers_as_a_step_does() -> None:
     """Also of an operation that draws them and does not say so."""
     torch.manual_seed(0)
-    with torch.library._scoped_library("test_activation_budget", "FRAGMENT") as library:
-        library.define("noisy(Tensor x) -> Tensor")
-        for key in ("CompositeExplicitAutograd", "Autograd"):
-            library.impl("noisy", lambda x: x + torch.rand(x.shape), key)
+    library = define("noisy(Tensor x) -> Tensor", lambda x: x + torch.rand(x.shape))
+    model, x = Doubled(torch.ops.test_activation_places.noisy), torch.randn(8, 16)
 
-        class Noisy(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.ops.test_activation_budget.noisy(x).square()
+    def step() -> None:
+        torch.manual_seed(1)
+        model(x).backward()
 
-        model, x = nn.Sequential(nn.Linear(16, 16), Noisy()), torch.randn(8, 16)
-
-        def step() -> None:
-            torch.manual_seed(1)
-            model(x).sum().backward()
-
-        step()
-        expected = torch.get_rng_state()
-        for purpose in ("profile", "timings"):
-            trace, _ = _profile_step(model, step, [], None, purpose)
-            assert called(trace)["test_activation_budget::noisy"] == [True]
-            assert torch.equal(torch.get_rng_state(), expected), purpose
-
-
-class Doubled(nn.Module):
-    """Calls an operation, of whichever library."""
-
-    def __init__(self, double: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.double = nn.Linear(16, 16), double
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.double(self.linear(x)).sin().sum()
-
-
-def define(schema: str, function: Callable[[Tensor], Tensor]) -> torch.library.Library:
-    library = torch.library.Library("test_activation_places", "FRAGMENT")
-    library.define(schema)
-    for key in ("CompositeExplicitAutograd", "Autograd"):
-        library.impl(schema.split("(")[0], function, key)
-    return library
+    step()
+    expected = torch.get_rng_state()
+    for purpose in ("profile", "timings"):
+        trace, _ = _profile_step(model, step, [], None, purpose)
+        assert called(trace)["test_activation_places::noisy"] == [True]
+        assert torch.equal(torch.get_rng_state(), expected), purpose
+    library._destroy()
 
 
 def test_an_operation_that_takes_anothers_place() -> None:

@@ -78,17 +78,17 @@ class KnownTraits : public c10::OpRegistrationListener {
   std::unordered_map<c10::OperatorHandle, OpTraits*> known_;
 };
 
+KnownTraits& listening() {
+  auto traits = std::make_unique<KnownTraits>();
+  KnownTraits& made = *traits;
+  // Never given back: the dispatcher has it to the end.
+  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::move(traits)));
+  return made;
+}
+
 const OpTraits& traits_of(const c10::OperatorHandle& op) {
-  // The dispatcher's, and there to the end, as the dispatcher is.
-  static KnownTraits* known = [] {
-    auto listener = std::make_unique<KnownTraits>();
-    KnownTraits* made = listener.get();
-    static auto* handle =
-        new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
-    (void)handle;
-    return made;
-  }();
-  return known->of(op);
+  static KnownTraits& known = listening();
+  return known.of(op);
 }
 
 uint64_t hash_of(const c10::OperatorName& name) {

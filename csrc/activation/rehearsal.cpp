@@ -147,6 +147,7 @@ void Tape::rehearse_value(int32_t value) {
   num_rehearsed_.resize(ops_.size());
   if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
   const std::vector<int32_t> ops = ops_to_rehearse(value);
+  if (ops.empty()) return;  // before random states are copied, for every value
   const RandomStates states = RandomStates::now();
   const RandomStatesGuard random_states(&states);
   const at::NoGradGuard no_grad;

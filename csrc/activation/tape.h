@@ -90,7 +90,7 @@ struct OpTraits {
   int32_t statistics;  // the first of two arguments that are updated, though the schema does not say so; -1: none
   bool is_collective;  // of torch.distributed: may write all of its arguments
   bool is_never_replayed;
-  mutable std::atomic<bool> is_removed = false;  // from the dispatcher: handles of it are nobody's
+  std::atomic<bool> is_removed = false;  // from the dispatcher: handles of it are nobody's
 };
 
 enum class Purpose {

@@ -1,8 +1,8 @@
 """Checks the machine code of the specialised CUDA kernels of optimizer steps against limits, with no GPU at hand.
 
 What decided their speed on an H100 can be read off the code for sm_90: registers, the width of loads and stores, how
-many bytes are under way before the first is used. `make check-kernels` disassembles the built module and prints a table;
-a kernel beyond a limit is named with it, and the exit status is 1.
+many bytes are under way before the first is used. `make check-kernels` disassembles the built module and prints a
+table; a kernel beyond a limit is named with it, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 TOOLS = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
@@ -33,7 +34,15 @@ STATES = {"Adam": 2, "Sgd": 0, "SgdMomentum": 1, "Adagrad": 1, "Rmsprop": 1, "Li
 CODES = 11
 
 # The layouts that benchmarks name, and the most registers that leave enough threads on a multiprocessor.
-LAYOUTS = {(0, 0, 0): "A", (2, 2, 0): "B", (2, 2, 2): "C", (6, 2, 2): "D", (6, 2, 11): "E", (7, 2, 11): "F", (0, 0, 11): "H"}
+LAYOUTS = {
+    (0, 0, 0): "A",
+    (2, 2, 0): "B",
+    (2, 2, 2): "C",
+    (6, 2, 2): "D",
+    (6, 2, 11): "E",
+    (7, 2, 11): "F",
+    (0, 0, 11): "H",
+}
 MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64}
 
 # Instructions per element of the kernels that chose formats at run time (commit da0eff8), on the shortest way through.
@@ -106,6 +115,12 @@ class Kernel:
         (_, param, extra), (_, grad, _), (_, state, _) = (FORMATS[number] for number in self.formats)
         states = [state] * STATES[self.rule]
         return [size for size in [param, extra, *([] if stored else [grad]), *states] if size > 0]
+
+    @property
+    def packs(self) -> int:
+        """Instructions that round two values to bfloat16, of a lane's step."""
+        values = [*([self.formats[0]] if self.formats[0] == 2 else []), *([self.formats[2]] * STATES[self.rule])]
+        return values.count(2) * self.unit * self.units // 2
 
     def expected(self, stored: bool) -> Counter[int]:
         """How many accesses of which width a lane needs."""
@@ -201,7 +216,7 @@ def read_registers(instruction: Instruction) -> set[int]:
     operands = instruction.operands if instruction.is_global_store else instruction.operands.partition(",")[2]
     sizes = dict.fromkeys(re.findall(r"\bR\d+", operands), 4)
     if instruction.is_global_store:
-        sizes |= {operand: instruction.bytes for operand in re.findall(r"\bR\d+", operands.rpartition(",")[2])}
+        sizes |= dict.fromkeys(re.findall(r"\bR\d+", operands.rpartition(",")[2]), instruction.bytes)
     return {register for operand, size in sizes.items() for register in registers_of(operand, size)}
 
 
@@ -209,7 +224,7 @@ def blocks_of(kernel: Kernel) -> dict[int, list[Instruction]]:
     """Basic blocks by their first address."""
     code = kernel.instructions
     begins = {code[0].address} | {target for i in code if (target := i.target) is not None}
-    for instruction, following in zip(code, code[1:], strict=False):
+    for instruction, following in pairwise(code):
         if instruction.opcode.split(".")[0] in ("BRA", "EXIT", "RET"):
             begins.add(following.address)
     blocks: dict[int, list[Instruction]] = {}
@@ -238,11 +253,12 @@ def first_loads(block: Iterable[Instruction]) -> list[Instruction]:
     return loads
 
 
-def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int) -> list[int]:
-    """The blocks from the entry to the exit on the way with the fewest instructions that passes through one block and
-    stores that many bytes per lane."""
+def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int, packs: int) -> list[int]:
+    """Finds the way with the fewest instructions from the entry to the exit that passes through one block,
+    packs that often and stores that many bytes per lane: its blocks, none if there is no such way. It passes loops over
+    what is found at run time once."""
     order = sorted(blocks)
-    following = dict(zip(order, order[1:], strict=False))
+    following = dict(pairwise(order))
 
     def next_of(block: int) -> Iterator[int | None]:
         last = blocks[block][-1]
@@ -256,8 +272,8 @@ def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int
         if (kind not in ("BRA", "EXIT", "RET") or is_conditional) and block in following:
             yield following[block]
 
-    State = tuple[int, bool, int]
-    start: State = (order[0], False, 0)
+    State = tuple[int, bool, int, int]
+    start: State = (order[0], False, 0, 0)
     best: dict[State, int] = {}
     queue: list[tuple[int, State, tuple[int, ...]]] = [(0, start, ())]
     while queue:
@@ -265,17 +281,20 @@ def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int
         if best.get(state, cost + 1) <= cost:
             continue
         best[state] = cost
-        block, has_loaded, has_stored = state
+        block, has_loaded, has_packed, has_stored = state
         has_loaded |= block == through
         if has_loaded:
+            has_packed += sum(i.opcode.startswith("F2FP.BF16") for i in blocks[block])
             has_stored += sum(i.bytes for i in blocks[block] if i.is_global_store)
-        has_stored = min(has_stored, stored)
+        has_packed, has_stored = min(has_packed, packs), min(has_stored, stored)
         for target in next_of(block):
             if target is not None:
-                heapq.heappush(queue, (cost + len(blocks[block]), (target, has_loaded, has_stored), (*way, block)))
-            elif has_loaded and has_stored == stored:
+                heapq.heappush(
+                    queue, (cost + len(blocks[block]), (target, has_loaded, has_packed, has_stored), (*way, block))
+                )
+            elif has_loaded and has_packed == packs and has_stored == stored:
                 return [*way, block]
-    raise GateError("no way through a kernel loads and stores all that it must")
+    return []
 
 
 def measure(kernel: Kernel) -> Measured:
@@ -283,7 +302,8 @@ def measure(kernel: Kernel) -> Measured:
     through = max(blocks, key=lambda block: sum(i.bytes for i in blocks[block] if is_stream_load(i)))
     loads = first_loads(blocks[through])
     elements = kernel.unit * kernel.units
-    way = [i for block in shortest_way(blocks, through, elements * sum(kernel.streams(True))) for i in blocks[block]]
+    stored = elements * sum(kernel.streams(stored=True))
+    way = [i for block in shortest_way(blocks, through, stored, kernel.packs) for i in blocks[block]]
     threads = min(MOST_THREADS, REGISTERS // (-(-kernel.registers // 8) * 8 * THREADS) * THREADS)
     loaded = Counter(i.bytes for i in loads)
     if kernel.formats[2] == CODES:

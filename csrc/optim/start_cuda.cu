@@ -22,13 +22,11 @@ __global__ void treat(TreatmentAsked asked, TreatmentScalars scalars, const doub
   if (scalars.overflow != nullptr) *scalars.overflow = treatment->norm - treatment->norm == 0 ? 0.0f : 1.0f;
 }
 
-constexpr bool has_kernels(RuleKind kind) {
-#define DT_ROW(Rule, ...) \
-  if (kind == RuleKind::k##Rule) return true;
-  DT_STEP_KERNELS(DT_ROW)
+template <RuleKind kKind>
+constexpr bool kHasKernels =
+#define DT_ROW(Rule, ...) kKind == RuleKind::k##Rule ||
+    DT_STEP_KERNELS(DT_ROW) false;
 #undef DT_ROW
-  return false;
-}
 
 template <template <class> class RuleOf, RuleKind kKind>
 __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number) {
@@ -38,7 +36,7 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
   if constexpr (requires { args.fit(param.rows, param.columns); }) {
     if (param.rows > 0) args.fit(param.rows, param.columns);
   }
-  if constexpr (has_kernels(kKind)) {
+  if constexpr (kHasKernels<kKind>) {
     if (step.records != nullptr) {
       step.records[i] = record_of(param, RuleOf<float>(args));
       return;

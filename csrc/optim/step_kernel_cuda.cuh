@@ -102,7 +102,8 @@ struct StepKernel {
   // ---- Memory. i: the lane's first element. Pointers are read from the record where they are used, which costs a load
   // from the nearest cache and keeps registers free for what is under way.
 
-  static __device__ __forceinline__ StepRecord pointers_of(const StepRecord* record) {
+  static __device__ __forceinline__ StepRecord pointers_of(const StepKernelJob& job, int param) {
+    const StepRecord* const record = job.records + param;
     constexpr int kBytes = 32 + 16 * kStates;
     uint32_t words[kBytes / 4];
 #pragma unroll
@@ -112,7 +113,8 @@ struct StepKernel {
     return result;
   }
 
-  static __device__ __forceinline__ Rule rule_of(const StepRecord* record) {
+  static __device__ __forceinline__ Rule rule_of(const StepKernelJob& job, int param) {
+    const StepRecord* const record = job.records + param;
     constexpr int kBytes = (sizeof(Rule) + 15) / 16 * 16;
     uint32_t words[kBytes / 4];
 #pragma unroll
@@ -197,44 +199,39 @@ struct StepKernel {
     }
   }
 
-  static __device__ __forceinline__ void put_param(Raw& raw, const float (&values)[kElements]) {
+  // Of elements [first, first + 4).
+  static __device__ __forceinline__ void put_param(Raw& raw, int first, const float (&values)[4]) {
+    uint32_t bits[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) bits[k] = bits_as<uint32_t>(values[k]);
     if constexpr (kParam == Format::kFloat32) {
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) raw.param[k] = bits_as<uint32_t>(values[k]);
+      for (int k = 0; k < 4; ++k) raw.param[first + k] = bits[k];
     } else if constexpr (kParam == Format::kBFloat16) {
-#pragma unroll
-      for (int k = 0; k < kElements; k += 2) raw.param[k / 2] = pack_bfloat16(values[k], values[k + 1]);
-    } else if constexpr (kParam == Format::kBFloat16Remainder16) {
-#pragma unroll
-      for (int k = 0; k < kElements; k += 2) {
-        const uint32_t low = bits_as<uint32_t>(values[k]), high = bits_as<uint32_t>(values[k + 1]);
-        raw.param[k / 2] = ((low + 0x8000u) >> 16) | ((high + 0x8000u) & 0xffff0000u);
-        raw.extra[k / 2] = (low & 0xffffu) | (high << 16);
-      }
+      raw.param[first / 2] = pack_bfloat16(values[0], values[1]);
+      raw.param[first / 2 + 1] = pack_bfloat16(values[2], values[3]);
     } else {
+      if constexpr (kParam == Format::kBFloat16Remainder16) {
+        raw.extra[first / 2] = low_halves(bits[0], bits[1]);
+        raw.extra[first / 2 + 1] = low_halves(bits[2], bits[3]);
+      } else {
+        // Rounded to 24 bits, but for the last byte, which is left out and which adding 0x8000 does not carry from.
 #pragma unroll
-      for (int k = 0; k < kElements; k += 4) {
-        uint32_t rounded[4];  // to 24 bits, but for the last byte, which is to be left out
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t bits = bits_as<uint32_t>(values[k + j]);
-          rounded[j] = bits + 0x7fu + ((bits >> 8) & 1u);
-        }
-        // Adding 0x8000 carries from the bits above that byte alone.
-        raw.param[k / 2] = ((rounded[0] + 0x8000u) >> 16) | ((rounded[1] + 0x8000u) & 0xffff0000u);
-        raw.param[k / 2 + 1] = ((rounded[2] + 0x8000u) >> 16) | ((rounded[3] + 0x8000u) & 0xffff0000u);
-        raw.extra[k / 4] = four_bytes(rounded[0] >> 8, rounded[1] >> 8, rounded[2] >> 8, rounded[3] >> 8);
+        for (int k = 0; k < 4; ++k) bits[k] += 0x7fu + ((bits[k] >> 8) & 1u);
+        raw.extra[first / 4] = four_bytes<1>(bits[0], bits[1], bits[2], bits[3]);
       }
+      raw.param[first / 2] = high_halves(bits[0] + 0x8000u, bits[1] + 0x8000u);
+      raw.param[first / 2 + 1] = high_halves(bits[2] + 0x8000u, bits[3] + 0x8000u);
     }
   }
 
-  static __device__ __forceinline__ void put_state(Raw& raw, int s, const float (&values)[kElements]) {
+  static __device__ __forceinline__ void put_state(Raw& raw, int s, int first, const float (&values)[4]) {
     if constexpr (kState == Format::kFloat32) {
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) raw.state[s][k] = bits_as<uint32_t>(values[k]);
+      for (int k = 0; k < 4; ++k) raw.state[s][first + k] = bits_as<uint32_t>(values[k]);
     } else if constexpr (kState == Format::kBFloat16) {
-#pragma unroll
-      for (int k = 0; k < kElements; k += 2) raw.state[s][k / 2] = pack_bfloat16(values[k], values[k + 1]);
+      raw.state[s][first / 2] = pack_bfloat16(values[0], values[1]);
+      raw.state[s][first / 2 + 1] = pack_bfloat16(values[2], values[3]);
     }
   }
 
@@ -242,35 +239,41 @@ struct StepKernel {
 
   // Whether the results hold; if not, update_exactly() is to make them.
   static __device__ __forceinline__ bool compute(const Rule& rule, float factor, Raw& raw, Prepared& prepared) {
-    bool is_outside = false;
-    float param[kElements];
+    MetRange met;
+    float zero = 0;  // a NaN once any of the rounded values is one, or infinite
+    bool is_special = false;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      RangedFloat value = param_value(raw, k), own[kMaxStates];
+    for (int first = 0; first < kElements; first += 4) {
+      float param[4], state[kMaxStatesOfKernels][4];
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) own[s] = state_value(raw, s, k);
-      rule(value, RangedFloat(factor * grad_value(raw, k)), own);
-      param[k] = value.value;
-      is_outside |= value.is_outside;
-      if constexpr (kParam != Format::kFloat32) is_outside |= value.value != value.value;
+      for (int k = 0; k < 4; ++k) {
+        RangedFloat value = param_value(raw, first + k), own[kMaxStates];
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) {
-        if (kCodes && is_squared(s)) own[s] = square_root(own[s]);
-        prepared.value[s][k] = own[s].value;
-        is_outside |= own[s].is_outside;
-        if constexpr (kState == Format::kBFloat16) is_outside |= own[s].value != own[s].value;
+        for (int s = 0; s < kStates; ++s) own[s] = state_value(raw, s, first + k);
+        rule(value, RangedFloat(factor * grad_value(raw, first + k)), own);
+        param[k] = value.value;
+        met = joined(met, value.met);
+        if constexpr (kParam != Format::kFloat32) zero = fmaf(value.value, 0.0f, zero);
+#pragma unroll
+        for (int s = 0; s < kStates; ++s) {
+          if (kCodes && is_squared(s)) own[s] = square_root(own[s]);
+          state[s][k] = own[s].value;
+          met = joined(met, own[s].met);
+          if constexpr (kState == Format::kBFloat16) zero = fmaf(own[s].value, 0.0f, zero);
+          if constexpr (kCodes) prepared.value[s][first + k] = own[s].value;
+        }
       }
+      put_param(raw, first, param);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) put_state(raw, s, first, state[s]);
+      // Asked after every four, so that the compiler works on four at a time, for want of registers.
+      if (!kCodes && !(met.is_right() && zero == 0)) return false;
     }
-    put_param(raw, param);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
-      if constexpr (kCodes) {
-        is_outside |= has_special(raw.scale[s]);
-      } else {
-        put_state(raw, s, prepared.value[s]);
-      }
+      if constexpr (kCodes) is_special |= has_special(raw.scale[s]);
     }
-    return !is_outside;
+    return met.is_right() && zero == 0 && !is_special;
   }
 
   // ---- One element as the CPU has it, whatever its value and wherever it lies.
@@ -336,12 +339,12 @@ struct StepKernel {
   }
 
   // The rare way: element by element, in place. What is beyond the parameter's end counts as 0 in its block.
-  static __device__ __forceinline__ void update_exactly(const StepKernelJob& job, const StepRecord* record,
-                                                        int64_t first, unsigned team, bool wide, Prepared& prepared) {
+  static __device__ __forceinline__ void update_exactly(const StepKernelJob& job, int param, int64_t first,
+                                                        unsigned team, bool wide, Prepared& prepared) {
 #pragma unroll 1
     for (int k = 0; k < kElements; ++k) {
-      const StepRecord at = pointers_of(record);
-      const Rule rule = rule_of(record);
+      const StepRecord at = pointers_of(job, param);
+      const Rule rule = rule_of(job, param);
       const float factor = treatment_of(job).factor;
       const int64_t e = element(first, team, wide, k);
       float own[kMaxStates] = {};
@@ -367,14 +370,15 @@ struct StepKernel {
     }
   }
 
-  // SignedCode::encode for finite values. Whatever is below 2^-100 of a step gets code 0, as 2^-100 itself does.
+  // SignedCode::encode and SquaredCode::encode for finite values. Whatever is below 2^-100 of a step gets code 0, as
+  // 2^-100 itself does.
   static __device__ __forceinline__ uint32_t encoded(SignedCode, float value, float factor) {
     const float steps = fmaxf(bits_as<float>(magnitude_bits(value)) * factor, 7.8886090522e-31f);
-    const float root = square_root_in_range(steps);
+    const float root = square_root_of_positive(steps);
     return nearest_integer_bits(bits_as<float>(bits_as<uint32_t>(root) | (bits_as<uint32_t>(value) & 0x80000000u)));
   }
   static __device__ __forceinline__ uint32_t encoded(SquaredCode, float root, float factor) {
-    return SquaredCode::encode(root, factor);
+    return nearest_integer_bits(fmaxf(root * factor, root > 0 ? 1.0f : 0.0f));
   }
 
   // A state's block, which the warp has: all lanes call it. What is beyond the parameter's end counts as 0.
@@ -382,13 +386,13 @@ struct StepKernel {
   static __device__ __forceinline__ void encode(Raw& raw, int s, const float (&prepared)[kElements]) {
     uint32_t largest = 0;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) largest = max(largest, magnitude_bits(prepared[k]));
+    for (int k = 0; k < kElements; ++k) largest = larger_bits(largest, magnitude_bits(prepared[k]));
     largest = __reduce_max_sync(kAllLanes, largest);
     const bool is_special = largest >= kInfinity;  // the same for all lanes
     if (is_special) {
       largest = 0;
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) largest = max(largest, finite_magnitude(prepared[k]));
+      for (int k = 0; k < kElements; ++k) largest = larger_bits(largest, finite_magnitude(prepared[k]));
       largest = __reduce_max_sync(kAllLanes, largest);
     }
     const float scale = Kind::scale_of(largest);
@@ -398,7 +402,7 @@ struct StepKernel {
       uint32_t code[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) code[j] = encoded(Kind(), prepared[k + j], factor);
-      raw.state[s][k / 4] = four_bytes(code[0], code[1], code[2], code[3]);
+      raw.state[s][k / 4] = four_bytes<0>(code[0], code[1], code[2], code[3]);
     }
     if (is_special) {
 #pragma unroll
@@ -457,9 +461,9 @@ struct StepKernel {
   }
 
   // A team's kElements per lane from `first` on; false if there are none.
-  static __device__ __forceinline__ bool update(const StepKernelJob& job, const StepRecord* record, int64_t first,
-                                                unsigned team, bool skips) {
-    const StepRecord from = pointers_of(record);
+  static __device__ __forceinline__ bool update(const StepKernelJob& job, int param, int64_t first, unsigned team,
+                                                bool skips) {
+    const StepRecord from = pointers_of(job, param);
     if (first >= from.numel) return false;
     const bool wide = is_wide(from, first, team);
     if (!skips) {
@@ -469,9 +473,9 @@ struct StepKernel {
       if (wide) {
         const int64_t i = first + lane_of(team) * kUnit;
         load(from, i, raw);
-        is_computed = compute(rule_of(record), treatment_of(job).factor, raw, prepared);
+        is_computed = compute(rule_of(job, param), treatment_of(job).factor, raw, prepared);
         if (is_computed) {
-          const StepRecord to = pointers_of(record);
+          const StepRecord to = pointers_of(job, param);
           store_stream<kParamBytes>(to.param, i, raw.param);
           if constexpr (kPairs) store_stream<kExtraBytes>(to.param_extra, i, raw.extra);
           if constexpr (!kCodes) {
@@ -480,11 +484,11 @@ struct StepKernel {
           }
         }
       }
-      if (!is_computed) update_exactly(job, record, first, team, wide, prepared);
-      if constexpr (kCodes) encode_states(pointers_of(record), first, wide, raw, prepared);
+      if (!is_computed) update_exactly(job, param, first, team, wide, prepared);
+      if constexpr (kCodes) encode_states(pointers_of(job, param), first, wide, raw, prepared);
     }
     const LaneTreatment treatment = treatment_of(job);
-    if (treatment.after != GradAfter::kKeep) leave_grads(pointers_of(record), treatment, first, team, wide);
+    if (treatment.after != GradAfter::kKeep) leave_grads(pointers_of(job, param), treatment, first, team, wide);
     return true;
   }
 
@@ -494,13 +498,13 @@ struct StepKernel {
     const int block = static_cast<int>(blockIdx.x);
     const unsigned thread = threadIdx.x;
     const StepItem item = load_aligned(job.items + find_item(job.items, job.num_items, block));
-    const StepRecord* record = job.records + item.first_param;
+    int param = item.first_param;
     // A team of lanes has the elements [first, end), at strides where the block has more than one tile.
     int64_t first = 0, end = kSmall;
     unsigned team = kWarp;
     if (item.num_params > 0) {
       if (static_cast<int>(thread / kTeam) >= item.num_params) return;
-      record += thread / kTeam;
+      param += static_cast<int>(thread / kTeam);
       team = kTeam;
     } else {
       first = static_cast<int64_t>(block - item.first_block) * kBlockElements;
@@ -508,12 +512,12 @@ struct StepKernel {
       first += thread / kWarp * (kWarp * kElements);
     }
     if constexpr (kSmall == kTeam * kElements && kBlockElements == kStepThreads * kElements) {
-      update(job, record, first, team, treatment.skips);
+      update(job, param, first, team, treatment.skips);
     } else {
       const int stride = (item.num_params > 0 ? kTeam : kStepThreads) * kElements;
 #pragma unroll 1
       for (; first < end; first += stride) {
-        if (!update(job, record, first, team, treatment.skips)) return;
+        if (!update(job, param, first, team, treatment.skips)) return;
       }
     }
   }

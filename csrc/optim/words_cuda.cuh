@@ -135,14 +135,33 @@ __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
 #endif
 }
 
-// A larger word's byte or half.
+// Words made of parts of others, the first the lowest: byte kByte of four of them, or halves of two.
+template <int kByte>
 __device__ __forceinline__ uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 #ifdef __CUDACC__
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+  constexpr unsigned kPair = kByte | (kByte + 4) << 4;
+  return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
 #else
-  return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | (d & 255u) << 24;
+  const auto byte = [](uint32_t word) { return (word >> (8 * kByte)) & 255u; };
+  return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
 #endif
 }
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, 0x5410);
+#else
+  return (a & 0xffffu) | b << 16;
+#endif
+}
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, 0x7632);
+#else
+  return a >> 16 | (b & 0xffff0000u);
+#endif
+}
+
+// Parts of words.
 __device__ __forceinline__ uint16_t half_of(const uint32_t* words, int k) {
   return static_cast<uint16_t>(words[k / 2] >> (16 * (k % 2)));
 }

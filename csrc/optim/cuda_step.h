@@ -8,6 +8,7 @@
 
 #include "optim/adafactor_pass.h"
 #include "optim/step.h"
+#include "optim/step_plan.h"
 #include "optim/treatment.h"
 
 namespace drivetrain::optim {
@@ -49,8 +50,8 @@ struct ParamStart {
   uint64_t seed;      // of the random bits
 };
 
-// Fills rules[i] and params[i].key, and counts the step unless the treatment (may be null) skips it: of the starts
-// beyond num_params too. params[i].rule must be i.
+// Fills rules[i], or where the step has a plan (step_plan.h) records[i], and params[i].key; and counts the step unless
+// the treatment (may be null) skips it: of the starts beyond num_params too. params[i].rule must be i.
 struct StepStart {
   RuleKind kind;
   ParamJob* params;
@@ -59,6 +60,7 @@ struct StepStart {
   RuleArgs* rules;
   int32_t num_params, num_starts;
   const GradTreatment* treatment;
+  StepRecord* records = nullptr;
 };
 void start_cuda(const StepStart& start, void* stream);
 
@@ -71,7 +73,11 @@ void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matri
 // `rules`, which are the job's. Writes nothing else.
 void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream);
 
-// The whole step, norms apart.
+// One launch of a plan (step_plan.h), whose records and items are all of the plan's.
+void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,
+                      void* stream);
+
+// The whole step, norms apart, with formats chosen at run time.
 void step_cuda(const StepJob& job, void* stream);
 
 }  // namespace drivetrain::optim

@@ -33,9 +33,13 @@ void place_on_device(Batch& batch) {
     starts.clear();
     for (int32_t i : batch.muon.order) starts.push_back(batch.starts[i]);
   }
+  batch.plan =
+      plan_step(batch.rule->kind, batch.in_double, batch.params.data(), static_cast<int32_t>(batch.params.size()));
   starts.insert(starts.end(), batch.empty_starts.begin(), batch.empty_starts.end());
   std::vector<char> bytes;
   const auto append = [&bytes](const auto& table) {
+    constexpr size_t kAlignment = 16;  // of what kernels read at once
+    bytes.resize((bytes.size() + kAlignment - 1) / kAlignment * kAlignment);
     const size_t begin = bytes.size();
     append_bytes(bytes, table.data(), table.size());
     return begin;
@@ -43,6 +47,7 @@ void place_on_device(Batch& batch) {
   const size_t params_begin = append(batch.params), starts_begin = append(starts);
   const size_t factored_begin = append(batch.factoring.matrices);
   const size_t momenta_begin = append(batch.muon.momenta), steps_begin = append(batch.muon.steps);
+  const size_t items_begin = append(batch.plan.items);
   void* const stream = current_stream(batch.device);
   char* const table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table + params_begin);
@@ -50,6 +55,7 @@ void place_on_device(Batch& batch) {
   batch.placed.factored = reinterpret_cast<const Factored*>(table + factored_begin);
   batch.placed.momenta = reinterpret_cast<const ParamJob*>(table + momenta_begin);
   batch.placed.steps = reinterpret_cast<ParamJob*>(table + steps_begin);
+  batch.placed.items = reinterpret_cast<const StepItem*>(table + items_begin);
   bytes.clear();
   append(batch.numbers);
   batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
@@ -83,15 +89,24 @@ void run_on_device(Batch& batch, StepJob job) {
   const c10::DeviceGuard guard(batch.device);
   void* const stream = current_stream(batch.device);
   const bool is_muon = job.kind == RuleKind::kMuonMomentum;
-  const at::Tensor rules = empty_on(batch.device, job.num_params * static_cast<int64_t>(sizeof(RuleArgs)));
-  auto* const of_params = static_cast<RuleArgs*>(rules.data_ptr());
+  const bool is_planned = !batch.plan.launches.empty();
+  const auto bytes_of_rule = static_cast<int64_t>(is_planned ? sizeof(StepRecord) : sizeof(RuleArgs));
+  const at::Tensor rules = empty_on(batch.device, job.num_params * bytes_of_rule);
+  auto* const of_params = is_planned ? nullptr : static_cast<RuleArgs*>(rules.data_ptr());
+  auto* const records = is_planned ? static_cast<StepRecord*>(rules.data_ptr()) : nullptr;
   job.params = batch.placed.params;
   job.rules = of_params;
   job.num_rules = job.num_params;
   start_cuda({job.kind, is_muon ? batch.placed.steps : batch.placed.params, batch.placed.starts, batch.placed.numbers,
               of_params, job.num_params, static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()),
-              job.treatment_on_device},
+              job.treatment_on_device, records},
              stream);
+  if (is_planned) {
+    for (const StepLaunch& launch : batch.plan.launches) {
+      step_kernel_cuda(launch, records, batch.placed.items, job, stream);
+    }
+    return;
+  }
   if (is_muon) {
     run_muon(batch.muon, job, batch.placed.momenta, batch.placed.steps,
              [stream](const StepJob& pass) { step_cuda(pass, stream); });

@@ -22,25 +22,40 @@ __global__ void treat(TreatmentAsked asked, TreatmentScalars scalars, const doub
   if (scalars.overflow != nullptr) *scalars.overflow = treatment->norm - treatment->norm == 0 ? 0.0f : 1.0f;
 }
 
-template <class Args>
-__device__ RuleArgs args_of(const Hypers& hypers, double step, const ParamJob& param) {
-  Args args = Args::make(hypers, step);
+template <RuleKind kKind>
+constexpr bool kHasKernels =
+#define DT_ROW(Rule, ...) kKind == RuleKind::k##Rule ||
+    DT_STEP_KERNELS(DT_ROW) false;
+#undef DT_ROW
+
+template <template <class> class RuleOf, RuleKind kKind>
+__device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number) {
+  using Args = typename RuleOf<float>::Args;
+  const ParamJob& param = step.params[i];
+  Args args = Args::make(hypers, number);
   if constexpr (requires { args.fit(param.rows, param.columns); }) {
     if (param.rows > 0) args.fit(param.rows, param.columns);
   }
-  return RuleArgs::of(args);
+  if constexpr (kHasKernels<kKind>) {
+    if (step.records != nullptr) {
+      step.records[i] = record_of(param, RuleOf<float>(args));
+      return;
+    }
+  }
+  step.rules[i] = RuleArgs::of(args);
 }
 
-__device__ RuleArgs args_of(RuleKind kind, const Hypers& hypers, double step, const ParamJob& param) {
-  switch (kind) {
+// number: of the step.
+__device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number) {
+  switch (step.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return args_of<Rule<float>::Args>(hypers, step, param);
+    return make_rule<Rule, RuleKind::k##Rule>(step, i, hypers, number);
     DT_OPTIM_RULES(DT_CASE)
     DT_LAYER_RULES(DT_CASE)
 #undef DT_CASE
     default:  // the reader has refused it
-      return {};
+      return;
   }
 }
 
@@ -60,7 +75,7 @@ __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
           numbers.lr_is_double ? *static_cast<const double*>(numbers.lr) : *static_cast<const float*>(numbers.lr);
     }
     const double done = start.counts_steps ? steps_done : start.steps_done;
-    step.rules[i] = args_of(step.kind, hypers, done + 1, step.params[i]);
+    make_rule(step, i, hypers, done + 1);
     step.params[i].key = random_key(start.seed, steps_done);
   }
   if (start.counter == nullptr || (step.treatment != nullptr && step.treatment->skips)) return;

@@ -18,6 +18,7 @@
 #include "optim/muon.h"
 #include "optim/precision.h"
 #include "optim/step.h"
+#include "optim/step_plan.h"
 
 namespace drivetrain::optim {
 
@@ -80,7 +81,9 @@ struct Batch {
     const Factored* factored;
     const ParamJob* momenta;
     ParamJob* steps;
+    const StepItem* items;
   } placed = {};
+  StepPlan plan = {};
   Factoring factoring = {};
   at::Tensor factors = {};  // their memory, during the step
   MuonPlan muon = {};       // the same

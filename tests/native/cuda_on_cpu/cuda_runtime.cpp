@@ -3,8 +3,11 @@
 
 #include <ucontext.h>
 
+#include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -25,6 +28,7 @@ namespace cuda_on_cpu {
 
 Order order = Order::kForwards;
 int num_launches = 0;
+int worst_ulps = 1;
 
 namespace {
 
@@ -197,11 +201,45 @@ unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   });
 }
 
+unsigned __ballot_sync(unsigned mask, int predicate) {
+  return cuda_on_cpu::exchange(mask, predicate != 0 ? 1 : 0, [](unsigned, const auto& value_of) {
+    unsigned bits = 0;
+    for (unsigned lane = 0; lane < cuda_on_cpu::kWarp; ++lane) bits |= static_cast<unsigned>(value_of(lane)) << lane;
+    return bits;
+  });
+}
+
 double __shfl_down_sync(unsigned mask, double value, unsigned delta) {
   return cuda_on_cpu::exchange(mask, value, [delta](unsigned lane, const auto& value_of) {
     return value_of(lane + delta < cuda_on_cpu::kWarp ? lane + delta : lane);
   });
 }
+
+namespace drivetrain::optim {
+namespace {
+
+float perturbed(float value) {
+  static uint32_t state = 0;
+  state = state * 1664525u + 1013904223u;
+  const auto number = static_cast<uint32_t>(2 * cuda_on_cpu::worst_ulps + 1);
+  const int ulps = static_cast<int>((state >> 16) % number) - cuda_on_cpu::worst_ulps;
+  uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if ((bits & 0x7fffffffu) >= 0x7f000000u || (bits & 0x7fffffffu) == 0) return value;
+  bits += static_cast<uint32_t>(ulps);
+  std::memcpy(&value, &bits, sizeof(bits));
+  return value;
+}
+
+}  // namespace
+
+// As ranged_float.cuh declares them.
+float approximate_reciprocal(float x) { return perturbed(1.0f / x); }
+float approximate_reciprocal_root(float x) {
+  return perturbed(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))));
+}
+
+}  // namespace drivetrain::optim
 
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidConfiguration"; }
 const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }

@@ -8,7 +8,10 @@
 #define __global__
 #define __device__
 #define __host__
+#define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __shared__ static  // one block runs at a time
 
 struct dim3 {
@@ -20,7 +23,20 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 void __syncthreads();
 // Of a whole warp: `mask` must have all its threads.
 unsigned __reduce_max_sync(unsigned mask, unsigned value);
+unsigned __ballot_sync(unsigned mask, int predicate);
 double __shfl_down_sync(unsigned mask, double value, unsigned delta);
+
+inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
+
+// CUDA's own, which are of no namespace.
+template <class A, class B>
+auto min(A a, B b) {
+  return b < a ? b : a;
+}
+template <class A, class B>
+auto max(A a, B b) {
+  return a < b ? b : a;
+}
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 const char* cudaGetErrorName(cudaError_t error);
@@ -43,6 +59,10 @@ enum class Order { kForwards, kBackwards };
 extern Order order;
 
 extern int num_launches;
+
+// What the hardware approximates is given here as one of the floats around the right one, in turns, so that what
+// corrects it is put to the test. Whether approximations are wrong by up to that many units in the last place.
+extern int worst_ulps;
 
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
 

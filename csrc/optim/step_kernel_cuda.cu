@@ -1,0 +1,27 @@
+// The specialised kernels of a step; see step_kernel_cuda.cuh. Includes no torch header.
+#include "base/launch_cuda.h"
+#include "optim/cuda_step.h"
+#include "optim/step_kernel_cuda.cuh"
+
+namespace drivetrain::optim {
+namespace {
+
+using Kernel = void (*)(StepKernelJob);
+
+constexpr Kernel kKernels[] = {
+#define DT_ROW(Rule, param, grad, state) step_kernel<Rule, Format::param, Format::grad, Format::state>,
+    DT_STEP_KERNELS(DT_ROW)
+#undef DT_ROW
+};
+
+}  // namespace
+
+void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,
+                      void* stream) {
+  const StepKernelJob kernel_job = {records, items + launch.first_item, job.treatment_on_device, job.treatment,
+                                    launch.num_items};
+  launch_cuda("launching the optimizer step", kKernels[launch.kernel], launch.num_blocks, kStepThreads, stream,
+              kernel_job);
+}
+
+}  // namespace drivetrain::optim

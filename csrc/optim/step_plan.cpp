@@ -1,0 +1,84 @@
+// The plan of a CUDA step; see step_plan.h.
+#include "optim/step_plan.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+
+namespace drivetrain::optim {
+namespace {
+
+struct Kernel {
+  RuleKind kind;
+  Format param, grad;
+  int num_states;
+  Format state[kMaxStatesOfKernels];
+};
+
+template <template <class> class RuleOf>
+constexpr Format state_format(Format format, int s) {
+  if (s >= RuleOf<float>::kNumStates) return Format::kFloat32;
+  return format == Format::kSigned8 && RuleOf<float>::kSquared[s] ? Format::kSquared8 : format;
+}
+
+constexpr Kernel kKernels[] = {
+#define DT_ROW(Rule, param, grad, state) \
+  {RuleKind::k##Rule,                    \
+   Format::param,                        \
+   Format::grad,                         \
+   Rule<float>::kNumStates,              \
+   {state_format<Rule>(Format::state, 0), state_format<Rule>(Format::state, 1)}},
+    DT_STEP_KERNELS(DT_ROW)
+#undef DT_ROW
+};
+constexpr int kNumKernels = static_cast<int>(std::size(kKernels));
+
+bool fits(const Kernel& kernel, RuleKind kind, const ParamJob& param) {
+  bool result = kernel.kind == kind && kernel.param == param.param.format && kernel.grad == param.grad.format;
+  for (int s = 0; s < kernel.num_states; ++s) result &= kernel.state[s] == param.state[s].format;
+  return result;
+}
+
+}  // namespace
+
+StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_t num_params) {
+  constexpr int64_t kMaxBlocks = INT32_MAX;
+  std::array<std::vector<StepItem>, kNumKernels> items;
+  std::array<int64_t, kNumKernels> num_blocks = {};
+  if (in_double) return {};
+  int32_t previous = 0;
+  bool continues = false;  // the last item, of small parameters that come one after the other
+  for (int32_t i = 0; i < num_params; ++i) {
+    int32_t kernel = previous;
+    if (!fits(kKernels[kernel], kind, params[i])) {
+      const Kernel* const found =
+          std::find_if(kKernels, kKernels + kNumKernels, [&](const Kernel& k) { return fits(k, kind, params[i]); });
+      if (found == kKernels + kNumKernels) return {};
+      kernel = static_cast<int32_t>(found - kKernels);
+    }
+    const bool has_codes = kKernels[kernel].num_states > 0 && has_blocks(kKernels[kernel].state[0]);
+    const bool is_small = params[i].numel <= small_param(has_codes, bytes_of(kKernels[kernel].grad));
+    const int most = kStepThreads / (has_codes ? 32 : kLanesOfSmall);
+    std::vector<StepItem>& mine = items[kernel];
+    if (is_small && continues && kernel == previous && mine.back().num_params < most) {
+      ++mine.back().num_params;
+      continue;
+    }
+    mine.push_back({static_cast<int32_t>(num_blocks[kernel]), i, is_small ? 1 : 0, 0});
+    num_blocks[kernel] += is_small ? 1 : (params[i].numel + kBlockElements - 1) / kBlockElements;
+    if (num_blocks[kernel] > kMaxBlocks) return {};  // more than a launch can have
+    continues = is_small;
+    previous = kernel;
+  }
+  StepPlan plan;
+  for (int32_t kernel = 0; kernel < kNumKernels; ++kernel) {
+    const std::vector<StepItem>& mine = items[kernel];
+    if (mine.empty()) continue;
+    plan.launches.push_back(
+        {kernel, static_cast<int32_t>(plan.items.size()), static_cast<int32_t>(mine.size()), num_blocks[kernel]});
+    plan.items.insert(plan.items.end(), mine.begin(), mine.end());
+  }
+  return plan;
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,316 @@
+// A block's loads and stores of a tile of values, whose format is chosen at run time; tile_cpu.h is their CPU twin.
+#pragma once
+
+#include "optim/step.h"
+
+namespace drivetrain::optim {
+
+constexpr int kThreads = 256;
+constexpr int kElementsPerThread = 4;  // loads in flight per thread before the first is used
+constexpr int kTileCuda = kThreads * kElementsPerThread;
+
+// This thread's elements of a tile, kStride apart from `first` on, side by side with those of other threads. The format
+// is looked at once per tile.
+template <int kStride, class Value, class T, int kCount, class FromValue>
+__device__ void load_elements(const Value* from, int64_t first, int64_t end, T (&values)[kCount],
+                              FromValue from_value) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const int64_t i = first + k * kStride;
+    if (i < end) values[k] = from_value(from[i]);
+  }
+}
+
+template <int kStride, class Value, class T, int kCount, class ToValue>
+__device__ void store_elements(Value* to, int64_t first, int64_t end, const T (&values)[kCount], ToValue to_value) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const int64_t i = first + k * kStride;
+    if (i < end) to[i] = to_value(values[k], i);
+  }
+}
+
+// Of a parameter in 16 bits with an array beside it: join(half, extra) gives the value. From here on a tile begins at
+// `base`, and all threads of the block share it.
+template <class Extra, class Join>
+__device__ void load_pairs(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread],
+                           Join join_value) {
+  const auto* halves = static_cast<const uint16_t*>(stream.data);
+  const auto* extras = static_cast<const Extra*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    if (i < end) values[k] = join_value(halves[i], extras[i]);
+  }
+}
+
+// split(value, half, extra) fills both.
+template <class Extra, class SplitValue>
+__device__ void store_pairs(const Stream& stream, int64_t base, int64_t end, const float (&values)[kElementsPerThread],
+                            SplitValue split_value) {
+  auto* halves = static_cast<uint16_t*>(stream.data);
+  auto* extras = static_cast<Extra*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    if (i < end) split_value(values[k], halves[i], extras[i]);
+  }
+}
+
+// ---- 8-bit blocks: element k of all threads together is one of them.
+static_assert(kThreads == kBlock);
+
+// All threads call it; each gets the maximum of all.
+__device__ inline uint32_t largest_of_threads(uint32_t value) {
+  constexpr unsigned kAll = 0xffffffffu;
+  __shared__ uint32_t of_warps[kThreads / 32];
+  value = __reduce_max_sync(kAll, value);
+  __syncthreads();  // the call before has been read
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  uint32_t largest = 0;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) largest = of_warps[warp] > largest ? of_warps[warp] : largest;
+  return largest;
+}
+
+template <class Kind>
+__device__ void load_blocks(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread]) {
+  const auto* codes = static_cast<const typename Kind::Code*>(stream.data);
+  const auto* scales = static_cast<const float*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    if (i < end) values[k] = decode_any<Kind>(codes[i], scales[i / kBlock]);
+  }
+}
+
+template <class Kind>
+__device__ void store_blocks(const Stream& stream, int64_t base, int64_t end,
+                             const float (&values)[kElementsPerThread]) {
+  auto* codes = static_cast<typename Kind::Code*>(stream.data);
+  auto* scales = static_cast<float*>(stream.extra);
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t i = base + k * kThreads + threadIdx.x;
+    const float prepared = i < end ? Kind::prepare(values[k]) : 0.0f;
+    const uint32_t largest = largest_of_threads(magnitude_bits(prepared));
+    const bool special = largest >= kInfinity;  // the same for all threads
+    const float scale = Kind::scale_of(special ? largest_of_threads(finite_magnitude(prepared)) : largest);
+    if (i >= end) continue;
+    codes[i] = encode_any<Kind>(prepared, Kind::factor_of(scale));
+    if (i % kBlock == 0) scales[i / kBlock] = special ? with_special(scale) : scale;
+  }
+}
+
+// ---- Tiles. Gradients have plain formats, parameters may have pairs and states blocks: what cannot be is not
+// compiled.
+
+template <int kStride, class T, int kCount>
+__device__ void load_plain_elements(const Stream& stream, int64_t first, int64_t end, T (&values)[kCount]) {
+  switch (stream.format) {
+    case Format::kFloat64:
+      return load_elements<kStride>(static_cast<const double*>(stream.data), first, end, values,
+                                    [](double value) { return static_cast<T>(value); });
+    case Format::kBFloat16:
+    case Format::kBFloat16Stochastic:
+      return load_elements<kStride>(static_cast<const uint16_t*>(stream.data), first, end, values,
+                                    [](uint16_t bits) { return static_cast<T>(float_from_bfloat16(bits)); });
+    case Format::kFloat16:
+    case Format::kFloat16Stochastic:
+      return load_elements<kStride>(static_cast<const uint16_t*>(stream.data), first, end, values,
+                                    [](uint16_t bits) { return static_cast<T>(float_from_float16(bits)); });
+    default:
+      return load_elements<kStride>(static_cast<const float*>(stream.data), first, end, values,
+                                    [](float value) { return static_cast<T>(value); });
+  }
+}
+
+template <class T>
+__device__ void load_plain(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  load_plain_elements<kThreads>(stream, base + threadIdx.x, end, values);
+}
+
+template <int kStride, class T, int kCount>
+__device__ void store_plain_elements(const Stream& stream, int64_t first, int64_t end, const T (&values)[kCount]) {
+  switch (stream.format) {
+    case Format::kFloat64:
+      return store_elements<kStride>(static_cast<double*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return static_cast<double>(value); });
+    case Format::kBFloat16:
+      return store_elements<kStride>(static_cast<uint16_t*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return bfloat16_from_float(static_cast<float>(value)); });
+    case Format::kFloat16:
+      return store_elements<kStride>(static_cast<uint16_t*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return float16_from_float(static_cast<float>(value)); });
+    default:
+      return store_elements<kStride>(static_cast<float*>(stream.data), first, end, values,
+                                     [](T value, int64_t) { return static_cast<float>(value); });
+  }
+}
+
+template <class T>
+__device__ void store_plain(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
+  store_plain_elements<kThreads>(stream, base + threadIdx.x, end, values);
+}
+
+template <class T>
+__device__ void load_param(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kBFloat16Remainder16:
+        return load_pairs<int16_t>(stream, base, end, values,
+                                   [](uint16_t half, int16_t remainder) { return join(half, remainder); });
+      case Format::kBFloat16Remainder8:
+        return load_pairs<int8_t>(stream, base, end, values,
+                                  [](uint16_t half, int8_t remainder) { return join8(half, remainder); });
+      case Format::kBFloat16Kahan:
+        return load_pairs<uint16_t>(stream, base, end, values,
+                                    [](uint16_t half, uint16_t rest) { return compensated_bfloat16(half, rest); });
+      case Format::kFloat16Kahan:
+        return load_pairs<uint16_t>(stream, base, end, values,
+                                    [](uint16_t half, uint16_t rest) { return compensated_float16(half, rest); });
+      case Format::kFloat16Master:
+        return load_pairs<float>(stream, base, end, values,
+                                 [](uint16_t half, float master) { return master_of(master, half); });
+      default:
+        break;
+    }
+  }
+  load_plain(stream, base, end, values);
+}
+
+template <class T>
+__device__ void store_param(const Stream& stream, uint64_t key, int64_t base, int64_t end,
+                            const T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kBFloat16Stochastic:
+        return store_elements<kThreads>(
+            static_cast<uint16_t*>(stream.data), base + threadIdx.x, end, values,
+            [key](float value, int64_t i) { return stochastic_bfloat16(value, random_bits(key, i)); });
+      case Format::kFloat16Stochastic:
+        return store_elements<kThreads>(
+            static_cast<uint16_t*>(stream.data), base + threadIdx.x, end, values,
+            [key](float value, int64_t i) { return stochastic_float16(value, random_bits(key, i)); });
+      case Format::kBFloat16Remainder16:
+        return store_pairs<int16_t>(stream, base, end, values, [](float value, uint16_t& half, int16_t& remainder) {
+          const Split parts = split(value);
+          half = parts.half;
+          remainder = parts.remainder;
+        });
+      case Format::kBFloat16Remainder8:
+        return store_pairs<int8_t>(stream, base, end, values, [](float value, uint16_t& half, int8_t& remainder) {
+          const Split8 parts = split8(value);
+          half = parts.half;
+          remainder = parts.remainder;
+        });
+      case Format::kBFloat16Kahan:
+        return store_pairs<uint16_t>(stream, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
+          half = bfloat16_from_float(value);
+          rest = compensation_bfloat16(value, half);
+        });
+      case Format::kFloat16Kahan:
+        return store_pairs<uint16_t>(stream, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
+          half = float16_from_float(value);
+          rest = compensation_float16(value, half);
+        });
+      case Format::kFloat16Master:
+        return store_pairs<float>(stream, base, end, values, [](float value, uint16_t& half, float& master) {
+          half = float16_from_float(value);
+          master = value;
+        });
+      default:
+        break;
+    }
+  }
+  store_plain(stream, base, end, values);
+}
+
+template <class T>
+__device__ void load_state(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kSigned8:
+        return load_blocks<SignedCode>(stream, base, end, values);
+      case Format::kSquared8:
+        return load_blocks<SquaredCode>(stream, base, end, values);
+      default:
+        break;
+    }
+  }
+  load_plain(stream, base, end, values);
+}
+
+// All threads of the block call it, for the same stream.
+template <class T>
+__device__ void store_state(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    switch (stream.format) {
+      case Format::kSigned8:
+        return store_blocks<SignedCode>(stream, base, end, values);
+      case Format::kSquared8:
+        return store_blocks<SquaredCode>(stream, base, end, values);
+      default:
+        break;
+    }
+  }
+  store_plain(stream, base, end, values);
+}
+
+// How often `size` fits into a position below size + kTileCuda: mostly known without the long division.
+__device__ inline int64_t whole_times(int64_t position, int64_t size) {
+  return size >= kTileCuda ? position >= size : static_cast<uint32_t>(position) / static_cast<uint32_t>(size);
+}
+
+// The state of a parameter whose matrices have it as rows and columns.
+template <class T>
+__device__ void load_factored(const ParamJob& param, const Stream& state, int64_t base, int64_t end,
+                              T (&values)[kElementsPerThread]) {
+  const auto* rows = static_cast<const T*>(state.data);
+  const auto* columns = static_cast<const T*>(state.extra);
+  const int64_t row = base / param.columns, column = base - row * param.columns;
+  const int64_t matrix = row / param.rows, row_of_matrix = row - matrix * param.rows;
+#pragma unroll
+  for (int k = 0; k < kElementsPerThread; ++k) {
+    const int64_t in_tile = k * kThreads + threadIdx.x;
+    if (base + in_tile >= end) continue;
+    const int64_t more_rows = whole_times(column + in_tile, param.columns);
+    const int64_t more_matrices = whole_times(row_of_matrix + more_rows, param.rows);
+    values[k] =
+        rows[row + more_rows] * columns[(matrix + more_matrices - more_rows) * param.columns + column + in_tile];
+  }
+}
+
+template <class Rule>
+constexpr bool kFactorsMatrices = requires { Rule::kFactorsMatrices; };
+
+// What a rule reads of a tile.
+template <class Rule, class T>
+__device__ void load_tile(const ParamJob& param, int64_t base, int64_t end, T (&value)[kElementsPerThread],
+                          T (&grad)[kElementsPerThread], T (&state)[kMaxStates][kElementsPerThread]) {
+  load_param(param.param, base, end, value);
+  load_plain(param.grad, base, end, grad);
+#pragma unroll
+  for (int s = 0; s < Rule::kNumStates; ++s) {
+    if constexpr (kFactorsMatrices<Rule>) {
+      if (param.state[s].format == Format::kFactored) {
+        load_factored(param, param.state[s], base, end, state[s]);
+        continue;
+      }
+    }
+    load_state(param.state[s], base, end, state[s]);
+  }
+}
+
+__device__ inline GradTreatment treatment_of_job(const StepJob& job) {
+  if (job.treatment_on_device == nullptr) return job.treatment;
+  GradTreatment treatment = *job.treatment_on_device;
+  if (job.only_skips) {
+    treatment.factor = 1;
+    treatment.after = GradAfter::kKeep;
+  }
+  return treatment;
+}
+
+}  // namespace drivetrain::optim

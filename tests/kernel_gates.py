@@ -1,0 +1,397 @@
+"""Checks the machine code of the specialised CUDA kernels of optimizer steps against limits, with no GPU at hand.
+
+What decided their speed on an H100 can be read off the code for sm_90: registers, the width of loads and stores, how
+many bytes are under way before the first is used. `make check-kernels` disassembles the built module and prints a
+table; a kernel beyond a limit is named with it, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+TOOLS = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+ARCHITECTURE = "sm_90"
+THREADS = 256  # of a block
+REGISTERS = 65536  # of a multiprocessor, given to warps in units of 8 a thread
+MOST_THREADS = 2048
+LEAST_BYTES_UNDER_WAY = 40 << 10  # per multiprocessor
+TIMEOUT_S = 300
+
+# The values of Format (csrc/optim/storage.h) that kernels are made for, with the bytes of a value and of its extra.
+FORMATS = {0: ("fp32", 4, 0), 2: ("bf16", 2, 0), 6: ("bf16+16", 2, 2), 7: ("bf16+8", 2, 1), 11: ("8 bit", 1, 0)}
+STATES = {"Adam": 2, "Sgd": 0, "SgdMomentum": 1, "Adagrad": 1, "Rmsprop": 1, "Lion": 1}
+CODES = 11
+
+# The layouts that benchmarks name, and the most registers that leave enough threads on a multiprocessor.
+LAYOUTS = {
+    (0, 0, 0): "A",
+    (2, 2, 0): "B",
+    (2, 2, 2): "C",
+    (6, 2, 2): "D",
+    (6, 2, 11): "E",
+    (7, 2, 11): "F",
+    (0, 0, 11): "H",
+}
+MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64}
+
+# Instructions per element of the kernels that chose formats at run time (commit da0eff8), on the shortest way through.
+BEFORE: dict[str, float] = {}
+
+
+class GateError(Exception):
+    """What keeps the gates from being checked at all."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    predicate: str  # "" or as in "@!P0"
+    opcode: str
+    operands: str
+
+    @property
+    def is_global_load(self) -> bool:
+        return self.opcode.startswith("LDG")
+
+    @property
+    def is_global_store(self) -> bool:
+        return self.opcode.startswith("STG")
+
+    @property
+    def bytes(self) -> int:
+        """What a thread moves with it."""
+        parts = self.opcode.split(".")
+        for part, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+            if part in parts:
+                return size
+        return 4
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes to."""
+        found = re.search(r"(0x[0-9a-f]+)", self.operands) if self.opcode.split(".")[0] == "BRA" else None
+        return int(found.group(1), 16) if found else None
+
+
+@dataclass
+class Kernel:
+    rule: str
+    formats: tuple[int, int, int]  # of parameter, gradient and states
+    registers: int = 0
+    local: int = 0  # bytes of stack and local memory
+    instructions: list[Instruction] = field(default_factory=list)
+
+    @property
+    def layout(self) -> str:
+        return LAYOUTS[self.formats]
+
+    @property
+    def name(self) -> str:
+        param, grad, state = (FORMATS[number][0] for number in self.formats)
+        return f"{self.rule} {self.layout} ({param}, {grad}, {state if STATES[self.rule] else 'no states'})"
+
+    @property
+    def unit(self) -> int:
+        """Consecutive elements of a lane; twice as many are a lane's where states have codes."""
+        return 4 if 4 in (FORMATS[self.formats[1]][1], FORMATS[self.formats[2]][1]) or self.formats[2] == CODES else 8
+
+    @property
+    def units(self) -> int:
+        return 2 if self.formats[2] == CODES and STATES[self.rule] else 1
+
+    def streams(self, stored: bool) -> list[int]:
+        """Bytes per element of each stream that a step loads, or stores."""
+        (_, param, extra), (_, grad, _), (_, state, _) = (FORMATS[number] for number in self.formats)
+        states = [state] * STATES[self.rule]
+        return [size for size in [param, extra, *([] if stored else [grad]), *states] if size > 0]
+
+    @property
+    def packs(self) -> int:
+        """Instructions that round two values to bfloat16, of a lane's step."""
+        values = [*([self.formats[0]] if self.formats[0] == 2 else []), *([self.formats[2]] * STATES[self.rule])]
+        return values.count(2) * self.unit * self.units // 2
+
+    def expected(self, stored: bool) -> Counter[int]:
+        """How many accesses of which width a lane needs."""
+        widths: Counter[int] = Counter()
+        for size in self.streams(stored):
+            width = min(size * self.unit, 16)
+            widths[width] += size * self.unit // width * self.units
+        return widths
+
+
+@dataclass
+class Finding:
+    gate: str
+    value: str
+    limit: str
+
+
+@dataclass
+class Measured:
+    kernel: Kernel
+    bytes_under_way: int  # of a lane, before the first use
+    threads: int  # that fit on a multiprocessor
+    per_element: float
+    findings: list[Finding]
+
+
+def tool(name: str) -> str:
+    """The path of a tool: of its package, else of the CUDA toolkit."""
+    for package in TOOLS:
+        try:
+            files = importlib.metadata.files(package) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == name and Path(str(file.locate())).is_file():
+                return str(file.locate())
+    found = shutil.which(name)
+    if found is None:
+        raise GateError(f"no {name}: install {' and '.join(TOOLS)}, or run make check-kernels, which does so")
+    return found
+
+
+def output_of(*command: str) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if run.returncode != 0:
+        raise GateError(f"{' '.join(command)} ended with {run.returncode}: {run.stderr.strip()}")
+    return run.stdout
+
+
+NAME = re.compile(r"11step_kernelINS0_\d+(\w+?)E((?:LNS0_6FormatE|LS\d*_)\d+E(?:L(?:NS0_6FormatE|S\d*_)\d+E)*)")
+
+
+def kernel_of(mangled: str) -> Kernel | None:
+    """The specialised kernel of that name, if it is one."""
+    found = NAME.search(mangled)
+    if found is None:
+        return None
+    numbers = [int(number) for number in re.findall(r"(?:FormatE|S\d*_)(\d+)E", found.group(2))]
+    if len(numbers) != 3 or tuple(numbers) not in LAYOUTS:
+        raise GateError(f"{mangled} is made for formats that no layout of {Path(__file__).name} has: add it there")
+    return Kernel(found.group(1), (numbers[0], numbers[1], numbers[2]))
+
+
+def kernels_in(usage: str, disassembly: str) -> list[Kernel]:
+    """The specialised kernels in what cuobjdump prints."""
+    kernels: dict[str, Kernel] = {}
+    name = ""
+    for line in usage.splitlines():
+        if found := re.match(r"\s*Function (\S+):", line):
+            name = found.group(1)
+        elif (found := re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", line)) and (kernel := kernel_of(name)):
+            kernel.registers = int(found.group(1))
+            kernel.local = int(found.group(2)) + int(found.group(3))
+            kernels[name] = kernel
+    instructions: list[Instruction] | None = None
+    line_of_code = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+    for line in disassembly.splitlines():
+        if found := re.match(r"\s*Function : (\S+)", line):
+            instructions = kernels[found.group(1)].instructions if found.group(1) in kernels else None
+        elif instructions is not None and (found := line_of_code.match(line)):
+            address, predicate, opcode, operands = found.groups()
+            instructions.append(Instruction(int(address, 16), (predicate or "").strip(), opcode, operands.strip()))
+    return list(kernels.values())
+
+
+def registers_of(operand: str, size: int) -> set[int]:
+    """Those of a value of that many bytes."""
+    found = re.match(r"R(\d+)", operand)
+    return {int(found.group(1)) + i for i in range(max(1, size // 4))} if found else set()
+
+
+def read_registers(instruction: Instruction) -> set[int]:
+    operands = instruction.operands if instruction.is_global_store else instruction.operands.partition(",")[2]
+    sizes = dict.fromkeys(re.findall(r"\bR\d+", operands), 4)
+    if instruction.is_global_store:
+        sizes |= dict.fromkeys(re.findall(r"\bR\d+", operands.rpartition(",")[2]), instruction.bytes)
+    return {register for operand, size in sizes.items() for register in registers_of(operand, size)}
+
+
+def blocks_of(kernel: Kernel) -> dict[int, list[Instruction]]:
+    """Basic blocks by their first address."""
+    code = kernel.instructions
+    begins = {code[0].address} | {target for i in code if (target := i.target) is not None}
+    for instruction, following in pairwise(code):
+        if instruction.opcode.split(".")[0] in ("BRA", "EXIT", "RET"):
+            begins.add(following.address)
+    blocks: dict[int, list[Instruction]] = {}
+    for instruction in code:
+        if instruction.address in begins:
+            current = blocks.setdefault(instruction.address, [])
+        current.append(instruction)
+    return blocks
+
+
+def is_stream_load(instruction: Instruction) -> bool:
+    """Loads of pointers and rules are "strong", the treatment's has a predicate."""
+    return instruction.is_global_load and ".STRONG" not in instruction.opcode and not instruction.predicate
+
+
+def first_loads(block: Iterable[Instruction]) -> list[Instruction]:
+    """The streams' loads that are issued before any of their values is used."""
+    loads: list[Instruction] = []
+    loaded: set[int] = set()
+    for instruction in block:
+        if loaded & read_registers(instruction):
+            break
+        if is_stream_load(instruction):
+            loads.append(instruction)
+            loaded |= registers_of(instruction.operands.split(",")[0], instruction.bytes)
+    return loads
+
+
+def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int, packs: int) -> list[int]:
+    """Finds the way with the fewest instructions from the entry to the exit that passes through one block,
+    packs that often and stores that many bytes per lane: its blocks, none if there is no such way. It passes loops over
+    what is found at run time once."""
+    order = sorted(blocks)
+    following = dict(pairwise(order))
+
+    def next_of(block: int) -> Iterator[int | None]:
+        last = blocks[block][-1]
+        kind = last.opcode.split(".")[0]
+        if kind == "BRA" and last.target in blocks:
+            yield last.target
+        if kind in ("EXIT", "RET"):
+            yield None
+        # Conditional branches have their condition as a predicate or as an operand.
+        is_conditional = bool(last.predicate) or bool(re.match(r"!?U?P\d", last.operands)) or ".DIV" in last.opcode
+        if (kind not in ("BRA", "EXIT", "RET") or is_conditional) and block in following:
+            yield following[block]
+
+    State = tuple[int, bool, int, int]
+    start: State = (order[0], False, 0, 0)
+    best: dict[State, int] = {}
+    queue: list[tuple[int, State, tuple[int, ...]]] = [(0, start, ())]
+    while queue:
+        cost, state, way = heapq.heappop(queue)
+        if best.get(state, cost + 1) <= cost:
+            continue
+        best[state] = cost
+        block, has_loaded, has_packed, has_stored = state
+        has_loaded |= block == through
+        if has_loaded:
+            has_packed += sum(i.opcode.startswith("F2FP.BF16") for i in blocks[block])
+            has_stored += sum(i.bytes for i in blocks[block] if i.is_global_store)
+        has_packed, has_stored = min(has_packed, packs), min(has_stored, stored)
+        for target in next_of(block):
+            if target is not None:
+                heapq.heappush(
+                    queue, (cost + len(blocks[block]), (target, has_loaded, has_packed, has_stored), (*way, block))
+                )
+            elif has_loaded and has_packed == packs and has_stored == stored:
+                return [*way, block]
+    return []
+
+
+def measure(kernel: Kernel) -> Measured:
+    blocks = blocks_of(kernel)
+    through = max(blocks, key=lambda block: sum(i.bytes for i in blocks[block] if is_stream_load(i)))
+    loads = first_loads(blocks[through])
+    elements = kernel.unit * kernel.units
+    stored = elements * sum(kernel.streams(stored=True))
+    way = [i for block in shortest_way(blocks, through, stored, kernel.packs) for i in blocks[block]]
+    threads = min(MOST_THREADS, REGISTERS // (-(-kernel.registers // 8) * 8 * THREADS) * THREADS)
+    loaded = Counter(i.bytes for i in loads)
+    if kernel.formats[2] == CODES:
+        loaded[4] -= STATES[kernel.rule]  # scales, which a warp shares
+    under_way = sum(size * count for size, count in loaded.items())
+    stores = Counter(i.bytes for i in way if i.is_global_store)
+    findings = []
+
+    def check(gate: str, holds: bool, value: object, limit: object) -> None:
+        if not holds:
+            findings.append(Finding(gate, str(value), str(limit)))
+
+    def widths(counter: Counter[int]) -> str:
+        return ", ".join(f"{count} of {size} bytes" for size, count in sorted(counter.items()) if count) or "none"
+
+    most = MOST_REGISTERS[kernel.layout]
+    check("registers", kernel.registers <= most, kernel.registers, f"at most {most}")
+    local = sum(i.opcode.startswith(("LDL", "STL")) for i in kernel.instructions)
+    check("local memory", kernel.local == 0 and local == 0, f"{kernel.local} bytes, {local} accesses", "none")
+    barriers = sum(i.opcode.startswith("BAR") for i in kernel.instructions)
+    check("block barriers", barriers == 0, barriers, "none")
+    narrow = [i.opcode for i in way if i.opcode.startswith(("LDG", "LDC", "LD.")) and i.bytes < 4]
+    check("loads of bytes of arguments", not narrow, ", ".join(narrow), "none")
+    expected = kernel.expected(stored=False)
+    check("widths of loads before the first use", loaded >= expected, widths(loaded), widths(expected))
+    expected = kernel.expected(stored=True)
+    check("widths of stores", stores >= expected, widths(stores), widths(expected))
+    total = under_way * threads
+    least = min(LEAST_BYTES_UNDER_WAY, MOST_THREADS * elements * sum(kernel.streams(False)))
+    check("bytes under way on a multiprocessor", total >= least, total, f"at least {least}")
+    return Measured(kernel, under_way, threads, len(way) / elements, findings)
+
+
+def table(all_measured: Iterable[Measured]) -> str:
+    lines = [f"{'kernel':46} registers  bytes/lane  threads/SM  KiB under way  instructions/element: before, now"]
+    for measured in all_measured:
+        kernel = measured.kernel
+        before = BEFORE.get(f"{kernel.rule} {kernel.layout}")
+        lines.append(
+            f"{kernel.name:46} {kernel.registers:9}  {measured.bytes_under_way:10}  {measured.threads:10}"
+            f"  {measured.bytes_under_way * measured.threads / 1024:13.0f}"
+            f"  {'-' if before is None else f'{before:.0f}':>28}, {measured.per_element:.0f}"
+        )
+    return "\n".join(lines)
+
+
+def check_file(file: Path) -> list[Measured]:
+    """Measures every specialised kernel in a module or an object file."""
+    cuobjdump = tool("cuobjdump")
+    tool("nvdisasm")  # which it calls
+    options = ("-arch", ARCHITECTURE)
+    kernels = kernels_in(
+        output_of(cuobjdump, *options, "-res-usage", str(file)), output_of(cuobjdump, *options, "-sass", str(file))
+    )
+    if not kernels:
+        raise GateError(f"{file} has no specialised kernels for {ARCHITECTURE}: was it built with nvcc for it?")
+    return [measure(kernel) for kernel in sorted(kernels, key=lambda kernel: (kernel.rule, kernel.layout))]
+
+
+def report(all_measured: list[Measured]) -> int:
+    """Prints the table and what fails; the exit status."""
+    print(table(all_measured))
+    failed = [(measured.kernel, finding) for measured in all_measured for finding in measured.findings]
+    for kernel, finding in failed:
+        print(f"FAILED {kernel.name}: {finding.gate}: {finding.value}, limit: {finding.limit}")
+    if not failed:
+        print(f"{len(all_measured)} kernels for {ARCHITECTURE} keep all limits")
+    return 1 if failed else 0
+
+
+def built_module() -> Path:
+    import drivetrain._C
+
+    file = drivetrain._C.__file__
+    assert file is not None
+    return Path(file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, help="a module or an object file (default: drivetrain's)")
+    arguments = parser.parse_args()
+    try:
+        return report(check_file(arguments.file or built_module()))
+    except GateError as error:
+        print(f"check-kernels: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

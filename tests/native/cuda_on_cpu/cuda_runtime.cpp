@@ -203,6 +203,19 @@ double __shfl_down_sync(unsigned mask, double value, unsigned delta) {
   });
 }
 
+double __shfl_xor_sync(unsigned mask, double value, unsigned lanes) {
+  return cuda_on_cpu::exchange(mask, value,
+                               [lanes](unsigned lane, const auto& value_of) { return value_of(lane ^ lanes); });
+}
+
+unsigned __ballot_sync(unsigned mask, bool value) {
+  return cuda_on_cpu::exchange(mask, value, [](unsigned, const auto& value_of) {
+    unsigned votes = 0;
+    for (unsigned lane = 0; lane < cuda_on_cpu::kWarp; ++lane) votes |= value_of(lane) != 0 ? 1u << lane : 0u;
+    return votes;
+  });
+}
+
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidConfiguration"; }
 const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
 

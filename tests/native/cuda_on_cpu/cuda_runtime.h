@@ -8,6 +8,7 @@
 #define __global__
 #define __device__
 #define __host__
+#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static  // one block runs at a time
 
@@ -20,7 +21,11 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 void __syncthreads();
 // Of a whole warp: `mask` must have all its threads.
 unsigned __reduce_max_sync(unsigned mask, unsigned value);
+unsigned __ballot_sync(unsigned mask, bool value);
 double __shfl_down_sync(unsigned mask, double value, unsigned delta);
+double __shfl_xor_sync(unsigned mask, double value, unsigned lanes);
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 const char* cudaGetErrorName(cudaError_t error);

@@ -65,8 +65,8 @@ __device__ __forceinline__ void store_wide(void* to, const uint32_t (&words)[kWo
 }
 
 // The first `count` elements of kBytes bytes each, one by one, as load_wide puts them into words; the rest are zeros.
-template <int kBytes, int kWords>
-__device__ __forceinline__ void load_narrow(const void* from, int64_t count, uint32_t (&words)[kWords]) {
+template <int kBytes, class Count, int kWords>
+__device__ __forceinline__ void load_narrow(const void* from, Count count, uint32_t (&words)[kWords]) {
   static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4 || kBytes == 8);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) words[i] = 0;

@@ -6,7 +6,7 @@
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "grad/accumulate.h"
-#include "optim/words_cuda.cuh"
+#include "optim/decode_cuda.cuh"
 
 namespace drivetrain::grad {
 namespace {

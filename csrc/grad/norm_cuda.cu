@@ -7,7 +7,7 @@
 #include "grad/lanes_cuda.cuh"
 #include "grad/norm.h"
 #include "optim/step.h"
-#include "optim/words_cuda.cuh"
+#include "optim/decode_cuda.cuh"
 
 namespace drivetrain::grad {
 namespace {

@@ -18,19 +18,12 @@ using grad::kLanes;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
 
-__device__ inline bool skips(const StepJob& job) {
-  return job.treatment_on_device != nullptr ? job.treatment_on_device->skips : job.treatment.skips;
-}
-__device__ inline double factor_of_gradients(const StepJob& job) {
-  return job.treatment_on_device != nullptr ? job.treatment_on_device->factor : job.treatment.factor;
-}
-
 template <template <class> class RuleOf, class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
     layer_sums(StepJob job, int64_t num_chunks, LayerSums* sums) {
   using Rule = RuleOf<T>;
   const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
-  if (chunk >= num_chunks || skips(job)) return;
+  if (chunk >= num_chunks || skips_step(job)) return;
   const T factor = T(factor_of_gradients(job));
   const ParamJob param = job.params[grad::last_from_in_warp(job.params, job.num_params, &ParamJob::first_chunk, chunk)];
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
@@ -65,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
 template <template <class> class RuleOf>
 __global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const LayerSums* sums, RuleArgs* rules) {
   using Args = typename RuleOf<float>::Args;
-  if (skips(job)) return;
+  if (skips_step(job)) return;
   const ParamJob& param = job.params[blockIdx.x];
   const LayerSums* own = sums + param.first_chunk;
   const int64_t count = (param.numel + kChunk - 1) / kChunk;

@@ -9,8 +9,8 @@
 
 #include "base/wide_cuda.cuh"
 #include "grad/lanes_cuda.cuh"
+#include "optim/decode_cuda.cuh"
 #include "optim/step.h"
-#include "optim/words_cuda.cuh"
 
 namespace drivetrain::optim {
 
@@ -21,8 +21,16 @@ constexpr int kQuads = kRow / grad::kSlots;  // of a thread
 // The position in a row of the first element of the thread's quad q.
 __device__ inline int quad_position(int q) { return q * grad::kSlots + grad::lane_of_thread() * kQuad; }
 
+// What a step's treatment says, wherever it lies.
+__device__ inline bool skips_step(const StepJob& job) {
+  return job.treatment_on_device != nullptr ? job.treatment_on_device->skips : job.treatment.skips;
+}
+__device__ inline double factor_of_gradients(const StepJob& job) {
+  return job.treatment_on_device != nullptr ? job.treatment_on_device->factor : job.treatment.factor;
+}
+
 // Bytes of what stands beside each value.
-DT_HOST_DEVICE int extra_bytes_of(Format format) {
+__device__ inline int bytes_beside(Format format) {
   switch (format) {
     case Format::kBFloat16Remainder8:
       return 1;
@@ -53,7 +61,7 @@ struct RawQuads {
   // row: its first element. The whole of it must be there.
   __device__ __forceinline__ void load(const Stream& stream, int64_t row) {
     load_quads(stream.data, static_cast<int>(bytes_of(stream.format)), row, data);
-    if constexpr (kHasExtra) load_quads(stream.extra, extra_bytes_of(stream.format), row, extra);
+    if constexpr (kHasExtra) load_quads(stream.extra, bytes_beside(stream.format), row, extra);
     if (has_blocks(stream.format)) scale[0] = static_cast<const float*>(stream.extra)[row / kBlock];
   }
 

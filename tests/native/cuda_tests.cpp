@@ -480,7 +480,7 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment) 
                        found.factoring.num_blocks, nullptr);
     optim::adapt_cuda(job, found.num_chunks(), sums.data(), found_rules.data(), nullptr);
     optim::step_cuda(job, nullptr);
-    expect(cuda_on_cpu::num_launches == 6, text(name, ": ", cuda_on_cpu::num_launches, " launches"));
+    expect(cuda_on_cpu::num_launches == 7, text(name, ": ", cuda_on_cpu::num_launches, " launches"));
   };
   optim::GradTreatment skipping = treatment;
   skipping.skips = true;

@@ -138,12 +138,18 @@ struct RawQuads {
   }
 };
 
+template <class Kind>
+__device__ float load_code(const Stream& stream, int64_t i) {
+  const auto code = static_cast<const typename Kind::Code*>(stream.data)[i];
+  const float scale = static_cast<const float*>(stream.extra)[i / kBlock];
+  return has_special(scale) ? decode_any<Kind>(code, scale) : Kind::decode(code, Kind::unit_of(scale));
+}
+
 // One element of any format that a parameter, a gradient or a state has, except kFactored.
 template <class T>
 __device__ T load_element(const Stream& stream, int64_t i) {
   const auto* halves = static_cast<const uint16_t*>(stream.data);
   if constexpr (sizeof(T) == sizeof(float)) {
-    const auto* bytes = static_cast<const uint8_t*>(stream.data);
     switch (stream.format) {
       case Format::kBFloat16Stochastic:
         return float_from_bfloat16(halves[i]);
@@ -160,10 +166,9 @@ __device__ T load_element(const Stream& stream, int64_t i) {
       case Format::kFloat16Master:
         return master_of(static_cast<const float*>(stream.extra)[i], halves[i]);
       case Format::kSigned8:
-        return decode_any<SignedCode>(static_cast<int8_t>(bytes[i]),
-                                      static_cast<const float*>(stream.extra)[i / kBlock]);
+        return load_code<SignedCode>(stream, i);
       case Format::kSquared8:
-        return decode_any<SquaredCode>(bytes[i], static_cast<const float*>(stream.extra)[i / kBlock]);
+        return load_code<SquaredCode>(stream, i);
       default:
         break;
     }

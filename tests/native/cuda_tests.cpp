@@ -341,17 +341,29 @@ optim::LayerSums layer_totals(const optim::StepJob& job, const optim::ParamJob& 
   return {of_param.get(), of_direction.get()};
 }
 
+// Moves gradients to where no two elements can be loaded at once.
+void move_gradients(std::vector<optim::ParamJob>& jobs, std::vector<std::vector<unsigned char>>& memory) {
+  for (optim::ParamJob& job : jobs) {
+    const int64_t bytes = optim::bytes_of(job.grad.format);
+    std::vector<unsigned char>& moved = memory.emplace_back((job.numel + 1) * bytes);
+    if (job.numel > 0) std::memcpy(moved.data() + bytes, job.grad.data, job.numel * bytes);
+    job.grad.data = moved.data() + bytes;
+  }
+}
+
 // As optim/layer.cpp and optim/run_cuda.cpp do it.
-void test_layers(const TestedRule& rule, const Layout& layout) {
+void test_layers(const TestedRule& rule, const Layout& layout, bool moves) {
   const std::vector<int64_t> sizes = {1, 257, 0, grad::kChunk + 33, 40};
   Params expected(rule, layout, sizes), found(rule, layout, sizes);
+  std::vector<std::vector<unsigned char>> memory;
+  if (moves) move_gradients(found.jobs(), memory);
   const auto num_params = static_cast<int32_t>(found.jobs().size());
   for (Params* params : {&expected, &found}) {
     for (int32_t i = 0; i < num_params; ++i) params->jobs()[i].rule = i;
   }
   std::vector<optim::RuleArgs> rules(num_params, rule.args), found_rules = rules;
   optim::StepJob job = expected.job();
-  job.treatment = {0.3, optim::GradAfter::kTreated};
+  job.treatment = {0.3, moves ? optim::GradAfter::kKeep : optim::GradAfter::kTreated};
   job.rules = rules.data();
   std::vector<optim::LayerSums> totals;
   for (const optim::ParamJob& param : expected.jobs()) totals.push_back(layer_totals(job, param));
@@ -374,8 +386,9 @@ void test_layers(const TestedRule& rule, const Layout& layout) {
 struct Shape {
   int64_t matrices, rows, columns;  // no rows: `columns` elements
 };
-const std::vector<Shape> kShapes = {{1, 1, 1},   {70, 3, 3},  {1, 0, 257}, {1, 1, 600},   {1, 600, 1}, {3, 32, 31},
-                                    {9, 31, 33}, {2, 33, 40}, {1, 0, 1},   {1, 260, 300}, {2, 300, 3}, {1, 32, 256}};
+const std::vector<Shape> kShapes = {{1, 1, 1},   {70, 3, 3},   {1, 0, 257},   {1, 1, 600}, {1, 600, 1},
+                                    {3, 32, 31}, {9, 31, 33},  {2, 33, 40},   {1, 0, 1},   {1, 260, 300},
+                                    {2, 300, 3}, {1, 32, 256}, {1, 1100, 20}, {5, 7, 8}};
 
 class Matrices {
  public:
@@ -436,11 +449,13 @@ class Matrices {
 };
 
 // As optim/adafactor.cpp does it and, on CUDA, optim/run_cuda.cpp.
-void test_factored(const Layout& layout, const optim::GradTreatment& treatment) {
+void test_factored(const Layout& layout, const optim::GradTreatment& treatment, bool moves = false) {
   constexpr double kSteps = 6;
   constexpr uint64_t kSeed = 5;
   const std::string name = text("CUDA adafactor, ", layout.name);
   Matrices expected(layout, kShapes), found(layout, kShapes);
+  std::vector<std::vector<unsigned char>> memory;
+  if (moves) move_gradients(found.jobs(), memory);
   std::vector<optim::RuleArgs> rules;
   for (optim::ParamJob& param : expected.jobs()) {
     auto args = optim::AdafactorArgs::make(fixed_hypers(), kSteps + 1);
@@ -567,11 +582,15 @@ void test_cuda_kernels() {
   for (cuda_on_cpu::Order order : kOrders) {
     cuda_on_cpu::order = order;
     for (const TestedRule& rule : layer_rules()) {
-      for (const Layout& layout : kLayouts) test_layers(rule, layout);
+      for (const Layout& layout : kLayouts) {
+        test_layers(rule, layout, /*moves=*/false);
+        if (!kOneRule) test_layers(rule, layout, /*moves=*/true);
+      }
     }
     for (const Layout& layout : kLayouts) {
       if (kOneRule && layout.param != Format::kFloat32) continue;
       test_factored(layout, {0.3, optim::GradAfter::kTreated});
+      if (!kOneRule) test_factored(layout, {0.3, optim::GradAfter::kKeep}, /*moves=*/true);
     }
     test_factored(kLayouts[0], {1, optim::GradAfter::kZero});
     for (const TestedRule& rule : tested_rules()) {

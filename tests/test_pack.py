@@ -57,6 +57,20 @@ def test_bool_comes_back(size: int) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("size", SIZES)
+def test_a_bit_of_1_is_true(size: int) -> None:
+    """Whatever the first element is: CPU and CUDA have one format."""
+    for mask in (torch.rand(size) < 0.5, torch.rand(size) < 0.99, torch.ones(size) > 0, torch.zeros(size) > 0):
+        small = packed(mask)
+        in_bytes = torch.nn.functional.pad(mask.cpu(), (0, -size % 8)).view(-1, 8).to(torch.uint8)
+        assert torch.equal(
+            small.bytes.cpu(), (in_bytes << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+        )
+        assert small.extra is not None
+        assert small.extra.tolist() == [0, 1]
+
+
+@on_devices
 def test_any_start() -> None:
     """Of memory that is aligned to an element alone."""
     mask = torch.rand(5000) < 0.5

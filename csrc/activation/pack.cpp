@@ -94,7 +94,9 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   const int64_t numel = flat.numel();
   const auto size = static_cast<int>(flat.element_size());
   const void* from = flat.const_data_ptr();
-  SharedValues shared(numel == 0 ? 0 : element_bits(from, size));
+  // Of bools the first value is false wherever it stands, as on CUDA.
+  const bool is_bool = flat.scalar_type() == at::kBool;
+  SharedValues shared(numel == 0 || is_bool ? 0 : element_bits(from, size));
   Packed packed{Packing::kBits, flat.scalar_type(), numel, empty_bytes((numel + 7) / 8, flat.device()), {}};
   auto* to = static_cast<uint8_t*>(packed.bytes.data_ptr());
   const auto pack_bits_cpu = for_chosen_isa(baseline::pack_bits_cpu, avx2::pack_bits_cpu, avx512::pack_bits_cpu);
@@ -110,7 +112,9 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   pack_pieces(0, std::min<int64_t>(num_pieces(numel), 1));
   if (!has_third) at::parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
   if (has_third) return std::nullopt;
-  packed.extra = kept(shared.get(), size);
+  TwoValues values = shared.get();
+  if (is_bool && !values.has_second()) values.bits[1] = 1;
+  packed.extra = kept(values, size);
   return packed;
 }
 

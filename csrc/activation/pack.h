@@ -24,7 +24,9 @@ struct Packed {
   at::ScalarType dtype;
   int64_t numel;
   at::Tensor bytes;
-  at::Tensor extra;  // of kBits the two values, on the host; of kInt8 the scales, beside the bytes; else undefined
+  // Of kBits the two values, on the host: what a bit of 0 stands for (of bools false, else the first element) and what
+  // a bit of 1 does. Of kInt8 the scales, beside the bytes. Else undefined.
+  at::Tensor extra;
 
   int64_t nbytes() const;
 };

@@ -1,16 +1,23 @@
 // The order in which sums of squares are taken, the same on the CPU and on CUDA. Needs no torch header.
 //
-// A gradient is cut up in chunks. Element i of a chunk is added to lane i % kLanes, and the lanes to each other as a
-// tree: lane i gets lane i + kLanes / 2, and so on. The sums of all chunks, in the gradients' order, are added up in
-// the same way. So the order depends on sizes alone, and both devices have enough additions under way.
+// A gradient is cut up in chunks, which have sums of their own. Element i of a chunk is added to slot i % kSlots, and
+// the slots to each other as a tree: slot i gets slot i + kSlots / 2, and so on. So a thread of a warp owns four
+// neighboring slots, whose elements it loads at once: 16 bytes in float32.
+//
+// The sums of all chunks, in the gradients' order, are cut up in groups of kGroup. Sum i of a group is added to lane
+// i % kLanes, the lanes to each other as a tree, and the sums of groups to each other in the same way. So the order
+// depends on sizes alone, both devices have enough additions under way, and several warps share the groups.
 #pragma once
 
 #include <cstdint>
 
 namespace drivetrain::grad {
 
-constexpr int64_t kChunk = 1 << 14;  // elements
-constexpr int kLanes = 32;           // a warp; on the CPU enough to hide the addition's latency
+constexpr int64_t kChunk = 1 << 12;  // elements: what a warp takes at a time
+constexpr int kSlots = 128;
+constexpr int kLanes = 32;           // a warp
+constexpr int64_t kGroup = 1 << 10;  // sums of chunks
+static_assert(kChunk % kSlots == 0 && kSlots % kLanes == 0 && kGroup % kLanes == 0);
 
 constexpr int64_t num_chunks(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 

@@ -22,7 +22,7 @@ double sum_of_squares(const std::vector<Gradient>& gradients) {
     }
   }
   std::vector<double> sums(chunks.size());
-  constexpr int64_t kGrain = 2;  // chunks that are worth a thread
+  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) sums[i] = chunk_sum(*chunks[i].values, chunks[i].begin, chunks[i].end);
   });

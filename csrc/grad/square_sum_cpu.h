@@ -10,32 +10,32 @@ namespace DRIVETRAIN_ISA {
 
 class SquareSum {
  public:
-  // Element i goes to lane i % kLanes (lanes.h), counted anew in every call.
+  // Element i goes to slot i % kSlots (lanes.h), counted anew in every call.
   template <class T>
   void add(const T* values, int64_t count) {
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const double value = values[i + lane];
-        sums_[lane] += value * value;
+    for (; i + kSlots <= count; i += kSlots) {
+      for (int slot = 0; slot < kSlots; ++slot) {
+        const double value = values[i + slot];
+        slots_[slot] += value * value;
       }
     }
-    for (int lane = 0; i < count; ++i, ++lane) {
+    for (int slot = 0; i < count; ++i, ++slot) {
       const double value = values[i];
-      sums_[lane] += value * value;
+      slots_[slot] += value * value;
     }
   }
 
   // To be asked once.
   double total() {
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int lane = 0; lane < width; ++lane) sums_[lane] += sums_[lane + width];
+    for (int width = kSlots / 2; width > 0; width /= 2) {
+      for (int slot = 0; slot < width; ++slot) slots_[slot] += slots_[slot + width];
     }
-    return sums_[0];
+    return slots_[0];
   }
 
  private:
-  alignas(64) double sums_[kLanes] = {};
+  alignas(64) double slots_[kSlots] = {};
 };
 
 }  // namespace DRIVETRAIN_ISA

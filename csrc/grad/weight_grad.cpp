@@ -8,7 +8,6 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <c10/core/DeviceGuard.h>
 #include <emmintrin.h>
 
 #include <algorithm>
@@ -18,9 +17,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "base/current_stream.h"
 #include "grad/accumulate.h"
-#include "optim/storage_torch.h"
 
 namespace drivetrain::grad {
 namespace {
@@ -158,20 +155,6 @@ void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const 
   }
 }
 
-// On CUDA what has a remainder takes a product of some rows at a time.
-void add_aside(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts) {
-  constexpr int64_t kElements = 1 << 22;
-  const int64_t rows = grad.size(0), columns = grad.size(1);
-  const int64_t stripe = std::max<int64_t>(kElements / columns, 1);
-  const c10::DeviceGuard guard(grad.device());
-  for (int64_t m = 0; m < rows; m += stripe) {
-    const int64_t height = std::min(stripe, rows - m);
-    const at::Tensor part = at::mm(weight_grad.left.narrow(1, m, height).t(), weight_grad.right, at::kFloat);
-    const Addition addition = addition_of(grad, residual, m, optim::stream_of(part), starts);
-    accumulate_cuda(addition, height * columns, current_stream(grad.device()));
-  }
-}
-
 bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 }  // namespace
@@ -180,7 +163,12 @@ bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_
   const at::ScalarType dtype = weight_grad.left.scalar_type();
   if (!has_residual && grad_dtype == dtype) return true;
   if (!is_16_bit(dtype) || (!has_residual && grad_dtype != at::kFloat)) return false;
-  return !weight_grad.is_on_cpu() || (dtype == at::kBFloat16 && has_block_products());
+  if (weight_grad.is_on_cpu()) return dtype == at::kBFloat16 && has_block_products();
+  // No product of CUDA's libraries adds to what has a remainder: it would have to go through memory in any case. In
+  // float32 it takes 4 + 4 bytes an element there, in 16 bits 2 + 2, which is how autograd's own product and its
+  // accumulation do it, in as many launches. Stripes of rows make neither less, and those that begin at an address
+  // aligned to 2 bytes alone keep the libraries from their fast kernels.
+  return !has_residual;
 }
 
 void add(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts) {
@@ -200,9 +188,6 @@ void add(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor
   } else if (weight_grad.is_on_cpu()) {
     add_in_blocks(weight_grad, grad, residual, starts);
     grad.unsafeGetTensorImpl()->bump_version();  // as torch's own products do
-  } else if (residual.defined()) {
-    add_aside(weight_grad, grad, residual, starts);
-    grad.unsafeGetTensorImpl()->bump_version();
   } else if (starts) {
     at::mm_out(to, left, weight_grad.right, at::kFloat);
   } else {

@@ -1,4 +1,5 @@
-// A linear layer's weight gradient, multiplied straight into where it is collected: nothing of its size in between.
+// A linear layer's weight gradient, multiplied straight into where it is collected: nothing of its size in between. Where
+// that would not pay, autograd's own product and its accumulation go on as without.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,7 @@ struct WeightGrad {
 };
 
 // Whether it can be added to a tensor of that dtype, with 8 bits of remainder beside it or none, in at least the
-// precision of a product that is rounded to its own dtype first.
+// precision of a product that is rounded to its own dtype first and no slower. With a remainder: on the CPU alone.
 bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_residual);
 
 // grad += left^T * right, or grad = where it starts. grad: contiguous, of the product's shape and device; residual:

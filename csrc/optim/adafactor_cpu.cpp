@@ -20,25 +20,36 @@ double tree_sum(double* values, int64_t count) {
   return values[0];
 }
 
-// Adds the squares to the columns' sums; returns the row's.
+// Adds the squares to the columns' sums; returns the row's, in the order of a chunk's in grad/lanes.h.
 template <class T>
 double add_squares(T factor, const T* __restrict grad, double* __restrict columns, int64_t count) {
-  using grad::kLanes;
-  double lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const double value = factor * grad[i + lane];
-      lanes[lane] += value * value;
-      columns[i + lane] += value * value;
+  using grad::kLanes, grad::kSlots;
+  static_assert(kUnitColumns == 2 * kSlots && kSlots == 4 * kLanes);
+  if (count < kUnitColumns) {
+    double slots[kSlots];
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = factor * grad[i], square = value * value;
+      columns[i] += square;
+      if (i < kSlots) {
+        slots[i] = square;
+      } else {
+        slots[i - kSlots] += square;
+      }
     }
+    return tree_sum(slots, std::min<int64_t>(count, kSlots));
   }
-  for (int lane = 0; i < count; ++i, ++lane) {
-    const double value = factor * grad[i];
-    lanes[lane] += value * value;
-    columns[i] += value * value;
+  // The tree's first steps in registers.
+  double lanes[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    double squares[kUnitColumns / kLanes];
+    for (int k = 0; k < kUnitColumns / kLanes; ++k) {
+      const double value = factor * grad[lane + k * kLanes];
+      squares[k] = value * value;
+      columns[lane + k * kLanes] += squares[k];
+    }
+    lanes[lane] = ((squares[0] + squares[4]) + (squares[2] + squares[6])) +
+                  ((squares[1] + squares[5]) + (squares[3] + squares[7]));
   }
-  if (count < kLanes) return tree_sum(lanes, count);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }

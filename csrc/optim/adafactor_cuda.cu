@@ -1,85 +1,226 @@
 // Adafactor's passes over the matrices of all parameters on CUDA; the others are those of layer_cuda.cu and the step's.
 // See adafactor_pass.h. Includes no torch header.
-#include <algorithm>
-
+//
+// Of an element in float32 factor_sums reads 4 bytes, the norms' pass 8 (gradient and parameter), and the step reads 8
+// and writes 4: 24 bytes in three passes. Sums and factors take 8 bytes or so per row and column of a unit, 1 % of
+// that.
 #include "base/launch_cuda.h"
-#include "grad/lanes_cuda.cuh"
 #include "optim/adafactor_pass.h"
 #include "optim/cuda_step.h"
-#include "optim/loop_cuda.cuh"
+#include "optim/row_cuda.cuh"
 
 namespace drivetrain::optim {
 namespace {
 
 using grad::kLanes;
 
-constexpr int64_t kMaxBlocks = 1 << 14;  // fills any GPU; more units loop
+constexpr int kThreads = 256;
 static_assert(kThreads == kStrips * kLanes && kThreads == kUnitColumns && kThreads == kSlots && kStripRows <= kLanes);
+static_assert(kUnitColumns == kRow && kBlockRows % kThreads == 0);
 
-// A block takes a unit, a warp a strip of it: row by row, every thread with columns of its own.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    factor_sums(StepJob job, const Factored* matrices, int32_t num_matrices, int64_t num_units) {
-  constexpr int kColumns = kUnitColumns / kLanes;  // of a thread
-  __shared__ double strips[kStrips][kUnitColumns];
-  const GradTreatment treatment = treatment_of_job(job);
-  if (treatment.skips) return;
-  const T factor = T(treatment.factor);
-  const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = grad::lane_of_thread();
-  for (int64_t i = blockIdx.x; i < num_units; i += gridDim.x) {
-    const Factored of = matrices[last_from(matrices, num_matrices, &Factored::first_unit, i)];
-    const Stream grad = job.params[of.param].grad;
-    const int64_t unit = i - of.first_unit;
-    const Strip strip = strip_of(of, unit, warp);
-    double* const row_sums = row_sums_of(of, unit);
-    double* const column_sums = column_sums_of(of, unit);
-    double columns[kColumns] = {};
-    int64_t matrix = strip.row_begin / of.rows, matrix_end = (matrix + 1) * of.rows;
-    for (int64_t row = strip.row_begin; row < strip.row_end; ++row) {
-      const int64_t first = row * of.columns + strip.column_begin + lane, end = row * of.columns + strip.column_end;
-      T values[kColumns] = {};
-      load_plain_elements<kLanes>(grad, first, end, values);
-      double sum = 0;
+// Rows whose squares a warp adds up together.
+constexpr int kRowsSummed = 4;
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// One step of a sum over a warp's threads, in which a thread hands on half of what it has: `upper` where its lane lacks
+// the bit, else `lower`, to the thread whose lane differs in it.
+__device__ __forceinline__ double halve(double lower, double upper, int bit) {
+  const bool is_upper = (grad::lane_of_thread() & bit) != 0;
+  return (is_upper ? upper : lower) + __shfl_xor_sync(kAllLanes, is_upper ? lower : upper, bit);
+}
+
+// Adds up kRowsSummed rows' slots, after the first step: of pairs of rows, of which threads with bit 16 of their lane
+// have the second. 18 exchanges in all do what 80 would. A thread gets the sum of the row that row_of_thread() says.
+__device__ __forceinline__ double sums_of_rows(const double (&pairs)[2][kQuad]) {
+  static_assert(kRowsSummed == 4 && kQuad == 4);
+  double slots[kQuad];
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        const double value = first + k * kLanes < end ? factor * values[k] : T(0);
-        sum += value * value;
-        columns[k] += value * value;
+  for (int k = 0; k < kQuad; ++k) slots[k] = halve(pairs[0][k], pairs[1][k], 8);
+  double sum = halve(halve(slots[0], slots[2], 4), halve(slots[1], slots[3], 4), 2);
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  sum += __shfl_xor_sync(kAllLanes, sum, 4);  // slots k and k + 2
+  sum += __shfl_xor_sync(kAllLanes, sum, 2);  // slots 0 and 1
+  return sum;
+}
+__device__ __forceinline__ int row_of_thread() {
+  const int lane = grad::lane_of_thread();
+  return lane / 16 + lane / 8 % 2 * 2;
+}
+
+// A thread's values of a gradient in one format, for sums in T.
+template <Format kFormat, class T>
+struct Grads {
+  static constexpr int kBytes = bytes_of(kFormat);
+  static constexpr bool kIsConverted = kFormat == Format::kFloat64 && sizeof(T) == sizeof(float);
+  static constexpr int kRowsAtOnce = kFormat == Format::kBFloat16 || kFormat == Format::kFloat16 ? 8 : 4;
+  uint32_t words[kRowsAtOnce][kQuads][kIsConverted ? kQuad : kQuad * kBytes / 4];
+
+  // Of rows that are so many bytes apart, the first `rows` of them and `columns` of each; zeros stand for the rest.
+  // kIsWide: a quad is there or not, and aligned.
+  template <bool kIsWide>
+  __device__ __forceinline__ void load(const char* data, int64_t bytes_apart, int rows, int columns) {
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        const int count = r < rows ? columns - quad_position(q) : 0;
+        const char* const from = data + r * bytes_apart + quad_position(q) * kBytes;
+        if constexpr (kIsConverted) {
+#pragma unroll
+          for (int k = 0; k < kQuad; ++k) {
+            const T value = k < count ? static_cast<T>(reinterpret_cast<const double*>(from)[k]) : T(0);
+            words[r][q][k] = bits_as<uint32_t>(value);
+          }
+        } else if constexpr (kIsWide) {
+#pragma unroll
+          for (uint32_t& word : words[r][q]) word = 0;
+          if (count > 0) load_wide(from, words[r][q]);
+        } else {
+          load_narrow<kBytes>(from, count, words[r][q]);
+        }
       }
-      sum = grad::sum_of_lanes(sum);
-      if (lane == 0) row_sums[row] = sum;
-      if (!is_low(of) || row + 1 < matrix_end) continue;
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) {  // a whole matrix
-        const int64_t column = strip.column_begin + lane + k * kLanes;
-        if (column < strip.column_end) column_sums[matrix * of.columns + column] = columns[k];
-        columns[k] = 0;
-      }
-      ++matrix;
-      matrix_end += of.rows;
     }
-    if (is_low(of)) continue;
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) strips[warp][lane + k * kLanes] = columns[k];
-    __syncthreads();
-    double own[kStrips];
-#pragma unroll
-    for (int s = 0; s < kStrips; ++s) own[s] = strips[s][threadIdx.x];
-#pragma unroll
-    for (int half = kStrips / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int s = 0; s < half; ++s) own[s] += own[s + half];
-    }
-    matrix = strip_of(of, unit, 0).row_begin / of.rows;  // this warp's own strip may be empty
-    const int64_t column = strip.column_begin + threadIdx.x;
-    if (column < strip.column_end) column_sums[matrix * of.columns + column] = own[0];
-    __syncthreads();
   }
+
+  __device__ __forceinline__ T value(int r, int q, int k) const {
+    if constexpr (kFormat == Format::kFloat64 && !kIsConverted) {
+      return double_of(words[r][q], k);
+    } else if constexpr (kFormat == Format::kBFloat16) {
+      return bfloat16_of(words[r][q], k);
+    } else if constexpr (kFormat == Format::kFloat16) {
+      return float16_of(words[r][q], k);
+    } else {
+      return bits_as<float>(words[r][q][k]);
+    }
+  }
+};
+
+// A warp's strip: writes the rows' sums and those of the columns of low matrices, and leaves the columns' others.
+template <Format kFormat, bool kIsWide, class T>
+__device__ __forceinline__ void sum_rows(const Factored& of, const void* data, const Strip& strip, T factor,
+                                         double* row_sums, double* column_sums, double (&sums)[kQuads][kQuad]) {
+  using Batch = Grads<kFormat, T>;
+  const int lane = grad::lane_of_thread();
+  const int rows = static_cast<int>(strip.row_end - strip.row_begin);
+  const int columns = static_cast<int>(strip.column_end - strip.column_begin);
+  const int64_t bytes_apart = of.columns * Batch::kBytes;
+  const char* from =
+      static_cast<const char*>(data) + strip.row_begin * bytes_apart + strip.column_begin * Batch::kBytes;
+  row_sums += strip.row_begin;
+  // Of low matrices: where their columns' sums go, and how many rows the one at hand still has.
+  const bool finishes = is_low(of);
+  double* of_matrix = column_sums + strip.row_begin / of.rows * of.columns + strip.column_begin;
+  int rows_left = static_cast<int>(of.rows);
+#pragma unroll 1
+  for (int base = 0; base < rows; base += Batch::kRowsAtOnce, from += Batch::kRowsAtOnce * bytes_apart) {
+    Batch grads;
+    grads.template load<kIsWide>(from, bytes_apart, rows - base, columns);
+#pragma unroll
+    for (int first = 0; first < Batch::kRowsAtOnce; first += kRowsSummed) {
+      double pairs[2][kQuad], slots[2][kQuad];
+#pragma unroll
+      for (int r = 0; r < kRowsSummed; ++r) {
+        const bool is_there = base + first + r < rows;
+        double (&of_row)[kQuad] = slots[r % 2];
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) {
+          // What is not there is 0 and stays so, whatever the factor.
+          const T own_factor = is_there && quad_position(q) < columns ? factor : T(0);
+#pragma unroll
+          for (int k = 0; k < kQuad; ++k) {
+            const bool is_zero = !kIsWide && quad_position(q) + k >= columns;
+            const T value = is_zero ? T(0) : own_factor * grads.value(first + r, q, k);
+            if (q == 0) of_row[k] = 0;
+            grad::add_square(of_row[k], value);
+            grad::add_square(sums[q][k], value);
+          }
+        }
+        if (r % 2 == 1) {
+#pragma unroll
+          for (int k = 0; k < kQuad; ++k) pairs[r / 2][k] = halve(slots[0][k], slots[1][k], 16);
+        }
+        if (!finishes || !is_there || --rows_left > 0) continue;
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+          for (int k = 0; k < kQuad; ++k) {
+            if (quad_position(q) + k < columns) of_matrix[quad_position(q) + k] = sums[q][k];
+            sums[q][k] = 0;
+          }
+        }
+        of_matrix += of.columns;
+        rows_left = static_cast<int>(of.rows);
+      }
+      const double sum = sums_of_rows(pairs);
+      const int row = base + first + row_of_thread();
+      if (lane % 8 == 0 && row < rows) row_sums[row] = sum;
+    }
+  }
+}
+
+template <Format kFormat, class T>
+__device__ __forceinline__ void sum_strip(const Factored& of, const void* data, const Strip& strip, T factor,
+                                          double* row_sums, double* column_sums, double (&sums)[kQuads][kQuad]) {
+  if (of.columns % kQuad == 0 && is_aligned(data, kWideBytes)) {
+    sum_rows<kFormat, true>(of, data, strip, factor, row_sums, column_sums, sums);
+  } else {
+    sum_rows<kFormat, false>(of, data, strip, factor, row_sums, column_sums, sums);
+  }
+}
+
+// A block takes a unit, a warp a strip of it.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
+    factor_sums(StepJob job, const Factored* matrices, int32_t num_matrices) {
+  __shared__ double strips[kStrips][kUnitColumns];
+  if (skips_step(job)) return;
+  const T factor = T(factor_of_gradients(job));
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  const int64_t i = blockIdx.x;
+  const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_unit, i)];
+  const Stream grad = job.params[of.param].grad;
+  const int64_t unit = i - of.first_unit;
+  const Strip strip = strip_of(of, unit, warp);
+  double* const row_sums = row_sums_of(of, unit);
+  double* const column_sums = column_sums_of(of, unit);
+  double columns[kQuads][kQuad] = {};
+  switch (grad.format) {
+    case Format::kFloat64:
+      sum_strip<Format::kFloat64>(of, grad.data, strip, factor, row_sums, column_sums, columns);
+      break;
+    case Format::kBFloat16:
+      sum_strip<Format::kBFloat16>(of, grad.data, strip, factor, row_sums, column_sums, columns);
+      break;
+    case Format::kFloat16:
+      sum_strip<Format::kFloat16>(of, grad.data, strip, factor, row_sums, column_sums, columns);
+      break;
+    default:
+      sum_strip<Format::kFloat32>(of, grad.data, strip, factor, row_sums, column_sums, columns);
+  }
+  if (is_low(of)) return;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) strips[warp][quad_position(q) + k] = columns[q][k];
+  }
+  __syncthreads();
+  double own[kStrips];
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s) own[s] = strips[s][threadIdx.x];
+#pragma unroll
+  for (int half = kStrips / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int s = 0; s < half; ++s) own[s] += own[s + half];
+  }
+  const int64_t matrix = strip_of(of, unit, 0).row_begin / of.rows;  // this warp's own strip may be empty
+  const int64_t column = strip.column_begin + threadIdx.x;
+  if (column < strip.column_end) column_sums[matrix * of.columns + column] = own[0];
 }
 
 // From the first to the last, with several loads under way at once.
 __device__ double sum_of(const double* values, int64_t count, int64_t stride) {
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = 16;
   double sum = 0;
   for (int64_t base = 0; base < count; base += kUnroll) {
     double some[kUnroll];
@@ -91,65 +232,97 @@ __device__ double sum_of(const double* values, int64_t count, int64_t stride) {
   return sum;
 }
 
+template <class T>
+__device__ void store_element(const Stream& state, int64_t i, T value) {
+  switch (state.format) {
+    case Format::kFloat64:
+      static_cast<double*>(state.data)[i] = static_cast<double>(value);
+      return;
+    case Format::kBFloat16:
+      static_cast<uint16_t*>(state.data)[i] = bfloat16_from_float(static_cast<float>(value));
+      return;
+    case Format::kFloat16:
+      static_cast<uint16_t*>(state.data)[i] = float16_from_float(static_cast<float>(value));
+      return;
+    default:
+      static_cast<float*>(state.data)[i] = static_cast<float>(value);
+  }
+}
+
 // One row's or column's new mean, into its state.
 template <class T>
 __device__ T take_in(const Stream& state, int64_t index, double sum, int64_t count, double fresh) {
-  T value[1];
-  load_plain_elements<1>(state, index, index + 1, value);
-  value[0] = new_mean<T>(value[0], sum, count, fresh);
-  store_plain_elements<1>(state, index, index + 1, value);
-  return value[0];
+  const T mean = new_mean<T>(load_element<T>(state, index), sum, count, fresh);
+  store_element(state, index, mean);
+  return mean;
 }
 
-// A block takes a matrix' rows, or of low matrices a warp does.
-template <class T>
-__device__ void update_rows(const ParamJob& param, const Factored& of, const AdafactorArgs& args, int64_t block) {
-  __shared__ double slots[kSlots];
-  T* const factors = static_cast<T*>(param.state[0].data);
-  const int thread = static_cast<int>(threadIdx.x), team = is_low(of) ? kLanes : kThreads, member = thread % team;
-  const int64_t matrix = block * (kThreads / team) + thread / team;
-  const int64_t first = smaller(matrix, of.matrices) * of.rows, end = smaller(matrix + 1, of.matrices) * of.rows;
-  double sum = 0;
-  for (int64_t row = first + member; row < end; row += team) {
-    const double of_row = sum_of(of.row_sums + row, num_column_units(of), of.matrices * of.rows);
-    const T mean = take_in<T>(param.state[1], row, of_row, of.columns, args.fresh);
-    factors[row] = factor_of(mean);
-    sum += mean;
+// The rows of a block of the update, or of a warp if its matrices are low: counted through all matrices.
+struct RowRange {
+  int64_t matrix_begin, matrix_end;  // of the matrix that they are in
+  int64_t begin, end;
+  int team, member;  // threads that share them, and which of those this one is
+};
+__device__ __forceinline__ RowRange rows_of_block(const Factored& of, int64_t block) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (is_low(of)) {
+    const int64_t matrix = block * kStrips + thread / kLanes;
+    const int64_t begin = smaller(matrix, of.matrices) * of.rows, end = smaller(matrix + 1, of.matrices) * of.rows;
+    return {begin, end, begin, end, kLanes, thread % kLanes};
   }
-  slots[thread] = sum;
-  __syncthreads();
-  for (int width = team / 2; width > 0; width /= 2) {
-    if (member < width) slots[thread] += slots[thread + width];
-    __syncthreads();
-  }
-  const T scale = scale_of_rows<T>(slots[thread - member], of.rows, args.eps1);
-  for (int64_t row = first + member; row < end; row += team) factors[row] *= scale;
-  __syncthreads();  // before the slots are filled again
+  const int64_t blocks = (of.rows + kBlockRows - 1) / kBlockRows, matrix = block / blocks;
+  const int64_t matrix_begin = matrix * of.rows, matrix_end = matrix_begin + of.rows;
+  const int64_t begin = matrix_begin + (block - matrix * blocks) * kBlockRows;
+  return {matrix_begin, matrix_end, begin, smaller(begin + kBlockRows, matrix_end), kThreads, thread};
 }
 
+// Takes the sums of rows and columns into their states. A row's mean, which its factor is made of when those of all
+// rows are there, takes the place of its first sum.
 template <class T>
-__device__ void update_columns(const ParamJob& param, const Factored& of, const AdafactorArgs& args, int64_t block) {
-  const int64_t column = block * kThreads + threadIdx.x, columns = of.matrices * of.columns;
+__global__ void __launch_bounds__(kThreads) update_means(StepJob job, const Factored* matrices, int32_t num_matrices) {
+  if (skips_step(job)) return;
+  const int64_t i = blockIdx.x;
+  const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
+  const ParamJob& param = job.params[of.param];
+  const double fresh = job.rules[param.rule].as<AdafactorArgs>().fresh;
+  const int64_t block = i - of.first_block, row_blocks = num_row_blocks(of);
+  if (block < row_blocks) {
+    const RowRange rows = rows_of_block(of, block);
+    for (int64_t row = rows.begin + rows.member; row < rows.end; row += rows.team) {
+      const double sum = sum_of(of.row_sums + row, num_column_units(of), of.matrices * of.rows);
+      of.row_sums[row] = take_in<T>(param.state[1], row, sum, of.columns, fresh);
+    }
+    return;
+  }
+  const int64_t column = (block - row_blocks) * kThreads + threadIdx.x, columns = of.matrices * of.columns;
   if (column >= columns) return;
   const double sum = sum_of(of.column_sums + column, num_row_units(of), columns);
-  static_cast<T*>(param.state[0].extra)[column] =
-      factor_of(take_in<T>(param.state[2], column, sum, of.rows, args.fresh));
+  static_cast<T*>(param.state[0].extra)[column] = factor_of(take_in<T>(param.state[2], column, sum, of.rows, fresh));
 }
 
+// Makes the rows' factors. Every block of a matrix adds up the means of all of its rows, which lie in the L2 cache.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    update_factors(StepJob job, const Factored* matrices, int32_t num_matrices, int64_t num_blocks) {
-  if (treatment_of_job(job).skips) return;
-  for (int64_t i = blockIdx.x; i < num_blocks; i += gridDim.x) {
-    const Factored of = matrices[last_from(matrices, num_matrices, &Factored::first_block, i)];
-    const ParamJob& param = job.params[of.param];
-    const AdafactorArgs args = job.rules[param.rule].as<AdafactorArgs>();
-    const int64_t block = i - of.first_block, row_blocks = num_row_blocks(of);
-    if (block < row_blocks) {
-      update_rows<T>(param, of, args, block);
-    } else {
-      update_columns<T>(param, of, args, block - row_blocks);
-    }
+__global__ void __launch_bounds__(kThreads) factor_rows(StepJob job, const Factored* matrices, int32_t num_matrices) {
+  __shared__ double slots[kSlots];
+  if (skips_step(job)) return;
+  const int64_t i = blockIdx.x;
+  const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
+  const ParamJob& param = job.params[of.param];
+  const int64_t block = i - of.first_block;
+  if (block >= num_row_blocks(of)) return;
+  const RowRange rows = rows_of_block(of, block);
+  const int64_t left = rows.matrix_end - rows.matrix_begin - rows.member;
+  const int thread = static_cast<int>(threadIdx.x);
+  slots[thread] = sum_of(of.row_sums + rows.matrix_begin + rows.member, (left + rows.team - 1) / rows.team, rows.team);
+  __syncthreads();
+  for (int width = rows.team / 2; width > 0; width /= 2) {
+    if (rows.member < width) slots[thread] += slots[thread + width];
+    __syncthreads();
+  }
+  const double eps1 = job.rules[param.rule].as<AdafactorArgs>().eps1;
+  const T scale = scale_of_rows<T>(slots[thread - rows.member], of.rows, eps1);
+  for (int64_t row = rows.begin + rows.member; row < rows.end; row += rows.team) {
+    static_cast<T*>(param.state[0].data)[row] = factor_of(static_cast<T>(of.row_sums[row])) * scale;
   }
 }
 
@@ -158,12 +331,12 @@ __global__ void __launch_bounds__(kThreads)
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
                  int64_t num_blocks, void* stream) {
   if (num_matrices == 0) return;
-  const auto sums = job.in_double ? factor_sums<double> : factor_sums<float>;
-  launch_cuda("launching the sums of rows and columns", sums, std::min(num_units, kMaxBlocks), kThreads, stream, job,
-              matrices, num_matrices, num_units);
-  const auto update = job.in_double ? update_factors<double> : update_factors<float>;
-  launch_cuda("launching the update of factors", update, std::min(num_blocks, kMaxBlocks), kThreads, stream, job,
-              matrices, num_matrices, num_blocks);
+  launch_cuda("launching the sums of rows and columns", job.in_double ? factor_sums<double> : factor_sums<float>,
+              num_units, kThreads, stream, job, matrices, num_matrices);
+  launch_cuda("launching the means of rows and columns", job.in_double ? update_means<double> : update_means<float>,
+              num_blocks, kThreads, stream, job, matrices, num_matrices);
+  launch_cuda("launching the factors of rows", job.in_double ? factor_rows<double> : factor_rows<float>, num_blocks,
+              kThreads, stream, job, matrices, num_matrices);
 }
 
 }  // namespace drivetrain::optim

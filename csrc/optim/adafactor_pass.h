@@ -2,9 +2,10 @@
 // taken, and what their kernels get on the CPU and on CUDA. Needs no torch header.
 //
 // A matrix is cut up in units of kUnitRows * kUnitColumns elements, a unit in strips of kStripRows rows. A row's
-// squares are added up within a unit in the order of grad/lanes.h, a column's within a strip from top to bottom, strips
-// to each other as a tree (the first half gets the second), units from the first to the last. The mean over a matrix'
-// rows: row i is added to slot i % kSlots, and the slots to each other as a tree. So the order depends on shapes alone.
+// squares are added up within a unit as those of a chunk are in grad/lanes.h, a column's within a strip from top to
+// bottom, strips to each other as a tree (the first half gets the second), units from the first to the last. The mean
+// over a matrix' rows: row i is added to slot i % kSlots, and the slots to each other as a tree. So the order depends
+// on shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -55,9 +56,11 @@ DT_HOST_DEVICE int64_t num_units(const Factored& of) {
   return high * num_column_units(of);
 }
 
-// On CUDA a block of the update takes the rows of a matrix, or of as many low ones as it has warps, or kSlots columns.
+// On CUDA a block of the update takes kBlockRows rows of a matrix, or all of as many low ones as it has warps, or
+// kSlots columns.
+constexpr int kBlockRows = 1024;
 DT_HOST_DEVICE int64_t num_row_blocks(const Factored& of) {
-  return is_low(of) ? (of.matrices + kStrips - 1) / kStrips : of.matrices;
+  return is_low(of) ? (of.matrices + kStrips - 1) / kStrips : of.matrices * ((of.rows + kBlockRows - 1) / kBlockRows);
 }
 DT_HOST_DEVICE int64_t num_update_blocks(const Factored& of) {
   return num_row_blocks(of) + (of.matrices * of.columns + kSlots - 1) / kSlots;

@@ -4,8 +4,13 @@
 namespace drivetrain::optim {
 namespace {
 
-int64_t num_row_sums(const Factored& of) { return num_column_units(of) * of.matrices * of.rows; }
-int64_t num_column_sums(const Factored& of) { return num_row_units(of) * of.matrices * of.columns; }
+// In doubles; even, so that all parts begin at multiples of 16 bytes.
+int64_t even(int64_t count) { return count + count % 2; }
+int64_t size_of_row_sums(const Factored& of) { return even(num_column_units(of) * of.matrices * of.rows); }
+int64_t size_of_column_sums(const Factored& of) { return even(num_row_units(of) * of.matrices * of.columns); }
+// Factors may be double, too.
+int64_t size_of_row_factors(const Factored& of) { return even(of.matrices * of.rows); }
+int64_t size_of_column_factors(const Factored& of) { return even(of.matrices * of.columns); }
 
 }  // namespace
 
@@ -24,7 +29,7 @@ Factoring factoring_of(const ParamJob* params, int32_t num_params) {
     factoring.num_units += num_units(of);
     factoring.num_blocks += num_update_blocks(of);
     factoring.num_doubles +=
-        num_row_sums(of) + num_column_sums(of) + of.matrices * (of.rows + of.columns);  // factors may be double, too
+        size_of_row_sums(of) + size_of_column_sums(of) + size_of_row_factors(of) + size_of_column_factors(of);
     factoring.matrices.push_back(of);
   }
   return factoring;
@@ -33,11 +38,11 @@ Factoring factoring_of(const ParamJob* params, int32_t num_params) {
 void place_factors(Factoring& factoring, ParamJob* params, double* memory) {
   for (Factored& of : factoring.matrices) {
     of.row_sums = memory;
-    of.column_sums = of.row_sums + num_row_sums(of);
-    double* const row_factors = of.column_sums + num_column_sums(of);
-    double* const column_factors = row_factors + of.matrices * of.rows;
+    of.column_sums = of.row_sums + size_of_row_sums(of);
+    double* const row_factors = of.column_sums + size_of_column_sums(of);
+    double* const column_factors = row_factors + size_of_row_factors(of);
     params[of.param].state[0] = {row_factors, Format::kFactored, column_factors};
-    memory = column_factors + of.matrices * of.columns;
+    memory = column_factors + size_of_column_factors(of);
   }
 }
 

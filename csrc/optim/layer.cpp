@@ -29,7 +29,7 @@ void adapt_all(StepJob& job, std::vector<RuleArgs>& rules, int32_t first, int32_
     for (int64_t begin = 0; begin < job.params[i].numel; begin += kChunk) chunks.push_back({i, begin});
   }
   std::vector<LayerSums> sums(chunks.size());
-  constexpr int64_t kGrain = 2;  // chunks that are worth a thread
+  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const ParamJob& param = job.params[chunks[i].param];

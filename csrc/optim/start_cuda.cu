@@ -1,26 +1,15 @@
-// What comes before the step itself on CUDA: the treatment of gradients, every parameter's RuleArgs, the step counters,
-// and tables for graphs. Includes no torch header.
+// What comes before the step itself on CUDA: every parameter's RuleArgs, the step counters, and tables for graphs.
+// Includes no torch header.
 #include <algorithm>
 #include <cstring>
 
 #include "base/launch_cuda.h"
-#include "grad/lanes_cuda.cuh"
 #include "optim/cuda_step.h"
 
 namespace drivetrain::optim {
 namespace {
 
 constexpr int kStartThreads = 128;
-
-__global__ void treat(TreatmentAsked asked, TreatmentScalars scalars, const double* chunk_sums, int64_t num_chunks,
-                      GradTreatment* treatment) {
-  const double sum = grad::sum_in_lanes(0, num_chunks, [=](int64_t i) { return chunk_sums[i]; });
-  if (threadIdx.x != 0) return;
-  if (scalars.grad_scale != nullptr) asked.grad_scale = *scalars.grad_scale;
-  if (scalars.found_inf != nullptr) asked.found_inf = *scalars.found_inf;
-  *treatment = treatment_of(asked, sum);
-  if (scalars.overflow != nullptr) *scalars.overflow = treatment->norm - treatment->norm == 0 ? 0.0f : 1.0f;
-}
 
 template <RuleKind kKind>
 constexpr bool kHasKernels =
@@ -111,12 +100,6 @@ void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
     launch_cuda("writing the optimizer's table", write_piece, 1, kStartThreads, stream, piece,
                 static_cast<unsigned char*>(to) + begin, static_cast<int32_t>(size));
   }
-}
-
-void treat_cuda(const TreatmentAsked& asked, const TreatmentScalars& scalars, const double* chunk_sums,
-                int64_t num_chunks, GradTreatment* treatment, void* stream) {
-  launch_cuda("launching the treatment of gradients", treat, 1, grad::kLanes, stream, asked, scalars, chunk_sums,
-              num_chunks, treatment);
 }
 
 void start_cuda(const StepStart& start, void* stream) {

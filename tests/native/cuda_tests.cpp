@@ -77,45 +77,115 @@ void test_norm() {
   }
 }
 
-// Into float32, and into bfloat16 with a byte beside it: what is there first and what is added to it.
-void test_accumulation() {
-  for (const int64_t numel : kSizes) {
-    for (const bool with_residual : {false, true}) {
-      for (const optim::Format format : {optim::Format::kBFloat16, optim::Format::kFloat16, optim::Format::kFloat32}) {
-        struct Main {
-          std::vector<unsigned char> values, residual;
-          bool operator==(const Main&) const = default;
-        };
-        const Main empty = {std::vector<unsigned char>(numel * (with_residual ? 2 : 4), 0xa5),
-                            std::vector<unsigned char>(with_residual ? numel : 0, 0x5a)};
-        const auto run = [&](const auto& accumulate) {
-          Main main = empty;
-          for (int64_t micro_step = 0; micro_step < 3; ++micro_step) {
-            std::vector<unsigned char> micro(numel * optim::bytes_of(format));
-            for (size_t i = 0; i < micro.size(); ++i) {
-              micro[i] = static_cast<unsigned char>(optim::mixed(i + 1000 * micro_step));  // of all magnitudes, and NaN
-            }
-            accumulate(grad::Addition{
-                {main.values.data(), with_residual ? optim::Format::kBFloat16Remainder8 : optim::Format::kFloat32,
-                 main.residual.data()},
-                {micro.data(), format},
-                micro_step == 0});
-          }
-          return main;
-        };
-        const Main expected =
-            run([&](const grad::Addition& addition) { grad::baseline::accumulate_cpu(addition, 0, numel); });
-        const Main found = run([&](const grad::Addition& addition) { accumulate_cuda(addition, numel, nullptr); });
-        expect(found == expected, text("CUDA accumulation of ", numel, ": other bytes than the CPU"));
-        expect(numel == 0 || !(found == empty), "an accumulation writes");
+// Gradients that begin anywhere, of sizes around a row and a thread's loads, with values of all magnitudes.
+void test_norm_of_views() {
+  for (const Format format : {Format::kFloat32, Format::kFloat64, Format::kBFloat16, Format::kFloat16}) {
+    for (const bool is_special : {false, true}) {
+      std::vector<std::vector<unsigned char>> memory;
+      std::vector<optim::ParamJob> jobs;
+      int64_t num_chunks = 0;
+      for (const int64_t numel : {1, 7, 31, 256, 511, 512, 513, 1024, 1025, 4095, 4096, 4097, 8300}) {
+        for (const int64_t offset : {0, 1, 4, 7}) {
+          const int64_t bytes = optim::bytes_of(format);
+          std::vector<unsigned char>& mine = memory.emplace_back((numel + offset) * bytes);
+          for (size_t i = 0; i < mine.size(); ++i) mine[i] = static_cast<unsigned char>(optim::mixed(i + 977 * numel));
+          // Finite by a cleared bit of the exponent.
+          for (int64_t i = 0; !is_special && i < numel + offset; ++i) mine[(i + 1) * bytes - 1] &= 0xbf;
+          optim::ParamJob job = {};
+          job.grad = {mine.data() + offset * bytes, format};
+          job.numel = numel;
+          job.first_chunk = num_chunks;
+          num_chunks += grad::num_chunks(numel);
+          jobs.push_back(job);
+        }
       }
+      std::vector<double> expected, found(num_chunks);
+      for (const optim::ParamJob& job : jobs) {
+        for (int64_t begin = 0; begin < job.numel; begin += grad::kChunk) {
+          expected.push_back(
+              grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + grad::kChunk, job.numel)));
+        }
+      }
+      grad::chunk_sums_cuda(jobs.data(), static_cast<int32_t>(jobs.size()), num_chunks, found.data(), nullptr);
+      for (size_t i = 0; i < found.size(); ++i) {
+        const bool both_nan = std::isnan(found[i]) && std::isnan(expected[i]);
+        expect(both_nan || found[i] == expected[i], text("CUDA norm of views, chunk ", i, ": another sum"));
+        expect(is_special || format == Format::kFloat64 || std::isfinite(found[i]), "finite values have a finite sum");
+      }
+    }
+  }
+}
+
+// What a gradient is accumulated into, from any element on.
+struct Main {
+  std::vector<unsigned char> values, residual;
+  int64_t offset;
+
+  Main(int64_t numel, bool with_residual, int64_t first)
+      : values((numel + first) * (with_residual ? 2 : 4), 0xa5),
+        residual(with_residual ? numel + first : 0, 0x5a),
+        offset(first) {}
+  optim::Stream stream() {
+    if (residual.empty()) return {values.data() + 4 * offset, Format::kFloat32};
+    return {values.data() + 2 * offset, Format::kBFloat16Remainder8, residual.data() + offset};
+  }
+  // A NaN that comes of two has the bits of either: the compiler and the processor choose.
+  bool is_same(const Main& other) const {
+    const size_t bytes = residual.empty() ? 4 : 2;
+    for (size_t i = 0; i < values.size() / bytes; ++i) {
+      const float mine = value(i), theirs = other.value(i);
+      if (mine != mine && theirs != theirs) continue;
+      if (std::memcmp(&values[i * bytes], &other.values[i * bytes], bytes) != 0) return false;
+      if (!residual.empty() && residual[i] != other.residual[i]) return false;
+    }
+    return true;
+  }
+
+ private:
+  float value(size_t i) const {
+    if (residual.empty()) return reinterpret_cast<const float*>(values.data())[i];
+    return optim::float_from_bfloat16(reinterpret_cast<const uint16_t*>(values.data())[i]);
+  }
+};
+
+// Into float32, and into bfloat16 with a byte beside it: what is there first and what is added to it, in memory that
+// begins anywhere.
+void test_accumulation(int64_t numel, bool with_residual, Format format, int64_t main_offset, int64_t micro_offset) {
+  const auto run = [&](const auto& accumulate) {
+    Main main(numel, with_residual, main_offset);
+    for (int64_t micro_step = 0; micro_step < 3; ++micro_step) {
+      std::vector<unsigned char> micro((numel + micro_offset) * optim::bytes_of(format));
+      for (size_t i = 0; i < micro.size(); ++i) {
+        micro[i] = static_cast<unsigned char>(optim::mixed(i + 1000 * micro_step));  // of all magnitudes, and NaN
+      }
+      accumulate(grad::Addition{
+          main.stream(), {micro.data() + micro_offset * optim::bytes_of(format), format}, micro_step == 0});
+    }
+    return main;
+  };
+  const Main expected =
+      run([&](const grad::Addition& addition) { grad::baseline::accumulate_cpu(addition, 0, numel); });
+  const Main found = run([&](const grad::Addition& addition) { accumulate_cuda(addition, numel, nullptr); });
+  expect(found.is_same(expected), text("CUDA accumulation of ", numel, ": other bytes than the CPU"));
+  expect(numel == 0 || found.values != Main(numel, with_residual, main_offset).values, "an accumulation writes");
+}
+
+void test_accumulations() {
+  for (const bool with_residual : {false, true}) {
+    for (const Format format : {Format::kBFloat16, Format::kFloat16, Format::kFloat32, Format::kFloat64}) {
+      for (const int64_t numel : {0, 1, 15, 255, 257, 4096, 4097, 9001}) {
+        test_accumulation(numel, with_residual, format, 0, 0);
+      }
+      test_accumulation(5000, with_residual, format, 1, 0);
+      test_accumulation(5000, with_residual, format, 0, 3);
+      test_accumulation(5000, with_residual, format, 8, 8);
     }
   }
 }
 
 void test_treatment() {
   constexpr double kInf = INFINITY;
-  for (int64_t count : {0, 1, 33, 1000}) {
+  for (int64_t count : {0, 1, 33, 1000, 1024, 1025, 70'001}) {
     for (double last : {4.0, kInf, static_cast<double>(NAN)}) {
       for (const optim::TreatmentAsked& asked :
            {optim::TreatmentAsked{}, {4, 0, true, kInf, false}, {4, 0, true, 0.5, true}, {2, 3, false, kInf, false}}) {
@@ -271,17 +341,29 @@ optim::LayerSums layer_totals(const optim::StepJob& job, const optim::ParamJob& 
   return {of_param.get(), of_direction.get()};
 }
 
+// Moves gradients to where no two elements can be loaded at once.
+void move_gradients(std::vector<optim::ParamJob>& jobs, std::vector<std::vector<unsigned char>>& memory) {
+  for (optim::ParamJob& job : jobs) {
+    const int64_t bytes = optim::bytes_of(job.grad.format);
+    std::vector<unsigned char>& moved = memory.emplace_back((job.numel + 1) * bytes);
+    if (job.numel > 0) std::memcpy(moved.data() + bytes, job.grad.data, job.numel * bytes);
+    job.grad.data = moved.data() + bytes;
+  }
+}
+
 // As optim/layer.cpp and optim/run_cuda.cpp do it.
-void test_layers(const TestedRule& rule, const Layout& layout) {
+void test_layers(const TestedRule& rule, const Layout& layout, bool moves) {
   const std::vector<int64_t> sizes = {1, 257, 0, grad::kChunk + 33, 40};
   Params expected(rule, layout, sizes), found(rule, layout, sizes);
+  std::vector<std::vector<unsigned char>> memory;
+  if (moves) move_gradients(found.jobs(), memory);
   const auto num_params = static_cast<int32_t>(found.jobs().size());
   for (Params* params : {&expected, &found}) {
     for (int32_t i = 0; i < num_params; ++i) params->jobs()[i].rule = i;
   }
   std::vector<optim::RuleArgs> rules(num_params, rule.args), found_rules = rules;
   optim::StepJob job = expected.job();
-  job.treatment = {0.3, optim::GradAfter::kTreated};
+  job.treatment = {0.3, moves ? optim::GradAfter::kKeep : optim::GradAfter::kTreated};
   job.rules = rules.data();
   std::vector<optim::LayerSums> totals;
   for (const optim::ParamJob& param : expected.jobs()) totals.push_back(layer_totals(job, param));
@@ -304,8 +386,9 @@ void test_layers(const TestedRule& rule, const Layout& layout) {
 struct Shape {
   int64_t matrices, rows, columns;  // no rows: `columns` elements
 };
-const std::vector<Shape> kShapes = {{1, 1, 1},   {70, 3, 3},  {1, 0, 257}, {1, 1, 600},   {1, 600, 1}, {3, 32, 31},
-                                    {9, 31, 33}, {2, 33, 40}, {1, 0, 1},   {1, 260, 300}, {2, 300, 3}, {1, 32, 256}};
+const std::vector<Shape> kShapes = {{1, 1, 1},   {70, 3, 3},   {1, 0, 257},   {1, 1, 600}, {1, 600, 1},
+                                    {3, 32, 31}, {9, 31, 33},  {2, 33, 40},   {1, 0, 1},   {1, 260, 300},
+                                    {2, 300, 3}, {1, 32, 256}, {1, 1100, 20}, {5, 7, 8}};
 
 class Matrices {
  public:
@@ -366,11 +449,13 @@ class Matrices {
 };
 
 // As optim/adafactor.cpp does it and, on CUDA, optim/run_cuda.cpp.
-void test_factored(const Layout& layout, const optim::GradTreatment& treatment) {
+void test_factored(const Layout& layout, const optim::GradTreatment& treatment, bool moves = false) {
   constexpr double kSteps = 6;
   constexpr uint64_t kSeed = 5;
   const std::string name = text("CUDA adafactor, ", layout.name);
   Matrices expected(layout, kShapes), found(layout, kShapes);
+  std::vector<std::vector<unsigned char>> memory;
+  if (moves) move_gradients(found.jobs(), memory);
   std::vector<optim::RuleArgs> rules;
   for (optim::ParamJob& param : expected.jobs()) {
     auto args = optim::AdafactorArgs::make(fixed_hypers(), kSteps + 1);
@@ -410,7 +495,7 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment) 
                        found.factoring.num_blocks, nullptr);
     optim::adapt_cuda(job, found.num_chunks(), sums.data(), found_rules.data(), nullptr);
     optim::step_cuda(job, nullptr);
-    expect(cuda_on_cpu::num_launches == 6, text(name, ": ", cuda_on_cpu::num_launches, " launches"));
+    expect(cuda_on_cpu::num_launches == 7, text(name, ": ", cuda_on_cpu::num_launches, " launches"));
   };
   optim::GradTreatment skipping = treatment;
   skipping.skips = true;
@@ -490,17 +575,22 @@ void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatmen
 void test_cuda_kernels() {
   test_steps();
   test_norm();
-  test_accumulation();
+  test_norm_of_views();
+  test_accumulations();
   test_treatment();
   test_whole_steps();
   for (cuda_on_cpu::Order order : kOrders) {
     cuda_on_cpu::order = order;
     for (const TestedRule& rule : layer_rules()) {
-      for (const Layout& layout : kLayouts) test_layers(rule, layout);
+      for (const Layout& layout : kLayouts) {
+        test_layers(rule, layout, /*moves=*/false);
+        if (!kOneRule) test_layers(rule, layout, /*moves=*/true);
+      }
     }
     for (const Layout& layout : kLayouts) {
       if (kOneRule && layout.param != Format::kFloat32) continue;
       test_factored(layout, {0.3, optim::GradAfter::kTreated});
+      if (!kOneRule) test_factored(layout, {0.3, optim::GradAfter::kKeep}, /*moves=*/true);
     }
     test_factored(kLayouts[0], {1, optim::GradAfter::kZero});
     for (const TestedRule& rule : tested_rules()) {

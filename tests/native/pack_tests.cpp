@@ -18,7 +18,7 @@ namespace {
 using Bytes = std::vector<unsigned char>;
 
 constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
-const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283, 8200, 20001};
+const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283, 8200, 20001, 33000};
 
 bool draw(int64_t i) { return (optim::mixed(i) & 1) != 0; }
 
@@ -80,21 +80,28 @@ void test_bool_bytes() {
   }
 }
 
-void test_conversion(Format from_format, Format to_format, int64_t numel) {
-  Bytes values(numel * optim::bytes_of(from_format)), scales(extra_bytes_of(from_format, numel));
+// start: of the values' first element in memory that is aligned.
+void test_conversion(Format from_format, Format to_format, int64_t numel, int64_t start, bool is_finite) {
+  const int64_t bytes = optim::bytes_of(from_format);
+  Bytes values((numel + start) * bytes), scales(extra_bytes_of(from_format, numel));
   for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(optim::mixed(i));  // NaN, too
+  // A bit less in the exponent.
+  for (size_t i = bytes - 1; is_finite && from_format != Format::kSigned8 && i < values.size(); i += bytes) {
+    values[i] &= 0xbf;
+  }
   if (!scales.empty()) {
-    const std::vector<float> units(scales.size() / sizeof(float), -0.37f);  // with codes of what is not finite
+    // With codes of what is not finite, or without.
+    const std::vector<float> units(scales.size() / sizeof(float), is_finite ? 0.37f : -0.37f);
     std::memcpy(scales.data(), units.data(), scales.size());
   }
-  const optim::Stream from = {values.data(), from_format, scales.data()};
+  const optim::Stream from = {values.data() + start * bytes, from_format, scales.data()};
   Bytes expected(numel * optim::bytes_of(to_format)), expected_extra(extra_bytes_of(to_format, numel));
   Bytes found(expected.size()), found_extra(expected_extra.size());
   optim::baseline::convert_cpu(from, {expected.data(), to_format, expected_extra.data()}, numel, /*key=*/0);
   activation::convert_cuda(from, {found.data(), to_format, found_extra.data()}, numel, nullptr);
   expect(found == expected && found_extra == expected_extra,
-         text("CUDA conversion of ", numel, " from format ", static_cast<int>(from_format), " into ",
-              static_cast<int>(to_format), ": other bytes than the CPU"));
+         text("CUDA conversion of ", numel, " from element ", start, ", from format ", static_cast<int>(from_format),
+              " into ", static_cast<int>(to_format), ": other bytes than the CPU"));
 }
 
 }  // namespace
@@ -108,14 +115,18 @@ void test_packing() {
     cuda_on_cpu::order = order;
     for (const int64_t numel : kSizes) {
       for (const int64_t start : {0, 1, 4}) test_bools(numel, start);
-      if (numel > 2000) continue;  // fibers are slow
-      for (const Format whole : {Format::kFloat32, Format::kBFloat16, Format::kFloat16}) {
-        test_conversion(whole, Format::kSigned8, numel);
-        test_conversion(Format::kSigned8, whole, numel);
-      }
-      for (const Format whole : {Format::kFloat32, Format::kFloat64}) {
-        test_conversion(whole, Format::kBFloat16, numel);
-        test_conversion(Format::kBFloat16, whole, numel);
+      if (numel > 10000) continue;  // fibers are slow
+      for (const int64_t start : {0, 1}) {
+        for (const bool is_finite : {false, true}) {
+          const auto test_both = [&](Format whole, Format part) {
+            test_conversion(whole, part, numel, start, is_finite);
+            test_conversion(part, whole, numel, start, is_finite);
+          };
+          for (const Format whole : {Format::kFloat32, Format::kBFloat16, Format::kFloat16}) {
+            test_both(whole, Format::kSigned8);
+          }
+          for (const Format whole : {Format::kFloat32, Format::kFloat64}) test_both(whole, Format::kBFloat16);
+        }
       }
     }
   }

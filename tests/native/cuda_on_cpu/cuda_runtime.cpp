@@ -241,6 +241,11 @@ float approximate_reciprocal_root(float x) {
 
 }  // namespace drivetrain::optim
 
+double __shfl_xor_sync(unsigned mask, double value, unsigned lanes) {
+  return cuda_on_cpu::exchange(mask, value,
+                               [lanes](unsigned lane, const auto& value_of) { return value_of(lane ^ lanes); });
+}
+
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidConfiguration"; }
 const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
 

@@ -25,6 +25,9 @@ void __syncthreads();
 unsigned __reduce_max_sync(unsigned mask, unsigned value);
 unsigned __ballot_sync(unsigned mask, int predicate);
 double __shfl_down_sync(unsigned mask, double value, unsigned delta);
+double __shfl_xor_sync(unsigned mask, double value, unsigned lanes);
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
 

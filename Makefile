@@ -19,7 +19,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train test faults compare accuracy bench gpu-check gpu-wheels gpu-table check-cuda-build doctor format lint
-.PHONY: sanitize clean
+.PHONY: sanitize clean check-kernels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -34,9 +34,13 @@ compare: $(STAMPS)/built ## the same training on torch's DDP and AdamW and on ou
 accuracy: $(STAMPS)/built ## what each storage of the optimizer costs in validation loss, against torch's fp32 AdamW
 	$(PYTHON) examples/gpt/accuracy.py $(ARGS)
 
+NVCC := $(shell command -v nvcc 2> /dev/null)
+check-kernels: $(STAMPS)/built $(STAMPS)/kernel-tools ## with nvcc and no GPU: limits on the machine code of the CUDA kernels
+	$(PYTHON) tests/kernel_gates.py $(ARGS)
+
 # Threads that spin for work take the cores from the other process and from ranks: tests need twice the time with them.
 test: export OMP_WAIT_POLICY ?= passive
-test: $(STAMPS)/built $(STAMPS)/test-tools ## the whole test suite
+test: $(STAMPS)/built $(STAMPS)/test-tools $(if $(NVCC),$(STAMPS)/kernel-tools) ## the whole test suite
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_TWO))
 
 faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip a step, bring another model
@@ -108,6 +112,11 @@ $(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
 $(STAMPS)/test-tools: pyproject.toml $(STAMPS)/built
 	$(PYTHON) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(STAMPS)/constraints.txt
 	$(PYTHON) -m pip install --quiet --constraint $(STAMPS)/constraints.txt "drivetrain[test,frameworks]"
+	touch $@
+
+# The disassembler.
+$(STAMPS)/kernel-tools: $(STAMPS)/torch
+	$(PYTHON) -m pip install --quiet nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@
 
 $(STAMPS)/dev-tools: pyproject.toml $(STAMPS)/built

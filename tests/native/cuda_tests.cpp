@@ -269,17 +269,22 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   std::vector<double> sums(found.num_chunks());
   std::vector<optim::RuleArgs> rules(params.size());
   optim::GradTreatment treatment;
+  const optim::StepPlan plan = optim::plan_step(rule.kind, layout.param == Format::kFloat64, params.data(), num_params);
+  std::vector<optim::StepRecord> records(plan.launches.empty() ? 0 : params.size());
   grad::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
   optim::treat_cuda(asked, {}, sums.data(), found.num_chunks(), &treatment, nullptr);
-  optim::start_cuda(
-      {rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1, &treatment},
-      nullptr);
+  optim::start_cuda({rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1,
+                     &treatment, records.empty() ? nullptr : records.data()},
+                    nullptr);
   optim::StepJob job = found.job();
   job.params = table.data();
   job.rules = rules.data();
   job.num_rules = num_params;
   job.treatment_on_device = &treatment;
-  optim::step_cuda(job, nullptr);
+  for (const optim::StepLaunch& launch : plan.launches) {
+    optim::step_kernel_cuda(launch, records.data(), plan.items.data(), job, nullptr);
+  }
+  if (plan.launches.empty()) optim::step_cuda(job, nullptr);
 
   const std::string name = text("CUDA, whole step of ", rule.name, ", ", layout.name);
   const double after = overflows ? kSteps : kSteps + 1;

@@ -219,12 +219,10 @@ namespace drivetrain::optim {
 namespace {
 
 float perturbed(float value) {
-  static uint32_t state = 0;
-  state = state * 1664525u + 1013904223u;
-  const auto number = static_cast<uint32_t>(2 * cuda_on_cpu::worst_ulps + 1);
-  const int ulps = static_cast<int>((state >> 16) % number) - cuda_on_cpu::worst_ulps;
   uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
+  const auto number = static_cast<uint32_t>(2 * cuda_on_cpu::worst_ulps + 1);
+  const int ulps = static_cast<int>((bits * 2654435761u >> 16) % number) - cuda_on_cpu::worst_ulps;
   if ((bits & 0x7fffffffu) >= 0x7f000000u || (bits & 0x7fffffffu) == 0) return value;
   bits += static_cast<uint32_t>(ulps);
   std::memcpy(&value, &bits, sizeof(bits));

@@ -63,8 +63,8 @@ extern Order order;
 
 extern int num_launches;
 
-// What the hardware approximates is given here as one of the floats around the right one, in turns, so that what
-// corrects it is put to the test. Whether approximations are wrong by up to that many units in the last place.
+// By up to how many units in the last place the hardware's approximations are wrong here, so that what corrects them is
+// put to the test.
 extern int worst_ulps;
 
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);

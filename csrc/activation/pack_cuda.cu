@@ -5,6 +5,7 @@
 // what is converted kRowsAtOnce rows of 256 elements, 8 elements each; a warp owns the blocks of 8-bit codes that it
 // writes.
 #include "activation/pack_cuda.h"
+#include "base/check.h"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "optim/row_cuda.cuh"
@@ -89,52 +90,7 @@ __global__ void __launch_bounds__(kThreads) unpack_bools(const uint8_t* from, in
   }
 }
 
-// ---- Conversions.
-
-// Writes the thread's quads of a row.
-template <Format kTo>
-struct RowWriter {
-  static constexpr int kBytes = optim::bytes_of(kTo);
-
-  static __device__ __forceinline__ void store_quads(const Stream& to, int64_t row, int64_t end, bool is_wide,
-                                                     const uint32_t (&quads)[kQuads][kBytes]) {
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const int64_t i = row + optim::quad_position(q);
-      char* const at = static_cast<char*>(to.data) + i * kBytes;
-      if (is_wide) {
-        store_wide(at, quads[q]);
-      } else {
-        store_narrow<kBytes == 8 ? 4 : kBytes>(at, (end - i) * (kBytes == 8 ? 2 : 1), quads[q]);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void store(const Stream& to, int64_t row, int64_t end, bool is_wide,
-                                               const float (&values)[kQuads][kQuad]) {
-    uint32_t quads[kQuads][kBytes];
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-      for (int k = 0; k < kQuad; ++k) put(values[q][k], k, quads[q]);
-    }
-    store_quads(to, row, end, is_wide, quads);
-  }
-
-  static __device__ __forceinline__ void put(float value, int k, uint32_t (&words)[kBytes]) {
-    if constexpr (kTo == Format::kFloat64) {
-      const auto bits = optim::bits_as<uint64_t>(static_cast<double>(value));
-      words[2 * k] = static_cast<uint32_t>(bits);
-      words[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
-    } else if constexpr (kTo == Format::kFloat32) {
-      words[k] = optim::bits_as<uint32_t>(value);
-    } else {
-      const uint32_t half =
-          kTo == Format::kBFloat16 ? optim::bfloat16_from_float(value) : optim::float16_from_float(value);
-      words[k / 2] = k % 2 == 0 ? half : words[k / 2] | half << 16;
-    }
-  }
-};
+// ---- Conversions: of plain formats into each other, into signed codes and back.
 
 // SignedCode::encode of a finite value, with the root's bits but without its branch: the instructions that the compiler
 // has for it where the argument is at least 2^-101 (on an H100, all such floats gave the same bits as __fsqrt_rn). The
@@ -154,97 +110,164 @@ __device__ __forceinline__ int8_t encode_finite(float value, float factor) {
 #endif
 }
 
-// A row is a block of codes; all threads of the warp call it.
+// A warp's row as its threads' quads, in one format. Rows are blocks of codes.
+template <Format kFormat>
+struct Row {
+  optim::Neighbors<kFormat, kQuad> quads[kQuads];
+
+  template <bool kIsWide>
+  __device__ __forceinline__ void load(const Stream& from, int64_t row, int64_t end) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) quads[q].template load<kIsWide>(from, row + optim::quad_position(q), end);
+  }
+
+  __device__ __forceinline__ void get(float (&values)[kQuads][kQuad]) const {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+      for (int k = 0; k < kQuad; ++k) values[q][k] = quads[q].value(k);
+    }
+  }
+
+  template <bool kIsWide>
+  static __device__ __forceinline__ void store(const Stream& to, int64_t row, int64_t end,
+                                               const float (&values)[kQuads][kQuad]) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      optim::Neighbors<kFormat, kQuad> quad;
+      quad.set(values[q]);
+      quad.template store<kIsWide>(to, row + optim::quad_position(q), end);
+    }
+  }
+};
+
 template <>
-__device__ __forceinline__ void RowWriter<Format::kSigned8>::store(const Stream& to, int64_t row, int64_t end,
-                                                                   bool is_wide, const float (&values)[kQuads][kQuad]) {
+struct Row<Format::kSigned8> {
   using Kind = optim::SignedCode;
-  constexpr unsigned kAll = 0xffffffffu;
-  uint32_t largest = 0;
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-    for (int k = 0; k < kQuad; ++k) {  // zeros stand for what is beyond the end
-      const uint32_t magnitude = optim::magnitude_bits(values[q][k]);
-      largest = magnitude > largest ? magnitude : largest;
-    }
-  }
-  largest = __reduce_max_sync(kAll, largest);
-  const bool is_special = largest >= optim::kInfinity;  // the same for all threads
-  if (is_special) {
-    largest = 0;
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-      for (int k = 0; k < kQuad; ++k) {
-        const uint32_t magnitude = optim::finite_magnitude(values[q][k]);
-        largest = magnitude > largest ? magnitude : largest;
-      }
-    }
-    largest = __reduce_max_sync(kAll, largest);
-  }
-  const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
-  uint32_t quads[kQuads][1];
-  const auto encode_all = [&](const auto& encode) {
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      quads[q][0] = 0;
-#pragma unroll
-      for (int k = 0; k < kQuad; ++k) {
-        quads[q][0] |= static_cast<uint32_t>(static_cast<uint8_t>(encode(values[q][k], factor))) << 8 * k;
-      }
-    }
-  };
-  if (is_special) {
-    encode_all(optim::encode_any<Kind>);
-  } else {
-    encode_all(encode_finite);
-  }
-  store_quads(to, row, end, is_wide, quads);
-  if (grad::lane_of_thread() == 0) {
-    static_cast<float*>(to.extra)[row / optim::kBlock] = is_special ? optim::with_special(scale) : scale;
-  }
-}
+  uint32_t codes[kQuads][1];  // four each
+  float scale;
 
-// A warp takes kRowsAtOnce rows. Both streams are plain or signed codes.
-template <Format kTo>
-__global__ void __launch_bounds__(kThreads, 4) convert_rows(Stream from, Stream to, int64_t numel) {
-  constexpr int kRowsAtOnce = 4;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / grad::kLanes;
-  const int64_t first = warp * kRowsAtOnce * kRow;
-  const bool is_wide = first + kRowsAtOnce * kRow <= numel && optim::has_wide_quads(from) &&
-                       is_aligned(to.data, kWideBytes) && from.format != Format::kFloat64;
-  optim::RawQuads<false> raw[kRowsAtOnce];
-  if (is_wide) {
+  template <bool kIsWide>
+  __device__ __forceinline__ void load(const Stream& from, int64_t row, int64_t end) {
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r) raw[r].load(from, first + r * kRow);
+    for (int q = 0; q < kQuads; ++q) {
+      const int64_t i = row + optim::quad_position(q);
+      const char* const at = static_cast<const char*>(from.data) + i;
+      if constexpr (kIsWide) {
+        load_wide(at, codes[q]);
+      } else {
+        load_narrow<1>(at, end - i, codes[q]);
+      }
+    }
+    scale = kIsWide || row < end ? static_cast<const float*>(from.extra)[row / optim::kBlock] : 0.0f;
   }
+
+  __device__ __forceinline__ void get(float (&values)[kQuads][kQuad]) const {
+    const float unit = Kind::unit_of(fabsf(scale));
+    const bool is_special = optim::has_special(scale);  // the same for all threads
 #pragma unroll
-  for (int r = 0; r < kRowsAtOnce; ++r) {
-    const int64_t row = first + r * kRow;
-    if (row >= numel) return;  // the whole warp
+    for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+      for (int k = 0; k < kQuad; ++k) {
+        const auto code = static_cast<int8_t>(byte_of(codes[q], k));
+        values[q][k] = Kind::decode(code, unit);
+        if (is_special) values[q][k] = Kind::special(code, values[q][k]);
+      }
+    }
+  }
+
+  // All threads of the warp call it; zeros stand for values beyond the end.
+  template <bool kIsWide>
+  static __device__ __forceinline__ void store(const Stream& to, int64_t row, int64_t end,
+                                               const float (&values)[kQuads][kQuad]) {
+    uint32_t largest = largest_of(values, optim::magnitude_bits);
+    const bool is_special = largest >= optim::kInfinity;  // the same for all threads
+    if (is_special) largest = largest_of(values, optim::finite_magnitude);
+    const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
+    uint32_t codes[kQuads][1];
+    if (is_special) {
+      encode(values, factor, codes, optim::encode_any<Kind>);
+    } else {
+      encode(values, factor, codes, encode_finite);
+    }
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const int64_t i = row + optim::quad_position(q);
+      char* const at = static_cast<char*>(to.data) + i;
+      if constexpr (kIsWide) {
+        store_wide(at, codes[q]);
+      } else {
+        store_narrow<1>(at, end - i, codes[q]);
+      }
+    }
+    if (grad::lane_of_thread() == 0 && row < end) {
+      static_cast<float*>(to.extra)[row / optim::kBlock] = is_special ? optim::with_special(scale) : scale;
+    }
+  }
+
+ private:
+  template <class Magnitude>
+  static __device__ __forceinline__ uint32_t largest_of(const float (&values)[kQuads][kQuad], Magnitude magnitude) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+      for (int k = 0; k < kQuad; ++k) {
+        const uint32_t own = magnitude(values[q][k]);
+        largest = own > largest ? own : largest;
+      }
+    }
+    return __reduce_max_sync(0xffffffffu, largest);
+  }
+
+  template <class Encode>
+  static __device__ __forceinline__ void encode(const float (&values)[kQuads][kQuad], float factor,
+                                                uint32_t (&codes)[kQuads][1], Encode encode_one) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      codes[q][0] = 0;
+#pragma unroll
+      for (int k = 0; k < kQuad; ++k) {
+        codes[q][0] |= static_cast<uint32_t>(static_cast<uint8_t>(encode_one(values[q][k], factor))) << 8 * k;
+      }
+    }
+  }
+};
+
+// Of a warp.
+template <Format kFrom>
+constexpr int kRowsAtOnce = kFrom == Format::kFloat64 ? 2 : 4;
+
+template <Format kFrom, Format kTo, bool kIsWide>
+__device__ __forceinline__ void convert(const Stream& from, const Stream& to, int64_t first, int64_t end) {
+  Row<kFrom> rows[kRowsAtOnce<kFrom>];
+#pragma unroll
+  for (int r = 0; r < kRowsAtOnce<kFrom>; ++r) rows[r].template load<kIsWide>(from, first + r * kRow, end);
+#pragma unroll
+  for (int r = 0; r < kRowsAtOnce<kFrom>; ++r) {
     float values[kQuads][kQuad];
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      if (is_wide) {
-        raw[r].decode(from.format, q, values[q]);
-        continue;
-      }
-#pragma unroll
-      for (int k = 0; k < kQuad; ++k) {
-        const int64_t i = row + optim::quad_position(q) + k;
-        values[q][k] = i < numel ? optim::load_element<float>(from, i) : 0.0f;
-      }
-    }
-    RowWriter<kTo>::store(to, row, numel, is_wide, values);
+    rows[r].get(values);
+    Row<kTo>::template store<kIsWide>(to, first + r * kRow, end, values);
   }
 }
 
-template <Format kTo>
+template <Format kFrom, Format kTo>
+__global__ void __launch_bounds__(kThreads, 4) convert_rows(Stream from, Stream to, int64_t numel) {
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / grad::kLanes;
+  const int64_t first = warp * kRowsAtOnce<kFrom> * kRow;
+  if (first + kRowsAtOnce<kFrom> * kRow <= numel && is_aligned(from.data, kWideBytes) &&
+      is_aligned(to.data, kWideBytes)) {
+    convert<kFrom, kTo, true>(from, to, first, numel);
+  } else {
+    convert<kFrom, kTo, false>(from, to, first, numel);
+  }
+}
+
+template <Format kFrom, Format kTo>
 void launch_conversion(const Stream& from, const Stream& to, int64_t numel, void* stream) {
-  constexpr int64_t kElementsOfBlock = 4 * kRow * kWarps;
-  launch_cuda("launching a conversion", convert_rows<kTo>, (numel + kElementsOfBlock - 1) / kElementsOfBlock, kThreads,
-              stream, from, to, numel);
+  constexpr int64_t kElementsOfBlock = kRowsAtOnce<kFrom> * kRow * kWarps;
+  launch_cuda("launching a conversion", convert_rows<kFrom, kTo>, (numel + kElementsOfBlock - 1) / kElementsOfBlock,
+              kThreads, stream, from, to, numel);
 }
 
 int64_t num_blocks(int64_t bools) { return (bools + kBoolsOfBlock - 1) / kBoolsOfBlock; }
@@ -263,18 +286,21 @@ void unpack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* st
 
 void convert_cuda(const Stream& from, const Stream& to, int64_t numel, void* stream) {
   if (numel == 0) return;
-  switch (to.format) {
-    case Format::kFloat64:
-      return launch_conversion<Format::kFloat64>(from, to, numel, stream);
-    case Format::kBFloat16:
-      return launch_conversion<Format::kBFloat16>(from, to, numel, stream);
-    case Format::kFloat16:
-      return launch_conversion<Format::kFloat16>(from, to, numel, stream);
-    case Format::kSigned8:
-      return launch_conversion<Format::kSigned8>(from, to, numel, stream);
-    default:
-      return launch_conversion<Format::kFloat32>(from, to, numel, stream);
+  // What packing asks for.
+#define DT_EITHER_WAY(kWhole, kPart)                                                  \
+  if (from.format == Format::kWhole && to.format == Format::kPart) {                  \
+    return launch_conversion<Format::kWhole, Format::kPart>(from, to, numel, stream); \
+  }                                                                                   \
+  if (from.format == Format::kPart && to.format == Format::kWhole) {                  \
+    return launch_conversion<Format::kPart, Format::kWhole>(from, to, numel, stream); \
   }
+  DT_EITHER_WAY(kFloat32, kBFloat16)
+  DT_EITHER_WAY(kFloat64, kBFloat16)
+  DT_EITHER_WAY(kFloat32, kSigned8)
+  DT_EITHER_WAY(kBFloat16, kSigned8)
+  DT_EITHER_WAY(kFloat16, kSigned8)
+#undef DT_EITHER_WAY
+  DT_INVARIANT(!"no kernel converts these formats");
 }
 
 }  // namespace drivetrain::activation

@@ -11,7 +11,7 @@ namespace drivetrain::activation {
 void pack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* stream);
 void unpack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* stream);
 
-// From one stream into another, both plain or signed codes.
+// From one stream into another: float32 or float64 into bfloat16, float32 or 16 bits into signed codes, and back.
 void convert_cuda(const optim::Stream& from, const optim::Stream& to, int64_t numel, void* stream);
 
 // Of eight bools, the first in the lowest byte: one that is not 0 counts as 1.

@@ -89,11 +89,13 @@ __device__ __forceinline__ void load_narrow(const void* from, Count count, uint3
 
 template <int kBytes, int kWords>
 __device__ __forceinline__ void store_narrow(void* to, int64_t count, const uint32_t (&words)[kWords]) {
-  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4 || kBytes == 8);
 #pragma unroll
   for (int k = 0; k < 4 * kWords / kBytes; ++k) {
     if (k >= count) continue;
-    if constexpr (kBytes == 4) {
+    if constexpr (kBytes == 8) {
+      static_cast<uint64_t*>(to)[k] = static_cast<uint64_t>(words[2 * k + 1]) << 32 | words[2 * k];
+    } else if constexpr (kBytes == 4) {
       static_cast<uint32_t*>(to)[k] = words[k];
     } else if constexpr (kBytes == 2) {
       static_cast<uint16_t*>(to)[k] = static_cast<uint16_t>(words[k / 2] >> 16 * (k % 2));

@@ -6,8 +6,8 @@
 #include "base/wide_cuda.cuh"
 #include "grad/lanes_cuda.cuh"
 #include "grad/norm.h"
-#include "optim/step.h"
 #include "optim/decode_cuda.cuh"
+#include "optim/step.h"
 
 namespace drivetrain::grad {
 namespace {

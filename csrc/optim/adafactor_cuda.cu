@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads) update_means(StepJob job, const Fact
   const int64_t i = blockIdx.x;
   const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
   const ParamJob& param = job.params[of.param];
-  const double fresh = job.rules[param.rule].as<AdafactorArgs>().fresh;
+  const double fresh = load_args<AdafactorArgs>(job.rules[param.rule]).fresh;
   const int64_t block = i - of.first_block, row_blocks = num_row_blocks(of);
   if (block < row_blocks) {
     const RowRange rows = rows_of_block(of, block);
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kThreads) factor_rows(StepJob job, const Facto
     if (rows.member < width) slots[thread] += slots[thread + width];
     __syncthreads();
   }
-  const double eps1 = job.rules[param.rule].as<AdafactorArgs>().eps1;
+  const double eps1 = load_args<AdafactorArgs>(job.rules[param.rule]).eps1;
   const T scale = scale_of_rows<T>(slots[thread - rows.member], of.rows, eps1);
   for (int64_t row = rows.begin + rows.member; row < rows.end; row += rows.team) {
     static_cast<T*>(param.state[0].data)[row] = factor_of(static_cast<T>(of.row_sums[row])) * scale;

@@ -63,4 +63,88 @@ __device__ __forceinline__ void split8_into(const float (&values)[kCount], uint3
   }
 }
 
+// Neighboring values of a stream of one format, as they lie in memory: what a thread loads or stores at once.
+template <Format kFormat, int kWidth>
+struct Neighbors {
+  static constexpr int kBytes = bytes_of(kFormat);
+  static constexpr bool kHasByte = kFormat == Format::kBFloat16Remainder8;
+  uint32_t words[kWidth * kBytes / 4];
+  uint32_t extra[kHasByte ? kWidth / 4 : 1];
+
+  // first, end: elements of the stream. kIsWide: all of them are there, and aligned.
+  template <bool kIsWide>
+  __device__ __forceinline__ void load(const Stream& stream, int64_t first, int64_t end) {
+    const char* const from = static_cast<const char*>(stream.data) + first * kBytes;
+    if constexpr (kIsWide) {
+      load_wide(from, words);
+    } else {
+      load_narrow<kBytes>(from, end - first, words);
+    }
+    if constexpr (kHasByte) {
+      const char* const beside = static_cast<const char*>(stream.extra) + first;
+      if constexpr (kIsWide) {
+        load_wide(beside, extra);
+      } else {
+        load_narrow<1>(beside, end - first, extra);
+      }
+    }
+  }
+
+  template <bool kIsWide>
+  __device__ __forceinline__ void store(const Stream& stream, int64_t first, int64_t end) const {
+    char* const to = static_cast<char*>(stream.data) + first * kBytes;
+    if constexpr (kIsWide) {
+      store_wide(to, words);
+    } else {
+      store_narrow<kBytes>(to, end - first, words);
+    }
+    if constexpr (kHasByte) {
+      char* const beside = static_cast<char*>(stream.extra) + first;
+      if constexpr (kIsWide) {
+        store_wide(beside, extra);
+      } else {
+        store_narrow<1>(beside, end - first, extra);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float value(int k) const {
+    if constexpr (kFormat == Format::kFloat64) {
+      return static_cast<float>(double_of(words, k));
+    } else if constexpr (kFormat == Format::kBFloat16) {
+      return bfloat16_of(words, k);
+    } else if constexpr (kFormat == Format::kFloat16) {
+      return float16_of(words, k);
+    } else if constexpr (kHasByte) {
+      return join8(half_of(words, k), static_cast<int8_t>(byte_of(extra, k)));
+    } else {
+      static_assert(kFormat == Format::kFloat32);
+      return bits_as<float>(words[k]);
+    }
+  }
+
+  __device__ __forceinline__ void set(const float (&values)[kWidth]) {
+    if constexpr (kHasByte) {
+      split8_into(values, words, extra);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) set(k, values[k]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set(int k, float value) {
+    if constexpr (kFormat == Format::kFloat64) {
+      const auto bits = bits_as<uint64_t>(static_cast<double>(value));
+      words[2 * k] = static_cast<uint32_t>(bits);
+      words[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
+    } else if constexpr (kFormat == Format::kFloat32) {
+      words[k] = bits_as<uint32_t>(value);
+    } else {
+      const uint32_t half = kFormat == Format::kBFloat16 ? bfloat16_from_float(value) : float16_from_float(value);
+      words[k / 2] = k % 2 == 0 ? half : words[k / 2] | half << 16;
+    }
+  }
+};
+
 }  // namespace drivetrain::optim

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
   if (chunk >= num_chunks || skips_step(job)) return;
   const T factor = T(factor_of_gradients(job));
   const ParamJob param = job.params[grad::last_from_in_warp(job.params, job.num_params, &ParamJob::first_chunk, chunk)];
-  const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
+  const Rule rule(load_args<typename Rule::Args>(job.rules[param.rule]));
   const int64_t begin = (chunk - param.first_chunk) * kChunk;
   const int64_t end = param.numel < begin + kChunk ? param.numel : begin + kChunk;
   const bool is_wide = RuleRow<Rule, T>::is_wide(param);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const Layer
   total.param = grad::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].param; });
   total.direction = grad::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].direction; });
   if (threadIdx.x != 0) return;
-  Args args = rules[blockIdx.x].as<Args>();
+  Args args = load_args<Args>(rules[blockIdx.x]);
   args.adapt(total, param.numel);
   rules[blockIdx.x] = RuleArgs::of(args);
 }

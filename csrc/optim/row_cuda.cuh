@@ -29,6 +29,23 @@ __device__ inline double factor_of_gradients(const StepJob& job) {
   return job.treatment_on_device != nullptr ? job.treatment_on_device->factor : job.treatment.factor;
 }
 
+// The arguments of a rule, 8 bytes at a time: the compiler would load what lies there as bytes one by one.
+template <class Args>
+__device__ __forceinline__ Args load_args(const RuleArgs& rule) {
+  static_assert(sizeof(Args) % 8 == 0 && alignof(RuleArgs) % 8 == 0);
+  uint32_t words[sizeof(Args) / 4];
+#pragma unroll
+  for (size_t i = 0; i < sizeof(Args); i += 8) {
+    uint32_t part[2];
+    load_wide(rule.bytes + i, part);
+    words[i / 4] = part[0];
+    words[i / 4 + 1] = part[1];
+  }
+  Args args;
+  memcpy(&args, words, sizeof(args));
+  return args;
+}
+
 // Bytes of what stands beside each value.
 __device__ inline int bytes_beside(Format format) {
   switch (format) {

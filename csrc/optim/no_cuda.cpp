@@ -1,5 +1,6 @@
 // The CUDA step's absence: what a build without nvcc answers.
 #include "base/check.h"
+#include "base/cuda_versions.h"
 #include "grad/accumulate.h"
 #include "grad/norm.h"
 #include "optim/cuda_step.h"
@@ -16,6 +17,8 @@ namespace {
 }  // namespace
 
 namespace optim {
+CudaVersions cuda_versions() { return {}; }
+
 
 bool has_cuda() { return false; }
 bool is_capturing(void*) { say_there_is_none(); }

@@ -123,6 +123,11 @@ def _cuda_kernels() -> Finding:
     if not _C.has_cuda():
         cure = f"put nvcc on PATH and {_REBUILD}"
         return wrong("cuda", f"{found}, but drivetrain was built without CUDA", cure)
+    if problem := driver_problem(*_C.cuda_versions()):
+        cure = (
+            f"install a newer driver, or point CUDACXX at an nvcc of CUDA {torch.version.cuda} or older and {_REBUILD}"
+        )
+        return wrong("cuda", f"{found}, but {problem}", cure)
     capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
     for capability in capabilities:
         if not covers(_build_info.CUDA, capability):
@@ -130,6 +135,18 @@ def _cuda_kernels() -> Finding:
             cure = f"{_REBUILD} -Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={number}"
             return wrong("cuda", f"{found} (sm_{number}), but the kernels are for {_build_info.CUDA}", cure)
     return ok("cuda", f"{found}, covered by the kernels ({_build_info.CUDA})")
+
+
+def driver_problem(runtime: int, driver: int) -> str:
+    """Why a driver cannot run what was built with a CUDA runtime; empty if it can. Versions as CUDA counts them: 13020
+    is 13.2. Within a major version every driver takes every runtime."""
+    if driver // 1000 >= runtime // 1000:
+        return ""
+    return f"the driver takes CUDA up to {_cuda_version(driver)}, and drivetrain's runtime is {_cuda_version(runtime)}"
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def covers(built: str, capability: tuple[int, int]) -> bool:

@@ -22,7 +22,7 @@ void __syncthreads();
 unsigned __reduce_max_sync(unsigned mask, unsigned value);
 double __shfl_down_sync(unsigned mask, double value, unsigned delta);
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorInsufficientDriver = 35 };
 const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 

@@ -287,7 +287,7 @@ def test_doctor_on_a_healthy_machine() -> None:
     done = _cli("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
-    assert list(lines) == ["python", "torch", "cuda", "nccl", "isa", "build", "gloo", "launch"]
+    assert list(lines) == ["python", "torch", "cuda", "nccl", "isa", "build", "libstdc++", "gloo", "launch"]
     assert all(line.startswith(("OK ", "-- ")) for line in lines.values())
     assert torch.__version__ in lines["torch"]
     assert "baseline" in lines["isa"]

@@ -22,7 +22,7 @@ from rich.text import Text
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import drivetrain
-from drivetrain import _C, _build_info
+from drivetrain import _C, _build_info, libstdcxx
 from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.ranks import GLOO_CURE, Meeting
@@ -207,6 +207,14 @@ def _build() -> Finding:
     return ok("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
 
 
+def _libstdcxx() -> Finding:
+    module = Path(_C.__file__)
+    if problem := libstdcxx.find_problem(module):
+        cure = f"point CXX at a g++ that links the shared one, take -static-libstdc++ out of its flags, and {_REBUILD}"
+        return wrong("libstdc++", f"{module} {problem}, and crashes beside torch's libstdc++", cure)
+    return ok("libstdc++", "the shared one, as torch's")
+
+
 def _gloo() -> Finding:
     if not (dist.is_available() and dist.is_gloo_available()):
         return wrong("gloo", "torch is built without it", "install torch's official wheel")
@@ -217,4 +225,4 @@ def _gloo() -> Finding:
     return ok("gloo", "available, finds a network interface")
 
 
-_CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _cuda, _nccl, _isa, _build, _gloo)
+_CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _cuda, _nccl, _isa, _build, _libstdcxx, _gloo)

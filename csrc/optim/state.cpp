@@ -15,6 +15,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/torch_text.h"
 #include "optim/precision.h"
 #include "optim/step_reader.h"
 #include "optim/storage_torch.h"

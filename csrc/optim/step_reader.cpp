@@ -14,6 +14,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/torch_text.h"
 #include "grad/lanes.h"
 #include "optim/hypers.h"
 #include "optim/storage_torch.h"

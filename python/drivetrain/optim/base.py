@@ -113,6 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Groups without any are as torch's, key by key.
         self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
         super().__init__(*args, **kwargs)
+        self._place_step_counters()
         self._step_supports_amp_scaling = self._scales_in_step
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
@@ -452,6 +453,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(option, value)
         if self._loading is not None:
             self._keep_dtypes(self._loading)
+        self._place_step_counters()
+
+    def _place_step_counters(self) -> None:
+        """Moves step counters to where the step reads them: torch's Adagrad makes them on the CPU at construction, and
+        its state dicts have them there."""
         for param, values in self.state.items():
             step, device = values.get("step"), _counter_device(param)
             if isinstance(step, Tensor) and (step.device != device or not step.is_floating_point()):

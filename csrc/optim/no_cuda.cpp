@@ -3,6 +3,7 @@
 #include "base/cuda_versions.h"
 #include "grad/accumulate.h"
 #include "grad/norm.h"
+#include "optim/convert.h"
 #include "optim/cuda_step.h"
 
 namespace drivetrain {
@@ -16,9 +17,9 @@ namespace {
 
 }  // namespace
 
-namespace optim {
 CudaVersions cuda_versions() { return {}; }
 
+namespace optim {
 
 bool has_cuda() { return false; }
 bool is_capturing(void*) { say_there_is_none(); }
@@ -30,6 +31,7 @@ void start_cuda(const StepStart&, void*) { say_there_is_none(); }
 void factor_cuda(const StepJob&, const Factored*, int32_t, int64_t, int64_t, void*) { say_there_is_none(); }
 void adapt_cuda(const StepJob&, int64_t, LayerSums*, RuleArgs*, void*) { say_there_is_none(); }
 void step_cuda(const StepJob&, void*) { say_there_is_none(); }
+void convert_cuda(const Conversion*, int32_t, int64_t, void*) { say_there_is_none(); }
 
 }  // namespace optim
 

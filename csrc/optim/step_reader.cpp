@@ -193,10 +193,6 @@ bool meets(RuleInfo::Needs needs, const c10::TensorImpl& param) {
   return !c10::isComplexType(param.dtype().toScalarType()) && (needs != RuleInfo::Needs::kMatrix || param.dim() == 2);
 }
 
-bool is_walkable(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
-}
-
 bool same_memory(const c10::TensorImpl& param, const c10::TensorImpl& other) {
   return other.device() == param.device() &&
          c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());

@@ -181,6 +181,7 @@ int main() {
   test_isa();
   test_shared_memory();
   test_cuda_kernels();
+  test_conversions();
   test_solver();
   test_packing();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");

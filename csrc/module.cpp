@@ -7,6 +7,7 @@
 #include "activation/activation.h"
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/cuda_versions.h"
 #include "base/frame_self.h"
 #include "base/heap.h"
 #include "ddp/ddp.h"
@@ -43,6 +44,11 @@ void register_base(py::module_& m) {
     return names;
   });
   m.def("force_isa", &force_isa, py::arg("name"));
+  // Of the CUDA runtime that the module uses and of the newest one that the driver takes; 0 where there is none.
+  m.def("cuda_versions", [] {
+    const CudaVersions versions = cuda_versions();
+    return std::pair(versions.runtime, versions.driver);
+  });
   m.def("return_freed_memory", &return_freed_memory);
 }
 

@@ -1,13 +1,17 @@
 """What a build and an import say when something they need is missing: one sentence, with the cure."""
 
+import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pybind11
 import pytest
 
+from drivetrain import libstdcxx
 from drivetrain._torch_version import check_torch
 
 CONFIGURE_TIMEOUT_S = 120
@@ -58,6 +62,68 @@ def test_no_compiler(repository: Path, tmp_path: Path) -> None:
     elsewhere = ["-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=ONLY", f"-DCMAKE_FIND_ROOT_PATH={tmp_path}"]
     said = message(configure(repository, tmp_path, environment, *elsewhere))
     assert "needs a C++20 compiler and found none: install one (g++ 11 or newer) or point CXX at yours." in said
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
+@pytest.mark.parametrize("runtime", ["static", "shared"])
+def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, runtime: str) -> None:
+    """On a driver for torch's CUDA its kernels could not be launched; a shared runtime would not even be found."""
+    environment = fake_torch(tmp_path, "class version: cuda = '11.8'\n__version__ = '2.13.0'")
+    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DDRIVETRAIN_CUDA_RUNTIME={runtime}"]
+    run = configure(repository, tmp_path, environment, *options)
+    said = re.sub(r"\s+", " ", run.stderr)
+    assert "nvcc is of CUDA" in said
+    assert "and torch 2.13.0 of CUDA 11.8" in said
+    if runtime == "shared":
+        assert run.returncode != 0
+        assert "Point CUDACXX at an nvcc of CUDA 11, or leave the runtime static." in said
+    else:
+        assert run.returncode == 0, run.stderr
+        assert "CMake Warning" in said
+        assert "Point CUDACXX at an nvcc of CUDA 11, or see that the driver is for CUDA" in said
+
+
+@pytest.mark.parametrize("way", ["wrapper", "CXXFLAGS", "LDFLAGS"])
+@pytest.mark.parametrize("link_shared", [True, False])
+def test_a_compiler_that_links_libstdcxx_statically(
+    repository: Path, tmp_path: Path, way: str, link_shared: bool
+) -> None:
+    """The package's module goes through the same two functions of CMake as this small one."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler
+    environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "LDFLAGS")}
+    if way == "wrapper":
+        wrapper = tmp_path / "g++"
+        wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" -static-libstdc++\n')
+        wrapper.chmod(0o755)
+        environment["CXX"] = str(wrapper)
+    else:
+        environment |= {"CXX": compiler, way: "-static-libstdc++"}
+    option = f"-DLINK_SHARED={'ON' if link_shared else 'OFF'}"
+    configured = configure(repository / "tests/libstdcxx", tmp_path, environment, option)
+    assert configured.returncode == 0, configured.stderr
+    command = [Path(sys.executable).parent / "cmake", "--build", tmp_path / "build"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=CONFIGURE_TIMEOUT_S, check=False)
+    if link_shared:
+        assert run.returncode == 0, run.stdout + run.stderr
+        (module,) = (tmp_path / "build").glob("libsmall.so")
+        assert ctypes.CDLL(str(module)).length_of(12) == len("12 1.5")
+        assert libstdcxx.find_problem(module) == ""
+    else:
+        assert run.returncode != 0
+        said = re.sub(r"\s+", " ", run.stdout + run.stderr)
+        assert "libsmall.so defines std:: streams and locales of its own" in said
+        assert "take -static-libstdc++ out of CXXFLAGS and LDFLAGS" in said
+
+
+def test_a_module_with_a_hidden_copy_of_libstdcxx(tmp_path: Path) -> None:
+    """Stripped and hidden, a copy shows in that the module asks for no shared one."""
+    source, module = tmp_path / "empty.cpp", tmp_path / "empty.so"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    subprocess.run(["c++", "-shared", "-fPIC", "-s", "-Wl,--as-needed", source, "-o", module], check=True)
+    assert libstdcxx.find_problem(module) == "does not ask for libstdc++.so.6"
+    with pytest.raises(ValueError, match="is not a 64-bit little-endian ELF file"):
+        libstdcxx.find_problem(source)
 
 
 def test_a_torch_of_another_minor_is_refused_at_import() -> None:

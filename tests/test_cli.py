@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from drivetrain import _C, _build_info
 from drivetrain.cli import main
-from drivetrain.cli.doctor import covers
+from drivetrain.cli.doctor import covers, driver_problem
 
 TIMEOUT_S = 60
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -254,6 +255,26 @@ def _launch(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> d
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
+@pytest.mark.parametrize(
+    ("runtime", "driver", "problem"),
+    [
+        (13000, 12080, "the driver takes CUDA up to 12.8, and drivetrain's runtime is 13.0"),
+        (13020, 13000, ""),
+        (12080, 13000, ""),
+        (0, 0, ""),
+    ],
+)
+def test_a_driver_is_for_the_runtimes_major_version(runtime: int, driver: int, problem: str) -> None:
+    assert driver_problem(runtime, driver) == problem
+
+
+def test_the_runtimes_version_is_that_of_nvcc() -> None:
+    runtime, _ = _C.cuda_versions()
+    assert (runtime > 0) == _C.has_cuda()
+    if _build_info.CUDA[0].isdigit():  # else there is none, or the kernels are emulated
+        assert _build_info.CUDA.startswith(f"{runtime // 1000}.")
+
+
 def test_doctor_says_it_in_one_line_and_by_the_exit_code() -> None:
     done = _cli("doctor", DRIVETRAIN_ISA="neon", **_launch(1, 2, 29500, "no-such-host.invalid"))
     assert done.returncode == 1
@@ -266,7 +287,7 @@ def test_doctor_on_a_healthy_machine() -> None:
     done = _cli("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
-    assert list(lines) == ["python", "torch", "cuda", "nccl", "isa", "build", "gloo", "launch"]
+    assert list(lines) == ["python", "torch", "cuda", "nccl", "isa", "build", "libstdc++", "gloo", "launch"]
     assert all(line.startswith(("OK ", "-- ")) for line in lines.values())
     assert torch.__version__ in lines["torch"]
     assert "baseline" in lines["isa"]

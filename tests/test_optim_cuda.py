@@ -114,6 +114,23 @@ def test_a_step_does_not_wait_for_the_device(case: str) -> None:
             optimizer.step()
 
 
+@cases
+@pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
+def test_a_first_step_does_not_wait_for_the_device_either(case: str, precision: str) -> None:
+    """It makes the states; the next one converts them."""
+    ours, _, _, options = CASES[case]
+    whole = {**options, **PRECISIONS.get(precision, {}), "min_8bit_size": 0, "max_grad_norm": 1.0}
+    on_cpu, on_device = pair(ours, whole, torch.bfloat16)
+    set_grads(params_of(on_cpu), params_of(on_device))
+    for _ in range(2):
+        on_cpu.step()
+        with no_waiting():
+            on_device.step()
+        assert_same_bits(on_cpu, on_device)
+        for optimizer in (on_cpu, on_device):
+            optimizer.param_groups[0].update({"state_bits": 16, "master_bits": None, "rounding": "kahan"})
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, drivetrain.amp.GradScaler])
 def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) -> None:
     params = on_gpu(make_params())
@@ -299,14 +316,14 @@ def test_a_first_step_is_not_captured() -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_states_go_to_torch_and_back(fused: bool) -> None:
+@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("AdamW", {"fused": True}), ("Adagrad", {})])
+def test_states_go_to_torch_and_back(name: str, options: dict[str, Any]) -> None:
     params = on_gpu(make_params())
     twins = copies(params)
-    theirs = torch.optim.AdamW(twins, fused=fused)
+    theirs = getattr(torch.optim, name)(twins, **options)
     set_grads(params, twins)
     theirs.step()
-    ours = optim.AdamW(params)
+    ours = getattr(optim, name)(params)
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     assert all(ours.state[param]["step"].device == param.device for param in params)
     with torch.no_grad():

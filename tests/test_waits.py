@@ -1,4 +1,4 @@
-"""What the GPU tests share: the check that nothing waits for the device, gradients on any device, settings of warnings."""
+"""What the GPU tests share: the check that nothing waits, gradients on any device, and the settings of warnings."""
 
 import warnings
 

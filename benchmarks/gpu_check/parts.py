@@ -24,6 +24,8 @@ MEASUREMENTS = {
     "comm": ("all-reduce against the process group's: time and busbw", 20),
     "accumulate": ("accumulation in float32 and 24 bits, with weight gradients fused and not, against torch's", 15),
     "activations": ("an activation budget against torch's checkpointing, of every block and of every 2nd", 30),
+    "large": ("an 8 B model trained with all its parameters on one card of 80 GB: tokens/s and peak memory", 60),
+    "repeats": ("10 runs of each form of a step: whether their bits are the same, and what that says of races", 60),
 }
 GPT_124M = ("--preset=gpt2", "--vocab-size=50304", "--bf16", "--batch-size=16", "--accumulate=1", "--steps=40")
 GPT_WHAT = "examples/gpt at 124 M parameters in bf16 against the stock script: tokens/s and peak memory"
@@ -193,6 +195,8 @@ def _read_sanitizer(code: int | None, output: str, is_dry: bool) -> Details:
         return {"note": "the script alone, on the CPU" if is_dry else "; ".join(summaries)}
     if code == 127:
         return {"status": "not possible here", "note": "no compute-sanitizer on PATH"}
+    if missing := re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", output):
+        return {"status": "not possible here", "note": f"missing: {missing[0]}"}
     if "imported" in output and "the device answers" not in output:
         refusals = re.findall(r"^=+ (Error: .*|.*not supported.*)$", output, re.M | re.I)
         return {"status": "not possible here", "note": "; ".join(refusals[:3]) or "the device refuses the tool"}

@@ -15,6 +15,7 @@
 
 #include "activation/activation.h"
 #include "base/check.h"
+#include "base/torch_text.h"
 
 namespace py = pybind11;
 

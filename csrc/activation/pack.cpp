@@ -18,6 +18,7 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
+#include "base/torch_text.h"
 #include "optim/step.h"
 #include "optim/storage_torch.h"
 

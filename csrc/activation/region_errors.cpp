@@ -4,6 +4,7 @@
 
 #include "activation/region.h"
 #include "base/check.h"
+#include "base/torch_text.h"
 
 namespace py = pybind11;
 

@@ -11,6 +11,7 @@
 #include "activation/stopwatch.h"
 #include "base/check.h"
 #include "base/hash.h"
+#include "base/torch_text.h"
 
 namespace drivetrain::activation {
 namespace {

@@ -1,7 +1,15 @@
-// Throws what check.h's macros report, so that the macro itself stays one comparison.
+// The parts of check.h that need not be inline.
 #include "base/check.h"
 
+#include <cstdio>
+
 namespace drivetrain {
+
+// As streams and printf's %g do: 6 digits, and an exponent where it is shorter.
+void append_float(std::string& out, double value) {
+  char digits[32];
+  out.append(digits, static_cast<size_t>(std::snprintf(digits, sizeof digits, "%g", value)));
+}
 
 void invariant_failed(const char* condition, const char* file, int line) {
   throw InvariantError(text("drivetrain broke its own rule: ", condition, " (", file, ":", line,

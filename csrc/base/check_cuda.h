@@ -8,8 +8,12 @@
 namespace drivetrain {
 
 inline std::string describe_cuda(cudaError_t status, const char* call) {
+  const char* const cure = status == cudaErrorInsufficientDriver
+                               ? "; drivetrain was built by a newer CUDA than this driver knows: run `drivetrain "
+                                 "doctor`, which says what to do"
+                               : "";
   return text(call, " failed with CUDA error ", static_cast<int>(status), " (", cudaGetErrorName(status),
-              "): ", cudaGetErrorString(status));
+              "): ", cudaGetErrorString(status), cure);
 }
 
 inline void check_cuda(cudaError_t status, const char* call) {

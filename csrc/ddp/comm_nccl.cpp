@@ -17,6 +17,7 @@
 
 #include "base/check.h"
 #include "base/current_stream.h"
+#include "base/torch_text.h"
 #include "ddp/comm.h"
 #include "ddp/nccl_communicator.h"
 

@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/held_function.h"
+#include "base/torch_text.h"
 #include "ddp/comm.h"
 #include "ddp/plan.h"
 #include "ddp/progress.h"

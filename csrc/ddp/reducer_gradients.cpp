@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "base/check.h"
+#include "base/torch_text.h"
 #include "ddp/reducer.h"
 #include "ddp/tensors.h"
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/torch_text.h"
 #include "ddp/reducer.h"
 
 namespace drivetrain::ddp {

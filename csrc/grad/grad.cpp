@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "base/grad_accumulator.h"
 #include "base/held_function.h"
+#include "base/torch_text.h"
 #include "grad/fuse_wgrad.h"
 #include "grad/main_grads.h"
 #include "grad/norm.h"

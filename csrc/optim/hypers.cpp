@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "base/torch_text.h"
 
 namespace py = pybind11;
 

@@ -1,7 +1,9 @@
 // The CUDA step's absence: what a build without nvcc answers.
 #include "base/check.h"
+#include "base/cuda_versions.h"
 #include "grad/accumulate.h"
 #include "grad/norm.h"
+#include "optim/convert.h"
 #include "optim/cuda_step.h"
 
 namespace drivetrain {
@@ -14,6 +16,8 @@ namespace {
 }
 
 }  // namespace
+
+CudaVersions cuda_versions() { return {}; }
 
 namespace optim {
 
@@ -30,6 +34,7 @@ void step_cuda(const StepJob&, void*) { say_there_is_none(); }
 void step_kernel_cuda(const StepLaunch&, const StepRecord*, const StepItem*, const StepJob&, void*) {
   say_there_is_none();
 }
+void convert_cuda(const Conversion*, int32_t, int64_t, void*) { say_there_is_none(); }
 
 }  // namespace optim
 

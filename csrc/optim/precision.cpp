@@ -2,6 +2,7 @@
 #include "optim/precision.h"
 
 #include "base/check.h"
+#include "base/torch_text.h"
 #include "optim/storage_torch.h"
 
 namespace drivetrain::optim {

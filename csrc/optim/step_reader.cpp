@@ -15,6 +15,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/torch_text.h"
 #include "grad/lanes.h"
 #include "optim/hypers.h"
 #include "optim/storage_torch.h"
@@ -191,10 +192,6 @@ void read_shape(const c10::TensorImpl& param, ParamJob& job) {
 bool meets(RuleInfo::Needs needs, const c10::TensorImpl& param) {
   if (needs == RuleInfo::Needs::kNothing) return true;
   return !c10::isComplexType(param.dtype().toScalarType()) && (needs != RuleInfo::Needs::kMatrix || param.dim() == 2);
-}
-
-bool is_walkable(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 bool same_memory(const c10::TensorImpl& param, const c10::TensorImpl& other) {

@@ -25,6 +25,11 @@ inline std::optional<Format> format_of(at::ScalarType dtype) {
   }
 }
 
+// Whether it can be walked in the order in which it lies in memory, and every element is what its bytes say.
+inline bool is_walkable(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
+}
+
 // Complex numbers are pairs of real ones.
 inline int64_t real_numel(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
 

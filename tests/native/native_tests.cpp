@@ -7,9 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -150,9 +153,27 @@ void test_isa() {
   for (std::thread& thread : threads) thread.join();
 }
 
+// What a stream of the standard library spells, which error texts used to be.
+template <class... Parts>
+void test_text_of(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  expect(text(parts...) == stream.str(), "text() gives '" + text(parts...) + "', a stream '" + stream.str() + "'");
+}
+
+void test_text() {
+  test_text_of("bucket ", 3, " of ", size_t{12}, std::string(" ["), std::string_view("a, b"), ']');
+  test_text_of(true, ' ', false, ' ', INT64_MIN, ' ', UINT64_MAX, ' ', short{-1}, ' ', uint32_t{7});
+  for (double value : {0.0, -0.0, 1.0, 0.1, 1e-5, 123456.0, 1234567.0, 1e21, -2.5e-300, 1.0 / 3, double(INFINITY)}) {
+    test_text_of(value, " and ", static_cast<float>(value));
+  }
+  test_text_of(std::nan(""), ' ', -INFINITY);
+}
+
 }  // namespace
 
 int main() {
+  test_text();
   test_kernels();
   test_decayed();
   test_plan();
@@ -160,7 +181,8 @@ int main() {
   test_isa();
   test_shared_memory();
   test_cuda_kernels();
-  drivetrain::test_step_kernels();
+  test_step_kernels();
+  test_conversions();
   test_solver();
   test_packing();
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");

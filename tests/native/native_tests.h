@@ -11,6 +11,7 @@ void expect(bool holds, const std::string& what);
 void test_shared_memory();
 void test_cuda_kernels();
 void test_step_kernels();
+void test_conversions();
 void test_solver();
 void test_packing();
 

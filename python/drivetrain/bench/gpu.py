@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from . import accumulate, activations, comm, ddp, optim_gpu
+from . import accumulate, activations, comm, ddp, large, optim_gpu, repeats
 from .measure import Row, print_table
 
 # Yields rows as they are measured, from the device, the rounds and whether all is to be tiny.
@@ -25,6 +25,8 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
         accumulate.run_gpu,
     ),
     "activations": ("Activation budget of a GPT, against torch's checkpointing at equal peaks", activations.run_gpu),
+    "large": ("8 B parameters trained on one card of 80 GB, all of them", large.run_gpu),
+    "repeats": ("Repeated runs of a training step, by their bits", repeats.run_gpu),
 }
 DRY_ROUNDS = 2
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import drivetrain
-from drivetrain import _C, _build_info
+from drivetrain import _C, _build_info, libstdcxx
 from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.ranks import GLOO_CURE, Meeting
@@ -123,6 +123,11 @@ def _cuda_kernels() -> Finding:
     if not _C.has_cuda():
         cure = f"put nvcc on PATH and {_REBUILD}"
         return wrong("cuda", f"{found}, but drivetrain was built without CUDA", cure)
+    if problem := driver_problem(*_C.cuda_versions()):
+        cure = (
+            f"install a newer driver, or point CUDACXX at an nvcc of CUDA {torch.version.cuda} or older and {_REBUILD}"
+        )
+        return wrong("cuda", f"{found}, but {problem}", cure)
     capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
     for capability in capabilities:
         if not covers(_build_info.CUDA, capability):
@@ -130,6 +135,18 @@ def _cuda_kernels() -> Finding:
             cure = f"{_REBUILD} -Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={number}"
             return wrong("cuda", f"{found} (sm_{number}), but the kernels are for {_build_info.CUDA}", cure)
     return ok("cuda", f"{found}, covered by the kernels ({_build_info.CUDA})")
+
+
+def driver_problem(runtime: int, driver: int) -> str:
+    """Why a driver cannot run what was built with a CUDA runtime; empty if it can. Versions as CUDA counts them: 13020
+    is 13.2. Within a major version every driver takes every runtime."""
+    if driver // 1000 >= runtime // 1000:
+        return ""
+    return f"the driver takes CUDA up to {_cuda_version(driver)}, and drivetrain's runtime is {_cuda_version(runtime)}"
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def covers(built: str, capability: tuple[int, int]) -> bool:
@@ -190,6 +207,14 @@ def _build() -> Finding:
     return ok("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
 
 
+def _libstdcxx() -> Finding:
+    module = Path(_C.__file__)
+    if problem := libstdcxx.find_problem(module):
+        cure = f"point CXX at a g++ that links the shared one, take -static-libstdc++ out of its flags, and {_REBUILD}"
+        return wrong("libstdc++", f"{module} {problem}, and crashes beside torch's libstdc++", cure)
+    return ok("libstdc++", "the shared one, as torch's")
+
+
 def _gloo() -> Finding:
     if not (dist.is_available() and dist.is_gloo_available()):
         return wrong("gloo", "torch is built without it", "install torch's official wheel")
@@ -200,4 +225,4 @@ def _gloo() -> Finding:
     return ok("gloo", "available, finds a network interface")
 
 
-_CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _cuda, _nccl, _isa, _build, _gloo)
+_CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _cuda, _nccl, _isa, _build, _libstdcxx, _gloo)

@@ -33,7 +33,5 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             "maximize": group["maximize"],
         }
 
-    def _initial_state(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        initial = group["initial_accumulator_value"]
-        fill = complex(initial, initial) if param.is_complex() else initial
-        return torch.full_like(param, fill, memory_format=torch.preserve_format)
+    def _initial_value(self, group: dict[str, Any]) -> float:
+        return float(group["initial_accumulator_value"])  # of complex parameters both parts, as torch has it

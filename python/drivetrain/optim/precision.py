@@ -1,6 +1,5 @@
 """How parameters and states live in memory, by a group's options: checked, and states made and converted."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -66,43 +65,45 @@ def of(group: Group) -> _C.Precision:
 def state_as_asked(
     state: dict[str, Any],
     name: str,
-    param: Tensor,
-    group: Group,
-    label: str,
     kind: int,
-    initial: Callable[[Tensor, Group], Tensor],
+    param: Tensor,
+    precision: _C.Precision,
+    label: str,
+    initial: float,
+    conversions: _C.Conversions,
 ) -> dict[str, Tensor | None]:
     """What to write into `state`, or to take out (None), so that its entry `name` is as the group asks.
 
     Args:
         kind: of the state, as the native rule gives it: a parameter of some shapes has no state of some kinds, and
             some have another shape than their parameter.
+        precision: the group's options.
+        initial: every value of a state that is not there yet.
+        conversions: what is returned holds its values once these have run.
 
     Raises:
         ValueError: an 8-bit entry is without its scales.
     """
-    shape = _C.optim_state_shape(param, kind)
-    if shape is None:
+    sizes = _C.optim_state_shape(param, kind)
+    if sizes is None:
         return {}
-    dtype = _C.optim_state_dtype(of(group), param, kind)
+    dtype = _C.optim_state_dtype(precision, param, kind)
     codes, scales = codes_name(name), scales_name(name)
     where = codes if state.get(name) is None else name
     found = state.get(where)
     if found is None:
-        values = initial(param, group) if list(param.shape) == shape else param.new_zeros(shape)
+        stored, stored_scales = conversions.new_state(param, sizes, dtype, initial)
         if dtype is None:
-            return {name: values}
+            return {name: stored}
     else:
-        if not isinstance(found, Tensor) or list(found.shape) != shape or found.device != param.device:
+        if not isinstance(found, Tensor) or list(found.shape) != sizes or found.device != param.device:
             return {}  # the step says what is wrong with it
         if _C.optim_is_state_as(param, found, state.get(scales), dtype):
             return {}
         try:
-            values = _C.optim_load_state(found, state.get(scales))
+            stored, stored_scales = conversions.converted_state(param, found, state.get(scales), dtype or param.dtype)
         except ValueError as error:
             raise ValueError(f"{label}: its state {where!r}: {error}") from error
-        dtype = dtype or param.dtype
-    stored, stored_scales = _C.optim_store_state(param, values, dtype)
     if stored_scales is None:
         return {name: stored, codes: None, scales: None}
     return {name: None, codes: stored, scales: stored_scales}
@@ -113,23 +114,29 @@ def has_state(state: dict[str, Any], name: str) -> bool:
     return state.get(name) is not None or state.get(codes_name(name)) is not None
 
 
-def extra_as_asked(state: dict[str, Any], param: Tensor, group: Group, label: str) -> dict[str, Tensor | None]:
+def extra_as_asked(
+    state: dict[str, Any], param: Tensor, precision: _C.Precision, label: str, conversions: _C.Conversions
+) -> dict[str, Tensor | None]:
     """The same for what a 16-bit parameter has beside it. May round the parameter anew, from what it had before."""
-    extra = _C.optim_param_extra(of(group), param)
+    extra = _C.optim_param_extra(precision, param)
     if extra is None:
         return dict.fromkeys(EXTRA_NAMES)
     name, dtype = extra
     found = state.get(name)
-    if isinstance(found, Tensor) and found.dtype == dtype and found.shape == param.shape:
+    if (
+        isinstance(found, Tensor)
+        and found.dtype == dtype
+        and found.shape == param.shape
+        and found.device == param.device
+    ):
         return {}
     before = next((state[key] for key in EXTRA_NAMES if isinstance(state.get(key), Tensor)), None)
     if before is not None and before.shape != param.shape:
         raise ValueError(f"{label}: its state {name!r} has shape {tuple(before.shape)}, expected {tuple(param.shape)}")
     try:
-        values = _C.optim_load_param(param, before)
+        return dict.fromkeys(EXTRA_NAMES) | {name: conversions.new_extra(param, before, dtype)}
     except TypeError as error:
         raise TypeError(f"{label}: {error}") from error
-    return dict.fromkeys(EXTRA_NAMES) | {name: _C.optim_store_param(param, values, dtype)}
 
 
 def codes_name(name: str) -> str:

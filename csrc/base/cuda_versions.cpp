@@ -1,0 +1,14 @@
+// Asks the CUDA runtime for its version and for the driver's; see cuda_versions.h.
+#include "base/check_cuda.h"
+#include "base/cuda_versions.h"
+
+namespace drivetrain {
+
+CudaVersions cuda_versions() {
+  CudaVersions versions;
+  check_cuda(cudaRuntimeGetVersion(&versions.runtime), "cudaRuntimeGetVersion");
+  check_cuda(cudaDriverGetVersion(&versions.driver), "cudaDriverGetVersion");
+  return versions;
+}
+
+}  // namespace drivetrain

@@ -1,0 +1,268 @@
+// Collects conversions and writes them; see conversions.h.
+#include "optim/conversions.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "base/current_stream.h"
+#include "base/torch_text.h"
+#include "optim/convert.h"
+#include "optim/device_table.h"
+#include "optim/precision.h"
+#include "optim/step.h"
+#include "optim/step_reader.h"
+#include "optim/storage_torch.h"
+
+namespace drivetrain::optim {
+namespace {
+
+Format state_format(at::ScalarType dtype) {
+  if (!is_block_dtype(dtype)) return *format_of(dtype);
+  return dtype == at::kByte ? Format::kSquared8 : Format::kSigned8;
+}
+
+// Whether the elements of both lie in memory in the same order, without gaps.
+bool is_walked_alike(const at::Tensor& a, const at::Tensor& b) {
+  if (!is_walkable(a) || !is_walkable(b) || !a.sizes().equals(b.sizes())) return false;
+  return (a.is_contiguous() && b.is_contiguous()) || a.strides().equals(b.strides());
+}
+
+// The format whose `extra` has this dtype, beside a parameter of that one.
+Format param_format_with(at::ScalarType param, at::ScalarType extra) {
+  for (const Format format : {Format::kBFloat16Remainder16, Format::kBFloat16Remainder8, Format::kBFloat16Kahan,
+                              Format::kFloat16Kahan, Format::kFloat16Master}) {
+    const bool is_float16 = format == Format::kFloat16Kahan || format == Format::kFloat16Master;
+    if (extra_of(format)->dtype == extra && param == (is_float16 ? at::kHalf : at::kBFloat16)) return format;
+  }
+  throw UserTypeError(text("a ", param, " parameter has nothing of ", extra, " beside it."));
+}
+
+Stream stream_of(const Stored& stored) {
+  if (!stored.values.defined()) return {};
+  if (stored.values.numel() > 0 && stored.values.data_ptr() == nullptr) {
+    throw EnvironmentError(
+        "the memory of a parameter or of its state has been freed (its storage was resized to 0): restore it before "
+        "optimizer.step().");
+  }
+  return {stored.values.data_ptr(), stored.format, stored.extra.defined() ? stored.extra.data_ptr() : nullptr};
+}
+
+// The stream from its element `i` on, which begins a block.
+Stream from_element(const Stream& stream, int64_t i) {
+  Stream rest = stream;
+  if (stream.data != nullptr) rest.data = static_cast<char*>(stream.data) + i * bytes_of(stream.format);
+  if (stream.extra == nullptr) return rest;
+  auto* const extra = static_cast<char*>(stream.extra);
+  if (has_blocks(stream.format)) {
+    rest.extra = extra + i / kBlock * static_cast<int64_t>(sizeof(float));
+  } else {
+    rest.extra = extra + i * static_cast<int64_t>(c10::elementSize(extra_of(stream.format)->dtype));
+  }
+  return rest;
+}
+
+void fill_on_cpu(const Stream& to, int64_t numel, double fill) {
+  if (fill == 0) {  // in every format zero is bytes of zero
+    std::memset(to.data, 0, numel * bytes_of(to.format));
+    if (has_blocks(to.format)) std::memset(to.extra, 0, num_blocks(numel) * sizeof(float));
+  } else if (to.format == Format::kFloat64) {
+    std::fill_n(static_cast<double*>(to.data), numel, fill);
+  } else {
+    std::vector<float> values(numel, static_cast<float>(fill));
+    for_chosen_isa(baseline::convert_cpu, avx2::convert_cpu, avx512::convert_cpu)({values.data(), Format::kFloat32}, to,
+                                                                                  numel, /*key=*/0);
+  }
+}
+
+void convert_chunk_on_cpu(const Conversion& job, int64_t chunk) {
+  const int64_t begin = (chunk - job.first_chunk) * kConversionChunk;
+  const int64_t numel = std::min(job.numel - begin, kConversionChunk);
+  const Stream to = from_element(job.to, begin);
+  if (job.from.data == nullptr) return fill_on_cpu(to, numel, job.fill);
+  for_chosen_isa(baseline::convert_cpu, avx2::convert_cpu, avx512::convert_cpu)(from_element(job.from, begin), to,
+                                                                                numel, /*key=*/0);
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::new_state(const at::Tensor& param,
+                                                                         const std::vector<int64_t>& sizes,
+                                                                         std::optional<at::ScalarType> dtype,
+                                                                         double fill) {
+  const bool has_its_shape = param.sizes().equals(sizes);
+  at::Tensor state;
+  if (!dtype && has_its_shape) {
+    state = at::empty_like(param.detach(), at::MemoryFormat::Preserve);  // as torch makes it
+  } else if (has_its_shape) {
+    state = empty_as_walked(param.detach(), *dtype);
+  } else {
+    state = at::empty(sizes, param.options().dtype(dtype.value_or(param.scalar_type())).requires_grad(std::nullopt));
+  }
+  at::Tensor scales;
+  if (is_block_dtype(state.scalar_type())) {
+    scales = at::empty({num_blocks(state.numel())}, state.options().dtype(at::kFloat));
+  }
+  add({}, {state, state_format(state.scalar_type()), scales}, fill);
+  return {state, scales.defined() ? std::optional(scales) : std::nullopt};
+}
+
+std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::converted_state(const at::Tensor& param,
+                                                                               const at::Tensor& state,
+                                                                               const std::optional<at::Tensor>& scales,
+                                                                               at::ScalarType dtype) {
+  const bool from_blocks = is_block_dtype(state.scalar_type()), to_blocks = is_block_dtype(dtype);
+  at::Tensor values = state.detach();
+  if (!values.sizes().equals(param.sizes())) {
+    return {(from_blocks ? load_state(values, scales) : values).to(dtype).contiguous(), std::nullopt};
+  }
+  const at::Tensor result = empty_as_walked(param.detach(), dtype);
+  const bool is_wide =
+      c10::toRealValueType(dtype) == at::kDouble || c10::toRealValueType(values.scalar_type()) == at::kDouble;
+  if (from_blocks && (is_wide || !is_walked_alike(values, result))) values = load_state(values, scales);
+  if (!to_blocks && is_wide) {
+    result.copy_(values);
+    return {result, std::nullopt};
+  }
+  Stored from = {values, state_format(is_wide ? at::kFloat : values.scalar_type())};
+  if (is_block_dtype(values.scalar_type())) {
+    check_scales(values, scales);
+    from.extra = scales->detach().to(values.device()).contiguous();
+  } else if (is_wide || !is_walked_alike(values, result)) {
+    const at::ScalarType staged = is_wide ? at::kFloat : values.scalar_type();
+    from.values = empty_as_walked(result, staged).copy_(values);
+  }
+  at::Tensor new_scales;
+  if (to_blocks) new_scales = at::empty({num_blocks(result.numel())}, result.options().dtype(at::kFloat));
+  add(from, {result, state_format(dtype), new_scales});
+  return {result, to_blocks ? std::optional(new_scales) : std::nullopt};
+}
+
+// Where they do not all lie in memory in the same order, they go through contiguous copies.
+void Conversions::rewrite_param(const at::Tensor& param, Stored from, const at::Tensor& extra) {
+  const Format format = param_format_with(param.scalar_type(), extra.scalar_type());
+  const at::Tensor halves = param.detach();
+  if (is_walked_alike(halves, extra) && is_walked_alike(halves, from.values) &&
+      (!from.extra.defined() || is_walked_alike(halves, from.extra))) {
+    halves.unsafeGetTensorImpl()->bump_version();
+    return add(std::move(from), {halves, format, extra});
+  }
+  const at::Tensor new_halves = at::empty(halves.sizes(), halves.options());
+  const at::Tensor new_extra = at::empty(extra.sizes(), extra.options());
+  from.values = from.values.contiguous();
+  if (from.extra.defined()) from.extra = from.extra.contiguous();
+  add(std::move(from), {new_halves, format, new_extra});
+  write_backs_.push_back({halves, new_halves});
+  write_backs_.push_back({extra, new_extra});
+}
+
+at::Tensor Conversions::new_extra(const at::Tensor& param, const std::optional<at::Tensor>& before,
+                                  at::ScalarType dtype) {
+  const at::Tensor extra = empty_as_walked(param.detach(), dtype);
+  Stored from = {param.detach(), *format_of(param.scalar_type())};
+  if (before) {
+    from.format = param_format_with(param.scalar_type(), before->scalar_type());
+    from.extra = before->detach().to(param.device());
+  }
+  rewrite_param(param, from, extra);
+  return extra;
+}
+
+at::Tensor Conversions::stored_param(const at::Tensor& param, const at::Tensor& values, at::ScalarType dtype) {
+  const at::Tensor extra = empty_as_walked(param.detach(), dtype);
+  rewrite_param(param, {values.detach().to(param.device(), at::kFloat), Format::kFloat32}, extra);
+  return extra;
+}
+
+at::Tensor Conversions::new_counter(at::Device device, at::ScalarType dtype) {
+  const at::Tensor counter = at::empty({}, at::TensorOptions(dtype).device(device));
+  add({}, {counter, *format_of(dtype)});
+  return counter;
+}
+
+void Conversions::add(Stored from, Stored to, double fill) { pairs_.push_back({std::move(from), std::move(to), fill}); }
+
+void Conversions::run() {
+  std::vector<c10::Device> devices;
+  for (const Pair& pair : pairs_) {
+    const c10::Device device = pair.to.values.device();
+    if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+  }
+  for (const c10::Device device : devices) {
+    if (!device.is_cpu() && !device.is_cuda()) continue;  // a step refuses what is there before it reads any
+    std::vector<Conversion> jobs;
+    int64_t num_chunks = 0;
+    for (const Pair& pair : pairs_) {
+      if (pair.to.values.device() != device) continue;
+      const int64_t numel = real_numel(pair.to.values);
+      jobs.push_back({stream_of(pair.from), stream_of(pair.to), numel, num_chunks, pair.fill});
+      num_chunks += num_conversion_chunks(numel);
+    }
+    device.is_cpu() ? run_on_cpu(jobs, num_chunks) : run_on_cuda(jobs, num_chunks, device);
+  }
+  for (const WriteBack& each : write_backs_) each.original.copy_(each.copy);
+  pairs_.clear();
+  write_backs_.clear();
+}
+
+void Conversions::run_on_cpu(const std::vector<Conversion>& jobs, int64_t num_chunks) {
+  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
+  at::parallel_for(0, num_chunks, kGrain, [&](int64_t begin, int64_t end) {
+    const auto begins_after = [](int64_t chunk, const Conversion& job) { return chunk < job.first_chunk; };
+    auto job = std::upper_bound(jobs.begin(), jobs.end(), begin, begins_after) - 1;
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      while (job + 1 != jobs.end() && (job + 1)->first_chunk <= chunk) ++job;
+      convert_chunk_on_cpu(*job, chunk);
+    }
+  });
+}
+
+void Conversions::run_on_cuda(const std::vector<Conversion>& jobs, int64_t num_chunks, c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  void* const stream = current_stream(device);
+  std::vector<char> bytes;
+  append_bytes(bytes, jobs.data(), jobs.size());
+  DeviceTable table;  // freed in the stream's order, and so after the launch has read it
+  convert_cuda(reinterpret_cast<const Conversion*>(table.hold(bytes, device, stream)),
+               static_cast<int32_t>(jobs.size()), num_chunks, stream);
+}
+
+void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales) {
+  if (scales && scales->scalar_type() == at::kFloat && scales->numel() == num_blocks(state.numel())) return;
+  throw UserError(text("an 8-bit state of shape ", state.sizes(), " needs ", num_blocks(state.numel()),
+                       " float32 scales, one per block of ", kBlock, "; ",
+                       scales ? text("got ", scales->scalar_type(), " of shape ", scales->sizes()) : "got none", "."));
+}
+
+at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales) {
+  if (!is_block_dtype(state.scalar_type())) return state.detach().to(at::kFloat);
+  check_scales(state, scales);
+  const at::Tensor codes = is_walkable(state) ? state.detach() : state.detach().contiguous();
+  const at::Tensor values = empty_as_walked(codes, at::kFloat);
+  Conversions one;
+  one.add({codes, state_format(codes.scalar_type()), scales->detach().to(codes.device()).contiguous()},
+          {values, Format::kFloat32});
+  one.run();
+  return values;
+}
+
+at::Tensor load_param(const at::Tensor& param, const std::optional<at::Tensor>& extra) {
+  if (!extra) return param.detach().to(at::kFloat);
+  const Format format = param_format_with(param.scalar_type(), extra->scalar_type());
+  const at::Tensor halves = param.detach().contiguous(), beside = extra->detach().to(param.device()).contiguous();
+  const at::Tensor values = at::empty(halves.sizes(), halves.options().dtype(at::kFloat));
+  Conversions one;
+  one.add({halves, format, beside}, {values, Format::kFloat32});
+  one.run();
+  return values;
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,191 @@
+// Conversions between storage formats on CUDA; see convert.h. Includes no torch header.
+#include "base/launch_cuda.h"
+#include "optim/convert.h"
+
+namespace drivetrain::optim {
+namespace {
+
+constexpr int kConvertThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kPerLane = kBlock / kWarp;  // a warp converts a block of values that share a scale
+
+// Calls visit(k, i) for this lane's elements of the warp's block; neighboring lanes have neighboring elements.
+template <class Visit>
+__device__ void for_each_element(int64_t begin, int64_t end, Visit visit) {
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    const int64_t i = begin + k * kWarp + threadIdx.x % kWarp;
+    if (i < end) visit(k, i);
+  }
+}
+
+// value_of(data, extra, i) gives element i.
+template <class Value, class Extra = void, class ValueOf>
+__device__ void load_as(const Stream& stream, int64_t begin, int64_t end, float (&values)[kPerLane], ValueOf value_of) {
+  const auto* data = static_cast<const Value*>(stream.data);
+  const auto* extra = static_cast<const Extra*>(stream.extra);
+  for_each_element(begin, end, [&](int k, int64_t i) { values[k] = value_of(data, extra, i); });
+}
+
+__device__ void load(const Stream& stream, int64_t begin, int64_t end, float (&values)[kPerLane]) {
+  switch (stream.format) {
+    case Format::kBFloat16:
+    case Format::kBFloat16Stochastic:
+      return load_as<uint16_t>(stream, begin, end, values,
+                               [](auto* data, auto*, int64_t i) { return float_from_bfloat16(data[i]); });
+    case Format::kFloat16:
+    case Format::kFloat16Stochastic:
+      return load_as<uint16_t>(stream, begin, end, values,
+                               [](auto* data, auto*, int64_t i) { return float_from_float16(data[i]); });
+    case Format::kBFloat16Remainder16:
+      return load_as<uint16_t, int16_t>(stream, begin, end, values,
+                                        [](auto* data, auto* extra, int64_t i) { return join(data[i], extra[i]); });
+    case Format::kBFloat16Remainder8:
+      return load_as<uint16_t, int8_t>(stream, begin, end, values,
+                                       [](auto* data, auto* extra, int64_t i) { return join8(data[i], extra[i]); });
+    case Format::kBFloat16Kahan:
+      return load_as<uint16_t, uint16_t>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+        return compensated_bfloat16(data[i], extra[i]);
+      });
+    case Format::kFloat16Kahan:
+      return load_as<uint16_t, uint16_t>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+        return compensated_float16(data[i], extra[i]);
+      });
+    case Format::kFloat16Master:
+      return load_as<uint16_t, float>(stream, begin, end, values,
+                                      [](auto* data, auto* extra, int64_t i) { return master_of(extra[i], data[i]); });
+    case Format::kSigned8:
+      return load_as<int8_t, float>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+        return decode_any<SignedCode>(data[i], extra[i / kBlock]);
+      });
+    case Format::kSquared8:
+      return load_as<uint8_t, float>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+        return decode_any<SquaredCode>(data[i], extra[i / kBlock]);
+      });
+    default:
+      return load_as<float>(stream, begin, end, values, [](auto* data, auto*, int64_t i) { return data[i]; });
+  }
+}
+
+// write(data, extra, i, value) stores element i.
+template <class Value, class Extra = void, class Write>
+__device__ void store_as(const Stream& stream, int64_t begin, int64_t end, const float (&values)[kPerLane],
+                         Write write) {
+  auto* data = static_cast<Value*>(stream.data);
+  auto* extra = static_cast<Extra*>(stream.extra);
+  for_each_element(begin, end, [&](int k, int64_t i) { write(data, extra, i, values[k]); });
+}
+
+// All lanes of the warp call it, for one block.
+template <class Kind>
+__device__ void store_block(const Stream& stream, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
+  constexpr unsigned kAll = 0xffffffffu;
+  float prepared[kPerLane] = {};
+  uint32_t largest = 0, largest_finite = 0;
+  for_each_element(begin, end, [&](int k, int64_t) {
+    prepared[k] = Kind::prepare(values[k]);
+    const uint32_t magnitude = magnitude_bits(prepared[k]), finite = finite_magnitude(prepared[k]);
+    largest = magnitude > largest ? magnitude : largest;
+    largest_finite = finite > largest_finite ? finite : largest_finite;
+  });
+  largest = __reduce_max_sync(kAll, largest);
+  const float scale = Kind::scale_of(__reduce_max_sync(kAll, largest_finite));
+  const float factor = Kind::factor_of(scale);
+  auto* codes = static_cast<typename Kind::Code*>(stream.data);
+  for_each_element(begin, end, [&](int k, int64_t i) { codes[i] = encode_any<Kind>(prepared[k], factor); });
+  if (threadIdx.x % kWarp == 0) {
+    static_cast<float*>(stream.extra)[begin / kBlock] = largest >= kInfinity ? with_special(scale) : scale;
+  }
+}
+
+__device__ void store(const Stream& stream, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
+  switch (stream.format) {
+    case Format::kBFloat16:
+      return store_as<uint16_t>(stream, begin, end, values, [](auto* data, auto*, int64_t i, float value) {
+        data[i] = bfloat16_from_float(value);
+      });
+    case Format::kFloat16:
+      return store_as<uint16_t>(stream, begin, end, values,
+                                [](auto* data, auto*, int64_t i, float value) { data[i] = float16_from_float(value); });
+    case Format::kBFloat16Remainder16:
+      return store_as<uint16_t, int16_t>(stream, begin, end, values,
+                                         [](auto* data, auto* extra, int64_t i, float value) {
+                                           const Split parts = split(value);
+                                           data[i] = parts.half;
+                                           extra[i] = parts.remainder;
+                                         });
+    case Format::kBFloat16Remainder8:
+      return store_as<uint16_t, int8_t>(stream, begin, end, values,
+                                        [](auto* data, auto* extra, int64_t i, float value) {
+                                          const Split8 parts = split8(value);
+                                          data[i] = parts.half;
+                                          extra[i] = parts.remainder;
+                                        });
+    case Format::kBFloat16Kahan:
+      return store_as<uint16_t, uint16_t>(stream, begin, end, values,
+                                          [](auto* data, auto* extra, int64_t i, float value) {
+                                            data[i] = bfloat16_from_float(value);
+                                            extra[i] = compensation_bfloat16(value, data[i]);
+                                          });
+    case Format::kFloat16Kahan:
+      return store_as<uint16_t, uint16_t>(stream, begin, end, values,
+                                          [](auto* data, auto* extra, int64_t i, float value) {
+                                            data[i] = float16_from_float(value);
+                                            extra[i] = compensation_float16(value, data[i]);
+                                          });
+    case Format::kFloat16Master:
+      return store_as<uint16_t, float>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i, float value) {
+        data[i] = float16_from_float(value);
+        extra[i] = value;
+      });
+    case Format::kSigned8:
+      return store_block<SignedCode>(stream, begin, end, values);
+    case Format::kSquared8:
+      return store_block<SquaredCode>(stream, begin, end, values);
+    default:
+      return store_as<float>(stream, begin, end, values,
+                             [](auto* data, auto*, int64_t i, float value) { data[i] = value; });
+  }
+}
+
+// The conversion that the chunk belongs to: the last one that begins at it or before, as empty ones begin there, too.
+__device__ int32_t conversion_of(const Conversion* conversions, int32_t count, int64_t chunk) {
+  int32_t low = 0, high = count;
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    (conversions[middle].first_chunk <= chunk ? low : high) = middle;
+  }
+  return low;
+}
+
+// A chunk per block of threads, a block of values with one scale per warp and turn.
+__global__ void __launch_bounds__(kConvertThreads) convert(const Conversion* conversions, int32_t count) {
+  const int64_t chunk = blockIdx.x;
+  const Conversion job = conversions[conversion_of(conversions, count, chunk)];
+  const int64_t first = (chunk - job.first_chunk) * kConversionChunk;
+  const int64_t last = job.numel < first + kConversionChunk ? job.numel : first + kConversionChunk;
+  for (int64_t begin = first + threadIdx.x / kWarp * kBlock; begin < last; begin += kConvertThreads / kWarp * kBlock) {
+    const int64_t end = last < begin + kBlock ? last : begin + kBlock;
+    float values[kPerLane] = {};
+    if (job.from.data != nullptr) {
+      load(job.from, begin, end, values);
+    } else if (job.to.format == Format::kFloat64) {
+      auto* data = static_cast<double*>(job.to.data);
+      for_each_element(begin, end, [&](int, int64_t i) { data[i] = job.fill; });
+      continue;
+    } else {
+      for (float& value : values) value = static_cast<float>(job.fill);
+    }
+    store(job.to, begin, end, values);
+  }
+}
+
+}  // namespace
+
+void convert_cuda(const Conversion* conversions, int32_t count, int64_t num_chunks, void* stream) {
+  if (num_chunks == 0) return;
+  launch_cuda("launching the conversion of the optimizer's states", convert, num_chunks, kConvertThreads, stream,
+              conversions, count);
+}
+
+}  // namespace drivetrain::optim

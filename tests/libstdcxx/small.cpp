@@ -1,0 +1,9 @@
+// A module that needs streams, which tests/test_build.py links in several ways.
+#include <sstream>
+#include <string>
+
+extern "C" long length_of(long number) {
+  std::ostringstream out;
+  out << number << ' ' << 1.5;
+  return static_cast<long>(out.str().size());
+}

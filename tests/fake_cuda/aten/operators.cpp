@@ -110,6 +110,9 @@ class Call {
 
   void run(Stack& stack) {
     find_device();
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                                "tests/fake_cuda cannot run ", short_name(op_),
+                                ": the CPU has no such operator (aten/cpu_kernels.cpp is the place for one)");
     const c10::cuda::CUDAGuard guard(device_);
     stage_host_tensors();
     const bool is_random = op_.hasTag(at::Tag::nondeterministic_seeded);

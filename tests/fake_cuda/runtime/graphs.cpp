@@ -61,6 +61,12 @@ std::set<size_t> ancestors(const Graph& graph, const std::set<size_t>& tail) {
   return all;
 }
 
+// The streams of graphs that are gone, by device and place, for later graphs.
+std::map<std::pair<int, size_t>, std::vector<Stream*>>& free_lanes() {
+  static auto* made = new std::map<std::pair<int, size_t>, std::vector<Stream*>>;
+  return *made;
+}
+
 }  // namespace
 
 }  // namespace fake_cuda
@@ -170,7 +176,12 @@ FAKE_CUDA_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* handle,
   if (graph == nullptr || handle == nullptr) return fail(cudaErrorInvalidValue);
   auto* exec = new GraphExec{graph->nodes, {}};
   for (size_t lane = 0; lane < graph->num_lanes; ++lane) {
-    exec->lanes.push_back(make_stream(current_device, false, "branch " + std::to_string(lane) + " of a graph"));
+    auto& free = free_lanes()[{current_device, lane}];
+    if (free.empty()) {
+      free.push_back(make_stream(current_device, false, "branch " + std::to_string(lane) + " of a graph"));
+    }
+    exec->lanes.push_back(free.back());
+    free.pop_back();
   }
   *handle = reinterpret_cast<cudaGraphExec_t>(exec);
   return cudaSuccess;
@@ -215,6 +226,12 @@ FAKE_CUDA_API cudaError_t cudaGraphDestroy(cudaGraph_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
+  const Lock lock(state().mutex);
+  const auto* exec = reinterpret_cast<GraphExec*>(handle);
+  if (exec == nullptr) return fail(cudaErrorInvalidValue);
+  for (size_t lane = 0; lane < exec->lanes.size(); ++lane) {
+    free_lanes()[{exec->lanes[lane]->device, lane}].push_back(exec->lanes[lane]);
+  }
   delete reinterpret_cast<GraphExec*>(handle);  // what it has enqueued holds its own work
   return cudaSuccess;
 }

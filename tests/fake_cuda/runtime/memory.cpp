@@ -256,7 +256,7 @@ FAKE_CUDA_API cudaError_t cudaFree(void* pointer) {
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
   if (!place.is_known || place.kind != Kind::kDevice || place.begin != begin) return fail(cudaErrorInvalidValue);
   {
-    // As the real one, it waits for the device; what is in order is not thereby seen to be.
+    // As the real one, it waits for the device.
     Lock lock(state().mutex);
     if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
     std::vector<OpRef> ops;

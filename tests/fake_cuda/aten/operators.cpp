@@ -52,6 +52,17 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
+// A copy of a host tensor of one element that Python has never seen: the executor frees it, and must not wait for the
+// interpreter's lock, which a thread may hold that waits for the executor.
+at::Tensor own_copy(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowAutograd guard;
+  at::Tensor copy = tensor.clone();
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return copy;
+}
+
+at::Tensor for_executor(const at::Tensor& tensor) { return tensor.is_cuda() ? over_device(tensor) : own_copy(tensor); }
+
 at::Tensor as_meta(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
   const at::AutoDispatchBelowAutograd guard;
@@ -168,10 +179,7 @@ class Call {
                     "Expected all tensors to be on the same device, but found at least two devices, ", device_,
                     " and cpu! (when checking argument for argument ", schema_.arguments()[i].name(), " in method ",
                     short_name(op_), ")");
-        const at::AutoDispatchBelowAutograd guard;
-        at::Tensor copy = tensor.clone();
-        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
-        return copy;
+        return own_copy(tensor);
       });
     }
   }
@@ -260,8 +268,7 @@ class Call {
     size_t generator_at = 0;
     std::function<at::Generator()> generator;
     if (is_random && takes_generator()) std::tie(generator_at, generator) = random_numbers(used);
-    const Stack cpu = with_tensors(
-        [](const at::Tensor& tensor) { return tensor.is_cuda() ? over_device(tensor) : tensor; }, c10::Device(c10::kCPU));
+    const Stack cpu = with_tensors(for_executor, c10::Device(c10::kCPU));
     std::vector<c10::IValue> targets;
     for (const c10::IValue& output : outputs_) targets.push_back(map_tensors(output, over_device));
     launch(short_name(op_), device_, used, [op = op_, cpu, targets, generator_at, generator] {
@@ -312,8 +319,7 @@ class Call {
   // which are then counted as waits of the host's.
   void run_at_once(Stack& stack, bool is_counted) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
-    const auto results = std::make_shared<Stack>(with_tensors(
-        [](const at::Tensor& tensor) { return tensor.is_cuda() ? over_device(tensor) : tensor; }, c10::Device(c10::kCPU)));
+    const auto results = std::make_shared<Stack>(with_tensors(for_executor, c10::Device(c10::kCPU)));
     std::vector<fake_cuda_range> used = ranges();
     size_t generator_at = 0;
     std::function<at::Generator()> generator;

@@ -1,6 +1,8 @@
 // Streams and events: what is enqueued, in which order it may run, and what the host waits for.
 #include "core.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <sstream>
 
@@ -177,8 +179,7 @@ cudaError_t wait_for(Lock& lock, const std::vector<OpRef>& ops, const char* call
                                  op->info->describe() + "; not done are:" + pending_work();
         lock.unlock();
         report("a wait without an end", text);
-        lock.lock();
-        return fail(cudaErrorLaunchTimeout);
+        _exit(86);  // the work may still write where the host goes on
       }
     }
   }

@@ -31,6 +31,7 @@ def read_list(path: Path) -> list[tuple[str, str]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fake_cuda: a test of the stand-in itself")
     config.addinivalue_line("markers", "fake_cuda_errors: makes errors for the stand-in to find, and looks at them")
     if not fake_cuda.is_loaded():
         raise pytest.UsageError("tests/fake_cuda is not preloaded: run make test-fake-cuda")
@@ -41,9 +42,12 @@ def _matches(node: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(node, re.sub(r"\[", "[[]", pattern))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m asks for the marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     entries = read_list(LIST)
     for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker("fake_cuda")
         node = item.nodeid.removeprefix("tests/")
         for pattern, reason in entries:
             if _matches(node, pattern):

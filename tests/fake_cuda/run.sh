@@ -32,7 +32,7 @@ export PATH
 cmake -S tests/fake_cuda -B "$folder" -G Ninja -DPython_EXECUTABLE="$layer/bin/python" > "$folder/cmake.log" || { cat "$folder/cmake.log"; exit 1; }
 cmake --build "$folder"
 "$layer/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
-  -Cbuild-dir="$folder/module" -Ccmake.define.DRIVETRAIN_CUDA=emulated
+  -Cbuild-dir=build/fake_cuda_module -Ccmake.define.DRIVETRAIN_CUDA=emulated
 
 export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1" PYTHONPATH="$PWD/tests/fake_cuda" FAKE_CUDA_ON_ERROR=record
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

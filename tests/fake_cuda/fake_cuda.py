@@ -1,0 +1,50 @@
+"""Asks the stand-in for CUDA what it has seen: errors, and waits of the host. Only where it is preloaded."""
+
+import ctypes
+import os
+
+
+def is_loaded() -> bool:
+    """Whether the stand-in has libcudart's place in this process."""
+    return "libcudart.so.13" in os.environ.get("LD_PRELOAD", "") and hasattr(ctypes.CDLL(None), "fake_cuda_num_errors")
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    for name in ("fake_cuda_num_errors", "fake_cuda_num_host_waits"):
+        getattr(library, name).restype = ctypes.c_uint64
+    library.fake_cuda_error_text.restype = ctypes.c_size_t
+    library.fake_cuda_error_text.argtypes = (ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)
+    library.fake_cuda_seed.argtypes = (ctypes.c_uint64,)
+    library.fake_cuda_set_delay.argtypes = (ctypes.c_uint64,)
+    return library
+
+
+def num_host_waits() -> int:
+    """Calls so far that waited for a stream, an event, a device or a synchronous copy."""
+    return int(_library().fake_cuda_num_host_waits())
+
+
+def num_errors() -> int:
+    """Races, host accesses and failed work so far."""
+    return int(_library().fake_cuda_num_errors())
+
+
+def errors(since: int = 0) -> list[str]:
+    """The errors from number `since` on, as they were printed."""
+    texts = []
+    for index in range(since, num_errors()):
+        text = ctypes.create_string_buffer(_library().fake_cuda_error_text(index, None, 0))
+        _library().fake_cuda_error_text(index, text, len(text))
+        texts.append(text.value.decode(errors="replace"))
+    return texts
+
+
+def seed(number: int) -> None:
+    """Draws later delays and orders from this seed."""
+    _library().fake_cuda_seed(number)
+
+
+def set_delay(microseconds: int) -> None:
+    """Sets the longest delay of a stream's work."""
+    _library().fake_cuda_set_delay(microseconds)

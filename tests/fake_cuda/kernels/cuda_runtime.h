@@ -1,0 +1,42 @@
+// Stands for CUDA's header of that name: kernels run as in tests/native/cuda_on_cpu, but a launch copies its arguments
+// and enqueues the run on a fake stream instead of running at once.
+#pragma once
+
+// The emulator's own answers of these names; the real ones are those of the preloaded runtime.
+#define cudaLaunchKernelEx cuda_on_cpu_run_at_once
+#define cudaGetErrorName cuda_on_cpu_error_name
+#define cudaGetErrorString cuda_on_cpu_error_string
+#define cudaStreamIsCapturing cuda_on_cpu_is_capturing
+#include "../../native/cuda_on_cpu/cuda_runtime.h"
+#undef cudaLaunchKernelEx
+#undef cudaGetErrorName
+#undef cudaGetErrorString
+#undef cudaStreamIsCapturing
+
+#include <tuple>
+#include <type_traits>
+
+extern "C" {
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+}
+
+namespace fake_cuda_kernels {
+
+cudaError_t enqueue(const cudaLaunchConfig_t& config, const char* signature, std::function<void()> thread);
+
+// Its own signature is the only name that a kernel's pointer has at compile time.
+template <class... Params>
+const char* signature() {
+  return __PRETTY_FUNCTION__;
+}
+
+}  // namespace fake_cuda_kernels
+
+template <class... Params, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  return fake_cuda_kernels::enqueue(
+      *config, fake_cuda_kernels::signature<Params...>(),
+      [kernel, held = std::tuple<std::decay_t<Params>...>(args...)] { std::apply(kernel, held); });
+}

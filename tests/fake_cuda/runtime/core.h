@@ -1,0 +1,209 @@
+// What the parts of the stand-in share: operations, streams, events, captures, and the lock over all of them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../fake_cuda.h"
+
+#define FAKE_CUDA_API extern "C" __attribute__((visibility("default")))
+
+namespace fake_cuda {
+
+using Time = std::chrono::steady_clock::time_point;
+
+// Per stream, the number of its last operation that is known to have run before.
+class Clock {
+ public:
+  void join(const Clock& other);
+  uint64_t of(uint32_t stream) const { return stream < numbers_.size() ? numbers_[stream] : 0; }
+  void set(uint32_t stream, uint64_t number);
+
+ private:
+  std::vector<uint64_t> numbers_;
+};
+
+// What a report says of an operation.
+struct OpInfo {
+  std::string name, stream, location;
+  uint32_t stream_id = 0;
+  uint64_t number = 0;
+  std::string describe() const;
+};
+
+struct Range {
+  uintptr_t address;
+  size_t bytes;
+  bool writes;
+};
+
+// Work that may run several times, when a graph is replayed.
+struct Work {
+  std::string name;
+  std::function<int()> run;  // FAKE_CUDA_DONE, _AGAIN or _FAILED; empty for what only orders
+  std::vector<Range> ranges;
+};
+
+struct Stream;
+
+struct Op {
+  std::shared_ptr<const Work> work;
+  std::shared_ptr<const OpInfo> info;
+  Stream* stream = nullptr;
+  Clock clock;
+  std::vector<std::shared_ptr<Op>> deps;  // of other streams
+  std::chrono::microseconds delay{0};     // from when it is the first of its stream
+  Time ready;
+  bool is_urgent = false;  // the host waits for it
+  bool has_begun = false;
+  bool is_done = false;
+  Time done_at;
+};
+using OpRef = std::shared_ptr<Op>;
+
+struct Node {
+  std::shared_ptr<const Work> work;
+  std::vector<size_t> deps;
+  size_t lane = 0;
+};
+
+struct Graph {
+  std::vector<Node> nodes;
+  size_t num_lanes = 0;
+};
+
+struct GraphExec {
+  std::vector<Node> nodes;
+  std::vector<Stream*> lanes;
+};
+
+struct Capture {
+  unsigned long long id = 0;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  std::thread::id thread;
+  Stream* origin = nullptr;
+  std::unique_ptr<Graph> graph = std::make_unique<Graph>();
+  std::map<Stream*, std::set<size_t>> tails;  // of each stream in the capture: its last nodes
+  std::map<Stream*, size_t> lanes;
+  bool is_invalid = false;
+};
+
+struct Stream {
+  uint32_t id = 0;
+  int device = 0;
+  int priority = 0;
+  bool is_blocking = true;  // ordered against the legacy stream
+  bool is_destroyed = false;
+  std::string label;
+  std::deque<OpRef> queue;
+  OpRef last;
+  Clock clock;
+  uint64_t number = 0;
+  unsigned lag = 1;  // how much later than others it runs, drawn anew whenever it was empty
+  std::shared_ptr<Capture> capture;
+};
+
+struct Event {
+  int device = 0;
+  unsigned flags = 0;
+  OpRef op;  // of the last record outside of captures
+  std::shared_ptr<Capture> capture;
+  std::set<size_t> nodes;  // of the last record, in a capture
+};
+
+// Everything mutable lives as long as the process: threads may use it until the very end.
+struct State {
+  std::mutex mutex;
+  std::condition_variable changed;  // for the executor: work came, or a host thread waits
+  std::condition_variable done;     // for host threads: an operation is done
+  std::vector<Stream*> streams;     // all, by id
+  std::map<int, Stream*> legacy;    // by device
+  std::set<Event*> events;
+  std::set<std::shared_ptr<Capture>> captures;
+  Clock host;  // what host threads have seen complete
+  std::mt19937_64 random{1};
+  uint64_t delay_us = 1000;
+  uint64_t num_host_waits = 0;
+  unsigned long long num_captures = 0;
+  cudaError_t device_error = cudaSuccess;
+  bool has_executor = false;
+  bool is_stopping = false;
+  bool is_running = false;  // the executor, some work
+};
+State& state();
+using Lock = std::unique_lock<std::mutex>;
+
+extern thread_local int current_device;
+extern thread_local cudaStreamCaptureMode thread_capture_mode;
+int num_devices();
+
+// Notes an error of a call, as cudaGetLastError answers it, and returns it.
+cudaError_t fail(cudaError_t error);
+// The same with a text of ours, which cudaGetErrorString then gives.
+cudaError_t fail(cudaError_t error, std::string text);
+
+// --- streams.cpp; all under the lock
+Stream* find_stream(cudaStream_t handle);  // null for what is no stream
+Stream* make_stream(int device, bool is_blocking, std::string label);
+OpRef append(Stream* stream, std::shared_ptr<const Work> work, std::vector<OpRef> deps = {});
+// Appends work, or adds it to the stream's capture.
+cudaError_t enqueue(Stream* stream, std::shared_ptr<const Work> work);
+cudaError_t wait_for(Lock& lock, const std::vector<OpRef>& ops, const char* call);
+// Notes that the host knows this operation to be done.
+void observe(const OpRef& op);
+OpRef marker(Stream* stream, const char* name);
+
+// --- executor.cpp
+void start_executor();
+bool is_executor();
+const OpRef& running();  // on the executor: the operation that runs
+
+// --- graphs.cpp; under the lock
+bool is_forbidden_by_capture();  // and then all captures that forbid it are invalid
+void invalidate(const std::shared_ptr<Capture>& capture);
+cudaError_t check_capture(Stream* stream);  // of a call that may not be made on a stream that captures
+
+// --- memory.cpp
+enum class Kind { kDevice, kPinned, kPageable };
+struct Place {
+  Kind kind = Kind::kPageable;
+  int device = -1;
+  uintptr_t begin = 0;  // of its allocation
+  size_t bytes = 0;
+  bool is_known = false;  // device addresses: lies within a live allocation
+};
+Place place_of(const void* address);
+bool is_in_arena(uintptr_t address);
+void* view(const void* address);
+void close_after_fault();
+std::string describe_address(uintptr_t address);
+
+// --- races.cpp
+void check_access(const Op& op, uintptr_t address, size_t bytes, bool writes);
+void forget_accesses(uintptr_t address, size_t bytes);
+std::string last_writer(uintptr_t address);
+
+// --- reports.cpp
+void report(const char* kind, const std::string& text);
+bool dies_of_errors();
+// With FAKE_CUDA_TRACE=1, the calling thread notes its line of Python, outside of torch; its next operations have it.
+// To be called without the lock, because it takes the interpreter's.
+void note_location();
+const std::string& location();
+uint64_t number_from_environment(const char* name, uint64_t otherwise);
+
+}  // namespace fake_cuda

@@ -1,0 +1,124 @@
+// The executor: one thread that runs what streams hold, in a drawn order, each stream's work in its own.
+#include <pthread.h>
+
+#include <cstdlib>
+
+#include "core.h"
+
+namespace fake_cuda {
+
+namespace {
+
+thread_local bool am_executor = false;
+OpRef current_op;  // touched by the executor alone
+
+// The first operation of a stream if nothing else must run before it.
+bool may_run(const Op& op) {
+  for (const OpRef& dep : op.deps) {
+    if (!dep->is_done) return false;
+  }
+  return true;
+}
+
+int run(const OpRef& op) {
+  current_op = op;
+  if (!op->has_begun) {
+    op->has_begun = true;
+    for (const Range& range : op->work->ranges) check_access(*op, range.address, range.bytes, range.writes);
+  }
+  const int outcome = op->work->run ? op->work->run() : FAKE_CUDA_DONE;
+  current_op = nullptr;
+  return outcome;
+}
+
+void finish(const OpRef& op, int outcome) {
+  State& all = state();
+  Stream* stream = op->stream;
+  op->is_done = true;
+  op->done_at = std::chrono::steady_clock::now();
+  op->deps.clear();
+  op->work = nullptr;
+  if (outcome == FAKE_CUDA_FAILED) all.device_error = cudaErrorLaunchFailure;
+  stream->queue.pop_front();
+  if (!stream->queue.empty()) stream->queue.front()->ready = op->done_at + stream->queue.front()->delay;
+  all.done.notify_all();
+}
+
+void execute() {
+  am_executor = true;
+  pthread_setname_np(pthread_self(), "fake_cuda");
+  State& all = state();
+  Lock lock(all.mutex);
+  while (true) {
+    if (all.is_stopping) {
+      all.is_running = false;
+      all.done.notify_all();
+      return;
+    }
+    const Time now = std::chrono::steady_clock::now();
+    Time next = Time::max();
+    std::vector<OpRef> able;
+    for (Stream* stream : all.streams) {
+      if (stream->queue.empty()) continue;
+      const OpRef& op = stream->queue.front();
+      if (!may_run(*op)) continue;
+      if (op->ready <= now || (op->is_urgent && !op->has_begun)) {
+        able.push_back(op);
+      } else {
+        next = std::min(next, op->ready);
+      }
+    }
+    if (able.empty()) {
+      if (next == Time::max()) {
+        all.changed.wait(lock);
+      } else {
+        all.changed.wait_until(lock, next);
+      }
+      continue;
+    }
+    const OpRef op = able[able.size() == 1 ? 0 : all.random() % able.size()];
+    const auto work = op->work;  // kept beyond the lock: its end may call into torch
+    all.is_running = true;
+    lock.unlock();
+    const int outcome = run(op);
+    lock.lock();
+    all.is_running = false;
+    if (outcome == FAKE_CUDA_AGAIN) {
+      op->ready = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+    } else {
+      finish(op, outcome);
+    }
+    lock.unlock();
+    // Whatever the operation held is released here, without the lock.
+    const_cast<std::shared_ptr<const Work>&>(work).reset();
+    const_cast<OpRef&>(op).reset();
+    able.clear();
+    lock.lock();
+  }
+}
+
+// What still runs at the end of the process must not use what static destructors take away.
+void stop() {
+  State& all = state();
+  Lock lock(all.mutex);
+  all.is_stopping = true;
+  all.changed.notify_all();
+  all.done.wait_for(lock, std::chrono::seconds(5), [&] { return !all.is_running; });
+}
+
+}  // namespace
+
+void start_executor() {
+  State& all = state();
+  if (all.has_executor) return;
+  all.has_executor = true;
+  std::atexit(&stop);
+  std::thread(&execute).detach();
+}
+
+bool is_executor() { return am_executor; }
+const OpRef& running() { return current_op; }
+
+}  // namespace fake_cuda
+
+FAKE_CUDA_API int fake_cuda_is_executor() { return fake_cuda::is_executor(); }

@@ -1,0 +1,27 @@
+// Stands in the driver library's place: torch loads it by name and asks it for little.
+#include <cuda.h>
+#undef cuDevicePrimaryCtxGetState
+#define FAKE_CUDA_API extern "C" __attribute__((visibility("default")))
+
+FAKE_CUDA_API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+FAKE_CUDA_API CUresult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return CUDA_SUCCESS;
+}
+FAKE_CUDA_API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_active) {
+  *flags = 0;
+  *is_active = 1;
+  return CUDA_SUCCESS;
+}
+FAKE_CUDA_API CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "an error of the fake driver";
+  return CUDA_SUCCESS;
+}
+FAKE_CUDA_API CUresult cuGetErrorName(CUresult, const char** name) {
+  *name = "CUDA_ERROR_UNKNOWN";
+  return CUDA_SUCCESS;
+}
+FAKE_CUDA_API CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = reinterpret_cast<CUcontext>(1);
+  return CUDA_SUCCESS;
+}

@@ -1,5 +1,6 @@
 """The NCCL transport: over a fake libnccl on the CPU (tests/fake_nccl) everywhere, over the real one on a GPU."""
 
+import copy
 import gc
 import os
 import re
@@ -87,6 +88,7 @@ def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float 
     finally:
         transport.make_comm = original
         sys.path.remove(str(fakes))
+        os.unsetenv("FAKE_NCCL_FREED")
         del os.environ["FAKE_NCCL_LOG"], os.environ["FAKE_NCCL_FAULT"]
 
 
@@ -131,10 +133,10 @@ def test_life_of_a_model(on_ranks: OnRanks, fakes: Path) -> None:
         assert kind == "MemAlloc"
         assert calls[2] == f"WindowRegister {size}"
         # All buckets are small: one group in every step, and what ranks tell each other in between.
-        groups = [line for line in calls if line.startswith("Group: mean")]
+        groups = [line for line in calls if line.startswith("Group: float sum")]
         assert len(groups) == 3
-        assert all(group.count("mean") > 2 for group in groups)
-        assert sum(line.startswith("Group: broadcast") for line in calls) == 1
+        assert all(group.count("sum") > 2 for group in groups)
+        assert sum("broadcast" in line for line in calls) == 1
         assert calls[-3:] == ["Finalize", "Destroy", "MemFree"]
     without_rank = [[line for line in log if not line.startswith(("GetUniqueId", "Init"))] for log in logs]
     assert without_rank[0] == without_rank[1]
@@ -149,7 +151,7 @@ def large_and_small_buckets(fakes: Path) -> list[str]:
         for model in (ours, theirs):
             model(torch.ones(3, 1)).pow(2).sum().backward()
         assert_equal_grads(ours, theirs)
-        return [line for line in log() if line.startswith("Group: mean")]
+        return [line for line in log() if line.startswith("Group: float sum")]
 
 
 def test_only_small_buckets_begin_together(on_ranks: OnRanks, fakes: Path) -> None:
@@ -161,6 +163,52 @@ def test_only_small_buckets_begin_together(on_ranks: OnRanks, fakes: Path) -> No
     for group in sizes[:-1]:
         assert 4 * sum(group) >= 256 * 1024
         assert 4 * sum(group[:-1]) < 256 * 1024
+
+
+@pytest.mark.parametrize("how", ["fresh", "kept", "accumulated", "create_graph"])
+def test_sums_in_torchs_bits(on_three_ranks: OnRanks, fakes: Path, how: str) -> None:
+    on_three_ranks(sums_in_torchs_bits, fakes, how)
+
+
+class Gates(nn.Module):
+    """Its gradients are computed element by element, and so have the same bits wherever they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.linspace(-1, 1, 500), torch.linspace(2, 3, 500)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.weights
+        return torch.tanh(x * first) * second
+
+
+def sums_in_torchs_bits(fakes: Path, how: str) -> None:
+    """torch divides before it adds up, which over three ranks rounds differently from dividing the sum."""
+    with faked(fakes) as log:
+        model = DDP(Gates(), bucket_cap_mb=1e-3)
+        plain = copy.deepcopy(model.module)
+        for step in range(3):
+            torch.manual_seed(dist.get_world_size() * step + dist.get_rank())
+            batches = [torch.randn(500) for _ in range(2 if how == "accumulated" else 1)]
+            model.zero_grad(set_to_none=how != "kept")
+            plain.zero_grad()
+            for x in batches:
+                plain(x).pow(2).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what create_graph=True leaves out
+                with model.no_sync():
+                    for x in batches[:-1]:
+                        model(x).pow(2).sum().backward()
+                model(batches[-1]).pow(2).sum().backward(create_graph=how == "create_graph")
+            local = [param.grad for param in plain.parameters()]
+            for param, grad in zip(model.parameters(), local, strict=True):
+                everyones = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyones, grad)
+                total = torch.zeros_like(grad)
+                for one in everyones:
+                    total += one.mul(1 / dist.get_world_size())
+                assert torch.equal(param.grad, total)
+        assert not [line for line in log() if "mean" in line]  # ncclAvg switches off NVLS and symmetric kernels
 
 
 def buckets_that_fill_in_different_orders(fakes: Path) -> list[str]:
@@ -246,6 +294,67 @@ def test_memory_is_registered_as_well_as_the_library_can(
         assert [line.split()[0] for line in log if line.startswith(("Mem", "Window", "Register"))] == calls
 
 
+def wait_for_window(fakes: Path) -> str:
+    """Rank 1 registers nothing; what rank 0's thread begins must not be taken for finished."""
+    with faked(fakes, fault="window hangs" if dist.get_rank() == 1 else "", timeout_s=SHORT_TIMEOUT_S):
+        return message_of(RuntimeError, lambda: DDP(make_net()))
+
+
+def test_a_registration_is_waited_for(on_ranks: OnRanks, fakes: Path) -> None:
+    for message in on_ranks(wait_for_window, fakes):
+        assert "ncclCommWindowRegister of " in message
+        assert "bytes (every rank must register as many) did not end within the timeout of 0.5 s" in message
+
+
+# ---- Memory.
+
+
+def construct_in_full_memory(fakes: Path) -> list[str]:
+    with faked(fakes, fault="full memory") as log:
+        import fake_nccl
+
+        gc.collect()  # models of earlier tests
+        before, _ = fake_nccl.nccl_memory_bytes()
+        model = DDP(make_net())
+        model(inputs()).sum().backward()
+        now, most = fake_nccl.nccl_memory_bytes()
+        assert most >= now == before + model.reducer.arena_bytes()
+        return [transport_of(model), *log()]
+
+
+def test_torchs_cache_is_released_for_nccls_memory(on_ranks: OnRanks, fakes: Path) -> None:
+    for said, *log in on_ranks(construct_in_full_memory, fakes):
+        assert said == "nccl 2.28.9, registered window"
+        calls = [line.split()[0] for line in log if line.startswith(("Mem", "Window", "Register"))]
+        assert calls == ["MemAlloc", "MemAlloc", "WindowRegister"]
+
+
+def one_rank_without_memory(fakes: Path) -> list[str]:
+    with (
+        faked(fakes, fault="no memory" if dist.get_rank() == 1 else "") as log,
+        warnings.catch_warnings(record=True) as w,
+    ):
+        warnings.simplefilter("always")
+        ours, theirs = pair(make_net(), **SMALL_BUCKETS)
+        for _ in range(3):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(ours, theirs)
+        assert transport_of(ours) == "nccl 2.28.9, unregistered"
+        assert not [line for line in log() if "Register" in line]
+        return [str(warning.message) for warning in w if "torch's allocator" in str(warning.message)]
+
+
+def test_ranks_agree_where_one_has_too_little_memory(on_ranks: OnRanks, fakes: Path) -> None:
+    (message,), others = on_ranks(one_rank_without_memory, fakes)
+    assert "rank 1: NCCL 2.28.9, rank 1 of 2: ncclMemAlloc of " in message
+    assert "bytes failed with NCCL error 1" in message
+    assert "Leave more device memory free" in message
+    assert others == []
+
+
 def too_old(fakes: Path) -> str:
     with faked(fakes, "21300"):
         return message_of(RuntimeError, lambda: DDP(make_net()))
@@ -302,9 +411,9 @@ def failing_step(fakes: Path, fault: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("mean 96 errors", "failed with NCCL error 6 (remote process exited or there was a network error)"),
-        ("mean 96 hangs", "group 1 of collectives (3 of them, the first of "),
-        ("mean 96 is refused", "ncclAllReduce failed with NCCL error 5 (fake error): fake NCCL refuses it"),
+        ("float sum 96 errors", "failed with NCCL error 6 (remote process exited or there was a network error)"),
+        ("float sum 96 hangs", "group 1 of collectives (3 of them, the first of "),
+        ("float sum 96 is refused", "ncclAllReduce failed with NCCL error 5 (fake error): fake NCCL refuses it"),
     ],
 )
 def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes: Path, fault: str, words: str) -> None:
@@ -344,7 +453,7 @@ def given_up(fakes: Path) -> None:
         expected = contract.mean_over_ranks(contract.local_grads(model, x))
         model(x).pow(2).sum().backward()
         contract.assert_means(model, expected)
-        assert sum(line.startswith("Group: mean") for line in log()) == 1
+        assert sum(line.startswith("Group: float sum") for line in log()) == 1
 
 
 def test_buckets_held_back_in_a_step_that_was_given_up(on_ranks: OnRanks, fakes: Path) -> None:

@@ -2,6 +2,7 @@
 // names.
 #include "ddp/ddp.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
@@ -93,7 +94,9 @@ std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
 
 std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::string& device, double timeout_s,
                                 const std::string& fallback) {
-  return make_nccl_comm({find_nccl(fallback), process_group, c10::Device(device), timeout_s});
+  const c10::Device on(device);
+  const auto release_cache = [on] { c10::getDeviceAllocator(on.type())->emptyCache(); };
+  return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache});
 }
 
 void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
@@ -172,6 +175,7 @@ void register_ddp(py::module_& m) {
   m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
         no_gil());
+  m.def("nccl_memory_bytes", &nccl_memory_bytes);
   py::class_<Reducer::Times>(m, "Times")
       .def_readonly("forward_start", &Reducer::Times::forward_start)
       .def_readonly("backward_start", &Reducer::Times::backward_start)

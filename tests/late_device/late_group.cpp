@@ -1,14 +1,14 @@
-// A process group on the late device's tensors alone, as NCCL is one on CUDA's: collectives go over a gloo backend, on a
-// stream of their own, when their turn comes; a wait is one of the current stream, not of the host.
+// A process group on the late device's tensors alone, as NCCL is one on CUDA's: collectives go over a gloo backend, on
+// a stream of their own, when their turn comes; a wait is one of the current stream, not of the host.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <functional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 

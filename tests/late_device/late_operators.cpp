@@ -195,9 +195,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   });
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
-}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>()); }
 
 }  // namespace
 }  // namespace late

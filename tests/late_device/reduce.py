@@ -7,6 +7,7 @@ import copy
 import importlib
 import itertools
 import multiprocessing
+import queue
 import sys
 import tempfile
 import traceback
@@ -25,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import drivetrain
 
 WORLD_SIZE = 2
-TIMEOUT_S = 30
+TIMEOUT_S = 20  # of the process group
+CASE_S = 40
 late: Any = None  # the module, once a rank has loaded it
 
 cases: dict[str, Callable[[], None]] = {}
@@ -261,6 +263,7 @@ def gradients_that_no_weight_counts() -> None:
     try:
         for step in range(2):
             ddp.backward(ddp(inputs(rank(), step).to("late")), weight=1.0)
+            settle()
             for param in ddp.parameters():
                 assert param.grad is not None
                 param.grad.add_(0)
@@ -569,39 +572,38 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
             break  # other ranks may wait for this one, and what it left behind is not the next case's
         finally:
             dist.destroy_process_group()
-    answers.put(None)
 
 
-def run_ranks(folder: str, names: list[str]) -> dict[str, str]:
-    """What is wrong with each case, up to the first that fails."""
+def run_ranks(folder: str, names: list[str]) -> list[str]:
+    """Prints what is wrong with each case, up to the first that fails; returns the cases after that."""
     context = multiprocessing.get_context("spawn")
-    found: dict[str, str] = {}
+    left, heard = list(names), 0
     with tempfile.TemporaryDirectory() as work:
-        answers = context.SimpleQueue()
+        answers = context.Queue()
         ranks = [context.Process(target=serve, args=(folder, r, work, names, answers)) for r in range(WORLD_SIZE)]
         for process in ranks:
             process.start()
+        wrong = ""
+        while left and not wrong:
+            try:
+                name, wrong = answers.get(timeout=CASE_S)
+                heard += 1
+            except queue.Empty:
+                name, wrong = left[0], f"some rank has not ended within {CASE_S} s"
+            if wrong or heard == WORLD_SIZE:
+                print(f"BAD {left[0]}: {wrong}" if wrong else f"OK {left[0]}", flush=True)
+                del left[0]
+                heard = 0
         for process in ranks:
-            process.join(600)
             process.kill()
             process.join()
-        while not answers.empty():
-            answer = answers.get()
-            if answer is not None:
-                found[answer[0]] = found.get(answer[0]) or answer[1]
-    return found
+    return left
 
 
 def main() -> None:
     left = sys.argv[2:] or list(cases)
     while left:
-        found = run_ranks(sys.argv[1], left)
-        if not found:
-            print(f"BAD {left[0]}: no rank has answered")
-            return
-        for name, what in found.items():
-            print(f"BAD {name}: {what}" if what else f"OK {name}", flush=True)
-        left = [name for name in left if name not in found]
+        left = run_ranks(sys.argv[1], left)
 
 
 if __name__ == "__main__":

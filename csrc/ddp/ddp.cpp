@@ -47,6 +47,13 @@ void set_are_held(Reducer& reducer, py::function are_held) {
   });
 }
 
+void set_ended_ranks(Reducer& reducer, py::function ended_ranks) {
+  reducer.set_ended_ranks([held = hold(std::move(ended_ranks))] {
+    const py::gil_scoped_acquire gil;
+    return (*held)().cast<std::string>();
+  });
+}
+
 void set_on_moved(Reducer& reducer, py::function on_moved) {
   reducer.set_on_moved([held = hold(std::move(on_moved))](const std::vector<at::Tensor>& places) {
     const py::gil_scoped_acquire gil;
@@ -196,6 +203,9 @@ void register_ddp(py::module_& m) {
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress")
       .def("snapshot", &Progress::snapshot)
       .def("set_report", &Progress::set_report, py::arg("step"), py::arg("report"))
+      .def("is_device_behind", &Progress::is_device_behind)
+      .def("give_up", &Progress::give_up, py::arg("why"))
+      .def("why_given_up", &Progress::why_given_up)
       .def(
           "begin_wait",
           [](Progress& progress, const std::string& what) {
@@ -249,6 +259,7 @@ void register_ddp(py::module_& m) {
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
       .def("set_are_held", &set_are_held, py::arg("are_held"))
+      .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("gradient_places", &Reducer::gradient_places)

@@ -18,7 +18,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 # The whole suite in two processes, a file at a time: much of it waits, or has one thread's work. ARGS="..." runs in one.
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test faults compare accuracy bench gpu-check gpu-wheels gpu-table check-cuda-build doctor format lint
+.PHONY: help train test test-fake-cuda faults compare accuracy bench gpu-check gpu-wheels gpu-table check-cuda-build doctor format lint
 .PHONY: sanitize clean
 .DEFAULT_GOAL := help
 
@@ -38,6 +38,10 @@ accuracy: $(STAMPS)/built ## what each storage of the optimizer costs in validat
 test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMPS)/built $(STAMPS)/test-tools ## the whole test suite
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_TWO))
+
+# Its own environment, because torch's CUDA build takes the CPU build's place; an active one with that torch is used.
+test-fake-cuda: ## the GPU tests on a CUDA made of the CPU, no GPU needed (PART=ci: what CI runs; SEEDS="1 2 3")
+	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
 faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip a step, bring another model
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
@@ -82,7 +86,7 @@ sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## the native tests, and the pack
 	tests/sanitize.sh $(ENV)/bin/python
 
 clean: ## remove builds and the environment made here
-	rm -rf build .venv
+	rm -rf build .venv .venv-fake-cuda
 
 $(ENV)/bin/python:
 	python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "drivetrain needs Python 3.10 or newer; python3 is $$(python3 --version)." >&2; exit 1; }

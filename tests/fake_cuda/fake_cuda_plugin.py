@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ def read_list(path: Path) -> list[tuple[str, str]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fake_cuda_errors: makes errors for the stand-in to find, and looks at them")
     if not fake_cuda.is_loaded():
         raise pytest.UsageError("tests/fake_cuda is not preloaded: run make test-fake-cuda")
 
@@ -75,3 +76,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"{ran} tests ran, {sum(reasons.values())} did not:")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:6} {reason}")
+
+
+@pytest.fixture
+def new_errors() -> Callable[[], list[str]]:
+    """What the stand-in has found since the test began, once all enqueued work has run."""
+    import torch
+
+    before = fake_cuda.num_errors()
+
+    def look() -> list[str]:
+        torch.cuda.synchronize()
+        return fake_cuda.errors(before)
+
+    return look

@@ -1,1 +1,2 @@
-// Empty: nccl.h includes it and uses nothing of it, and the real one needs headers of the CUDA toolkit.
+// Stands for the header of that name, which nccl.h includes and whose types it does not use.
+#pragma once

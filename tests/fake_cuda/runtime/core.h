@@ -39,7 +39,7 @@ class Clock {
 
 // What a report says of an operation.
 struct OpInfo {
-  std::string name, stream;
+  std::string name, stream, location;
   uint32_t stream_id = 0;
   uint64_t number = 0;
   std::string describe() const;
@@ -200,6 +200,10 @@ std::string last_writer(uintptr_t address);
 // --- reports.cpp
 void report(const char* kind, const std::string& text);
 bool dies_of_errors();
+// With FAKE_CUDA_TRACE=1, the calling thread notes its line of Python, outside of torch; its next operations have it.
+// To be called without the lock, because it takes the interpreter's.
+void note_location();
+const std::string& location();
 uint64_t number_from_environment(const char* name, uint64_t otherwise);
 
 }  // namespace fake_cuda

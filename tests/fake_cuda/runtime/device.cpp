@@ -36,7 +36,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
     return fail(cudaErrorNoKernelImageForDevice, "tests/fake_cuda cannot run a GPU's kernel: " + name.substr(0, 600));
   }
   // torch.cuda._sleep: other streams go on meanwhile.
-  const auto length = std::chrono::nanoseconds(std::min<int64_t>(*static_cast<int64_t*>(arguments[0]) / 2, 100'000'000));
+  const auto length = std::chrono::nanoseconds(std::min<int64_t>(*static_cast<int64_t*>(arguments[0]) / 2, 200'000'000));
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);

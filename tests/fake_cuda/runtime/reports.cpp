@@ -1,4 +1,5 @@
 // Errors of the program under test: printed at once; the process ends, or a test runner asks for them afterwards.
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -30,6 +31,53 @@ uint64_t number_from_environment(const char* name, uint64_t otherwise) {
 bool dies_of_errors() {
   const char* mode = std::getenv("FAKE_CUDA_ON_ERROR");
   return mode == nullptr || std::strcmp(mode, "record") != 0;
+}
+
+namespace {
+
+thread_local std::string python_line;
+
+// Python's functions, by name: not every process that preloads the stand-in has an interpreter.
+template <class Function>
+Function python(const char* name) {
+  return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+}
+
+}  // namespace
+
+const std::string& location() { return python_line; }
+
+void note_location() {
+  static const bool is_wanted = number_from_environment("FAKE_CUDA_TRACE", 0) != 0;
+  if (!is_wanted) return;
+  using Object = void*;
+  static const auto thread = python<Object (*)()>("PyGILState_GetThisThreadState");
+  static const auto ensure = python<int (*)()>("PyGILState_Ensure");
+  static const auto release = python<void (*)(int)>("PyGILState_Release");
+  static const auto frame_now = python<Object (*)()>("PyEval_GetFrame");
+  static const auto line_of = python<int (*)(Object)>("PyFrame_GetLineNumber");
+  static const auto code_of = python<Object (*)(Object)>("PyFrame_GetCode");
+  static const auto back_of = python<Object (*)(Object)>("PyFrame_GetBack");
+  static const auto attribute = python<Object (*)(Object, const char*)>("PyObject_GetAttrString");
+  static const auto text_of = python<const char* (*)(Object)>("PyUnicode_AsUTF8");
+  static const auto decref = python<void (*)(Object)>("Py_DecRef");
+  static const auto incref = python<void (*)(Object)>("Py_IncRef");
+  python_line.clear();
+  if (back_of == nullptr || thread == nullptr || thread() == nullptr) return;
+  const int held = ensure();
+  Object frame = frame_now();
+  if (frame != nullptr) incref(frame);
+  while (frame != nullptr) {
+    const Object code = code_of(frame), file = attribute(code, "co_filename");
+    const std::string name = text_of(file);
+    if (name.find("/torch/") == std::string::npos) python_line = name + ":" + std::to_string(line_of(frame));
+    decref(file);
+    decref(code);
+    const Object back = python_line.empty() ? back_of(frame) : nullptr;
+    decref(frame);
+    frame = back;
+  }
+  release(held);
 }
 
 void report(const char* kind, const std::string& text) {

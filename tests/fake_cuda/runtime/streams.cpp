@@ -16,7 +16,9 @@ void Clock::set(uint32_t stream, uint64_t number) {
   numbers_[stream] = number;
 }
 
-std::string OpInfo::describe() const { return name + " (operation " + std::to_string(number) + " on " + stream + ")"; }
+std::string OpInfo::describe() const { 
+  return name + " (operation " + std::to_string(number) + " on " + stream + (location.empty() ? "" : ", " + location) + ")";
+}
 
 State& state() {
   static State* the_state = [] {
@@ -58,6 +60,7 @@ OpRef append(Stream* stream, std::shared_ptr<const Work> work, std::vector<OpRef
   auto info = std::make_shared<OpInfo>();
   info->name = work->name;
   info->stream = stream->label;
+  info->location = location();
   info->stream_id = stream->id;
   info->number = ++stream->number;
   Stream* legacy = all.legacy.count(stream->device) ? all.legacy[stream->device] : nullptr;
@@ -418,6 +421,7 @@ FAKE_CUDA_API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamC
 
 FAKE_CUDA_API int fake_cuda_enqueue(fake_cuda_stream handle, const char* name, fake_cuda_work function, void* context,
                                     void (*release)(void*), const fake_cuda_range* ranges, size_t num_ranges) {
+  note_location();
   const std::shared_ptr<void> held(context, release != nullptr ? release : [](void*) {});
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# run.sh PYTHON [pytest arguments]: builds the stand-in and our module for it, and runs the GPU tests on them. README.md.
+# PART=ci runs what CI has time for. SEEDS="1 2 3" are the seeds of streams' delays and orders, one run each.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=$1
+shift
+folder=$PWD/build/fake_cuda
+mkdir -p "$folder"
+
+# torch's CUDA build: the given Python's, or one in an environment of our own. === because a registry may offer a CPU
+# build under the same number.
+has_torch() { "$1" -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '2.11.0' or not torch.version.cuda)" 2> /dev/null; }
+if ! has_torch "$python"; then
+  own=$PWD/.venv-fake-cuda
+  [ -x "$own/bin/python" ] || "$python" -m venv "$own"
+  python=$own/bin/python
+  has_torch "$python" || "$python" -m pip install --quiet "torch===2.11.0" numpy
+  "$python" -m pip install --quiet "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja "rich>=13" \
+    "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6" "expecttest>=0.2"
+fi
+
+# A layer of its own over that Python's packages: our module built for the stand-in must not replace one built for a GPU.
+layer=$folder/env
+if [ ! -x "$layer/bin/python" ]; then
+  "$python" -m venv "$layer"
+  "$python" -c "import site, sys; print(*[p for p in sys.path if p.endswith('site-packages')], sep='\n')" \
+    > "$("$layer/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+fi
+PATH=$(dirname "$python"):$PATH
+export PATH
+cmake -S tests/fake_cuda -B "$folder" -G Ninja -DPython_EXECUTABLE="$layer/bin/python" > "$folder/cmake.log" || { cat "$folder/cmake.log"; exit 1; }
+cmake --build "$folder"
+"$layer/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
+  -Cbuild-dir="$folder/module" -Ccmake.define.DRIVETRAIN_CUDA=emulated
+
+export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1" PYTHONPATH="$PWD/tests/fake_cuda" FAKE_CUDA_ON_ERROR=record
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+if [ $# -gt 0 ]; then
+  exec "$layer/bin/python" -m pytest -p fake_cuda_plugin "$@"
+fi
+files=(tests)
+if [ "${PART:-}" = ci ]; then
+  mapfile -t files < <(grep -v '^#' tests/fake_cuda/ci_part.txt)
+fi
+status=0
+for seed in ${SEEDS:-1 2}; do
+  echo "== the stand-in's own tests, and tests marked gpu, seed $seed"
+  FAKE_CUDA_SEED=$seed "$layer/bin/python" -m pytest -p fake_cuda_plugin --numprocesses 2 --dist loadfile --quiet \
+    -m "gpu or fake_cuda" tests/fake_cuda "${files[@]}" || status=1
+done
+exit $status

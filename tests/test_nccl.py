@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import nccl_ranks
 import test_ddp_contract as contract
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import transport
@@ -30,7 +31,7 @@ from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_ne
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
 SHORT_TIMEOUT_S = 0.5
-GPU_SCRIPT_TIMEOUT_S = 90
+GPU_SCRIPT_TIMEOUT_S = 120
 LATEST = "22809"
 
 
@@ -482,22 +483,31 @@ net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(
 
 
 def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
-    """Runs the script on ranks, which share a GPU if they must; returns exit code and output of all or of the first."""
+    """Runs the script on ranks; returns exit code and output of all or of the first."""
     code = textwrap.dedent(GPU_PREAMBLE) + textwrap.dedent(script)
+    return run_ranks(["-c", code], size, folder, awaited=awaited)
+
+
+def run_ranks(
+    command: list[str], size: int, folder: Path, *arguments: str, awaited: int | None = None
+) -> list[tuple[int, str]]:
+    """Runs Python on ranks, which share a GPU if they must; adds rank, size and the store's path to the arguments."""
     ranks = []
     for rank in range(size):
         environment = dict(os.environ)
+        environment["FAKE_NCCL_LOG"] = str(folder / f"log-{rank}")  # of tests/fake_nccl, where that is NCCL
         if size > torch.cuda.device_count():
             # To NCCL each rank is a host of its own then: otherwise it refuses two on one GPU.
             environment.update(NCCL_HOSTID=f"host-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-        command = [sys.executable, "-c", code, str(rank), str(size), str(folder / "store")]
+        whole = [sys.executable, *command, str(rank), str(size), str(folder / "store"), *arguments]
         ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
+    deadline = time.monotonic() + GPU_SCRIPT_TIMEOUT_S * (3 if command[0] != "-c" else 1)
     try:
         results = []
         for process in ranks[:awaited]:
-            output, _ = process.communicate(timeout=GPU_SCRIPT_TIMEOUT_S)
+            output, _ = process.communicate(timeout=deadline - time.monotonic())
             results.append((process.returncode, output))
             if "Duplicate GPU detected" in output:
                 pytest.xfail("this NCCL refuses two ranks on one GPU")
@@ -506,17 +516,27 @@ def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> 
         for process in ranks:
             process.kill()
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()  # a rank that is not awaited leaves it open
+            if process.stdout is not None:
+                process.stdout.close()
 
 
-def test_ranks_that_are_not_awaited_leave_no_pipe_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "GPU_PREAMBLE", "")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert on_gpu("print('fine')", 2, tmp_path, awaited=1) == [(0, "fine\n")]
-        gc.collect()
-    assert not [str(each.message) for each in caught if each.category is ResourceWarning]
+@pytest.mark.gpu
+@pytest.mark.parametrize("carrier", ["torch", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_torchs_class_under_a_pure_nccl_group(
+    tmp_path: Path, repository: Path, ranks: int, carrier: str
+) -> None:
+    """The cases of tests/nccl_ranks.py, in a group that takes no CPU tensors."""
+    results = run_ranks([str(repository / "tests/nccl_ranks.py")], ranks, tmp_path, carrier)
+    for code, output in results:
+        assert code == 0, output
+        assert output.count("ok ") == len(nccl_ranks.cases), output
+    for log in tmp_path.glob("log-*"):  # of the stand-in
+        calls = log.read_text().splitlines()
+        assert not [call for call in calls if "mean" in call]
+        windows = [call.split()[1] for call in calls if call.startswith("WindowRegister")]
+        assert [call.split()[1] for call in calls if call.startswith("MemAlloc")] == windows
+        assert bool(windows) == (carrier == "nccl")
 
 
 @pytest.mark.gpu

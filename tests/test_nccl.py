@@ -1,5 +1,6 @@
 """The NCCL transport: over a fake libnccl on the CPU (tests/fake_nccl) everywhere, over the real one on a GPU."""
 
+import copy
 import gc
 import os
 import re
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import nccl_ranks
 import test_ddp_contract as contract
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import transport
@@ -29,7 +31,7 @@ from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_ne
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
 SHORT_TIMEOUT_S = 0.5
-GPU_SCRIPT_TIMEOUT_S = 90
+GPU_SCRIPT_TIMEOUT_S = 120
 LATEST = "22809"
 
 
@@ -87,6 +89,7 @@ def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float 
     finally:
         transport.make_comm = original
         sys.path.remove(str(fakes))
+        os.unsetenv("FAKE_NCCL_FREED")
         del os.environ["FAKE_NCCL_LOG"], os.environ["FAKE_NCCL_FAULT"]
 
 
@@ -131,10 +134,10 @@ def test_life_of_a_model(on_ranks: OnRanks, fakes: Path) -> None:
         assert kind == "MemAlloc"
         assert calls[2] == f"WindowRegister {size}"
         # All buckets are small: one group in every step, and what ranks tell each other in between.
-        groups = [line for line in calls if line.startswith("Group: mean")]
+        groups = [line for line in calls if line.startswith("Group: float sum")]
         assert len(groups) == 3
-        assert all(group.count("mean") > 2 for group in groups)
-        assert sum(line.startswith("Group: broadcast") for line in calls) == 1
+        assert all(group.count("sum") > 2 for group in groups)
+        assert sum("broadcast" in line for line in calls) == 1
         assert calls[-3:] == ["Finalize", "Destroy", "MemFree"]
     without_rank = [[line for line in log if not line.startswith(("GetUniqueId", "Init"))] for log in logs]
     assert without_rank[0] == without_rank[1]
@@ -149,7 +152,7 @@ def large_and_small_buckets(fakes: Path) -> list[str]:
         for model in (ours, theirs):
             model(torch.ones(3, 1)).pow(2).sum().backward()
         assert_equal_grads(ours, theirs)
-        return [line for line in log() if line.startswith("Group: mean")]
+        return [line for line in log() if line.startswith("Group: float sum")]
 
 
 def test_only_small_buckets_begin_together(on_ranks: OnRanks, fakes: Path) -> None:
@@ -161,6 +164,52 @@ def test_only_small_buckets_begin_together(on_ranks: OnRanks, fakes: Path) -> No
     for group in sizes[:-1]:
         assert 4 * sum(group) >= 256 * 1024
         assert 4 * sum(group[:-1]) < 256 * 1024
+
+
+@pytest.mark.parametrize("how", ["fresh", "kept", "accumulated", "create_graph"])
+def test_sums_in_torchs_bits(on_three_ranks: OnRanks, fakes: Path, how: str) -> None:
+    on_three_ranks(sums_in_torchs_bits, fakes, how)
+
+
+class Gates(nn.Module):
+    """Its gradients are computed element by element, and so have the same bits wherever they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.linspace(-1, 1, 500), torch.linspace(2, 3, 500)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.weights
+        return torch.tanh(x * first) * second
+
+
+def sums_in_torchs_bits(fakes: Path, how: str) -> None:
+    """torch divides before it adds up, which over three ranks rounds differently from dividing the sum."""
+    with faked(fakes) as log:
+        model = DDP(Gates(), bucket_cap_mb=1e-3)
+        plain = copy.deepcopy(model.module)
+        for step in range(3):
+            torch.manual_seed(dist.get_world_size() * step + dist.get_rank())
+            batches = [torch.randn(500) for _ in range(2 if how == "accumulated" else 1)]
+            model.zero_grad(set_to_none=how != "kept")
+            plain.zero_grad()
+            for x in batches:
+                plain(x).pow(2).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what create_graph=True leaves out
+                with model.no_sync():
+                    for x in batches[:-1]:
+                        model(x).pow(2).sum().backward()
+                model(batches[-1]).pow(2).sum().backward(create_graph=how == "create_graph")
+            local = [param.grad for param in plain.parameters()]
+            for param, grad in zip(model.parameters(), local, strict=True):
+                everyones = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyones, grad)
+                total = torch.zeros_like(grad)
+                for one in everyones:
+                    total += one.mul(1 / dist.get_world_size())
+                assert torch.equal(param.grad, total)
+        assert not [line for line in log() if "mean" in line]  # ncclAvg switches off NVLS and symmetric kernels
 
 
 def buckets_that_fill_in_different_orders(fakes: Path) -> list[str]:
@@ -246,6 +295,67 @@ def test_memory_is_registered_as_well_as_the_library_can(
         assert [line.split()[0] for line in log if line.startswith(("Mem", "Window", "Register"))] == calls
 
 
+def wait_for_window(fakes: Path) -> str:
+    """Rank 1 registers nothing; what rank 0's thread begins must not be taken for finished."""
+    with faked(fakes, fault="window hangs" if dist.get_rank() == 1 else "", timeout_s=SHORT_TIMEOUT_S):
+        return message_of(RuntimeError, lambda: DDP(make_net()))
+
+
+def test_a_registration_is_waited_for(on_ranks: OnRanks, fakes: Path) -> None:
+    for message in on_ranks(wait_for_window, fakes):
+        assert "ncclCommWindowRegister of " in message
+        assert "bytes (every rank must register as many) did not end within the timeout of 0.5 s" in message
+
+
+# ---- Memory.
+
+
+def construct_in_full_memory(fakes: Path) -> list[str]:
+    with faked(fakes, fault="full memory") as log:
+        import fake_nccl
+
+        gc.collect()  # models of earlier tests
+        before, _ = fake_nccl.nccl_memory_bytes()
+        model = DDP(make_net())
+        model(inputs()).sum().backward()
+        now, most = fake_nccl.nccl_memory_bytes()
+        assert most >= now == before + model.reducer.arena_bytes()
+        return [transport_of(model), *log()]
+
+
+def test_torchs_cache_is_released_for_nccls_memory(on_ranks: OnRanks, fakes: Path) -> None:
+    for said, *log in on_ranks(construct_in_full_memory, fakes):
+        assert said == "nccl 2.28.9, registered window"
+        calls = [line.split()[0] for line in log if line.startswith(("Mem", "Window", "Register"))]
+        assert calls == ["MemAlloc", "MemAlloc", "WindowRegister"]
+
+
+def one_rank_without_memory(fakes: Path) -> list[str]:
+    with (
+        faked(fakes, fault="no memory" if dist.get_rank() == 1 else "") as log,
+        warnings.catch_warnings(record=True) as w,
+    ):
+        warnings.simplefilter("always")
+        ours, theirs = pair(make_net(), **SMALL_BUCKETS)
+        for _ in range(3):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(ours, theirs)
+        assert transport_of(ours) == "nccl 2.28.9, unregistered"
+        assert not [line for line in log() if "Register" in line]
+        return [str(warning.message) for warning in w if "torch's allocator" in str(warning.message)]
+
+
+def test_ranks_agree_where_one_has_too_little_memory(on_ranks: OnRanks, fakes: Path) -> None:
+    (message,), others = on_ranks(one_rank_without_memory, fakes)
+    assert "rank 1: NCCL 2.28.9, rank 1 of 2: ncclMemAlloc of " in message
+    assert "bytes failed with NCCL error 1" in message
+    assert "Leave more device memory free" in message
+    assert others == []
+
+
 def too_old(fakes: Path) -> str:
     with faked(fakes, "21300"):
         return message_of(RuntimeError, lambda: DDP(make_net()))
@@ -302,9 +412,9 @@ def failing_step(fakes: Path, fault: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("mean 96 errors", "failed with NCCL error 6 (remote process exited or there was a network error)"),
-        ("mean 96 hangs", "group 1 of collectives (3 of them, the first of "),
-        ("mean 96 is refused", "ncclAllReduce failed with NCCL error 5 (fake error): fake NCCL refuses it"),
+        ("float sum 96 errors", "failed with NCCL error 6 (remote process exited or there was a network error)"),
+        ("float sum 96 hangs", "group 1 of collectives (3 of them, the first of "),
+        ("float sum 96 is refused", "ncclAllReduce failed with NCCL error 5 (fake error): fake NCCL refuses it"),
     ],
 )
 def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes: Path, fault: str, words: str) -> None:
@@ -344,7 +454,7 @@ def given_up(fakes: Path) -> None:
         expected = contract.mean_over_ranks(contract.local_grads(model, x))
         model(x).pow(2).sum().backward()
         contract.assert_means(model, expected)
-        assert sum(line.startswith("Group: mean") for line in log()) == 1
+        assert sum(line.startswith("Group: float sum") for line in log()) == 1
 
 
 def test_buckets_held_back_in_a_step_that_was_given_up(on_ranks: OnRanks, fakes: Path) -> None:
@@ -373,22 +483,31 @@ net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(
 
 
 def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
-    """Runs the script on ranks, which share a GPU if they must; returns exit code and output of all or of the first."""
+    """Runs the script on ranks; returns exit code and output of all or of the first."""
     code = textwrap.dedent(GPU_PREAMBLE) + textwrap.dedent(script)
+    return run_ranks(["-c", code], size, folder, awaited=awaited)
+
+
+def run_ranks(
+    command: list[str], size: int, folder: Path, *arguments: str, awaited: int | None = None
+) -> list[tuple[int, str]]:
+    """Runs Python on ranks, which share a GPU if they must; adds rank, size and the store's path to the arguments."""
     ranks = []
     for rank in range(size):
         environment = dict(os.environ)
+        environment["FAKE_NCCL_LOG"] = str(folder / f"log-{rank}")  # of tests/fake_nccl, where that is NCCL
         if size > torch.cuda.device_count():
             # To NCCL each rank is a host of its own then: otherwise it refuses two on one GPU.
             environment.update(NCCL_HOSTID=f"host-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-        command = [sys.executable, "-c", code, str(rank), str(size), str(folder / "store")]
+        whole = [sys.executable, *command, str(rank), str(size), str(folder / "store"), *arguments]
         ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
+    deadline = time.monotonic() + GPU_SCRIPT_TIMEOUT_S * (3 if command[0] != "-c" else 1)
     try:
         results = []
         for process in ranks[:awaited]:
-            output, _ = process.communicate(timeout=GPU_SCRIPT_TIMEOUT_S)
+            output, _ = process.communicate(timeout=deadline - time.monotonic())
             results.append((process.returncode, output))
             if "Duplicate GPU detected" in output:
                 pytest.xfail("this NCCL refuses two ranks on one GPU")
@@ -397,17 +516,27 @@ def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> 
         for process in ranks:
             process.kill()
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()  # a rank that is not awaited leaves it open
+            if process.stdout is not None:
+                process.stdout.close()
 
 
-def test_ranks_that_are_not_awaited_leave_no_pipe_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "GPU_PREAMBLE", "")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert on_gpu("print('fine')", 2, tmp_path, awaited=1) == [(0, "fine\n")]
-        gc.collect()
-    assert not [str(each.message) for each in caught if each.category is ResourceWarning]
+@pytest.mark.gpu
+@pytest.mark.parametrize("carrier", ["torch", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_torchs_class_under_a_pure_nccl_group(
+    tmp_path: Path, repository: Path, ranks: int, carrier: str
+) -> None:
+    """The cases of tests/nccl_ranks.py, in a group that takes no CPU tensors."""
+    results = run_ranks([str(repository / "tests/nccl_ranks.py")], ranks, tmp_path, carrier)
+    for code, output in results:
+        assert code == 0, output
+        assert output.count("ok ") == len(nccl_ranks.cases), output
+    for log in tmp_path.glob("log-*"):  # of the stand-in
+        calls = log.read_text().splitlines()
+        assert not [call for call in calls if "mean" in call]
+        windows = [call.split()[1] for call in calls if call.startswith("WindowRegister")]
+        assert [call.split()[1] for call in calls if call.startswith("MemAlloc")] == windows
+        assert bool(windows) == (carrier == "nccl")
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,13 +38,14 @@ class Comm {
   virtual std::string why_not() const { return ""; }
   // Zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.
   virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
-  // Whether start() leaves the mean over ranks; else it leaves the sum. Fixed once all memory is allocated.
-  virtual bool averages() const = 0;
+  // Whether start() leaves the mean over ranks; else it leaves the sum. Fixed once all memory is allocated. NCCL could
+  // average too, but takes slower ways then: without NVLS and its symmetric kernels (nccl#1455).
+  virtual bool averages() const { return false; }
   // Whether what start() began goes on by itself; else the ranks' threads carry it out within start() and wait().
   virtual bool in_background() const { return true; }
   // Begins an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
   // order.
-  virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) = 0;
+  virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) { return start_sum(flat); }
   // The same as a sum, whatever averages() says (counts).
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
   // Whether the means of floats that are started from now on also come with the sum of their squares. Another rank's
@@ -99,7 +101,12 @@ struct NcclOptions {
   std::string group_name;
   c10::Device device;
   double timeout_s = 0;
+  std::function<void()> release_cache;  // gives what torch's allocator keeps unused back to the device
 };
+
+// The bytes of device memory that NCCL transports of this process hold now, and the most that they have held. No
+// statistics of torch's allocator count them.
+std::pair<int64_t, int64_t> nccl_memory_bytes();
 
 // Every rank of the group must call it.
 std::unique_ptr<Comm> make_nccl_comm(const NcclOptions& options);

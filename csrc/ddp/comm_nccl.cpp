@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -47,8 +48,8 @@ ncclDataType_t nccl_type(at::ScalarType dtype) {
   }
 }
 
-// A key of the group's store that no communicator of this process has used. Ranks make a group's communicators in the
-// same order, as they make its collectives.
+// A key of the group's store that this process has not used. Ranks ask for a group's keys in the same order, as they
+// make its communicators and their memory.
 std::string next_key(const std::string& group_name) {
   static std::mutex mutex;
   static std::map<std::string, int> made;
@@ -90,19 +91,40 @@ ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::
   return id;
 }
 
+// Any rank's failure, or "" if none has one. Ranks tell each other through the store, which needs no device memory.
+std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& group_name, const std::string& failure,
+                                std::chrono::milliseconds timeout) {
+  if (group.getSize() == 1) return failure;
+  const auto store = group.getStore();
+  const std::string key = next_key(group_name), first = key + "/failure", all = key + "/all";
+  const auto bytes_of = [](const std::string& words) { return std::vector<uint8_t>(words.begin(), words.end()); };
+  try {
+    if (!failure.empty()) store->set(first, bytes_of(text("rank ", group.getRank(), ": ", failure)));
+    if (store->add(key + "/told", 1) == group.getSize()) store->set(all, bytes_of("told"));
+    store->wait({all}, timeout);
+    if (!store->check({first})) return "";
+    const std::vector<uint8_t> words = store->get(first);
+    return {words.begin(), words.end()};
+  } catch (const std::exception& error) {
+    throw EnvironmentError(text("rank ", group.getRank(), " did not learn from the process group's store within ",
+                                timeout.count() / 1000.,
+                                " s whether every rank has memory for its gradients: ", error.what()));
+  }
+}
+
 class NcclComm final : public Comm {
  public:
   explicit NcclComm(const NcclOptions& options)
       : api_(options.api),
         group_name_(options.group_name),
         group_(c10d::resolve_process_group(options.group_name)),
-        device_(options.device) {
+        device_(options.device),
+        timeout_(static_cast<int64_t>(options.timeout_s * 1e3)),
+        release_cache_(options.release_cache) {
     const c10::DeviceGuard guard(device_);
-    const std::chrono::nanoseconds timeout(static_cast<int64_t>(options.timeout_s * 1e9));
-    const ncclUniqueId id =
-        share_id(*api_, *group_, group_name_, std::chrono::duration_cast<std::chrono::milliseconds>(timeout));
+    const ncclUniqueId id = share_id(*api_, *group_, group_name_, timeout_);
     communicator_ = std::make_unique<NcclCommunicator>(NcclCommunicator::Options{
-        api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout});
+        api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout_});
   }
 
   // The communicator's thread, and the group's if this is its last owner, may be waiting for the GIL to free a tensor.
@@ -117,12 +139,11 @@ class NcclComm final : public Comm {
 
   int size() const override { return group_->getSize(); }
   int rank() const override { return group_->getRank(); }
-  bool averages() const override { return true; }
-
   std::string name() const override {
-    const std::string registration = communicator_->registration();
+    const std::string registration = why_not_.empty() ? communicator_->registration() : "unregistered";
     return text("nccl ", api_->version, registration.empty() ? "" : ", ", registration);
   }
+  std::string why_not() const override { return why_not_; }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (device != device_) {
@@ -131,13 +152,16 @@ class NcclComm final : public Comm {
     }
     const c10::DeviceGuard guard(device_);
     const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-    std::shared_ptr<void> memory = communicator_->allocate(bytes);
-    if (!memory) return at::zeros({bytes}, options);
+    std::string failure;
+    const auto allocated = communicator_->allocate(static_cast<size_t>(bytes), release_cache_, failure);
+    if (!allocated && failure.empty()) return at::zeros({bytes}, options);  // NCCL is too old to have memory
+    // Registration waits for every rank, so that all must know whether one cannot come.
+    why_not_ = failure_of_any_rank(*group_, group_name_, failure, timeout_);
+    if (!why_not_.empty()) return at::zeros({bytes}, options);
+    std::shared_ptr<void> memory = communicator_->register_memory(allocated);
     void* const data = memory.get();
     return at::from_blob(data, {bytes}, [memory = std::move(memory)](void*) {}, options, device).zero_();
   }
-
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override { return hold_back(flat, ncclAvg); }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided) {
@@ -195,7 +219,7 @@ class NcclComm final : public Comm {
   cudaStream_t stream() const { return static_cast<cudaStream_t>(current_stream(device_)); }
 
   std::unique_ptr<PendingReduce> hold_back(const at::Tensor& flat, std::optional<ncclRedOp_t> op) {
-    DT_INVARIANT(flat.is_contiguous() && (op != ncclAvg || flat.is_floating_point()));
+    DT_INVARIANT(flat.is_contiguous());
     if (flat.device() != device_) {
       throw UserError(text("tensor is on ", flat.device().str(), ", expected ", device_.str()));
     }
@@ -221,12 +245,19 @@ class NcclComm final : public Comm {
   const std::string group_name_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const c10::Device device_;
+  const std::chrono::milliseconds timeout_;
+  const std::function<void()> release_cache_;
+  std::string why_not_;  // gradients lie in torch's memory instead of NCCL's
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<Comm> sparse_;
   std::vector<std::pair<NcclCommunicator::Collective, std::weak_ptr<Started>>> held_back_;
 };
 
 }  // namespace
+
+std::pair<int64_t, int64_t> nccl_memory_bytes() {
+  return {NcclCommunicator::memory_bytes(), NcclCommunicator::most_memory_bytes()};
+}
 
 std::unique_ptr<Comm> make_nccl_comm(const NcclOptions& options) { return std::make_unique<NcclComm>(options); }
 

@@ -166,7 +166,7 @@ class ShmComm final : public Comm {
   void broadcast(const at::Tensor& values) override { torch_->broadcast(values); }
   std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
   std::string why_not() const override { return why_not_; }
-  bool averages() const override { return exchange_ ? true : torch_->averages(); }
+  bool averages() const override { return exchange_.has_value(); }
   // Between hosts the leaders' process group works meanwhile.
   bool in_background() const override { return !exchange_ || num_places() < size(); }
 
@@ -192,7 +192,7 @@ class ShmComm final : public Comm {
   }
 
   std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override {
-    if (!exchange_) return torch_->start(flat);
+    if (!exchange_) return torch_->start_sum(flat);
     if (auto reduce = start_shared(flat, 1.0 / size())) return reduce;
     return std::make_unique<MeanOfSum>(torch_->start_sum(flat), flat, size());
   }

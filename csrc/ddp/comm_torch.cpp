@@ -42,14 +42,12 @@ at::Tensor TorchComm::allocate(int64_t bytes, c10::Device device) {
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
-// Only NCCL averages inside the collective; the others get gradients that are divided beforehand.
-bool TorchComm::averages() const { return backend_ == "nccl"; }
-
-std::unique_ptr<PendingReduce> TorchComm::start(const at::Tensor& flat) {
-  return start(flat, averages() ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
+  std::vector<at::Tensor> tensors = {flat};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::SUM;
+  return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
 }
-
-std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) { return start(flat, c10d::ReduceOp::SUM); }
 
 void TorchComm::broadcast(const at::Tensor& values) {
   std::vector<at::Tensor> tensors = {values};
@@ -64,13 +62,6 @@ std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at
   auto work = group_->alltoall_base(received, sent, received_counts, sent_counts);
 #pragma GCC diagnostic pop
   return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
-}
-
-std::unique_ptr<PendingReduce> TorchComm::start(const at::Tensor& flat, c10d::ReduceOp::RedOpType op) {
-  std::vector<at::Tensor> tensors = {flat};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
 }
 
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device) {

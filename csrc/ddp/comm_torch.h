@@ -37,8 +37,6 @@ class TorchComm final : public Comm {
   int rank() const override { return group_->getRank(); }
   std::string name() const override { return "torch"; }
   at::Tensor allocate(int64_t bytes, c10::Device device) override;
-  bool averages() const override;
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override;
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
   void broadcast(const at::Tensor& values) override;
 
@@ -48,8 +46,6 @@ class TorchComm final : public Comm {
                                                 std::vector<int64_t> received_counts, std::vector<int64_t> sent_counts);
 
  private:
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat, c10d::ReduceOp::RedOpType op);
-
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string backend_;
 };

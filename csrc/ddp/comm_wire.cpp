@@ -211,11 +211,7 @@ class WireComm final : public Comm {
   int rank() const override { return group_.rank(); }
   std::string name() const override { return group_.name(); }
   at::Tensor allocate(int64_t bytes, c10::Device device) override { return group_.allocate(bytes, device); }
-  bool averages() const override { return group_.averages(); }
   void broadcast(const at::Tensor& values) override { group_.broadcast(values); }
-
-  // The same: over gloo no transport averages.
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override { return start_sum(flat); }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided || flat.scalar_type() != at::kFloat || flat.numel() == 0) {

@@ -2,6 +2,7 @@
 // names.
 #include "ddp/ddp.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
@@ -44,6 +45,13 @@ void set_are_held(Reducer& reducer, py::function are_held) {
   reducer.set_are_held([held = hold(std::move(are_held))](const std::vector<at::Tensor>& tensors) {
     const py::gil_scoped_acquire gil;
     return (*held)(tensors).cast<bool>();
+  });
+}
+
+void set_ended_ranks(Reducer& reducer, py::function ended_ranks) {
+  reducer.set_ended_ranks([held = hold(std::move(ended_ranks))] {
+    const py::gil_scoped_acquire gil;
+    return (*held)().cast<std::string>();
   });
 }
 
@@ -94,7 +102,9 @@ std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
 
 std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::string& device, double timeout_s,
                                 const std::string& fallback) {
-  return make_nccl_comm({find_nccl(fallback), process_group, c10::Device(device), timeout_s});
+  const c10::Device on(device);
+  const auto release_cache = [on] { c10::getDeviceAllocator(on.type())->emptyCache(); };
+  return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache});
 }
 
 void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
@@ -173,6 +183,7 @@ void register_ddp(py::module_& m) {
   m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
         no_gil());
+  m.def("nccl_memory_bytes", &nccl_memory_bytes);
   py::class_<Reducer::Times>(m, "Times")
       .def_readonly("forward_start", &Reducer::Times::forward_start)
       .def_readonly("backward_start", &Reducer::Times::backward_start)
@@ -193,6 +204,9 @@ void register_ddp(py::module_& m) {
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress")
       .def("snapshot", &Progress::snapshot)
       .def("set_report", &Progress::set_report, py::arg("step"), py::arg("report"))
+      .def("is_device_behind", &Progress::is_device_behind)
+      .def("give_up", &Progress::give_up, py::arg("why"))
+      .def("why_given_up", &Progress::why_given_up)
       .def(
           "begin_wait",
           [](Progress& progress, const std::string& what) {
@@ -246,6 +260,7 @@ void register_ddp(py::module_& m) {
       .def("buckets", &Reducer::buckets, no_gil())
       .def("arena_bytes", &Reducer::arena_bytes)
       .def("set_are_held", &set_are_held, py::arg("are_held"))
+      .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("gradient_places", &Reducer::gradient_places)

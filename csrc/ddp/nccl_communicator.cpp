@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "base/check.h"
@@ -21,6 +22,10 @@ constexpr std::chrono::seconds kGoodbye(5);
 // While NCCL works behind the scenes: first without sleeping, as most of it takes microseconds.
 constexpr std::chrono::milliseconds kSpin(1);
 constexpr std::chrono::microseconds kPause(200);
+
+// Of memory that NCCL has given us; see NcclCommunicator::memory_bytes().
+std::atomic<int64_t> bytes_now{0};
+std::atomic<int64_t> most_bytes{0};
 
 double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
@@ -89,7 +94,7 @@ class NcclCommunicator::Handle {
     check();
   }
 
-  std::string describe(ncclResult_t result, const char* call) const {
+  std::string describe(ncclResult_t result, const std::string& call) const {
     const std::string detail = api().ncclGetLastError(comm);  // the thread's own where there is no communicator
     return text(who(), call, " failed with NCCL error ", static_cast<int>(result), " (",
                 api().ncclGetErrorString(result), ")", detail.empty() ? "" : ": ", detail);
@@ -100,17 +105,22 @@ class NcclCommunicator::Handle {
   }
 
   // Waits for what a call has left to NCCL's own threads; if it fails or does not end in time, so does everything.
-  void settle(ncclResult_t result, const char* call, Clock::time_point deadline) {
+  // Success is no proof that the call has ended: ncclCommWindowRegister (2.28.9) returns it at once, and sets the
+  // window later. Only ncclCommGetAsyncError() tells.
+  void settle(ncclResult_t result, const std::string& call, Clock::time_point deadline) {
     const Clock::time_point begin = Clock::now();
-    while (result == ncclInProgress) {
+    while (result == ncclSuccess || result == ncclInProgress) {
+      ncclResult_t state = ncclSuccess;
+      const ncclResult_t asked = api().ncclCommGetAsyncError(comm, &state);
+      result = asked == ncclSuccess ? state : asked;
+      if (result == ncclSuccess) return;
+      if (result != ncclInProgress) break;
       if (Clock::now() > deadline) {
         fail(describe_timeout(call));
         check();
       }
       pause(begin);
-      if (const ncclResult_t asked = api().ncclCommGetAsyncError(comm, &result); asked != ncclSuccess) result = asked;
     }
-    if (result == ncclSuccess) return;
     fail(describe(result, call));
     check();
   }
@@ -123,16 +133,23 @@ class NcclCommunicator::Handle {
   const Options options_;
 };
 
-// A part of the device's memory that may outlive the communicator.
 class NcclCommunicator::Memory {
  public:
-  Memory(std::shared_ptr<Handle> handle, int device) : handle_(std::move(handle)), device_(device) {}
+  // Null if there is too little memory; `result` is what NCCL says.
+  static std::shared_ptr<Memory> make(std::shared_ptr<Handle> handle, int device, size_t bytes, ncclResult_t& result) {
+    void* data = nullptr;
+    result = handle->api().ncclMemAlloc(&data, bytes);
+    if (result != ncclSuccess || data == nullptr) {
+      static_cast<void>(cudaGetLastError());  // else the next kernel's launch reports this failure as its own
+      return nullptr;
+    }
+    return std::shared_ptr<Memory>(new Memory(std::move(handle), device, data, bytes));
+  }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
   // Errors here have nobody to go to: the memory is then the process's until its end.
   ~Memory() {
-    if (data == nullptr) return;
     int device = 0;
     const bool known = cudaGetDevice(&device) == cudaSuccess;
     static_cast<void>(cudaSetDevice(device_));
@@ -142,14 +159,24 @@ class NcclCommunicator::Memory {
       deregister();
     }
     handle_->api().ncclMemFree(data);
+    bytes_now -= static_cast<int64_t>(bytes);
     if (known) static_cast<void>(cudaSetDevice(device));
   }
 
-  void* data = nullptr;
+  void* const data;
+  const size_t bytes;
   ncclWindow_t window = nullptr;
   void* registered = nullptr;
 
  private:
+  Memory(std::shared_ptr<Handle> handle, int device, void* data, size_t bytes)
+      : data(data), bytes(bytes), handle_(std::move(handle)), device_(device) {
+    const int64_t now = bytes_now += static_cast<int64_t>(bytes);
+    int64_t most = most_bytes;
+    while (most < now && !most_bytes.compare_exchange_weak(most, now)) {
+    }
+  }
+
   // An aborted or ended communicator has done it itself.
   void deregister() noexcept {
     if (handle_->comm == nullptr) return;
@@ -243,9 +270,7 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   handle_->check();
   group = std::make_shared<Group>(std::move(collectives), num_groups_ + 1, deadline);
-  ncclResult_t asked = ncclSuccess;
-  handle_->settle(api.ncclCommGetAsyncError(handle_->comm, &asked), "ncclCommGetAsyncError", deadline);
-  handle_->settle(asked, "a collective before", deadline);
+  handle_->settle(ncclSuccess, "a collective before", deadline);
 
   handle_->check_cuda(cudaEventRecord(ready_, stream), "cudaEventRecord");
   handle_->check_cuda(cudaStreamWaitEvent(stream_, ready_, 0), "cudaStreamWaitEvent");
@@ -289,31 +314,48 @@ bool NcclCommunicator::is_done(Group& group) {
   return !handle_->error.empty() || cudaEventQuery(group.end()) != cudaErrorNotReady;
 }
 
-std::shared_ptr<void> NcclCommunicator::allocate(size_t bytes) {
+std::shared_ptr<NcclCommunicator::Memory> NcclCommunicator::allocate(size_t bytes,
+                                                                     const std::function<void()>& release_cache,
+                                                                     std::string& failure) {
   const NcclApi& api = *options_.api;
   if (api.ncclMemAlloc == nullptr || api.ncclMemFree == nullptr) return nullptr;
-  const auto memory = std::make_shared<Memory>(handle_, options_.device);
+  ncclResult_t result = ncclSuccess;
+  std::shared_ptr<Memory> memory = Memory::make(handle_, options_.device, bytes, result);
+  if (!memory) {
+    release_cache();
+    memory = Memory::make(handle_, options_.device, bytes, result);
+  }
+  if (!memory) {
+    const std::lock_guard<std::mutex> lock(handle_->mutex);
+    handle_->check();
+    failure = handle_->describe(result, text("ncclMemAlloc of ", bytes, " bytes"));
+  }
+  return memory;
+}
+
+std::shared_ptr<void> NcclCommunicator::register_memory(const std::shared_ptr<Memory>& memory) {
+  const NcclApi& api = *options_.api;
   const Clock::time_point deadline = Clock::now() + options_.timeout;
+  const std::string size = text(" of ", memory->bytes, " bytes (every rank must register as many)");
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   handle_->check();
-  if (const ncclResult_t result = api.ncclMemAlloc(&memory->data, bytes); result != ncclSuccess) {
-    memory->data = nullptr;
-    throw EnvironmentError(handle_->describe(result, text("ncclMemAlloc of ", bytes, " bytes").c_str()));
-  }
   registration_ = "unregistered";
   if (api.ncclCommWindowRegister != nullptr && api.ncclCommWindowDeregister != nullptr) {
-    handle_->settle(
-        api.ncclCommWindowRegister(handle_->comm, memory->data, bytes, &memory->window, NCCL_WIN_COLL_SYMMETRIC),
-        "ncclCommWindowRegister", deadline);
+    handle_->settle(api.ncclCommWindowRegister(handle_->comm, memory->data, memory->bytes, &memory->window,
+                                               NCCL_WIN_COLL_SYMMETRIC),
+                    "ncclCommWindowRegister" + size, deadline);
     if (memory->window != nullptr) registration_ = "registered window";  // null: these GPUs cannot
   }
   if (memory->window == nullptr && api.ncclCommRegister != nullptr && api.ncclCommDeregister != nullptr) {
-    handle_->settle(api.ncclCommRegister(handle_->comm, memory->data, bytes, &memory->registered), "ncclCommRegister",
-                    deadline);
+    handle_->settle(api.ncclCommRegister(handle_->comm, memory->data, memory->bytes, &memory->registered),
+                    "ncclCommRegister" + size, deadline);
     if (memory->registered != nullptr) registration_ = "registered buffer";
   }
   return {memory, memory->data};
 }
+
+int64_t NcclCommunicator::memory_bytes() { return bytes_now; }
+int64_t NcclCommunicator::most_memory_bytes() { return most_bytes; }
 
 std::string NcclCommunicator::registration() const {
   const std::lock_guard<std::mutex> lock(handle_->mutex);

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -62,16 +63,26 @@ class NcclCommunicator {
   // Whether the device has ended it, or it has failed.
   bool is_done(Group& group);
 
-  // Memory for collectives, registered with the communicator as well as its NCCL can; freed with the last owner, which
-  // may outlive the communicator. Null where NCCL is too old to have any. Every rank must allocate the same sizes in
-  // the same order.
-  std::shared_ptr<void> allocate(size_t bytes);
+  // A part of the device's memory that collectives work best in.
+  class Memory;
+
+  // Memory that is freed with its last owner, which may outlive the communicator. Null where NCCL is too old to have
+  // any, and where it has too little left: `failure` then says so. If the first attempt fails, calls `release_cache`,
+  // which gives unused memory of other allocators back to the device, and tries again.
+  std::shared_ptr<Memory> allocate(size_t bytes, const std::function<void()>& release_cache, std::string& failure);
+  // Registers it with the communicator as well as its NCCL can, and returns its address. Every rank must register the
+  // same sizes in the same order; waits for the others, for at most the timeout.
+  std::shared_ptr<void> register_memory(const std::shared_ptr<Memory>& memory);
   // How the last was registered: "registered window", "registered buffer", "unregistered"; "" if there is none.
   std::string registration() const;
 
+  // The bytes that allocate() has handed out and that are not freed yet, and the most that they have been, of all
+  // communicators of this process. No statistics of torch's allocator count them.
+  static int64_t memory_bytes();
+  static int64_t most_memory_bytes();
+
  private:
   class Handle;
-  class Memory;
 
   void watch();
   void note_failures();

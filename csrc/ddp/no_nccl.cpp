@@ -15,6 +15,8 @@ std::shared_ptr<const NcclApi> find_nccl(const std::string&) {
 
 std::pair<std::string, std::string> path_and_version(const NcclApi&) { return {}; }
 
+std::pair<int64_t, int64_t> nccl_memory_bytes() { return {0, 0}; }
+
 std::unique_ptr<Comm> make_nccl_comm(const NcclOptions&) {
   throw UnsupportedError("drivetrain was built without NCCL");
 }

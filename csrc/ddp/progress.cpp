@@ -67,6 +67,30 @@ void Progress::end_wait() {
   since_ns_ = now;
 }
 
+void Progress::end_on_device(const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!device_end_ || device_end_->device_type() != stream.device_type() ||
+      device_end_->device_index() != stream.device_index()) {
+    device_end_.emplace(stream.device_type());
+  }
+  device_end_->record(stream);
+}
+
+bool Progress::is_device_behind() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return device_end_ && !device_end_->query();
+}
+
+void Progress::give_up(std::string why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  why_given_up_ = std::move(why);
+}
+
+std::string Progress::why_given_up() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return why_given_up_;
+}
+
 void Progress::set_report(int64_t step, std::string report) {
   const std::lock_guard<std::mutex> lock(mutex_);
   reported_step_ = step;

@@ -1,11 +1,15 @@
 // Where a reducer is in its steps, for a thread that must not wait for the reducer.
 #pragma once
 
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 namespace drivetrain::ddp {
@@ -63,6 +67,15 @@ class Progress {
   void begin_wait(std::shared_ptr<const std::string> what, int64_t needed);
   void end_wait();
 
+  // Marks the end of a step's work on a device's stream; the host may be far ahead of it.
+  void end_on_device(const c10::Stream& stream);
+  // Whether the device has not come to that mark yet.
+  bool is_device_behind() const;
+
+  // The step under way cannot end: whoever begins the next one, or waits, is to raise this.
+  void give_up(std::string why);
+  std::string why_given_up() const;
+
   // What the watching thread last said about a wait in that step; "" if nothing.
   void set_report(int64_t step, std::string report);
   std::string report(int64_t step) const;
@@ -81,6 +94,8 @@ class Progress {
   int64_t num_waits_ = 0;
   int64_t reported_step_ = 0;
   std::string report_;
+  std::optional<c10::Event> device_end_;
+  std::string why_given_up_;
 };
 
 }  // namespace drivetrain::ddp

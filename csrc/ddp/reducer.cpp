@@ -2,7 +2,7 @@
 #include "ddp/reducer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
@@ -19,6 +19,8 @@
 #include "base/check.h"
 #include "base/grad_accumulator.h"
 #include "base/heap.h"
+#include "base/stream_order.h"
+#include "base/transfer.h"
 #include "ddp/replicas.h"
 #include "ddp/tensors.h"
 #include "grad/fuse_wgrad.h"
@@ -34,9 +36,6 @@ constexpr size_t kExposedKept = 64;
 const auto kUsedMap = std::make_shared<const std::string>("the map of used parameters");
 const auto kWeights = std::make_shared<const std::string>("the weights");
 const auto kReplicas = std::make_shared<const std::string>("the replicas' checksums");
-
-// As transports take it.
-at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).flatten() : flat; }
 
 // Every gradient accumulator that backward from these tensors can reach.
 std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs) {
@@ -135,50 +134,6 @@ void Reducer::remove_autograd_hooks() {
 
 // ---- Settings.
 
-void Reducer::begin_weighted(double weight) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (optimizer_in_backward_ || on_reduced_ || low_precision_) {
-    throw UnsupportedError(
-        "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
-        "mixed_precision: both use gradients before the sum of weights is known.");
-  }
-  const auto holds_nothing = [](const Parameter& param) {
-    const at::Tensor& grad = param.tensor.grad();
-    return !grad.defined() || grad.count_nonzero().item<int64_t>() == 0;
-  };
-  const auto is_untouched = [this](const Parameter& param) { return param.weighted == seen_grad(param); };
-  // Only where somebody has touched gradients since the last weight need they be read.
-  if (!weight_ || !std::all_of(params_.begin(), params_.end(), is_untouched)) {
-    const bool is_clean = std::all_of(params_.begin(), params_.end(), holds_nothing);
-    if (is_clean) weight_.reset();  // they were zeroed, and with them what their weights counted
-    if (!is_clean && !weight_) {
-      throw UserError(
-          "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronised "
-          "backward, of a backward without weight, or of one that raised. Call optimizer.zero_grad() first.");
-    }
-  }
-  weight_ = weight_.value_or(0) + weight;
-  is_weighted_ = true;
-}
-
-void Reducer::end_weighted(bool failed) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  is_weighted_ = false;
-  if (failed) weight_.reset();
-  for (Parameter& param : params_) param.weighted = seen_grad(param);
-}
-
-// Whether, since the last weight, somebody has zeroed the gradients that weights count; the first gradient of the
-// backward after that, parameter `came`'s, is there.
-bool Reducer::were_zeroed(size_t came) const {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const at::Tensor& grad = params_[i].tensor.grad();
-    if (!grad.defined() || grad.unsafeGetTensorImpl() != params_[i].weighted.first) continue;
-    if (i == came ? params_.size() == 1 : grad.count_nonzero().item<int64_t>() > 0) return false;
-  }
-  return true;
-}
-
 // Changes with every write to .grad that autograd would notice, and with every other tensor there.
 std::pair<const void*, uint32_t> Reducer::seen_grad(const Parameter& param) const {
   const at::Tensor& grad = param.tensor.grad();
@@ -257,6 +212,7 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
   steps_ = 0;  // rebuilds after the first of the new group
   reset();
   comm_ = std::move(comm);
+  for (const auto& [device, arena] : arenas_) keep_for_streams(arena);
   arenas_.clear();
   is_rebuilt_ = is_measuring_ = was_joining_ = false;
   fired_.clear();
@@ -293,6 +249,7 @@ void Reducer::reset() {
     if (bucket.sparse) bucket.flat = at::Tensor();
   }
   next_bucket_ = next_to_hand_over_ = 0;
+  streams_.clear();
   unused_.clear();
   used_reduce_.reset();
   weight_reduce_.reset();
@@ -304,6 +261,7 @@ void Reducer::reset() {
 
 void Reducer::prepare_for_forward() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  noting_errors([&] { check_given_up(); });
   now_ = Times{clock_ns()};
   progress_->move_to(steps_ + 1, Progress::kForward);
 }
@@ -315,6 +273,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
 
 void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (step_ == Step::kRunning) end_interrupted_step();
+  check_late();
   if (!low_precision_) {
     for (const Parameter& param : params_) check_hooked(param);
   }
@@ -353,12 +312,11 @@ void Reducer::on_gradient(size_t index, bool came) {
 
 void Reducer::handle_gradient(size_t index, bool came) {
   Parameter& param = params_[index];
-  if (weight_ && !is_weighted_ && were_zeroed(index)) weight_.reset();
-  if (weight_ && !is_weighted_) {
-    throw_value_error(
-        "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): "
-        "give every backward of an accumulation a weight, or call optimizer.zero_grad() first.");
+  if (weight_ && !is_weighted_ && were_zeroed(index)) {
+    weight_.reset();
+    kept_weight_ = at::Tensor();
   }
+  if (weight_ && !is_weighted_) fail_unweighted();
   auto rpc_context = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   const bool has_grad = rpc_context ? came : param.tensor.grad().defined();
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
@@ -376,6 +334,7 @@ void Reducer::handle_gradient(size_t index, bool came) {
   }
   rpc_context_ = std::move(rpc_context);
   if (step_ == Step::kPrepared) begin_backward();
+  note_stream(param.tensor.device());
   check_unconsumed(param, came);
   ++param.fired;
   if (steps_ == 0) fired_.push_back(static_cast<int64_t>(index));
@@ -394,9 +353,11 @@ void Reducer::handle_gradient(size_t index, bool came) {
 }
 
 void Reducer::begin_backward() {
+  check_given_up();
   began_ = true;
   progress_->move_to(steps_ + 1, Progress::kGradients);
   rebuild_buckets();
+  for (const auto& [device, arena] : arenas_) note_stream(arena.device());
   step_ = Step::kRunning;
   if (norm_) {
     norm_->forget();
@@ -410,9 +371,8 @@ void Reducer::begin_backward() {
   if (forwards_ > 1 && options_.find_unused_parameters) end_unprepared_backward();
   scaling_ = Scaling{};
   if (weight_) {
-    weight_sum_ = at::zeros({1}, at::TensorOptions(at::kDouble));
-    weight_sum_.data_ptr<double>()[0] = *weight_;
-    weight_sum_ = weight_sum_.to(params_[0].tensor.device());
+    weight_sum_ = at::full({1}, *weight_, at::TensorOptions(at::kDouble).device(params_[0].tensor.device()));
+    if (kept_weight_.defined()) weight_sum_.add_(kept_weight_);
   } else if (divisor_ > 0 && divisor_ != comm_->size()) {
     scaling_.before = 1.0 / static_cast<double>(divisor_);
   } else if (comm_->averages()) {
@@ -425,9 +385,9 @@ void Reducer::begin_backward() {
   if (options_.check_replicas_every > 0 && !is_joining_ && (steps_ + 1) % options_.check_replicas_every == 0) {
     std::vector<at::Tensor> tensors;  // as they are before any is stepped in backward
     for (const Parameter& param : params_) tensors.push_back(param.tensor);
-    replica_hashes_ = at::zeros({comm_->size()}, at::kLong);
-    replica_hashes_.data_ptr<int64_t>()[comm_->rank()] = hash_of(tensors);
-    replica_hashes_ = replica_hashes_.to(params_[0].tensor.device());
+    const at::Tensor mine = hash_of(tensors);
+    replica_hashes_ = at::zeros({comm_->size()}, mine.options());
+    replica_hashes_.select(0, comm_->rank()).copy_(mine);
   }
   if (graph_ == Graph::kStaticKnown) {
     unused_.clear();
@@ -524,7 +484,7 @@ bool Reducer::start_full_buckets() {
   now_.backward_end = clock_ns();
   const at::Device device = params_[0].tensor.device();
   if (shares_used_map()) {
-    global_used_ = local_used_.to(device, /*non_blocking=*/false, /*copy=*/true);
+    global_used_ = copied_to(local_used_, device);
     used_reduce_ = comm_->start_sum(global_used_);
   }
   if (weight_) weight_reduce_ = comm_->start_sum(weight_sum_);
@@ -551,6 +511,8 @@ bool Reducer::is_skipped(const Bucket& bucket) const {
 
 void Reducer::start(Bucket& bucket) {
   bucket.phase = Phase::kReducing;
+  // Its gradients may have come on several streams, and those of buckets that are held back with it.
+  join_streams(params_[bucket.params[0]].tensor.device());
   if (reuses_memory_) {
     make_room_for(bucket);
     for (size_t index : bucket.params) fill_place(params_[index]);
@@ -766,6 +728,7 @@ void Reducer::drain() {
 void Reducer::forget_step() {
   reset();
   weight_.reset();
+  kept_weight_ = at::Tensor();
   divisor_ = 0;
   forwards_ = 0;
   is_joining_ = false;
@@ -780,6 +743,7 @@ void Reducer::finalize_backward() {
 }
 
 void Reducer::finalize() {
+  for (const auto& [device, arena] : arenas_) join_streams(arena.device());
   {
     const Stopwatch stopwatch(now_.exposed);
     wait_for_buckets();
@@ -796,17 +760,7 @@ void Reducer::finalize() {
     forget_step();
     throw;
   }
-  if (weight_) {
-    const double total = weight_sum_.cpu().data_ptr<double>()[0];
-    if (!(total > 0)) {
-      forget_step();
-      throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", total,
-                             " over all ranks, expected a sum above 0."));
-    }
-    // A hook has divided by the number of ranks already.
-    const double scale = (comm_hook_ ? comm_->size() : 1) / total;
-    for (Bucket& bucket : buckets_) bucket.flat.mul_(as_scalar(scale));
-  }
+  if (weight_) divide_by_weights();
   bool any_unused = false;
   std::vector<bool> unused;
   for (const Parameter& param : params_) {
@@ -831,11 +785,13 @@ void Reducer::finalize() {
   if (norm_ && norm_is_due_) share_norm();
   local_used_.zero_();
   weight_.reset();
+  kept_weight_ = at::Tensor();
   divisor_ = 0;
   forwards_ = 0;
   was_joining_ = was_joining_ || (is_joining_ && is_measuring_);
   is_joining_ = false;
   progress_->end_step();
+  if (const auto stream = stream_on(params_[0].tensor.device())) progress_->end_on_device(*stream);
   const bool compare = replica_reduce_ != nullptr;
   const std::exception_ptr error = std::exchange(hand_over_error_, nullptr);
   std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);
@@ -880,8 +836,8 @@ bool Reducer::is_graph_static() {
 
 at::Tensor Reducer::used_map() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return (global_used_.defined() ? global_used_ : local_used_)
-      .to(params_[0].tensor.device(), /*non_blocking=*/false, /*copy=*/true);
+  const at::Tensor& used = global_used_.defined() ? global_used_ : local_used_;
+  return used.is_cpu() ? copied_to(used, params_[0].tensor.device()) : used.clone();
 }
 
 }  // namespace drivetrain::ddp

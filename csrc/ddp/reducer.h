@@ -20,6 +20,7 @@
 
 #include "ddp/comm.h"
 #include "ddp/comm_hook.h"
+#include "ddp/late_check.h"
 #include "ddp/plan.h"
 #include "ddp/progress.h"
 #include "grad/reduced_norm.h"
@@ -76,6 +77,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Whether somebody refers, beside .grad, to any of these tensors; asked before buckets are rebuilt.
   void set_are_held(std::function<bool(const std::vector<at::Tensor>&)> are_held) { are_held_ = std::move(are_held); }
+  // What names the ranks that have ended, "" if none is known to have; asked when a collective has failed.
+  void set_ended_ranks(std::function<std::string()> ended_ranks) { ended_ranks_ = std::move(ended_ranks); }
   // By parameter, where its gradient lies in the arena (undefined: nowhere, it is sparse); and who is told when that
   // has changed, after the gradients that are being accumulated have moved.
   std::vector<at::Tensor> gradient_places() const;
@@ -91,7 +94,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Around a backward whose loss was multiplied with this rank's weight (tokens, say). The gradients of the next
   // synchronised backward are then the sum over ranks divided by the sum of weights, not by the number of ranks. Throws
-  // if .grad holds what no weight counts.
+  // if .grad holds what no weight counts; on a device other than the CPU in a later call, once the host has heard of
+  // it, as it waits for nothing.
   void begin_weighted(double weight);
   void end_weighted(bool failed);
 
@@ -244,7 +248,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void noting_errors(const std::function<void()>& body);
   std::vector<ParamSize> param_sizes() const;
   std::vector<BucketPlan> plan(const std::vector<int64_t>& order) const;
-  bool were_zeroed(size_t came) const;
+  bool were_zeroed(size_t came);
+  void forget_zeroed_weights();
+  at::Tensor hold_anything(const std::vector<at::Tensor>& grads) const;
+  void check_late();
+  void check_given_up();
+  void divide_by_weights();
+  [[noreturn]] void fail_unweighted() const;
+  void note_stream(c10::Device device);
+  void join_streams(c10::Device device);
+  void wait_for_streams(c10::Device device) const;
+  void keep_for_streams(const at::Tensor& memory) const;
   std::pair<const void*, uint32_t> seen_grad(const Parameter& param) const;
   bool is_rebuild_due() const;
   void rebuild_buckets();
@@ -347,17 +361,22 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Step step_ = Step::kIdle;
   // Of distributed autograd over RPC, which keeps gradients by itself instead of in .grad; null: not under it.
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> rpc_context_;
-  bool is_wanted_ = false;        // this reducer's parameters are entered as wanted
-  int forwards_ = 0;              // prepared since the last synchronised backward
-  size_t next_bucket_ = 0;        // the first that has not started
-  size_t next_to_hand_over_ = 0;  // the first that on_reduced_ has not been told of
-  std::vector<size_t> unused_;    // found from the outputs, marked when backward begins
+  bool is_wanted_ = false;            // this reducer's parameters are entered as wanted
+  int forwards_ = 0;                  // prepared since the last synchronised backward
+  std::vector<c10::Stream> streams_;  // on which gradients of this step came or were put into buckets
+  size_t next_bucket_ = 0;            // the first that has not started
+  size_t next_to_hand_over_ = 0;      // the first that on_reduced_ has not been told of
+  std::vector<size_t> unused_;        // found from the outputs, marked when backward begins
   Scaling scaling_;
   int64_t divisor_ = 0;  // ranks to divide by; 0: all
   bool is_joining_ = false;
   bool is_weighted_ = false;      // the backward under way has a weight
   std::optional<double> weight_;  // this rank's, added up
-  at::Tensor weight_sum_;         // float64 [1], on the parameters' device
+  // float64 [1]; the weights of gradients that may have been zeroed since, which the device finds out: then 0.
+  at::Tensor kept_weight_;
+  LateCheck uncounted_;    // gradients that a weighted backward added to, and that no weight counts
+  LateCheck unzeroed_;     // gradients with weights that a backward without one added to
+  at::Tensor weight_sum_;  // float64 [1], on the parameters' device
   std::unique_ptr<PendingReduce> weight_reduce_;
   at::Tensor local_used_;   // int32 [num params], on the CPU
   at::Tensor global_used_;  // the same summed over ranks; on the parameters' device while under way
@@ -371,6 +390,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step
   std::function<bool(const std::vector<at::Tensor>&)> are_held_;
   std::function<void(const std::vector<at::Tensor>&)> on_moved_;
+  std::function<std::string()> ended_ranks_;
   std::function<void(const std::vector<size_t>&, bool)> on_reduced_;
   bool reuses_memory_ = false;
   std::exception_ptr hand_over_error_;  // what it has thrown in the step under way

@@ -135,12 +135,21 @@ void Reducer::fail_start(const std::string& what, const std::exception& error) {
 }
 
 void Reducer::fail_collective(const std::string& what, const std::string& report) const {
-  const std::string hang = progress_->report(steps_ + 1);
+  const std::string hang = progress_->report(steps_ + 1), ended = ended_ranks_ ? ended_ranks_() : "";
   throw EnvironmentError(text("drivetrain: ", what, " failed in synchronised step ", steps_ + 1,
                               num_reducers_ > 1 ? " of " + options_.wrapper : "",
                               "; a rank has probably died, hangs or has left out a step: look for the first error in "
                               "the others' logs, and whether they name the same step. The transport reports: ",
-                              report, hang.empty() ? "" : "\nThe last report before that: ", hang));
+                              report, ended.empty() ? "" : "\n", ended,
+                              hang.empty() ? "" : "\nThe last report before that: ", hang));
+}
+
+// The watching thread has found that the step under way cannot end.
+void Reducer::check_given_up() {
+  const std::string why = progress_->why_given_up();
+  if (why.empty()) return;
+  forget_step();
+  throw EnvironmentError(why);
 }
 
 // ---- Replicas.
@@ -156,11 +165,9 @@ void Reducer::compare_replicas() {
     return false;
   };
   if (!differs(hashes.data_ptr<int64_t>(), 1)) return;
-  at::Tensor each = at::zeros({ranks, count}, at::kLong);
-  for (int64_t i = 0; i < count; ++i) {
-    each.data_ptr<int64_t>()[comm_->rank() * count + i] = hash_of({params_[i].tensor});
-  }
-  each = each.to(params_[0].tensor.device());
+  at::Tensor each = at::zeros({ranks, count}, replica_hashes_.options());
+  const at::Tensor mine = each.select(0, comm_->rank());
+  for (int64_t i = 0; i < count; ++i) mine.select(0, i).copy_(hash_of({params_[i].tensor}), /*non_blocking=*/true);
   wait_for(*comm_->start_sum(each), kParameters, place_of_all());
   each = each.cpu();
   for (int64_t i = 0; i < count; ++i) {

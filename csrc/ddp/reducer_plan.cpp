@@ -1,6 +1,7 @@
 // The reducer's arena, and its buckets' plan: at first by size, then by the order and the times of gradients.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -9,7 +10,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/stream_order.h"
 #include "base/torch_text.h"
+#include "base/transfer.h"
 #include "ddp/reducer.h"
 
 namespace drivetrain::ddp {
@@ -112,6 +115,7 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       const std::string device = device_of(plan).str();
       at::Tensor& arena = arenas_[device];
       if (!arena.defined() || arena.numel() != bytes[device]) {
+        if (arena.defined()) keep_for_streams(arena);
         arena = comm_->allocate(bytes[device], device_of(plan));
       }
       const at::ScalarType dtype = grad_dtype(params_[plan.slots[0].param]);
@@ -155,7 +159,10 @@ at::Tensor Reducer::free_place(size_t index) {
   if (param.sparse || param.ready || low_precision_ || reuses_memory_ || bucket.phase != Phase::kFilling) return {};
   // Somebody may have assigned to .grad.data, and with that to our view.
   const void* place = static_cast<char*>(bucket.flat.data_ptr()) + param.offset;
-  return param.view.data_ptr() == place ? param.view : at::Tensor();
+  if (param.view.data_ptr() != place) return {};
+  // Whoever writes there orders itself with the parameter's accumulator, not with what other hooks did to the arena.
+  wait_for_streams(param.tensor.device());
+  return param.view;
 }
 
 at::Tensor Reducer::view_of(const Parameter& param) const {
@@ -207,8 +214,14 @@ bool Reducer::are_views_held() const {
   return are_held_ && are_held_(views);
 }
 
-// Gradients that are being accumulated move with their parameters: those in the arena, whatever tensor shows them.
+// Gradients that are being accumulated move with their parameters: those in the arena, whatever tensor shows them. Some
+// may have been put there in this backward by a stream with which only their accumulators' streams are in order.
 std::vector<at::Tensor> Reducer::copy_kept_gradients() const {
+  for (const Parameter& param : params_) {
+    const std::optional<c10::Stream> here = stream_on(param.tensor.device());
+    const std::optional<c10::Stream> there = param.accumulator ? param.accumulator->stream() : std::nullopt;
+    if (here && there) run_after(*here, *there);
+  }
   std::vector<at::Tensor> kept(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& grad = params_[i].tensor.grad();
@@ -239,7 +252,7 @@ bool Reducer::is_in_place(const std::vector<BucketPlan>& plans) const {
 // Ranks may have seen or computed other values: all take rank 0's.
 std::vector<int64_t> Reducer::from_rank_0(const std::vector<int64_t>& values,
                                           const std::shared_ptr<const std::string>& what) {
-  const at::Tensor shared = at::tensor(values, at::kLong).to(params_[0].tensor.device());
+  const at::Tensor shared = copied_to(at::tensor(values, at::kLong), params_[0].tensor.device());
   try {
     const Progress::Wait wait(*progress_, what, Progress::kGradients);
     comm_->broadcast(shared);
@@ -273,13 +286,14 @@ void Reducer::sum_now(const at::Tensor& flat, const std::string& what) {
   }
 }
 
-// Every rank's values, by rank.
+// Every rank's values, by rank, on the host. They go over the parameters' device: a group may take no other tensors.
 std::vector<at::Tensor> Reducer::gather_over_ranks(const std::vector<double>& values, const std::string& what) {
   const int64_t count = static_cast<int64_t>(values.size());
-  const at::Tensor all = at::zeros({comm_->size() * count}, at::kDouble);
-  std::copy(values.begin(), values.end(), all.data_ptr<double>() + comm_->rank() * count);
+  const at::Tensor mine = at::zeros({comm_->size() * count}, at::kDouble);
+  std::copy(values.begin(), values.end(), mine.data_ptr<double>() + comm_->rank() * count);
+  const at::Tensor all = copied_to(mine, params_[0].tensor.device());
   sum_now(all, what);
-  return all.view({comm_->size(), count}).unbind();
+  return all.cpu().view({comm_->size(), count}).unbind();
 }
 
 void Reducer::rebuild_in_order() {
@@ -294,7 +308,8 @@ void Reducer::rebuild_in_order() {
   for (size_t i = fired_.size(); i > 0; --i) add(fired_[i - 1]);
   std::reverse(order.begin(), order.end());
   for (int64_t index : registration_order()) add(index);
-  at::Tensor holders = at::zeros({1}, at::kLong).fill_(are_views_held() ? 1 : 0).to(params_[0].tensor.device());
+  const auto on_device = at::TensorOptions(at::kLong).device(params_[0].tensor.device());
+  const at::Tensor holders = at::full({1}, are_views_held() ? 1 : 0, on_device);
   sum_now(holders, "the number of ranks that hold gradients");
   fired_ = from_rank_0(order, kOrder);
   is_measuring_ = options_.plan_from_measurement && arena_bytes_ > 0;

@@ -3,13 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <vector>
 
 namespace drivetrain::ddp {
 
-// 64 bits over the tensors' values in order. On the CPU every bit of every value counts; elsewhere the sum of the
-// values' bit patterns does, so that an exchange of two values within one tensor goes unseen.
-int64_t hash_of(const std::vector<at::Tensor>& tensors);
+// 64 bits over the tensors' values in order: int64 [], on the first tensor's device. On the CPU every bit of every
+// value counts; elsewhere the sum of the values' bit patterns does, so that an exchange of two values within one tensor
+// goes unseen. The host waits for no device.
+at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
 
 }  // namespace drivetrain::ddp

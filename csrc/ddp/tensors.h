@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 
 #include <string>
@@ -22,6 +23,11 @@ inline at::Tensor as_scalar(double value) {
   at::Tensor scalar = at::scalar_tensor(value, at::kDouble);
   scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
   return scalar;
+}
+
+// As transports take it.
+inline at::Tensor as_real(const at::Tensor& flat) {
+  return flat.is_complex() ? at::view_as_real(flat).flatten() : flat;
 }
 
 // An empty sparse gradient, sparse in its first dimension as an Embedding's is.

@@ -20,6 +20,7 @@
 #include <mutex>
 
 #include "base/grad_accumulator.h"
+#include "base/stream_order.h"
 
 namespace drivetrain::grad {
 namespace {
@@ -74,16 +75,13 @@ at::Tensor place_of(Node& accumulator) {
   return {};
 }
 
-// Whether it is there.
-bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
-  if (!weight.is_leaf() || !weight.requires_grad()) return false;  // computed, or frozen since
-  const auto accumulator = grad_accumulator_of(weight);
-  if (!goes_unseen(weight, *accumulator)) return false;
-  const auto& keepers = accumulator->pre_hooks();
+// Whether the gradient has been added by the current stream.
+bool add_in_order(const WeightGrad& weight_grad, const at::Tensor& weight, Node& accumulator) {
+  const auto& keepers = accumulator.pre_hooks();
   if (!keepers.empty()) return dynamic_cast<KeepsGradient&>(*keepers.front()).add(weight_grad);
-  const std::lock_guard<std::mutex> lock(mutex_of(*accumulator));
+  const std::lock_guard<std::mutex> lock(mutex_of(accumulator));
   at::Tensor& grad = weight.mutable_grad();
-  const at::Tensor to = grad.defined() ? grad : place_of(*accumulator);
+  const at::Tensor to = grad.defined() ? grad : place_of(accumulator);
   if (!to.defined() || to.requires_grad() || to.layout() != at::kStrided || !to.is_contiguous() ||
       to.sizes() != weight.sizes() || to.device() != weight.device() || to.is_alias_of(weight_grad.left) ||
       to.is_alias_of(weight_grad.right) || !can_add(weight_grad, to.scalar_type(), /*has_residual=*/false)) {
@@ -92,6 +90,21 @@ bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
   add(weight_grad, to, /*residual=*/{}, /*starts=*/!grad.defined());
   if (!grad.defined()) grad = to;
   return true;
+}
+
+// Whether the gradient has been added. Autograd orders the streams of two nodes by the gradient that one hands the
+// other; here it is handed none, although the accumulator's hooks read what this stream writes, and the other way
+// round.
+bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
+  if (!weight.is_leaf() || !weight.requires_grad()) return false;  // computed, or frozen since
+  const auto accumulator = grad_accumulator_of(weight);
+  if (!goes_unseen(weight, *accumulator)) return false;
+  const std::optional<c10::Stream> here = stream_on(weight.device()), there = accumulator->stream();
+  const bool differ = here && there && *here != *there;
+  if (differ) run_after(*here, *there);
+  const bool added = add_in_order(weight_grad, weight, *accumulator);
+  if (differ && added) run_after(*there, *here);
+  return added;
 }
 
 // As autograd takes it: in the dtype that .grad has, if the product can be summed in that.
@@ -160,10 +173,10 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
   }
 };
 
-// Tensors that are nothing else, on devices that we know.
+// Tensors that are nothing else, on devices that we know or that an extension of torch brings.
 bool is_plain(const at::Tensor& tensor) {
-  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided && !tensor.is_nested() &&
-         !tensor.is_complex() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+  return (tensor.is_cpu() || tensor.is_cuda() || tensor.is_privateuseone()) && tensor.layout() == at::kStrided &&
+         !tensor.is_nested() && !tensor.is_complex() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
          !tensor._fw_grad(/*level=*/0).defined();
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,9 +68,15 @@ def reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
+def nccl_memory_bytes() -> tuple[int, int]:
+    """Return what drivetrain's transport "nccl" holds now and has held at most, which no figure of torch's counts."""
+    native = sys.modules.get("drivetrain._C")  # absent under torch's own engine
+    return native.nccl_memory_bytes() if native else (0, 0)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + nccl_memory_bytes()[1]
     # What ranks share is there from the first step on.
     return _proc_bytes("status", "VmHWM:") - _counted_for_others_bytes()
 
@@ -77,7 +84,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def memory_at_rest_bytes(device: torch.device) -> int:
     """Return what stays allocated between two steps: weights, optimizer state, gradients if they are kept."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return torch.cuda.memory_allocated(device) + nccl_memory_bytes()[0]
     return _proc_bytes("status", "VmRSS:") - _counted_for_others_bytes()
 
 

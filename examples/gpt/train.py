@@ -22,6 +22,7 @@ from measure import (
     exposed_communication_ms,
     gather,
     memory_at_rest_bytes,
+    nccl_memory_bytes,
     peak_memory_bytes,
     reset_peak_memory,
 )
@@ -296,6 +297,7 @@ class Trainer:
             "step_ms": self.timer.median_ms(skip=min(10, len(self.losses) // 4)),
             "peak_memory_bytes": gather(self.peak_memory),
             "rest_memory_bytes": gather(self.rest_memory),
+            "nccl_memory_bytes": gather(nccl_memory_bytes()[1]),
             "synced_step_ms": synced_ms,
             "unsynced_step_ms": unsynced_ms,
             "exposed_communication_ms": synced_ms - unsynced_ms,
@@ -324,6 +326,8 @@ def print_summary(metrics: dict[str, Any], total_seconds: float) -> None:
         ("peak memory per rank", f"{mebibytes(metrics['peak_memory_bytes'])} MiB"),
         ("memory at rest per rank", f"{mebibytes(metrics['rest_memory_bytes'])} MiB"),
     ]
+    if any(metrics["nccl_memory_bytes"]):
+        rows.append(("of these the transport's own", f"{mebibytes(metrics['nccl_memory_bytes'])} MiB"))
     print_table(f"engine {metrics['engine']}", rows)
 
 

@@ -617,7 +617,7 @@ def _check_same_on_all_ranks(
         if param.grad_dtype not in (param.dtype, None):
             mine[f"the gradient of parameter {name!r}"] = str(param.grad_dtype)
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    device = next((param.device for _, param in named_params), torch.device("cpu"))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if len(set(_gather(digest, group))) == 1:
             return

@@ -104,7 +104,7 @@ class Reducer(_C.Reducer):
         self._wire_dtype = wire_dtype
         self._modules = modules
         self._report_hang_after = report_hang_after
-        self._watch()
+        self._watch(comm)
 
     def add_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
         """`call` is given the parameters of each bucket once their `.grad` are reduced, inside backward where that can
@@ -128,12 +128,21 @@ class Reducer(_C.Reducer):
         for call in self._on_reduced:
             call([self._params[index] for index in indices], is_last)
 
-    def _watch(self) -> None:
+    def _watch(self, comm: _C.Comm) -> None:
         self.watched: Watched | None = None
         if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
+            device = self._params[0].device
+            # On the CPU, and over a communicator of our own, a collective with a rank that has ended fails by itself.
+            hangs = device.type != "cpu" and comm.name == "torch"
             self.watched = Watched(
-                self.progress(), self._process_group, self._modules, self._report_hang_after, self._wrapper
+                self.progress(),
+                self._process_group,
+                self._modules,
+                self._report_hang_after,
+                self._wrapper,
+                device if hangs else None,
             )
+        self.set_ended_ranks(self.watched.ended_ranks if self.watched else str)
 
     def _rebuild_buckets(self) -> bool:
         """Whether that has happened since it was last asked: backward does it, so that no forward communicates."""
@@ -143,8 +152,9 @@ class Reducer(_C.Reducer):
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
         device = self._params[0].device
-        self.set_comm(transports.make_comm(self._transport, process_group, device, self._wire_dtype))
-        self._watch()
+        comm = transports.make_comm(self._transport, process_group, device, self._wire_dtype)
+        self.set_comm(comm)
+        self._watch(comm)
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError(

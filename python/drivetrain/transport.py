@@ -135,9 +135,19 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
 
 
 def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
-    """Warns on rank 0 if memory was to be shared and could not be. To be called once all memory is allocated."""
-    if comm.why_not and dist.get_rank(group) == 0:
+    """Warns on rank 0 if gradients do not lie in the memory that was meant for them, once all memory is allocated."""
+    if not comm.why_not or dist.get_rank(group) != 0:
+        return
+    if not comm.name.startswith("nccl"):
         _warn(comm.why_not)
+        return
+    warnings.warn(
+        "drivetrain: gradients lie in memory of torch's allocator, where NCCL is slower than in its own: "
+        f"{comm.why_not}. Leave more device memory free when DistributedDataParallel is constructed (NCCL rounds sizes "
+        "up, to 512 MiB on some GPUs), or pass transport='torch'.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _warn(why_not: str) -> None:

@@ -7,6 +7,7 @@ takes the reducer's lock, which a waiting rank holds, and no clock is compared w
 
 import atexit
 import contextlib
+import ctypes
 import json
 import logging
 import math
@@ -22,12 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from . import _C
 from .frames import self_of, stack_of, users_line
+from .processes import Process, has_ended, this_process
 
 R = TypeVar("R")
 
@@ -39,6 +42,8 @@ _SHORTEST_BEAT_S = 0.05
 _LONGEST_STORE_CALL_S = (1.0, 10.0)  # a beat, within these
 _EXIT_S = 0.5  # for the thread to end in, should the store stand still at exit
 _RANKS_NAMED = 4
+# A process closes its connections, which the others notice, a moment before it has ended.
+_ENDING_S = 0.5
 
 _logger = logging.getLogger("drivetrain")
 
@@ -52,6 +57,7 @@ class Record(TypedDict):
     awaited: str
     where: str
     wait_s: float | None  # None: no step has ended yet
+    process: Process
 
 
 def limit_from(argument: float | None) -> float:
@@ -73,10 +79,15 @@ def limit_from(argument: float | None) -> float:
 
 @contextlib.contextmanager
 def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
-    """Around a wait, in or before a forward, for the other ranks."""
+    """Around a wait, in or before a forward, for the other ranks. An error also names the ranks that have ended."""
     progress.begin_wait(what)
     try:
         yield
+    except RuntimeError as error:
+        watched = next((one for one in _all_watched() if one.watches(progress)), None)
+        if watched is not None and (ended := watched.ended_ranks()):
+            error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
+        raise
     finally:
         progress.end_wait()
 
@@ -97,6 +108,7 @@ class _Board:
         self._timeout_s = min(max(beat_s, least), most)
         self._beats = [0] * len(self.ranks)
         self._heard = [time.monotonic()] * len(self.ranks)
+        self.last: list[Record | None] = [None] * len(self.ranks)  # of every rank, as last read
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
@@ -124,6 +136,7 @@ class _Board:
         for rank, record in enumerate(records or ()):
             if record is not None and record["beat"] != self._beats[rank]:
                 self._beats[rank], self._heard[rank] = record["beat"], now
+                self.last[rank] = record
         return records
 
     def begin_listening(self) -> None:
@@ -206,11 +219,15 @@ class Watched:
         modules: Sequence[tuple[str, nn.Module]],
         limit_s: float,
         wrapper: str,
+        device: torch.device | None = None,
     ) -> None:
+        """device: one whose streams wait for other ranks while the host goes on; None: the host itself waits."""
         self._wrapper = wrapper
         self._progress = progress
         self._limit_s = limit_s
         self._board = _Board(group, self.beat_s)
+        self._group = weakref.ref(group)
+        self._device = device
         self._thread = threading.get_ident()  # the one that builds a model trains it
         self._modules = {id(module): (weakref.ref(module), name) for name, module in modules}
         self._beats = 0
@@ -230,6 +247,10 @@ class Watched:
         """
         now = self._progress.snapshot()
         self._board.publish(self._record(now))
+        if None in self._board.last:  # so that every rank's process is known, should the store end with one
+            self._board.read()
+        if self._device is not None and now.seconds >= self._limit_s:
+            self._give_up_if_hopeless(self._device, now)
         if not now.awaited or now.seconds < self.beat_s:
             self._hang = None
             return self.beat_s
@@ -244,6 +265,55 @@ class Watched:
             self._progress.set_report(now.step, report)
             _logger.warning("%s", report)
         return max(min(self.beat_s, self._next_report_s - now.seconds), _SHORTEST_BEAT_S)
+
+    def watches(self, progress: _C.Progress) -> bool:
+        return self._progress is progress
+
+    def ended_ranks(self) -> str:
+        """Sentences that name the ranks whose processes are known to have ended, and where they were last seen.
+
+        "" if none is. To be called once a collective has failed.
+        """
+        deadline = time.monotonic() + _ENDING_S
+        self._board.read()
+        while not (ended := self._ended()) and time.monotonic() < deadline:
+            time.sleep(_ENDING_S / 20)
+        return ended
+
+    def _ended(self) -> str:
+        board = self._board
+        sentences = [
+            f"Rank {board.ranks[rank]} has ended: its process {record['process']['pid']} is gone, last seen "
+            f"{record['where']} in step {record['step']}."
+            for rank, record in enumerate(board.last)
+            if rank != board.rank and record is not None and has_ended(record["process"])
+        ]
+        if len(sentences) > _RANKS_NAMED:
+            sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
+        return " ".join(sentences)
+
+    def _give_up_if_hopeless(self, device: torch.device, now: _C.ProgressSnapshot) -> None:
+        """Ends a wait of the device's for a rank that has ended: aborts the group, and raises in the training thread.
+
+        Only that: ranks may end before others, and whoever is silent may come back.
+        """
+        if self._progress.why_given_up() or not self._progress.is_device_behind():
+            return
+        self._board.read()
+        ended, group = self._ended(), self._group()
+        if not ended or group is None:
+            return
+        step = now.step - 1 if now.place == 0 else now.step
+        why = (
+            f"drivetrain: {device} has waited {_rounded(now.seconds)} s for collectives of step {step} of "
+            f"{self._wrapper} that cannot complete, and the process group was aborted. {ended} Look for the first "
+            "error in that rank's log, and start the job again: the gradients of this step are undefined."
+        )
+        _logger.error("%s", why)
+        self._progress.give_up(why)
+        _raise_in(self._thread, why)
+        # An abort may itself wait for what the device is in the middle of.
+        threading.Thread(target=_abort, args=(group, device), name="drivetrain-watch-abort", daemon=True).start()
 
     def lateness(self) -> list[float]:
         """See DistributedDataParallel.lateness."""
@@ -262,6 +332,7 @@ class Watched:
             "awaited": now.awaited,
             "where": _where(self._thread, self._modules),
             "wait_s": now.wait_s if now.num_waits else None,
+            "process": this_process(),
         }
 
     def _report(self, now: _C.ProgressSnapshot, records: list[Record | None] | None) -> str:
@@ -301,6 +372,24 @@ class Watched:
         elif record["step"] != step:
             facts.append(f"in step {record['step']}")
         return f"{name}, {', '.join(facts)}"
+
+
+def _raise_in(thread: int, why: str) -> None:
+    """Raises RuntimeError(why) in that thread, once it runs Python again."""
+
+    class RankHasEnded(RuntimeError):
+        def __init__(self) -> None:  # Python makes it, from the class alone
+            super().__init__(why)
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RankHasEnded))
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Ends the group's collectives on that device, where its backend can."""
+    try:
+        group._get_backend(device).abort()
+    except Exception as error:
+        _logger.error("the process group's backend for %s cannot be aborted: %s", device, error)
 
 
 def _rounded(seconds: float) -> str:
@@ -351,6 +440,10 @@ def _add(watched: Watched) -> None:
             _thread = threading.Thread(target=_run, name="drivetrain-watch", daemon=True)
             _thread.start()
     _wake.put(None)
+
+
+def _all_watched() -> list[Watched]:
+    return [watched for reference in list(_watched.values()) if (watched := reference()) is not None]
 
 
 def _run() -> None:

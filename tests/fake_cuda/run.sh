@@ -34,7 +34,7 @@ cmake --build "$folder"
 "$layer/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
   -Cbuild-dir=build/fake_cuda_module -Ccmake.define.DRIVETRAIN_CUDA=emulated
 
-export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1" PYTHONPATH="$PWD/tests/fake_cuda" FAKE_CUDA_ON_ERROR=record
+export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1 $folder/libnccl.so.2" PYTHONPATH="$PWD/tests/fake_cuda" FAKE_CUDA_ON_ERROR=record
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 if [ $# -gt 0 ]; then
   exec "$layer/bin/python" -m pytest -p fake_cuda_plugin "$@"

@@ -54,8 +54,13 @@ Ranks make_ranks(double timeout_s) {
   return ranks;
 }
 
-NcclCommunicator::Collective mean_of(const std::shared_ptr<std::vector<float>>& values) {
-  return {values->data(), values->size(), ncclFloat32, ncclAvg, values};
+NcclCommunicator::Collective sum_of(const std::shared_ptr<std::vector<float>>& values) {
+  return {values->data(), values->size(), ncclFloat32, ncclSum, values};
+}
+
+std::shared_ptr<void> registered(NcclCommunicator& communicator, size_t bytes) {
+  std::string failure;
+  return communicator.register_memory(communicator.allocate(bytes, [] {}, failure));
 }
 
 void test_groups() {
@@ -66,13 +71,13 @@ void test_groups() {
       std::vector<NcclCommunicator::Collective> collectives;
       for (int i = 1; i <= 3; ++i) {
         tensors.push_back(std::make_shared<std::vector<float>>(10 * i, static_cast<float>(i * (1 + 2 * rank))));
-        collectives.push_back(mean_of(tensors.back()));
+        collectives.push_back(sum_of(tensors.back()));
       }
       const auto group = ranks[rank]->start(collectives, nullptr);
       ranks[rank]->wait(*group, nullptr);
       expect(ranks[rank]->is_done(*group), "a group that was waited for is done");
       for (int i = 1; i <= 3; ++i) {
-        expect((*tensors[i - 1])[0] == 2.0f * i && tensors[i - 1]->back() == 2.0f * i, "the mean of a group's tensors");
+        expect((*tensors[i - 1])[0] == 4.0f * i && tensors[i - 1]->back() == 4.0f * i, "the sum of a group's tensors");
       }
     }
   });
@@ -83,8 +88,8 @@ void test_memory_outlives_communicator() {
   Ranks ranks = make_ranks(30);
   std::vector<std::shared_ptr<void>> kept(2), dropped(2);
   on_ranks([&](int rank) {
-    kept[rank] = ranks[rank]->allocate(5000);
-    dropped[rank] = ranks[rank]->allocate(7000);
+    kept[rank] = registered(*ranks[rank], 5000);
+    dropped[rank] = registered(*ranks[rank], 7000);
     expect(ranks[rank]->registration() == "registered window", "memory is registered");
     NcclCommunicator::Collective collective{kept[rank].get(), 1000, ncclFloat32, ncclSum, kept[rank]};
     std::fill_n(static_cast<float*>(kept[rank].get()), 1000, 1.0f);
@@ -100,16 +105,38 @@ void test_memory_outlives_communicator() {
 // One rank leaves while the other's collective is under way, and nobody waits for it.
 void test_teardown_with_a_collective_under_way() {
   Ranks ranks = make_ranks(1);
-  auto memory = ranks[0]->allocate(400);  // local in the fake
-  ranks[0]->start({{memory.get(), 100, ncclFloat32, ncclSum, memory}}, nullptr);
-  memory.reset();
+  on_ranks([&](int rank) {
+    const auto memory = registered(*ranks[rank], 400);
+    if (rank == 0) ranks[0]->start({{memory.get(), 100, ncclFloat32, ncclSum, memory}}, nullptr);
+  });
   on_ranks([&](int rank) { ranks[rank].reset(); });
+}
+
+void test_a_rank_that_registers_no_memory() {
+  Ranks ranks = make_ranks(0.3);
+  const std::string error = error_of([&] { registered(*ranks[0], 5000); });
+  expect(contains(error,
+                  "rank 0 of 2: ncclCommWindowRegister of 5000 bytes (every rank must register as many) did not end "
+                  "within the timeout of 0.3 s"),
+         "a registration says what it waited for: " + error);
+  expect(error_of([&] { registered(*ranks[0], 5000); }) == error, "the error stays");
+}
+
+void test_memory_is_counted() {
+  Ranks ranks = make_ranks(30);
+  const int64_t before = NcclCommunicator::memory_bytes();
+  std::string failure;
+  auto memory = ranks[0]->allocate(1 << 20, [] {}, failure);
+  expect(NcclCommunicator::memory_bytes() == before + (1 << 20), "memory in use is counted");
+  memory.reset();
+  expect(NcclCommunicator::memory_bytes() == before, "memory that is freed no longer is");
+  expect(NcclCommunicator::most_memory_bytes() >= before + (1 << 20), "the most that was in use is kept");
 }
 
 void test_timeout() {
   Ranks ranks = make_ranks(0.3);
   const auto values = std::make_shared<std::vector<float>>(10, 1.0f);
-  const auto group = ranks[0]->start({mean_of(values)}, nullptr);  // the other rank never comes
+  const auto group = ranks[0]->start({sum_of(values)}, nullptr);  // the other rank never comes
   std::thread looking([&] {
     while (!ranks[0]->is_done(*group)) std::this_thread::yield();
   });
@@ -119,16 +146,16 @@ void test_timeout() {
                   "rank 0 of 2: group 1 of collectives (1 of them, the first of 10 elements) did not end within "
                   "the timeout of 0.3 s"),
          "a timeout says what it waited for: " + error);
-  expect(error_of([&] { ranks[0]->start({mean_of(values)}, nullptr); }) == error, "the error stays");
+  expect(error_of([&] { ranks[0]->start({sum_of(values)}, nullptr); }) == error, "the error stays");
 }
 
 void test_reported_error() {
-  ::setenv("FAKE_NCCL_FAULT", "mean 77 errors", 1);
+  ::setenv("FAKE_NCCL_FAULT", "float sum 77 errors", 1);
   Ranks ranks = make_ranks(30);
   on_ranks([&](int rank) {
     const auto values = std::make_shared<std::vector<float>>(77, 1.0f);
     const std::string error =
-        error_of([&] { ranks[rank]->wait(*ranks[rank]->start({mean_of(values)}, nullptr), nullptr); });
+        error_of([&] { ranks[rank]->wait(*ranks[rank]->start({sum_of(values)}, nullptr), nullptr); });
     expect(contains(error, "failed with NCCL error 6 (remote process exited"), "NCCL's error is told: " + error);
   });
   ::unsetenv("FAKE_NCCL_FAULT");
@@ -140,6 +167,8 @@ int main() {
   test_groups();
   test_memory_outlives_communicator();
   test_teardown_with_a_collective_under_way();
+  test_a_rank_that_registers_no_memory();
+  test_memory_is_counted();
   test_timeout();
   test_reported_error();
   if (failures == 0) std::puts("communicator tests passed");

@@ -1,197 +1,167 @@
-// A libnccl on the host, for ranks of one machine: collectives go through a file in /dev/shm, on fake_cuda's streams.
-// As strict as NCCL where that matters: nothing is done until it has been asked for twice (non-blocking), a group is
-// reordered by size, ranks that group differently get an error, and a collective whose peer is missing never ends
-// unless it is aborted.
+// A libnccl on the host, for ranks of one machine: collectives go through a file in /dev/shm. Streams are those of
+// tests/fake_cuda where the process runs on it, else those of fake_cuda.cpp beside this file.
 //
-// FAKE_NCCL_VERSION (at build time): functions of later versions are missing.
-// FAKE_NCCL_LOG: a file that gets a line for every call. FAKE_NCCL_FAULT: what goes wrong; see fault().
-#include <fcntl.h>
+// As strict as NCCL where that matters: on a non-blocking communicator nothing is done until it has been asked for
+// twice, a group is reordered by size, ranks that group differently get an error, and a collective whose peer is
+// missing never ends unless it is aborted (or FAKE_NCCL_WAIT_S is over). A window's registration returns ncclSuccess
+// with a null window and goes on behind the scenes until every rank has come, as in NCCL 2.28.9; until it has ended the
+// communicator refuses every other call. Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
+//
+// FAKE_NCCL_VERSION (at build time): functions of later versions are missing. The log and faults: communicator.h.
+#include <dlfcn.h>
 #include <nccl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <memory>
-#include <mutex>
+#include <functional>
 #include <random>
-#include <sstream>
-#include <string>
-#include <thread>
-#include <vector>
+#include <utility>
+
+#include "communicator.h"
+#include "launch.h"
+#include "reduce.h"
 
 namespace {
 
-constexpr size_t kChunk = 1 << 20;
-constexpr int kMaxRanks = 4;
-
-// What the ranks share; zeroed by ftruncate.
-struct Board {
-  std::atomic<int> joined;
-  std::atomic<int64_t> arrived;
-  int64_t what[kMaxRanks][5];
-  char values[kMaxRanks][kChunk];
-};
-
-struct Operation {
-  void* values;
-  size_t count;
-  ncclDataType_t type;
-  int op;  // ncclRedOp_t; -1: a broadcast
-  size_t group;
-  std::string text() const {
-    return (op == ncclAvg ? "mean " : op == ncclSum ? "sum " : "broadcast ") + std::to_string(count);
-  }
-};
-
-}  // namespace
-
-struct ncclComm {
-  int size = 0;
-  int rank = 0;
-  bool joined = false;
-  Board* board = nullptr;
-  int64_t barriers = 0;
-  int polls = 0;  // left until what was asked for has been done
-  std::vector<Operation> queued;
-  cudaStream_t stream = nullptr;
-  std::atomic<int> error{ncclSuccess};
-  std::atomic<bool> aborted{false};
-  std::string last_error;
-  std::shared_ptr<ncclComm> self;  // while the user has it; collectives under way hold it too
-  ~ncclComm() {
-    if (board != nullptr) ::munmap(board, sizeof(Board));
-  }
-};
-
-namespace {
+using namespace fake_nccl;
 
 thread_local int depth = 0;
-thread_local std::vector<std::pair<ncclComm*, Operation>> grouped;
-thread_local cudaStream_t grouped_stream;
-
-template <class... Parts>
-void note(const Parts&... parts) {
-  static std::mutex mutex;
-  const char* const path = std::getenv("FAKE_NCCL_LOG");
-  if (path == nullptr) return;
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::ofstream out(path, std::ios::app);
-  (out << ... << parts) << std::endl;
-}
-
-// "init hangs", "no window", "mean 5 errors", "mean 5 hangs", "mean 5 is refused": of five elements.
-bool fault(const std::string& what) {
-  const char* const wanted = std::getenv("FAKE_NCCL_FAULT");
-  return wanted != nullptr && what == wanted;
-}
-
-void pause() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
-
-bool meet(ncclComm& comm) {
-  const int64_t all = ++comm.barriers * comm.size;
-  ++comm.board->arrived;
-  while (comm.board->arrived < all && !comm.aborted) pause();
-  return !comm.aborted;
-}
-
-template <class T>
-void reduce(const ncclComm& comm, T* values, size_t count, int op) {
-  for (size_t i = 0; i < count; ++i) {
-    T sum = 0;
-    for (int rank = 0; rank < (op < 0 ? 1 : comm.size); ++rank) {
-      sum += reinterpret_cast<const T*>(comm.board->values[rank])[i];
-    }
-    values[i] = op == ncclAvg ? sum / static_cast<T>(comm.size) : sum;
-  }
-}
-
-size_t bytes_of(ncclDataType_t type) {
-  switch (type) {
-    case ncclFloat32:
-    case ncclInt32:
-      return 4;
-    case ncclFloat64:
-    case ncclInt64:
-      return 8;
-    default:
-      return 0;
-  }
-}
-
-void perform(ncclComm& comm, const Operation& operation) {
-  const bool errs = fault(operation.text() + " errors");
-  if (errs || fault(operation.text() + " hangs")) {
-    if (errs) comm.error = ncclRemoteError;
-    while (!comm.aborted) pause();
-    return;
-  }
-  const size_t element = bytes_of(operation.type);
-  for (size_t done = 0; done < operation.count; done += kChunk / element) {
-    const size_t count = std::min(kChunk / element, operation.count - done);
-    char* const values = static_cast<char*>(operation.values) + done * element;
-    const int64_t what[5] = {static_cast<int64_t>(operation.count), operation.type, operation.op,
-                             static_cast<int64_t>(operation.group), static_cast<int64_t>(done)};
-    std::memcpy(comm.board->what[comm.rank], what, sizeof(what));
-    std::memcpy(comm.board->values[comm.rank], values, count * element);
-    if (!meet(comm)) return;
-    for (int rank = 0; rank < comm.size; ++rank) {
-      if (std::memcmp(comm.board->what[rank], what, sizeof(what)) != 0) {
-        comm.error = ncclInvalidUsage;
-        while (!comm.aborted) pause();
-        return;
-      }
-    }
-    switch (operation.type) {
-      case ncclFloat32:
-        reduce(comm, reinterpret_cast<float*>(values), count, operation.op);
-        break;
-      case ncclFloat64:
-        reduce(comm, reinterpret_cast<double*>(values), count, operation.op);
-        break;
-      case ncclInt32:
-        reduce(comm, reinterpret_cast<int32_t*>(values), count, operation.op);
-        break;
-      default:
-        reduce(comm, reinterpret_cast<int64_t*>(values), count, operation.op);
-    }
-    if (!meet(comm)) return;
-  }
-}
-
-struct Launch {
-  std::shared_ptr<ncclComm> comm;
+struct Added {
+  ncclComm* comm;
   Operation operation;
+  cudaStream_t stream;
 };
+thread_local std::vector<Added> grouped;
+thread_local std::string thread_error;
 
-void launch(ncclComm& comm) {
-  std::stable_sort(comm.queued.begin(), comm.queued.end(),
-                   [](const Operation& a, const Operation& b) { return a.count > b.count; });
-  for (const Operation& operation : comm.queued) {
-    cudaLaunchHostFunc(
-        comm.stream,
-        [](void* data) {
-          const std::unique_ptr<Launch> launched(static_cast<Launch*>(data));
-          perform(*launched->comm, launched->operation);
-        },
-        new Launch{comm.self, operation});
-  }
-  comm.queued.clear();
+ncclResult_t refuse(const std::string& text) {
+  thread_error = text;
+  return ncclInvalidUsage;
 }
 
-ncclResult_t add(ncclComm* comm, const Operation& operation, cudaStream_t stream) {
-  if (depth == 0 || bytes_of(operation.type) == 0) return ncclInvalidArgument;
-  if (fault(operation.text() + " is refused")) {
-    comm->last_error = "fake NCCL refuses it";
-    return ncclInvalidUsage;
+// Leaves it to a thread where the communicator is non-blocking.
+ncclResult_t carry_out(ncclComm& comm, const std::function<ncclResult_t()>& job) {
+  if (comm.is_blocking) return job();
+  if (comm.job.joinable()) comm.job.join();
+  comm.has_job = true;
+  comm.job = std::thread([&comm, job] {
+    if (const ncclResult_t result = job(); result != ncclSuccess) comm.fail(result, "");
+    comm.has_job = false;
+  });
+  return ncclInProgress;
+}
+
+// What the user must not do before ncclCommGetAsyncError() has said that the call before has ended.
+bool is_ready(ncclComm& comm) {
+  if (comm.polls == 0 && !comm.has_job) return true;
+  thread_error = "Attempt to use communicator before the previous operation returned ncclSuccess";
+  return false;
+}
+
+// The host, as NCCL_HOSTID may name it, and the GPU; "" where the fake CUDA has no buses.
+std::string gpu_of_this_rank() {
+  using GetDevice = cudaError_t (*)(int*);
+  using GetBus = cudaError_t (*)(char*, int, int);
+  const auto get_device = reinterpret_cast<GetDevice>(::dlsym(RTLD_DEFAULT, "cudaGetDevice"));
+  const auto get_bus = reinterpret_cast<GetBus>(::dlsym(RTLD_DEFAULT, "cudaDeviceGetPCIBusId"));
+  int number = 0;
+  char bus[32] = "";
+  if (get_bus == nullptr || get_device(&number) != cudaSuccess || get_bus(bus, sizeof(bus), number) != cudaSuccess) {
+    return "";
   }
-  grouped.emplace_back(comm, operation);
-  grouped_stream = stream;
+  const char* const host = std::getenv("NCCL_HOSTID");
+  return std::string(host == nullptr ? "this host" : host) + "/" + bus;
+}
+
+ncclResult_t join(ncclComm& comm) {
+  if (!fault("init hangs") && ++comm.board->joined == comm.size) ::unlink(comm.path.c_str());
+  const Clock::time_point deadline = Clock::now() + longest_wait();
+  while (comm.board->joined < comm.size) {
+    if (comm.aborted || !comm.are_peers_alive()) return ncclRemoteError;
+    if (Clock::now() > deadline) {
+      comm.fail(ncclSystemError, "fake NCCL waited too long for every rank to join");
+      return ncclSystemError;
+    }
+    rest();
+  }
+  for (int a = 0; a < comm.size; ++a) {
+    for (int b = a + 1; b < comm.size; ++b) {
+      if (comm.board->gpus[a][0] == 0 || std::strcmp(comm.board->gpus[a], comm.board->gpus[b]) != 0) continue;
+      comm.fail(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(a) + " and rank " +
+                                      std::to_string(b) + " both on CUDA device " + comm.board->gpus[a]);
+      return ncclInvalidUsage;
+    }
+  }
   return ncclSuccess;
+}
+
+ncclResult_t make(ncclComm_t* result, const std::string& path, int size, int rank, bool is_blocking) {
+  *result = nullptr;
+  if (size > kMaxRanks) return refuse("fake NCCL takes at most " + std::to_string(kMaxRanks) + " ranks");
+  auto comm = std::make_shared<ncclComm>();
+  comm->path = path;
+  comm->size = size;
+  comm->rank = rank;
+  comm->is_blocking = is_blocking;
+  comm->board = open_board(path);
+  if (comm->board == nullptr) return ncclSystemError;
+  comm->board->processes[rank] = ::getpid();
+  std::strncpy(comm->board->gpus[rank], gpu_of_this_rank().c_str(), sizeof(comm->board->gpus[rank]) - 1);
+  comm->self = comm;
+  *result = comm.get();
+  note("Init rank " + std::to_string(rank) + " of " + std::to_string(size));
+  const ncclResult_t state = carry_out(*comm, [comm = comm.get()] { return join(*comm); });
+  if (state == ncclSuccess || state == ncclInProgress) return state;
+  ::unlink(path.c_str());
+  thread_error = comm->last_error;
+  *result = nullptr;
+  comm->self.reset();
+  return state;
+}
+
+bool wants_blocking(const ncclConfig_t* config) { return config == nullptr || config->blocking != 0; }
+
+void launch_queued(ncclComm& comm) {
+  if (!comm.queued.empty()) launch(comm, std::exchange(comm.queued, {}), comm.stream);
+}
+
+ncclResult_t end_group() {
+  std::vector<ncclComm*> comms;
+  for (const Added& one : grouped) {
+    if (std::find(comms.begin(), comms.end(), one.comm) == comms.end()) comms.push_back(one.comm);
+  }
+  ncclResult_t result = ncclSuccess;
+  for (ncclComm* comm : comms) {
+    std::string list;
+    for (const Added& one : grouped) {
+      if (one.comm != comm) continue;
+      comm->queued.push_back(one.operation);
+      comm->stream = one.stream;
+      list += (list.empty() ? "" : ", ") + one.operation.text();
+    }
+    for (Operation& operation : comm->queued) operation.group = comm->queued.size();
+    note("Group: " + list);
+    if (comm->is_blocking) {
+      launch_queued(*comm);
+    } else {
+      comm->polls = 2;
+      result = ncclInProgress;
+    }
+  }
+  grouped.clear();
+  return result;
+}
+
+ncclResult_t add(ncclComm* comm, Operation operation, cudaStream_t stream) {
+  if (bytes_of(operation.type) == 0)
+    return refuse("fake NCCL does not know the type " + std::to_string(operation.type));
+  if (!is_ready(*comm)) return ncclInvalidArgument;
+  if (fault(operation.text() + " is refused")) return refuse("fake NCCL refuses it");
+  if (const int error = comm->error; error != ncclSuccess) return static_cast<ncclResult_t>(error);
+  grouped.push_back({comm, operation, stream});
+  return depth > 0 ? ncclSuccess : end_group();
 }
 
 }  // namespace
@@ -207,7 +177,13 @@ const char* ncclGetErrorString(ncclResult_t result) {
   return result == ncclRemoteError ? "remote process exited or there was a network error" : "fake error";
 }
 
-const char* ncclGetLastError(ncclComm_t comm) { return comm == nullptr ? "" : comm->last_error.c_str(); }
+const char* ncclGetLastError(ncclComm_t comm) {
+  if (comm != nullptr) {
+    const std::lock_guard<std::mutex> lock(comm->text_mutex);
+    if (!comm->last_error.empty()) thread_error = comm->last_error;
+  }
+  return thread_error.c_str();
+}
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::random_device random;
@@ -219,42 +195,76 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 #if FAKE_NCCL_VERSION >= 21400
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* result, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
-  if (size > kMaxRanks || config->blocking != 0) return ncclInvalidArgument;
-  const int file = ::open(id.internal, O_RDWR | O_CREAT, 0600);
-  if (file < 0 || ::ftruncate(file, sizeof(Board)) != 0) return ncclSystemError;
-  auto comm = std::make_shared<ncclComm>();
-  comm->board = static_cast<Board*>(::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
-  ::close(file);
-  comm->size = size;
-  comm->rank = rank;
-  if (!fault("init hangs") && ++comm->board->joined == size) ::unlink(id.internal);
-  comm->self = comm;
-  *result = comm.get();
-  note("Init rank ", rank, " of ", size);
-  return ncclInProgress;
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  return make(comm, id.internal, size, rank, wants_blocking(config));
 }
 #endif
 
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
+  return make(comm, id.internal, size, rank, true);
+}
+
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int, ncclUniqueId* ids,
+                                      ncclConfig_t* config) {
+  return make(comm, ids[0].internal, size, rank, wants_blocking(config));
+}
+
+// Waits for the other ranks, also on a non-blocking communicator.
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* result, ncclConfig_t* config) {
+  *result = nullptr;
+  if (!is_ready(*comm)) return ncclInvalidArgument;
+  comm->board->colors[comm->rank] = color;
+  comm->board->keys[comm->rank] = key;
+  if (!comm->meet("ncclCommSplit")) return static_cast<ncclResult_t>(comm->error.load());
+  std::vector<std::pair<int, int>> members;  // key, rank
+  for (int rank = 0; rank < comm->size; ++rank) {
+    if (comm->board->colors[rank] == color) members.emplace_back(comm->board->keys[rank], rank);
+  }
+  if (!comm->meet("ncclCommSplit")) return static_cast<ncclResult_t>(comm->error.load());
+  const int split = comm->splits++;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::sort(members.begin(), members.end());
+  const auto own = std::find(members.begin(), members.end(), std::pair<int, int>(key, comm->rank));
+  const std::string path = comm->path + "-" + std::to_string(split) + "-" + std::to_string(color);
+  return make(
+      result, path, static_cast<int>(members.size()), static_cast<int>(own - members.begin()),
+      config == nullptr || config->blocking == NCCL_CONFIG_UNDEF_INT ? comm->is_blocking : config->blocking != 0);
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  *count = comm->size;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  *rank = comm->rank;
+  return ncclSuccess;
+}
+
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
-  comm->joined = comm->joined || comm->board->joined == comm->size;
-  if (!comm->joined || comm->polls > 0) {
-    *result = ncclInProgress;
-    if (comm->joined && --comm->polls == 0) launch(*comm);
+  *result = ncclInProgress;
+  if (comm->has_job) return ncclSuccess;
+  if (comm->polls > 0) {
+    if (--comm->polls == 0) launch_queued(*comm);
     return ncclSuccess;
   }
+  comm->are_peers_alive();
   *result = static_cast<ncclResult_t>(comm->error.load());
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Finalize");
+  if (comm->is_blocking) return ncclSuccess;
   comm->polls = 2;
   return ncclInProgress;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Destroy");
+  if (comm->job.joinable()) comm->job.join();
   comm->self.reset();
   return ncclSuccess;
 }
@@ -262,6 +272,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   note("Abort");
   comm->aborted = true;
+  ::unlink(comm->path.c_str());
+  if (comm->job.joinable()) comm->job.join();
   comm->self.reset();
   return ncclSuccess;
 }
@@ -271,68 +283,129 @@ ncclResult_t ncclGroupStart() {
   return ncclSuccess;
 }
 
-ncclResult_t ncclGroupEnd() {
-  if (--depth > 0 || grouped.empty()) return ncclSuccess;
-  std::string list;
-  for (auto& [comm, operation] : grouped) {
-    operation.group = grouped.size();
-    comm->queued.push_back(operation);
-    comm->stream = grouped_stream;
-    comm->polls = 2;
-    list += (list.empty() ? "" : ", ") + operation.text();
-  }
-  grouped.clear();
-  note("Group: ", list);
-  return ncclInProgress;
-}
+ncclResult_t ncclGroupEnd() { return --depth > 0 || grouped.empty() ? ncclSuccess : end_group(); }
 
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
-  return from == to ? add(comm, {to, count, type, op, 0}, stream) : ncclInvalidArgument;
+  return add(comm, {Kind::kAllReduce, from, to, count, type, op, 0, 1}, stream);
 }
 
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-  return from == to && root == 0 ? add(comm, {to, count, type, -1, 0}, stream) : ncclInvalidArgument;
+  return add(comm, {Kind::kBroadcast, from, to, count, type, ncclSum, root, 1}, stream);
+}
+
+ncclResult_t ncclBcast(void* values, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                       cudaStream_t stream) {
+  return add(comm, {Kind::kBroadcast, values, values, count, type, ncclSum, root, 1}, stream);
+}
+
+ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return add(comm, {Kind::kReduce, from, to, count, type, op, root, 1}, stream);
+}
+
+ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return add(comm, {Kind::kAllGather, from, to, count, type, ncclSum, 0, 1}, stream);
+}
+
+ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
+  return add(comm, {Kind::kReduceScatter, from, to, count, type, op, 0, 1}, stream);
+}
+
+ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                          cudaStream_t stream) {
+  return add(comm, {Kind::kAllToAll, from, to, count, type, ncclSum, 0, 1}, stream);
+}
+
+ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return add(comm, {Kind::kSend, from, nullptr, count, type, ncclSum, peer, 1}, stream);
+}
+
+ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  return add(comm, {Kind::kRecv, nullptr, to, count, type, ncclSum, peer, 1}, stream);
 }
 
 #if FAKE_NCCL_VERSION >= 21900
+// From the fake device, whose memory may be full; in host memory where there is none.
 ncclResult_t ncclMemAlloc(void** data, size_t bytes) {
-  note("MemAlloc ", bytes);
+  note("MemAlloc " + std::to_string(bytes));
+  if (fault("no memory") || (fault("full memory") && std::getenv("FAKE_NCCL_FREED") == nullptr)) {
+    return ncclUnhandledCudaError;
+  }
+  if (const auto allocate = reinterpret_cast<cudaError_t (*)(void**, size_t)>(::dlsym(RTLD_DEFAULT, "cudaMalloc"))) {
+    return allocate(data, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+  }
   *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return *data == nullptr ? ncclSystemError : ncclSuccess;
 }
 
 ncclResult_t ncclMemFree(void* data) {
   note("MemFree");
+  if (const auto release = reinterpret_cast<cudaError_t (*)(void*)>(::dlsym(RTLD_DEFAULT, "cudaFree"))) {
+    return release(data) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+  }
   std::free(data);
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommRegister(const ncclComm_t, void* data, size_t bytes, void** handle) {
-  note("Register ", bytes);
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {
+  if (!is_ready(*comm)) return ncclInvalidArgument;
+  note("Register " + std::to_string(bytes));
   *handle = data;
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommDeregister(const ncclComm_t, void*) {
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
+  if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Deregister");
   return ncclSuccess;
 }
 #endif
 
 #if FAKE_NCCL_VERSION >= 22700
+// The window is set before the ranks meet.
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, ncclWindow_t* window, int flags) {
-  if (flags != NCCL_WIN_COLL_SYMMETRIC) return ncclInvalidArgument;
-  note("WindowRegister ", bytes);
-  *window = fault("no window") ? nullptr : static_cast<ncclWindow_t>(data);
-  comm->polls = 1;
-  return ncclInProgress;
+  *window = nullptr;
+  if (flags != NCCL_WIN_COLL_SYMMETRIC || !is_ready(*comm)) return ncclInvalidArgument;
+  note("WindowRegister " + std::to_string(bytes));
+  const ncclWindow_t made = fault("no window") ? nullptr : static_cast<ncclWindow_t>(data);
+  const bool hangs = fault("window hangs");
+  const ncclResult_t result = carry_out(*comm, [comm, window, made, hangs] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    *window = made;
+    while (hangs && !comm->aborted) rest();
+    return comm->meet("ncclCommWindowRegister") ? ncclSuccess : ncclSystemError;
+  });
+  return result == ncclInProgress ? ncclSuccess : result;
 }
 
-ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) {
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t) {
+  if (!is_ready(*comm)) return ncclInvalidArgument;
   note("WindowDeregister");
   return ncclSuccess;
 }
 #endif
+
+// What torch links and nothing here needs.
+ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*) { return refuse("fake NCCL has no ncclCommInitAll"); }
+ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return refuse("fake NCCL has no ncclGroupSimulateEnd"); }
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t*, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t) {
+  return refuse("fake NCCL has no ncclRedOpCreatePreMulSum");
+}
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return refuse("fake NCCL has no ncclRedOpDestroy"); }
+ncclResult_t ncclCommShrink(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) {
+  return refuse("fake NCCL has no ncclCommShrink");
+}
+struct ncclDevComm;
+struct ncclDevCommRequirements;
+ncclResult_t ncclDevCommCreate(ncclComm_t, const ncclDevCommRequirements*, ncclDevComm*) {
+  return refuse("fake NCCL has no device communicators");
+}
+ncclResult_t ncclDevCommDestroy(ncclComm_t, const ncclDevComm*) {
+  return refuse("fake NCCL has no device communicators");
+}
 }

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdlib>
+
 #include "base/current_stream.h"
 #include "ddp/comm.h"
 #include "ddp/nccl_api.h"
@@ -19,7 +21,10 @@ PYBIND11_MODULE(fake_nccl, m) {
   m.def(
       "nccl_comm",
       [](const std::string& library, const std::string& process_group, double timeout_s) -> std::shared_ptr<ddp::Comm> {
-        return ddp::make_nccl_comm({ddp::open_nccl(library), process_group, c10::Device(c10::kCPU), timeout_s});
+        const auto release_cache = [] { ::setenv("FAKE_NCCL_FREED", "1", 1); };
+        return ddp::make_nccl_comm(
+            {ddp::open_nccl(library), process_group, c10::Device(c10::kCPU), timeout_s, release_cache});
       },
       py::arg("library"), py::arg("process_group"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>());
+  m.def("nccl_memory_bytes", &ddp::nccl_memory_bytes);
 }

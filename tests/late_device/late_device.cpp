@@ -1,16 +1,17 @@
 // A device for torch whose streams run later, in any order that their events allow. Its memory holds rubbish from when
 // it is allocated, in the order of the stream that does, and again from when it is freed, as soon as torch's allocators
 // may give it to others. So a copy that waits for the wrong stream shows in what it copies.
+#include "late_device.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -21,22 +22,69 @@
 #include <stdexcept>
 #include <vector>
 
+namespace late {
 namespace {
-
-const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 
 struct Work {
   std::function<bool()> may_run;
   std::function<void()> run;
 };
 
-// Reached once what a stream had enqueued before has run.
-using Moment = std::shared_ptr<bool>;
-
-int64_t current = 0, num_streams = 10, num_hidden = 0;  // streams below 10 are the test's own
+thread_local int64_t current = 0;
+int64_t num_streams = 10, num_hidden = 0;  // streams below 10 are the test's own
 std::map<int64_t, std::deque<Work>> queues;
+bool host_may_wait = false;
+int64_t num_waits = 0;        // of the host, for copies and values
+int64_t num_event_waits = 0;  // and for events
+std::mt19937_64 drawn(0);     // the order in which streams run while the host waits
+
+bool run_one(std::mt19937_64& random) {
+  std::vector<std::deque<Work>*> able;
+  bool is_empty = true;
+  for (auto& [stream, queue] : queues) {
+    if (queue.empty()) continue;
+    is_empty = false;
+    if (queue.front().may_run()) able.push_back(&queue);
+  }
+  if (is_empty) return false;
+  if (able.empty()) throw std::runtime_error("all streams wait for each other");
+  std::deque<Work>& queue = *able[random() % able.size()];
+  const Work work = std::move(queue.front());
+  queue.pop_front();
+  work.run();
+  return true;
+}
+
+void run_all(uint64_t seed) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
+  std::mt19937_64 random(seed);
+  while (run_one(random)) {
+  }
+}
+
+void run_until(const Moment& moment) {
+  if (!host_may_wait) throw std::runtime_error("the host waits for the device");
+  while (!*moment && run_one(drawn)) {
+  }
+  if (!*moment) throw std::runtime_error("the host waits for a moment that no stream will reach");
+}
+
+}  // namespace
+
+std::recursive_mutex& mutex() {
+  static std::recursive_mutex mutex;
+  return mutex;
+}
+
+int64_t current_stream() { return current; }
+
+int64_t new_hidden_stream() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
+  return --num_hidden;
+}
 
 void enqueue(int64_t stream, std::function<void()> run) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
   queues[stream].push_back({[] { return true; }, std::move(run)});
 }
 
@@ -47,29 +95,19 @@ Moment moment_of(int64_t stream) {
 }
 
 void await(int64_t stream, const Moment& moment) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
   queues[stream].push_back({[moment] { return *moment; }, [] {}});
 }
 
-void run_all(uint64_t seed) {
-  std::mt19937_64 random(seed);
-  for (;;) {
-    std::vector<std::deque<Work>*> able;
-    bool is_empty = true;
-    for (auto& [stream, queue] : queues) {
-      if (queue.empty()) continue;
-      is_empty = false;
-      if (queue.front().may_run()) able.push_back(&queue);
-    }
-    if (is_empty) return;
-    if (able.empty()) throw std::runtime_error("all streams wait for each other");
-    std::deque<Work>& queue = *able[random() % able.size()];
-    const Work work = std::move(queue.front());
-    queue.pop_front();
-    work.run();
-  }
+void wait_on_host(const Moment& moment) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
+  ++num_waits;
+  run_until(moment);
 }
 
 // ---- Memory. Nothing is really freed before the end: what is read too late is rubbish, not a crash.
+
+namespace {
 
 struct Block {
   std::vector<char> bytes;
@@ -80,9 +118,18 @@ struct Block {
   void spoil() { std::fill(bytes.begin(), bytes.end(), '\xa5'); }
 };
 std::vector<std::unique_ptr<Block>> blocks;
-int64_t num_late = 0;  // copies from or to memory that was others'
+std::map<const char*, Block*> blocks_by_address;
+int64_t num_late = 0;  // reads and writes of memory that was others'
+
+Block* block_at(const void* data) {
+  const auto after = blocks_by_address.upper_bound(static_cast<const char*>(data));
+  if (after == blocks_by_address.begin()) return nullptr;
+  Block* block = std::prev(after)->second;
+  return static_cast<const char*>(data) < block->bytes.data() + block->bytes.size() ? block : nullptr;
+}
 
 void free_block(void* context) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
   auto* block = static_cast<Block*>(context);
   const int64_t hidden = --num_hidden;
   await(hidden, moment_of(block->stream));
@@ -95,13 +142,46 @@ void free_block(void* context) {
 
 struct LateAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
     Block* block = blocks.emplace_back(new Block{std::vector<char>(size), current, {}}).get();
+    if (size > 0) blocks_by_address[block->bytes.data()] = block;
     enqueue(current, [block] { block->spoil(); });
     return {block->bytes.data(), block, &free_block, kDevice};
   }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
 };
 LateAllocator allocator;
+
+// The host's memory that copies may read late. Given back at the end: torch's pinned memory outlives its copies.
+std::map<const char*, std::unique_ptr<char[]>> pinned;
+std::map<const char*, size_t> pinned_sizes;
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    auto memory = std::make_unique<char[]>(size + 1);
+    char* data = memory.get();
+    pinned_sizes[data] = size + 1;
+    pinned[data] = std::move(memory);
+    return {data, data, [](void*) {}, c10::Device(c10::kCPU)};
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
+};
+PinnedAllocator pinned_allocator;
+
+}  // namespace
+
+const bool* is_others(const void* data) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex());
+  const Block* block = block_at(data);
+  return block ? &block->is_others : nullptr;
+}
+
+void count_late(const bool* is_others) {
+  if (is_others != nullptr) num_late += *is_others;
+}
+
+namespace {
 
 // ---- What torch asks of a device.
 
@@ -118,6 +198,8 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(num_streams++); }
   c10::Stream exchangeStream(c10::Stream other) const override { return stream(std::exchange(current, other.id())); }
+  bool queryStream(const c10::Stream& one) const override { return queues[one.id()].empty(); }
+  void synchronizeStream(const c10::Stream& one) const override { wait_on_host(moment_of(one.id())); }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Moment;
@@ -127,9 +209,15 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
     await(stream.id(), *static_cast<Moment*>(event));
   }
   bool queryEvent(void* event) const override { return **static_cast<Moment*>(event); }
+  void synchronizeEvent(void* event) const override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    ++num_event_waits;
+    run_until(*static_cast<Moment*>(event));
+  }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    static_cast<Block*>(data.get_context())->users.insert(stream.id());
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    if (Block* block = block_at(data.get())) block->users.insert(stream.id());
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, LateGuard)
@@ -138,34 +226,21 @@ struct LateHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* data) const override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    const auto after = pinned_sizes.upper_bound(static_cast<const char*>(data));
+    if (after == pinned_sizes.begin()) return false;
+    const auto& [begin, size] = *std::prev(after);
+    return static_cast<const char*>(data) < begin + size;
+  }
 };
 LateHooks hooks;
-
-at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> memory_format) {
-  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                   c10::dtype_or_default(dtype), memory_format);
-}
-
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  if (!non_blocking) throw std::runtime_error("the host waits for a copy");
-  const auto host = from.is_cpu() ? from : to;  // torch's pinned memory lives until its copies have ended
-  const auto* block = static_cast<const Block*>((from.is_cpu() ? to : from).storage().data_ptr().get_context());
-  enqueue(current, [host, block, source = from.const_data_ptr(), target = to.mutable_data_ptr(), size = from.nbytes()] {
-    num_late += block->is_others;
-    std::memcpy(target, source, size);
-  });
-  return to;
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", &empty);
-  m.impl("_copy_from", &copy_from);
-  m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef size) {
-    return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
-  });
-}
 
 // ---- What the test does there, on the current stream.
 
@@ -189,15 +264,28 @@ Reading read_later(const at::Tensor& tensor) {
 
 }  // namespace
 
+c10::Allocator* device_allocator() { return &allocator; }
+
+}  // namespace late
+
 PYBIND11_MODULE(late_device, m) {
+  using namespace late;
   c10::register_privateuse1_backend("late");
   at::RegisterPrivateUse1HooksInterface(&hooks);
   pybind11::class_<Reading>(m, "Reading").def("values", [](const Reading& reading) { return *reading.values; });
   m.def("full", &full);
   m.def("read", &read_later);
   m.def("set_stream", [](int64_t stream) { current = stream; });
-  m.def("run", &run_all);
+  m.def("run", &run_all, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("seed", [](uint64_t seed) { drawn.seed(seed); });
+  m.def("let_host_wait", [](bool may) { host_may_wait = may; });
+  m.def("num_waits", [] { return num_waits; });
+  m.def("num_event_waits", [] { return num_event_waits; });
   m.def("num_streams", [] { return num_streams - 10; });
   m.def("num_late", [] { return num_late; });
-  m.def("clear", [] { blocks.clear(); });
+  m.def("clear", [] {
+    blocks_by_address.clear();
+    blocks.clear();
+  });
+  bind_group(m);
 }

@@ -1,0 +1,21 @@
+// Events between streams; see stream_order.h.
+#include "base/stream_order.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace drivetrain {
+
+std::optional<c10::Stream> stream_on(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void run_after(const c10::Stream& later, const c10::Stream& earlier) {
+  if (later == earlier) return;
+  c10::Event event(earlier.device_type());
+  event.record(earlier);
+  event.block(later);
+}
+
+}  // namespace drivetrain

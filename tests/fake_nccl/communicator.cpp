@@ -1,0 +1,69 @@
+// A fake communicator's state and what it waits for; see communicator.h.
+#include "communicator.h"
+
+#include <cstdlib>
+#include <fstream>
+
+#include "launch.h"
+
+namespace fake_nccl {
+
+void note(const std::string& line) {
+  static std::mutex mutex;
+  const char* const path = std::getenv("FAKE_NCCL_LOG");
+  if (path == nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::ofstream(path, std::ios::app) << line << std::endl;
+}
+
+bool fault(const std::string& what) {
+  const char* const wanted = std::getenv("FAKE_NCCL_FAULT");
+  return wanted != nullptr && what == wanted;
+}
+
+void rest() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+
+std::chrono::seconds longest_wait() {
+  const char* const wanted = std::getenv("FAKE_NCCL_WAIT_S");
+  return std::chrono::seconds(wanted == nullptr ? 120 : std::atoi(wanted));
+}
+
+}  // namespace fake_nccl
+
+ncclComm::~ncclComm() {
+  if (board == nullptr) return;
+  board->processes[rank] = 0;
+  fake_nccl::close_board(board);
+}
+
+void ncclComm::fail(ncclResult_t result, const std::string& text) {
+  int none = ncclSuccess;
+  const std::lock_guard<std::mutex> lock(text_mutex);
+  if (error.compare_exchange_strong(none, result)) last_error = text;
+}
+
+bool ncclComm::are_peers_alive() {
+  constexpr int64_t kSeldom = 20'000'000;  // ns
+  const int64_t now = fake_nccl::Clock::now().time_since_epoch().count();
+  if (now - looked_ < kSeldom) return error == ncclSuccess;
+  looked_ = now;
+  if (const int lost = fake_nccl::lost_rank(*board, size); lost >= 0) {
+    fail(ncclRemoteError, "the process of rank " + std::to_string(lost) + " has ended");
+  }
+  return error == ncclSuccess;
+}
+
+bool ncclComm::meet(const std::string& what) {
+  const int64_t all = ++meetings * size;
+  ++board->met;
+  const fake_nccl::Clock::time_point deadline = fake_nccl::Clock::now() + fake_nccl::longest_wait();
+  while (board->met < all) {
+    if (aborted || !are_peers_alive()) return false;
+    if (fake_nccl::Clock::now() > deadline) {
+      fail(ncclInternalError, "fake NCCL waited too long for every rank's " + what);
+      return false;
+    }
+    fake_nccl::rest();
+  }
+  return true;
+}

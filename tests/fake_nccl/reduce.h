@@ -1,0 +1,17 @@
+// Sums and other reductions of NCCL's types, in the order of ranks.
+#pragma once
+
+#include <nccl.h>
+
+#include <cstddef>
+#include <vector>
+
+namespace fake_nccl {
+
+// 0: a type that the fake does not know.
+size_t bytes_of(ncclDataType_t type);
+
+// Writes the reduction of `parts`, each of `count` elements, to `to`. Rounds to the type after every addition.
+void reduce(const std::vector<const char*>& parts, char* to, size_t count, ncclDataType_t type, ncclRedOp_t op);
+
+}  // namespace fake_nccl

@@ -1,0 +1,122 @@
+// A process group on the late device's tensors alone, as NCCL is one on CUDA's: collectives go over a gloo backend, on
+// a stream of their own, when their turn comes; a wait is one of the current stream, not of the host.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "late_device.h"
+
+namespace late {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.device() == kDevice, "the late group takes tensors of its device only, got one on ",
+              tensor.device());
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "the late group takes dense tensors only");
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions(tensor.scalar_type()));
+}
+
+Tensors on_cpu(const Tensors& tensors) {
+  Tensors aliases;
+  for (const at::Tensor& tensor : tensors) aliases.push_back(on_cpu(tensor));
+  return aliases;
+}
+
+class LateWork final : public c10d::Work {
+ public:
+  LateWork(Moment moment, c10::intrusive_ptr<c10::ivalue::Future> future)
+      : moment_(std::move(moment)), future_(std::move(future)) {}
+  bool isCompleted() override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    return *moment_;
+  }
+  bool isSuccess() const override { return true; }
+  void synchronize() override { await(current_stream(), moment_); }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  const Moment moment_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+class LateBackend final : public c10d::Backend {
+ public:
+  explicit LateBackend(c10::intrusive_ptr<c10d::Backend> gloo)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_hidden_stream()) {}
+
+  const std::string getBackendName() const override { return "late"; }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return start(tensors, [gloo = gloo_, on_host = on_cpu(tensors), options]() mutable {
+      gloo->allreduce(on_host, options)->wait();
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return start(tensors, [gloo = gloo_, on_host = on_cpu(tensors), options]() mutable {
+      gloo->broadcast(on_host, options)->wait();
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                           const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> outputs_on_host;
+    for (const Tensors& tensors : outputs) outputs_on_host.push_back(on_cpu(tensors));
+    return start(outputs[0], [gloo = gloo_, outputs_on_host, inputs_on_host = on_cpu(inputs), options]() mutable {
+      gloo->allgather(outputs_on_host, inputs_on_host, options)->wait();
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override {
+    return start({output}, [gloo = gloo_, to = on_cpu(output), from = on_cpu(input), options]() mutable {
+      gloo->_allgather_base(to, from, options)->wait();
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
+    auto work = start({}, [gloo = gloo_, options] { gloo->barrier(options)->wait(); });
+    wait_on_host(moment_of(stream_));
+    return work;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> start(const Tensors& tensors, std::function<void()> run) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    await(stream_, moment_of(current_stream()));
+    // What the tensors hold must live until then, whoever lets go of them.
+    enqueue(stream_, [run = std::move(run), tensors] {
+      const at::AutoDispatchBelowAutograd no_autograd;
+      run();
+    });
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, kDevice, stream_));
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                           std::vector<c10::Device>{kDevice});
+    future->markCompleted(c10::IValue(tensors));
+    return c10::make_intrusive<LateWork>(moment_of(stream_), std::move(future));
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const int64_t stream_;
+};
+
+}  // namespace
+
+void bind_group(pybind11::module_& m) {
+  m.def("make_backend", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<LateBackend>(gloo);
+  });
+}
+
+}  // namespace late

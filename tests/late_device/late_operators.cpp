@@ -1,0 +1,201 @@
+// torch's operators on the late device: each is the CPU's, on the current stream, when its turn comes. What the host
+// must know before (the sizes of results) it finds by the same operator on zeros.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "late_device.h"
+
+namespace late {
+namespace {
+
+bool is_late(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kDevice.type(); }
+
+// The same memory as a tensor of the CPU's.
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions(tensor.scalar_type()));
+}
+
+at::Tensor zeros_like_it(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type())).zero_();
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> memory_format) {
+  return at::detail::empty_generic(size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), memory_format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, device_allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+// As on the CPU, whatever the thread that runs it is in the middle of.
+template <class Body>
+void as_kernel(const Body& body) {
+  const at::AutoDispatchBelowAutograd no_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast_dispatch_keyset);
+  body();
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (from.numel() == 0) return to;
+  const bool* of_source = is_others(from.const_data_ptr());
+  const bool* of_target = is_others(to.const_data_ptr());
+  const bool is_pinned = !is_late(from) ? from.is_pinned() : is_late(to) || to.is_pinned();
+  // What is not pinned is copied aside at once, or waited for.
+  const at::Tensor source = is_late(from) ? on_cpu(from) : is_pinned ? from : from.clone();
+  const at::Tensor target = is_late(to) ? on_cpu(to) : to;
+  const auto run = [source, target, of_source, of_target, from_late = is_late(from), to_late = is_late(to)] {
+    if (from_late) count_late(of_source);
+    if (to_late) count_late(of_target);
+    as_kernel([&] { at::Tensor(target).copy_(source); });
+  };
+  enqueue(current_stream(), run);
+  // As CUDA's copies: between two of its own tensors none waits.
+  if ((is_late(from) && is_late(to)) || (non_blocking && is_pinned)) return to;
+  wait_on_host(moment_of(current_stream()));
+  return to;
+}
+
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  auto read = std::make_shared<at::Tensor>();
+  const at::Tensor source = on_cpu(tensor);
+  enqueue(current_stream(), [read, source] { *read = source.clone(); });
+  wait_on_host(moment_of(current_stream()));
+  return read->item();
+}
+
+// ---- Every other operator.
+
+using Stack = torch::jit::Stack;
+
+// The argument with its tensors exchanged.
+template <class Exchange>
+c10::IValue with_tensors(const c10::IValue& value, const Exchange& exchange) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(exchange(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(exchange(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      list.push_back(tensor && tensor->defined() ? std::optional(exchange(*tensor)) : tensor);
+    }
+    return list;
+  }
+  if (value.isDevice()) return c10::Device(c10::kCPU);
+  return value;
+}
+
+// The argument that a result is, if it is one.
+std::optional<size_t> argument_of(const c10::FunctionSchema& schema, const c10::Argument& result) {
+  const c10::AliasInfo* alias = result.alias_info();
+  if (alias == nullptr || !alias->isWrite()) return std::nullopt;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::AliasInfo* other = schema.arguments()[i].alias_info();
+    if (other != nullptr && other->beforeSets() == alias->beforeSets()) return i;
+  }
+  return std::nullopt;
+}
+
+at::Tensor on_device_like(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()).device(kDevice));
+}
+
+void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const size_t num_arguments = schema.arguments().size();
+  const Stack arguments = torch::jit::pop(*stack, num_arguments);
+  std::vector<const bool*> touched;
+  const auto aliased = [&](const at::Tensor& tensor) {
+    if (!is_late(tensor)) return tensor.clone();
+    touched.push_back(is_others(tensor.const_data_ptr()));
+    return on_cpu(tensor);
+  };
+  Stack real, dummy;
+  for (const c10::IValue& argument : arguments) real.push_back(with_tensors(argument, aliased));
+  std::vector<at::Tensor> made;  // results that are no arguments
+  bool makes = false;
+  for (const c10::Argument& result : schema.returns()) makes |= !argument_of(schema, result);
+  if (makes) {
+    for (const c10::IValue& argument : arguments) dummy.push_back(with_tensors(argument, zeros_like_it));
+    as_kernel([&] { op.callBoxed(&dummy); });
+  }
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    if (const auto argument = argument_of(schema, schema.returns()[i])) {
+      stack->push_back(arguments[*argument]);
+      continue;
+    }
+    const auto make = [&](const at::Tensor& like) {
+      if (!like.defined()) return made.emplace_back();
+      return made.emplace_back(on_device_like(like));
+    };
+    if (!dummy[i].isTensor() && !dummy[i].isTensorList()) {
+      throw std::runtime_error("the late device does not run " + schema.name() + ", whose results are no tensors");
+    }
+    stack->push_back(with_tensors(dummy[i], make));
+  }
+  std::vector<at::Tensor> targets;
+  for (const at::Tensor& tensor : made) targets.push_back(tensor.defined() ? on_cpu(tensor) : tensor);
+  enqueue(current_stream(), [op, real, targets, touched]() {
+    for (const bool* of_tensor : touched) count_late(of_tensor);
+    Stack on_stack = real;
+    as_kernel([&] {
+      op.callBoxed(&on_stack);
+      size_t next = 0;
+      const auto keep = [&](const at::Tensor& result) {
+        at::Tensor target = targets[next++];
+        return target.defined() ? target.copy_(result) : target;
+      };
+      for (size_t i = 0; i < op.schema().returns().size(); ++i) {
+        if (!argument_of(op.schema(), op.schema().returns()[i])) with_tensors(on_stack[i], keep);
+      }
+    });
+  });
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("as_strided", [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                          std::optional<c10::SymInt> offset) {
+    return at::native::as_strided_tensorimpl(
+        self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+        offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
+  });
+  m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef size) {
+    return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+  });
+  m.impl("_reshape_alias", [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+    return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  });
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>()); }
+
+}  // namespace
+}  // namespace late

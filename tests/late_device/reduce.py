@@ -1,0 +1,610 @@
+"""Data parallelism on a device whose streams run late, under a process group that takes no CPU tensors, as NCCL.
+
+python reduce.py FOLDER    (that of the built late_device); prints a line per case: "OK case" or "BAD case: what"
+"""
+
+import copy
+import importlib
+import itertools
+import multiprocessing
+import queue
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import drivetrain
+
+WORLD_SIZE = 2
+TIMEOUT_S = 20  # of the process group
+CASE_S = 40
+late: Any = None  # the module, once a rank has loaded it
+
+cases: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    cases[function.__name__] = function
+    return function
+
+
+# ---- The models, and what their gradients should be.
+
+
+class Net(nn.Module):
+    """`first` and `last` are always used, `maybe` where asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.maybe = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, uses_maybe: bool = True) -> Tensor:
+        hidden = self.first(x).relu()
+        if uses_maybe:
+            hidden = self.maybe(hidden).relu()
+        out: Tensor = self.last(hidden).square().mean()
+        return out
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def descend(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.sub_(0.1 * param.grad)
+
+
+def expected_after(steps: int, uses: Callable[[int, int], bool] = lambda rank, step: True) -> list[Tensor]:
+    """The parameters after so many steps with the mean over ranks."""
+    model = Net()
+    for step in range(steps):
+        model.zero_grad()
+        for one in range(WORLD_SIZE):
+            (model(inputs(one, step), uses(one, step)) / WORLD_SIZE).backward()
+        descend(model)
+    return [param.detach() for param in model.parameters()]
+
+
+def check_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    late.run(rank())
+    on_host = [tensor.cpu() for tensor in found]
+    wrong = [i for i, (one, other) in enumerate(zip(on_host, expected, strict=True)) if not torch.allclose(one, other)]
+    assert not wrong, f"{len(wrong)} of {len(expected)} wrong: {wrong}"
+    assert late.num_late() == 0, "memory was used that is others'"
+
+
+def run_steps(ddp: nn.Module, steps: int, uses: Callable[[int, int], bool] = lambda rank, step: True) -> None:
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(inputs(rank(), step).to("late"), uses(rank(), step)).backward()
+        descend(ddp)
+
+
+def check_steps(steps: int, uses: Callable[[int, int], bool] = lambda rank, step: True, **arguments: Any) -> None:
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"), **arguments)
+    run_steps(ddp, steps, uses)
+    check_close(list(ddp.parameters()), expected_after(steps, uses))
+
+
+# ---- A group that takes no CPU tensors.
+
+
+@case
+def refuses_cpu_tensors() -> None:
+    for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+        try:
+            call(torch.ones(1))
+        except RuntimeError as error:
+            assert "cpu" in str(error), error
+        else:
+            raise AssertionError("the group took a CPU tensor")
+
+
+@case
+def plain() -> None:
+    check_steps(4)
+
+
+@case
+def transport_torch() -> None:
+    check_steps(4, transport="torch")
+
+
+@case
+def find_unused() -> None:
+    check_steps(4, find_unused_parameters=True)
+
+
+@case
+def find_unused_with_unused_on_one_rank() -> None:
+    check_steps(4, lambda rank, step: (rank + step) % 2 == 0, find_unused_parameters=True)
+
+
+@case
+def unused_everywhere() -> None:
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"), find_unused_parameters=True)
+    run_steps(ddp, 3, lambda rank, step: False)
+    assert ddp.module.maybe.weight.grad is None
+    check_close(list(ddp.parameters()), expected_after(3, lambda rank, step: False))
+
+
+@case
+def static_graph() -> None:
+    check_steps(4, static_graph=True)
+
+
+@case
+def check_replicas() -> None:
+    check_steps(4, check_replicas_every=1)
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"), check_replicas_every=2)
+    run_steps(ddp, 1)
+    if rank() == 1:
+        with torch.no_grad():
+            ddp.module.maybe.bias[3] += 1
+    try:
+        run_steps(ddp, 1)
+    except RuntimeError as error:
+        assert "module.maybe.bias" in str(error) or "'maybe.bias'" in str(error), error
+    else:
+        raise AssertionError("replicas that have parted were not found")
+
+
+@case
+def no_sync() -> None:
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+    model = Net()
+    for window in range(3):
+        ddp.zero_grad()
+        model.zero_grad()
+        for micro in range(2):
+            with ddp.no_sync() if micro == 0 else nullcontext():
+                ddp(inputs(rank(), 2 * window + micro).to("late")).backward()
+            for one in range(WORLD_SIZE):
+                (model(inputs(one, 2 * window + micro)) / WORLD_SIZE).backward()
+        descend(ddp)
+        descend(model)
+    check_close(list(ddp.parameters()), [param.detach() for param in model.parameters()])
+
+
+def weight_of(rank: int, step: int) -> float:
+    return 1.0 + rank + step
+
+
+def expected_weighted(windows: int, micro_steps: int) -> list[Tensor]:
+    model = Net()
+    for window in range(windows):
+        model.zero_grad()
+        pairs = list(itertools.product(range(WORLD_SIZE), range(window * micro_steps, (window + 1) * micro_steps)))
+        total = sum(weight_of(*pair) for pair in pairs)
+        for one, step in pairs:
+            (model(inputs(one, step)) * weight_of(one, step) / total).backward()
+        descend(model)
+    return [param.detach() for param in model.parameters()]
+
+
+@case
+def weighted() -> None:
+    for set_to_none in (True, False):
+        ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+        for window in range(3):
+            ddp.zero_grad(set_to_none=set_to_none)
+            for micro in range(2):
+                step = 2 * window + micro
+                with ddp.no_sync() if micro == 0 else nullcontext():
+                    ddp.backward(ddp(inputs(rank(), step).to("late")), weight=weight_of(rank(), step))
+            descend(ddp)
+        check_close(list(ddp.parameters()), expected_weighted(3, 2))
+
+
+@case
+def weighted_in_bfloat16() -> None:
+    """The factor is not rounded to the gradients' 16 bits."""
+    weights, values = (3.0, 10.0), (1.0, 2.0)
+    model = nn.Linear(64, 1, bias=False).bfloat16()
+    ddp = drivetrain.DistributedDataParallel(model.to("late"))
+    x = torch.full((1, 64), values[rank()], dtype=torch.bfloat16).to("late")
+    ddp.backward(ddp(x).float().sum(), weight=weights[rank()])
+    late.run(0)
+    total = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    expected = (torch.tensor(total, dtype=torch.bfloat16).float() * (1 / sum(weights))).bfloat16()
+    found = model.weight.grad
+    assert found is not None
+    assert torch.equal(found.cpu(), expected.expand(1, 64)), (found.cpu()[0, 0], expected)
+
+
+@case
+def weights_that_sum_to_nothing() -> None:
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+    try:
+        ddp.backward(ddp(inputs(rank(), 0).to("late")), weight=0.0)
+    except ValueError as error:
+        assert "sum to 0" in str(error), error
+    else:
+        raise AssertionError("weights of 0 on every rank passed")
+    ddp.zero_grad()
+    run_steps(ddp, 1)
+    check_close(list(ddp.parameters()), expected_after(1))
+
+
+@case
+def weight_of_nothing_on_one_rank() -> None:
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+    ddp.backward(ddp(inputs(rank(), 0).to("late")), weight=float(rank()))
+    model = Net()
+    model(inputs(1, 0)).backward()
+    check_close([p.grad for p in ddp.parameters() if p.grad is not None], [p.grad for p in model.parameters()])  # type: ignore[misc]
+
+
+@case
+def gradients_that_no_weight_counts() -> None:
+    """They are found on the device, which the host hears of one step later."""
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+    run_steps(ddp, 1)
+    try:
+        for step in range(2):
+            ddp.backward(ddp(inputs(rank(), step).to("late")), weight=1.0)
+            settle()
+            for param in ddp.parameters():
+                assert param.grad is not None
+                param.grad.add_(0)
+    except RuntimeError as error:
+        assert "no weight counts" in str(error), error
+    except ValueError as error:
+        assert "no weight counts" in str(error), error
+    else:
+        raise AssertionError("gradients that no weight counts were taken in")
+
+
+@case
+def plain_after_weighted() -> None:
+    """Zeroed in place, the gradients of weights are forgotten."""
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+    ddp.backward(ddp(inputs(rank(), 7).to("late")), weight=weight_of(rank(), 7))
+    for step in range(3):
+        ddp.zero_grad(set_to_none=False)
+        ddp(inputs(rank(), step).to("late")).backward()
+        descend(ddp)
+    check_close(list(ddp.parameters()), expected_after(3))
+
+
+@case
+def accumulated() -> None:
+    for set_to_none in (True, False):
+        ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
+        zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = lambda set_to_none=set_to_none: zero_grad(set_to_none)  # type: ignore[method-assign]
+        with drivetrain.accumulate(ddp, optimizer, 2) as window:
+            for step in range(6):
+                window.backward(ddp(inputs(rank(), step).to("late")), weight=weight_of(rank(), step))
+        check_close(list(ddp.parameters()), expected_weighted(3, 2))
+
+
+@case
+def joined() -> None:
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
+    with ddp.join(divide_by_initial_world_size=False):
+        run_steps(ddp, 2 + rank())
+    model = Net()
+    for step in range(3):
+        model.zero_grad()
+        ranks = range(WORLD_SIZE) if step < 2 else [1]
+        for one in ranks:
+            (model(inputs(one, step)) / len(ranks)).backward()
+        descend(model)
+    check_close(list(ddp.parameters()), [param.detach() for param in model.parameters()])
+
+
+@case
+def frozen_parameter_on_the_cpu() -> None:
+    """It comes first, and what ranks tell each other goes where the others are."""
+    model = Net().to("late")
+    holder = nn.Module()
+    holder.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    holder.net = model
+    holder.forward = model.forward
+    holder._ddp_params_and_buffers_to_ignore = ["frozen"]  # type: ignore[assignment]
+    ddp = drivetrain.DistributedDataParallel(holder)
+    run_steps(ddp, 3)
+    check_close(list(model.parameters()), expected_after(3))
+
+
+# ---- Streams.
+
+
+@contextmanager
+def on_stream(number: int) -> Iterator[None]:
+    late.set_stream(number)
+    try:
+        yield
+    finally:
+        late.set_stream(0)
+
+
+def settle() -> None:
+    """Everything that was enqueued has run."""
+    late.run(rank())
+
+
+def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: Any) -> None:
+    """Over many orders of streams: the first step, the rebuild and steps after it, with and without fused products."""
+    wrong: list[str] = []
+    for seed, fuses, micro_steps, hook in itertools.product(range(6), (False, True), (1, 2), (False, True)):
+        late.seed(1000 * seed + rank())
+        model = Net().to("late")
+        if fuses:
+            drivetrain.fuse_wgrad(model)
+        settle()
+        ddp = builds_on(list(model.parameters())) or drivetrain.DistributedDataParallel(model, **arguments)
+        late.set_stream(0)
+        settle()
+        if hook:
+            ddp.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+        reference = Net()
+        for window in range(3):
+            ddp.zero_grad()
+            reference.zero_grad()
+            for micro in range(micro_steps):
+                step = window * micro_steps + micro
+                with ddp.no_sync() if micro + 1 < micro_steps else nullcontext():
+                    ddp(inputs(rank(), step).to("late")).backward()
+                for one in range(WORLD_SIZE):
+                    (reference(inputs(one, step)) / WORLD_SIZE).backward()
+            descend(ddp)
+            descend(reference)
+        late.run(seed + rank())
+        pairs = zip(ddp.parameters(), reference.parameters(), strict=True)
+        bad = sum(not torch.allclose(one.cpu(), other) for one, other in pairs)
+        if bad:
+            wrong.append(f"seed {seed}, fuse_wgrad={fuses}, {micro_steps} micro-steps, hook={hook}: {bad} of 6")
+        del ddp
+    assert not wrong, f"{len(wrong)} of 48 orders, first: {wrong[0]}"
+    assert late.num_late() == 0, "memory was used that is others'"
+
+
+@case
+def built_on_a_side_stream() -> None:
+    def build(params: list[nn.Parameter]) -> None:
+        late.set_stream(1)
+
+    check_streams(build)
+
+
+@case
+def built_on_a_side_stream_with_small_buckets() -> None:
+    def build(params: list[nn.Parameter]) -> None:
+        late.set_stream(1)
+
+    check_streams(build, bucket_cap_mb=0.0002)
+
+
+kept: list[Any] = []
+
+
+@case
+def hooks_on_different_streams() -> None:
+    """Whoever first looks at a parameter's accumulator gives it its stream."""
+
+    def build(params: list[nn.Parameter]) -> None:
+        for number, param in enumerate(params):
+            late.set_stream(1 + number % 3)
+            kept.append(param.expand_as(param).grad_fn)
+        late.set_stream(1)
+
+    check_streams(build)
+    kept.clear()
+
+
+@case
+def hooks_on_different_streams_with_small_buckets() -> None:
+    def build(params: list[nn.Parameter]) -> None:
+        for number, param in enumerate(params):
+            late.set_stream(1 + number % 3)
+            kept.append(param.expand_as(param).grad_fn)
+        late.set_stream(1)
+
+    check_streams(build, bucket_cap_mb=0.0002)
+    kept.clear()
+
+
+# ---- Host waits, in steps after the first; torch's class in the same script is the limit.
+
+
+def waits_of(step: Callable[[int], None], steps: int = 4, warm_up: int = 4) -> int:
+    for number in range(warm_up):
+        step(number)
+    before = late.num_waits() + late.num_event_waits()
+    for number in range(warm_up, warm_up + steps):
+        step(number)
+    return int(late.num_waits() + late.num_event_waits() - before)
+
+
+def check_waits(make: Callable[[type], Callable[[int], None]]) -> None:
+    torchs = waits_of(make(TorchDistributedDataParallel))
+    ours = waits_of(make(drivetrain.DistributedDataParallel))
+    assert ours <= torchs, f"{ours} host waits in 4 steps, torch's class {torchs}"
+    late.run(0)
+
+
+def on_device(batches: int = 16) -> list[Tensor]:
+    return [inputs(rank(), step).to("late") for step in range(batches)]
+
+
+def stepper(
+    uses: bool = True, set_to_none: bool = True, weights: bool = False, **arguments: Any
+) -> Callable[[type], Callable[[int], None]]:
+    def make(kind: type) -> Callable[[int], None]:
+        ddp = kind(Net().to("late"), **arguments)
+        data = on_device()
+
+        def step(number: int) -> None:
+            ddp.zero_grad(set_to_none=set_to_none)
+            loss = ddp(data[number], uses)
+            if not weights:
+                loss.backward()
+            elif kind is TorchDistributedDataParallel:
+                (loss * 3.0).backward()
+            else:
+                ddp.backward(loss, weight=3.0)
+            descend(ddp)
+
+        return step
+
+    return make
+
+
+@case
+def waits_plain() -> None:
+    check_waits(stepper())
+
+
+@case
+def waits_find_unused() -> None:
+    check_waits(stepper(find_unused_parameters=True))
+
+
+@case
+def waits_one_unused() -> None:
+    check_waits(stepper(uses=False, find_unused_parameters=True))
+
+
+@case
+def waits_static_graph() -> None:
+    check_waits(stepper(static_graph=True))
+
+
+@case
+def waits_weighted() -> None:
+    check_waits(stepper(weights=True))
+
+
+@case
+def waits_weighted_into_zeroed() -> None:
+    check_waits(stepper(weights=True, set_to_none=False))
+
+
+@case
+def waits_zeroed() -> None:
+    check_waits(stepper(set_to_none=False))
+
+
+@case
+def waits_accumulate() -> None:
+    def make(kind: type) -> Callable[[int], None]:
+        ddp = kind(Net().to("late"))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
+        data = on_device()
+        if kind is TorchDistributedDataParallel:
+
+            def torchs(number: int) -> None:
+                with ddp.no_sync() if number % 2 == 0 else nullcontext():
+                    (ddp(data[number]) / 2).backward()
+                if number % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            return torchs
+        window = drivetrain.accumulate(ddp, optimizer, 2).__enter__()
+
+        def ours(number: int) -> None:
+            window.backward(ddp(data[number]), weight=3.0)
+
+        return ours
+
+    check_waits(make)
+
+
+# ---- Ranks.
+
+
+def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> None:
+    global late
+    torch.set_num_threads(1)
+    sys.path.insert(0, folder)
+    late = importlib.import_module("late_device")
+    module = types.ModuleType("torch.late")
+    module.is_available = lambda: True  # type: ignore[attr-defined]
+    module.device_count = lambda: 1  # type: ignore[attr-defined]
+    module.current_device = lambda: 0  # type: ignore[attr-defined]
+    torch._register_device_module("late", module)  # type: ignore[no-untyped-call]
+    late.let_host_wait(True)
+
+    def make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return late.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+    dist.Backend.register_backend("late", make_backend, devices=["late"])
+    for name in names:
+        dist.init_process_group(
+            "late",
+            store=dist.FileStore(f"{work}/{name}", WORLD_SIZE),
+            rank=rank,
+            world_size=WORLD_SIZE,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        try:
+            cases[name]()
+            late.run(rank)
+            answers.put((name, ""))
+        except Exception as error:
+            what = str(error).strip().split("\n")[0] or "no message"
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            answers.put((name, f"rank {rank}: {type(error).__name__}: {what} ({Path(where.filename).name}:{where.lineno})"))
+            break  # other ranks may wait for this one, and what it left behind is not the next case's
+        finally:
+            dist.destroy_process_group()
+
+
+def run_ranks(folder: str, names: list[str]) -> list[str]:
+    """Prints what is wrong with each case, up to the first that fails; returns the cases after that."""
+    context = multiprocessing.get_context("spawn")
+    left, heard = list(names), 0
+    with tempfile.TemporaryDirectory() as work:
+        answers = context.Queue()
+        ranks = [context.Process(target=serve, args=(folder, r, work, names, answers)) for r in range(WORLD_SIZE)]
+        for process in ranks:
+            process.start()
+        wrong = ""
+        while left and not wrong:
+            try:
+                name, wrong = answers.get(timeout=CASE_S)
+                heard += 1
+            except queue.Empty:
+                name, wrong = left[0], f"some rank has not ended within {CASE_S} s"
+            if wrong or heard == WORLD_SIZE:
+                print(f"BAD {left[0]}: {wrong}" if wrong else f"OK {left[0]}", flush=True)
+                del left[0]
+                heard = 0
+        for process in ranks:
+            process.kill()
+            process.join()
+    return left
+
+
+def main() -> None:
+    left = sys.argv[2:] or list(cases)
+    while left:
+        left = run_ranks(sys.argv[1], left)
+
+
+if __name__ == "__main__":
+    main()

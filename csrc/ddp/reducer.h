@@ -258,6 +258,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void note_stream(c10::Device device);
   void join_streams(c10::Device device);
   void wait_for_streams(c10::Device device) const;
+  std::vector<c10::Stream> streams_of_accumulators() const;
+  void wait_for_accumulators() const;
+  void let_accumulators_wait() const;
   void keep_for_streams(const at::Tensor& memory) const;
   std::pair<const void*, uint32_t> seen_grad(const Parameter& param) const;
   bool is_rebuild_due() const;

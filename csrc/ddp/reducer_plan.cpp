@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/stream_order.h"
 #include "base/torch_text.h"
 #include "base/transfer.h"
 #include "ddp/reducer.h"
@@ -159,10 +158,7 @@ at::Tensor Reducer::free_place(size_t index) {
   if (param.sparse || param.ready || low_precision_ || reuses_memory_ || bucket.phase != Phase::kFilling) return {};
   // Somebody may have assigned to .grad.data, and with that to our view.
   const void* place = static_cast<char*>(bucket.flat.data_ptr()) + param.offset;
-  if (param.view.data_ptr() != place) return {};
-  // Whoever writes there orders itself with the parameter's accumulator, not with what other hooks did to the arena.
-  wait_for_streams(param.tensor.device());
-  return param.view;
+  return param.view.data_ptr() == place ? param.view : at::Tensor();
 }
 
 at::Tensor Reducer::view_of(const Parameter& param) const {
@@ -217,11 +213,7 @@ bool Reducer::are_views_held() const {
 // Gradients that are being accumulated move with their parameters: those in the arena, whatever tensor shows them. Some
 // may have been put there in this backward by a stream with which only their accumulators' streams are in order.
 std::vector<at::Tensor> Reducer::copy_kept_gradients() const {
-  for (const Parameter& param : params_) {
-    const std::optional<c10::Stream> here = stream_on(param.tensor.device());
-    const std::optional<c10::Stream> there = param.accumulator ? param.accumulator->stream() : std::nullopt;
-    if (here && there) run_after(*here, *there);
-  }
+  wait_for_accumulators();
   std::vector<at::Tensor> kept(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& grad = params_[i].tensor.grad();
@@ -237,6 +229,7 @@ void Reducer::put_back(const std::vector<at::Tensor>& kept) {
     params_[i].view.variable_data().copy_(kept[i]);  // no new version: it is what was there
     params_[i].tensor.mutable_grad() = params_[i].view;
   }
+  let_accumulators_wait();
   if (on_moved_) on_moved_(gradient_places());
 }
 

@@ -32,6 +32,29 @@ void Reducer::wait_for_streams(c10::Device device) const {
   }
 }
 
+std::vector<c10::Stream> Reducer::streams_of_accumulators() const {
+  std::vector<c10::Stream> streams;
+  for (const Parameter& param : params_) {
+    const std::optional<c10::Stream> stream = param.accumulator ? param.accumulator->stream() : std::nullopt;
+    if (stream && std::find(streams.begin(), streams.end(), *stream) == streams.end()) streams.push_back(*stream);
+  }
+  return streams;
+}
+
+// What writes gradients outside of hooks is in order with their accumulators' streams alone. So whoever moves all of
+// them waits for those streams before, and they wait for it after.
+void Reducer::wait_for_accumulators() const {
+  for (const c10::Stream& stream : streams_of_accumulators()) {
+    if (const auto here = stream_on(stream.device())) run_after(*here, stream);
+  }
+}
+
+void Reducer::let_accumulators_wait() const {
+  for (const c10::Stream& stream : streams_of_accumulators()) {
+    if (const auto here = stream_on(stream.device())) run_after(stream, *here);
+  }
+}
+
 // Memory that is let go of may be another tensor's only once these streams have done what they were given.
 void Reducer::keep_for_streams(const at::Tensor& memory) const {
   const std::optional<c10::Stream> here = stream_on(memory.device());

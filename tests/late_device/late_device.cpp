@@ -31,26 +31,24 @@ struct Work {
 };
 
 thread_local int64_t current = 0;
-int64_t num_streams = 10, num_hidden = 0;  // streams below 10 are the test's own
-std::map<int64_t, std::deque<Work>> queues;
+int64_t num_streams = 10, num_hidden = 0;    // streams below 10 are the test's own
+std::map<int64_t, std::deque<Work>> queues;  // none of them empty
 bool host_may_wait = false;
 int64_t num_waits = 0;        // of the host, for copies and values
 int64_t num_event_waits = 0;  // and for events
 std::mt19937_64 drawn(0);     // the order in which streams run while the host waits
 
 bool run_one(std::mt19937_64& random) {
-  std::vector<std::deque<Work>*> able;
-  bool is_empty = true;
-  for (auto& [stream, queue] : queues) {
-    if (queue.empty()) continue;
-    is_empty = false;
-    if (queue.front().may_run()) able.push_back(&queue);
+  if (queues.empty()) return false;
+  std::vector<int64_t> able;
+  for (const auto& [stream, queue] : queues) {
+    if (queue.front().may_run()) able.push_back(stream);
   }
-  if (is_empty) return false;
   if (able.empty()) throw std::runtime_error("all streams wait for each other");
-  std::deque<Work>& queue = *able[random() % able.size()];
-  const Work work = std::move(queue.front());
-  queue.pop_front();
+  const auto drawn_one = queues.find(able[random() % able.size()]);
+  const Work work = std::move(drawn_one->second.front());
+  drawn_one->second.pop_front();
+  if (drawn_one->second.empty()) queues.erase(drawn_one);
   work.run();
   return true;
 }
@@ -198,7 +196,7 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(num_streams++); }
   c10::Stream exchangeStream(c10::Stream other) const override { return stream(std::exchange(current, other.id())); }
-  bool queryStream(const c10::Stream& one) const override { return queues[one.id()].empty(); }
+  bool queryStream(const c10::Stream& one) const override { return queues.count(one.id()) == 0; }
   void synchronizeStream(const c10::Stream& one) const override { wait_on_host(moment_of(one.id())); }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {

@@ -3,6 +3,7 @@
 // may give it to others. So a copy that waits for the wrong stream shows in what it copies.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
@@ -11,6 +12,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -159,7 +162,37 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
+// Element by element, of contiguous float tensors, in the order of the current stream.
+at::Tensor exp(const at::Tensor& x) {
+  at::Tensor y = at::empty(x.sizes(), x.options());
+  enqueue(current, [to = y.mutable_data_ptr<float>(), from = x.const_data_ptr<float>(), numel = x.numel()] {
+    std::transform(from, from + numel, to, [](float value) { return std::exp(value); });
+  });
+  return y;
+}
+
+at::Tensor mul(const at::Tensor& x, const at::Tensor& y) {
+  at::Tensor z = at::empty(x.sizes(), x.options());
+  enqueue(current, [to = z.mutable_data_ptr<float>(), a = x.const_data_ptr<float>(), b = y.const_data_ptr<float>(),
+                    numel = x.numel()] { std::transform(a, a + numel, b, to, std::multiplies<float>()); });
+  return z;
+}
+
+at::Tensor& zero_(at::Tensor& x) {
+  enqueue(current, [to = x.mutable_data_ptr<float>(), numel = x.numel()] { std::fill_n(to, numel, 0.0F); });
+  return x;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("exp", &exp);
+  m.impl("mul.Tensor", &mul);
+  m.impl("zero_", &zero_);
+  m.impl("as_strided", [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                          std::optional<c10::SymInt> offset) {
+    return at::native::as_strided_tensorimpl(
+        self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+        offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
+  });
   m.impl("empty.memory_format", &empty);
   m.impl("_copy_from", &copy_from);
   m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef size) {
@@ -169,22 +202,37 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ---- What the test does there, on the current stream.
 
-at::Tensor full(int32_t value, int64_t numel) {
-  at::Tensor tensor = at::empty({numel}, at::TensorOptions(at::kInt).device(kDevice));
-  auto* data = tensor.mutable_data_ptr<int32_t>();
+template <class Value>
+at::Tensor full(Value value, int64_t numel) {
+  at::Tensor tensor = at::empty({numel}, at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(kDevice));
+  auto* data = tensor.mutable_data_ptr<Value>();
   enqueue(current, [data, numel, value] { std::fill_n(data, numel, value); });
   return tensor;
 }
 
+void fill(at::Tensor tensor, int32_t value) {
+  enqueue(current, [data = tensor.mutable_data_ptr<int32_t>(), numel = tensor.numel(), value] {
+    std::fill_n(data, numel, value);
+  });
+}
+
+template <class Value>
 struct Reading {
-  std::shared_ptr<std::vector<int32_t>> values;
+  std::shared_ptr<std::vector<Value>> values;
 };
 
-Reading read_later(const at::Tensor& tensor) {
-  Reading reading{std::make_shared<std::vector<int32_t>>(tensor.numel())};
-  const auto* data = tensor.const_data_ptr<int32_t>();
+template <class Value>
+Reading<Value> read_later(const at::Tensor& tensor) {
+  Reading<Value> reading{std::make_shared<std::vector<Value>>(tensor.numel())};
+  const auto* data = tensor.const_data_ptr<Value>();
   enqueue(current, [values = reading.values, data] { std::copy_n(data, values->size(), values->begin()); });
   return reading;
+}
+
+template <class Value>
+void register_reading(pybind11::module_& m, const char* name) {
+  pybind11::class_<Reading<Value>>(m, name).def("values",
+                                                [](const Reading<Value>& reading) { return *reading.values; });
 }
 
 }  // namespace
@@ -192,9 +240,13 @@ Reading read_later(const at::Tensor& tensor) {
 PYBIND11_MODULE(late_device, m) {
   c10::register_privateuse1_backend("late");
   at::RegisterPrivateUse1HooksInterface(&hooks);
-  pybind11::class_<Reading>(m, "Reading").def("values", [](const Reading& reading) { return *reading.values; });
-  m.def("full", &full);
-  m.def("read", &read_later);
+  register_reading<int32_t>(m, "Reading");
+  register_reading<float>(m, "FloatReading");
+  m.def("full", &full<int32_t>);
+  m.def("full_float", &full<float>);
+  m.def("fill", &fill);
+  m.def("read", &read_later<int32_t>);
+  m.def("read_float", &read_later<float>);
   m.def("set_stream", [](int64_t stream) { current = stream; });
   m.def("run", &run_all);
   m.def("num_streams", [] { return num_streams - 10; });

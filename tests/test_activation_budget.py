@@ -1,6 +1,7 @@
 """activation_budget against the same step without: bits of gradients, outputs and buffers, and bytes that are kept."""
 
 import copy
+import importlib
 import itertools
 import json
 import math
@@ -2001,12 +2002,26 @@ def test_a_plan_of_half_a_batch_is_one_of_the_whole() -> None:
     assert 1.7 * plan.budget_bytes <= plan.peak_bytes <= 2.05 * plan.budget_bytes
 
 
+@pytest.fixture
+def _deterministic_cudnn() -> Iterator[None]:
+    """Sets the flag through torch's context manager: the module `torch.testing._internal.common_utils`, which other
+    tests import, forbids every other way."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        yield
+
+
+@pytest.mark.usefixtures("_deterministic_cudnn")
+def test_cudnns_flags_can_be_set_beside_torchs_own_tests() -> None:
+    importlib.import_module("torch.testing._internal.common_utils")
+    assert torch.backends.cudnn.deterministic
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_deterministic_cudnn")
 @pytest.mark.parametrize("offload", [None, "1GiB"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "encoder-decoder", "custom function", "shared"])
-def test_bits_and_bytes_on_a_gpu(name: str, offload: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_and_bytes_on_a_gpu(name: str, offload: str | None) -> None:
     """With everything forgotten, and within a budget; the allocator sees what the plan counts."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
     def on_gpu() -> Run:
         run = Run(name)

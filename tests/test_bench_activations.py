@@ -1,10 +1,17 @@
 """The benchmark's accounts of activations, on models whose bytes are known."""
 
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from drivetrain.bench.activation_memory import allocated, peak_of_alive
+from drivetrain.bench.activation_models import Case
 from drivetrain.bench.activation_rivals import full
+from drivetrain.bench.activations import Variant, _compare_gradients
 
 ROWS, WIDTH = 64, 256
 LAYER_BYTES = 4 * ROWS * WIDTH
@@ -32,3 +39,43 @@ def test_of_checkpointed_blocks_their_inputs_and_one_recomputed_block_are_alive(
     full(list(model))
     # The inputs of the last three, the last one's output that the sum came from, and its linear and tanh again.
     assert 5 * LAYER_BYTES < peak_of_alive(lambda: model(x).sum(), model, [x]) <= 6 * LAYER_BYTES + 8
+
+
+class _Noise(torch.autograd.Function):
+    """Adds another noise to every gradient, as a kernel does whose additions have no order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * (1 + ctx.scale * next(_noises)), None
+
+
+_noises = itertools.count()
+
+
+class _Noisy(nn.Module):
+    """The gradient of its weight has noise; that of its bias has none, and is doubled where `is_wrong`."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.scale, self.is_wrong = scale, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * _Noise.apply(self.weight, self.scale) + self.bias).sum()
+        return out + self.bias.sum() if self.is_wrong else out
+
+
+@pytest.mark.parametrize(("scale", "is_wrong", "passes"), [(1e-5, False, True), (0.5, False, False), (0, True, False)])
+def test_gradients_whose_bits_torch_does_not_repeat_are_compared_within_a_tolerance(
+    scale: float, is_wrong: bool, passes: bool
+) -> None:
+    case = Case("a model", _Noisy(scale), (torch.randn(8),), lambda m: [], False)
+    plain, other = Variant.of("plain", case), Variant.of("other", case)
+    other.model.is_wrong = is_wrong
+    with nullcontext() if passes else pytest.raises(AssertionError, match="gradients or buffers differ with other"):
+        _compare_gradients([plain, other])

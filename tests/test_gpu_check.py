@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from drivetrain.bench import gpu
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_check import jobs, outcomes, parts, readme, report, tools  # noqa: E402
+from gpu_check import jobs, outcomes, parts, readme, report, run_tests, tools  # noqa: E402
 
 TIMEOUT_S = 300
 
@@ -272,6 +273,47 @@ def test_tools_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"cmake": "3.18.4", "pytest": "9.2.0", "ninja": ""}
     monkeypatch.setattr(tools, "_version", lambda package: versions.get(package, "99.0"))
     assert tools.missing_tools() == ["cmake>=3.25", "ninja>=1.10"]
+
+
+@pytest.mark.parametrize(("unavailable", "ends"), [("expecttest", False), ("ninja", True)])
+def test_a_tool_that_cannot_be_installed_costs_its_own_part_alone(
+    unavailable: str,
+    ends: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    installed: list[str] = []
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        wanted = command[command.index(str(tmp_path)) + 1 :]
+        fails = any(each.startswith(unavailable) for each in wanted)
+        installed.extend([] if fails else wanted)
+        return SimpleNamespace(returncode=int(fails))
+
+    monkeypatch.setattr(tools, "_version", lambda package: "" if package in ("expecttest", "ninja", "rich") else "99.0")
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit, match="nothing can be built without ninja") if ends else nullcontext():
+        tools.install(tmp_path / "wheels", tmp_path)
+    assert "rich>=13" in installed
+    output = capsys.readouterr().out
+    assert f"missing here: {unavailable}>=" in output
+    assert parts._note_missing(0, output)["note"].startswith(f"missing: {unavailable}>=")
+
+
+def test_tests_run_with_the_plugins_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--numprocesses" in run_tests.arguments(8, [])
+    monkeypatch.setattr(run_tests, "is_here", lambda module: module not in ("xdist", "hypothesis", "expecttest"))
+    monkeypatch.setattr(sys, "argv", ["run_tests", "--processes=8", "--", "-m", "gpu"])
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    run_tests.main()
+    assert commands == [[sys.executable, "-m", "pytest", "-p", "gpu_check.outcomes", "-m", "gpu"]]
+    note = parts._note_missing(0, capsys.readouterr().out)["note"]
+    assert "tests/test_optim_db.py, cannot be collected" in note
+    assert "one process" in note
 
 
 # ---- What compute-sanitizer gets to see.

@@ -2,12 +2,14 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -395,6 +397,17 @@ def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> 
         for process in ranks:
             process.kill()
             process.wait()
+            assert process.stdout is not None
+            process.stdout.close()  # a rank that is not awaited leaves it open
+
+
+def test_ranks_that_are_not_awaited_leave_no_pipe_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GPU_PREAMBLE", "")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert on_gpu("print('fine')", 2, tmp_path, awaited=1) == [(0, "fine\n")]
+        gc.collect()
+    assert not [str(each.message) for each in caught if each.category is ResourceWarning]
 
 
 @pytest.mark.gpu
@@ -449,6 +462,7 @@ def test_ranks_agree_with_the_process_group(tmp_path: Path, ranks: int) -> None:
             others = q.grad.clone()
             dist.broadcast(others, 0)
             assert torch.equal(q.grad, others)
+    model.zero_grad()  # no weight counts the gradients of the loop
     model.backward(model(x).pow(2).sum(), weight=1 + rank)
     print("fine")
     """
@@ -477,5 +491,5 @@ def test_a_lost_rank_is_an_error_within_the_timeout(tmp_path: Path, how: signal.
     """
     ((code, output),) = on_gpu(script, 2, tmp_path, awaited=1)
     assert code == 0, output
-    assert "the all-reduce of bucket 0 of" in output
-    assert "4.weight" in output
+    # The loss shows in whichever reduction asks next: its first, or a later one that was started before it was seen.
+    assert re.search(r"the all-reduce of bucket \d of \d \[[024]\.(weight|bias)\b", output), output

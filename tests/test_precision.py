@@ -236,7 +236,7 @@ def set_grads(params: list[Tensor], others: list[Tensor]) -> None:
     for param, other in zip(params, others, strict=True):
         grad = torch.randn(param.shape).to(param.dtype)
         param.grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
-        other.grad = grad.to(other.dtype)
+        other.grad = grad.to(other.device, other.dtype)
 
 
 def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:

@@ -99,18 +99,21 @@ def _note_missing(code: int | None, output: str) -> Details:
 
 def _tests(setting: Setting) -> list[Job]:
     outcomes = setting.folder / "outcomes.jsonl"
-    command: Command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "gpu_check.outcomes"]
-    command += ["-p", "_hypothesis_pytestplugin", "-c", f"{setting.repository}/pyproject.toml"]
+    processes = 1 if setting.is_dry else min(8, setting.num_cores)
+    command: Command = [sys.executable, "-m", "gpu_check.run_tests", f"--processes={processes}", "--"]
+    command += ["-m", "gpu", "-c", f"{setting.repository}/pyproject.toml"]
     command += [f"--rootdir={setting.repository}", "--continue-on-collection-errors", "--tb=short"]
     command += ["-o", "faulthandler_timeout=60", "-o", f"cache_dir={setting.folder / 'pytest_cache'}"]
-    if not setting.is_dry:  # several processes share the GPU, and one that loses its context is replaced
-        command += ["-p", "xdist.plugin", "--numprocesses", str(min(8, setting.num_cores)), "--dist", "worksteal"]
     command += setting.pytest_arguments or gpu_test_files(setting.repository)
     # Whatever else is installed on the machine for pytest is not ours.
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GPU_CHECK_OUTCOMES": str(outcomes), **setting.environment}
 
     def read(code: int | None, output: str) -> Details:
-        return _read_outcomes(outcomes, code)
+        found = _read_outcomes(outcomes, code)
+        missing = _note_missing(code, output)
+        if code == 127:
+            return {"status": "not possible here", **missing}
+        return {**found, "note": "; ".join(filter(None, [found["note"], missing.get("note")]))}
 
     what = "every test marked gpu, the device-parametrised ones of the CPU suite among them"
     return [Job("tests", "pytest", what, command, 90, read, environment, outcomes)]

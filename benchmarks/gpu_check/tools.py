@@ -15,10 +15,9 @@ import sysconfig
 from pathlib import Path
 
 # torch and its NCCL are the machine's own.
-TOOLS = (
-    *("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja>=1.10", "rich>=13", "numpy>=1.26"),
-    *("pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6", "expecttest>=0.2"),
-)
+BUILD_TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja>=1.10", "rich>=13")
+TEST_TOOLS = ("numpy>=1.26", "pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6", "expecttest>=0.2")
+TOOLS = (*BUILD_TOOLS, *TEST_TOOLS)
 PYTHON = "3.12"  # for which wheels are downloaded
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 64 << 20
@@ -65,19 +64,25 @@ def missing_machinery() -> dict[str, str]:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Installs what is missing into `site`: from the wheels where there are any, else from pip's own sources."""
+    """Installs what is missing into `site`: from the wheels where there are any, else from pip's own sources.
+
+    Ends the program if the build cannot go on; tests go on without a tool of theirs as far as they get (run_tests.py).
+    """
     missing = missing_tools()
     if not missing:
         return
-    print(f"missing here: {', '.join(missing)}", flush=True)
-    has_wheels = any(wheels.glob("*.whl"))
-    source = ["--no-index", "--find-links", str(wheels)] if has_wheels else []
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), *source, *missing]
-    if subprocess.run(command, check=False).returncode:
-        where = f"from {wheels}" if has_wheels else "without a network"
-        sys.exit(
-            f"they cannot be installed {where}: run `make gpu-wheels` where there is one, and bring {wheels} along"
-        )
+    print(f"to be installed: {', '.join(missing)}", flush=True)
+    source = ["--no-index", "--find-links", str(wheels)] if any(wheels.glob("*.whl")) else []
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), *source]
+    if subprocess.run([*pip, *missing], check=False).returncode == 0:
+        return
+    # One that cannot be had must cost none of the others.
+    failed = [tool for tool in missing if subprocess.run([*pip, tool], check=False).returncode]
+    where = f"from {wheels}" if source else "without a network"
+    for tool in failed:
+        print(f"missing here: {tool}; it cannot be installed {where}: run `make gpu-wheels`, and bring {wheels} along")
+    if needed := [tool for tool in failed if tool in BUILD_TOOLS]:
+        sys.exit(f"nothing can be built without {', '.join(needed)}")
 
 
 def download(wheels: Path) -> None:
@@ -109,7 +114,7 @@ def main() -> None:
     if missing and not args.dry_run:
         sys.exit(1)
     install(args.wheels, args.site)
-    print("everything else is here")
+    print("what else is needed is here")
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from . import accumulate, activations, comm, ddp, optim_gpu
+from . import accumulate, activations, activations_compiled, comm, ddp, end_to_end, host, optim_gpu
 from .measure import Row, print_table
 
 # Yields rows as they are measured, from the device, the rounds and whether all is to be tiny.
@@ -25,6 +25,9 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
         accumulate.run_gpu,
     ),
     "activations": ("Activation budget of a GPT, against torch's checkpointing at equal peaks", activations.run_gpu),
+    "compiled": ("Activation budget of compiled blocks, against torch's memory budget", activations_compiled.run),
+    "host": ("Host time of steps, and DDP on a host-bound model", host.run),
+    "end to end": ("GPT-2 124M end to end, against the stock script", end_to_end.run),
 }
 DRY_ROUNDS = 2
 

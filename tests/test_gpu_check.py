@@ -16,12 +16,15 @@ import pytest
 import torch
 
 import gpu_kernels
-from drivetrain import _C
-from drivetrain.bench import gpu
+from drivetrain import _C, optim
+from drivetrain.bench import gpu, optim_gpu
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_check import jobs, outcomes, parts, readme, report, run_tests, tools  # noqa: E402
+from gpu_check import gates, jobs, outcomes, parts, readme, report, run_tests, tools  # noqa: E402
+from gpu_check.checks import findings  # noqa: E402
+from gpu_check.checks import ranks as check_ranks  # noqa: E402
+from gpu_check.checks import steps as check_steps  # noqa: E402
 
 TIMEOUT_S = 300
 
@@ -43,7 +46,7 @@ def test_list_names_every_job() -> None:
     output, _ = start("--list").communicate(timeout=TIMEOUT_S)
     parts_listed = [line.split()[0] for line in output.splitlines()]
     assert dict.fromkeys(parts_listed) == dict.fromkeys(parts.PARTS)
-    assert all(f"bench     {name}" in output for name in [*parts.MEASUREMENTS, "gpt"])
+    assert all(f"bench     {name}" in output for name in parts.MEASUREMENTS)
 
 
 def test_a_job_that_there_is_not() -> None:
@@ -61,16 +64,32 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "torch sees no NVIDIA GPU here" in output
 
 
-def test_a_dry_run_goes_through_every_kind_of_job(tmp_path: Path) -> None:
-    """Every measurement in one process, where the check takes one for each; the example has tests of its own."""
-    names = ["tools", "pytest", "memcheck", "copy"]
-    chosen = [word for name in names for word in ("--job", name)]
-    process = start("--dry-run", "--results", tmp_path, *chosen, "--", "tests/test_optim_cuda.py")
+def dry_run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    process = start("--dry-run", "--results", tmp_path, *arguments)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
-    found = result_in(tmp_path)
+    return result_in(tmp_path)
+
+
+@pytest.mark.parametrize("part", [part for part in parts.PARTS if part not in ("build", "bench", "tests")])
+def test_a_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
+    """Every job's script runs on the CPU, so that none dies of a slip in the first minute on a GPU."""
+    _, *found = dry_run(tmp_path, "--part", part)["jobs"]
+    assert found
+    for job in found:
+        assert job["part"] == part
+        assert job["status"] in report.FINE, job
+        if part in parts.CHECKS:
+            assert all(finding["holds"] for finding in job["findings"])
+
+
+def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
+    """Every measurement in one process, where the check takes one for each."""
+    names = ["tools", "copy", "pytest"]
+    chosen = [word for name in names for word in ("--job", name)]
+    found = dry_run(tmp_path, *chosen, "--", "tests/test_optim_cuda.py")
     assert [(job["name"], job["status"]) for job in found["jobs"]] == [(name, "passed") for name in names]
-    _, tests, _, copy = found["jobs"]
+    _, copy, tests = found["jobs"]
     if not torch.cuda.is_available():
         assert list(tests["skips"]) == ["no NVIDIA GPU here"]
         assert tests["counts"]["skipped"] > 100
@@ -84,7 +103,17 @@ def test_a_dry_run_goes_through_every_kind_of_job(tmp_path: Path) -> None:
     tables = json.loads(file.read_text())["tables"]
     assert len(tables) == len(parts.MEASUREMENTS)
     for rows in tables.values():
+        assert rows
         assert len(report.table(rows)) == 2 + len(rows)
+
+
+def test_all_jobs_fit_into_ten_minutes(repository: Path) -> None:
+    """Without the build, whose least is what a slow machine takes: the others' reserves."""
+    setting = parts.Setting(repository, repository, repository, "9.0", 16, False, [])
+    every = parts.jobs(setting)
+    assert list(dict.fromkeys(job.part for job in every)) == list(parts.PARTS)
+    assert sum(job.least_s for job in every if job.name != "package") <= 540
+    assert set(parts.MEASUREMENTS) == set(gpu.MEASUREMENTS)
 
 
 def test_every_file_with_a_gpu_test_is_chosen(request: pytest.FixtureRequest, repository: Path) -> None:
@@ -114,7 +143,7 @@ def test_a_job_cut_off_leaves_its_results_and_no_process(tmp_path: Path) -> None
     pid, tests = tmp_path / "pid", tmp_path / "test_sleeper.py"
     tests.write_text(SLEEPER.format(pid=str(pid)))
     results = tmp_path / "results"
-    process = start("--dry-run", "--results", results, "--part", "tests", "--part", "bench", "--", tests)
+    process = start("--dry-run", "--results", results, "--part", "tests", "--", tests)
     until = time.monotonic() + TIMEOUT_S
     while not (pid.exists() and pid.read_text().endswith("\n")):
         assert process.poll() is None, process.communicate()[0]
@@ -123,12 +152,11 @@ def test_a_job_cut_off_leaves_its_results_and_no_process(tmp_path: Path) -> None
     process.send_signal(signal.SIGTERM)  # as the end of its time
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
-    _, cut_off, *others = result_in(results)["jobs"]
+    _, cut_off = result_in(results)["jobs"]
     assert cut_off["status"] == "timed out"
     assert cut_off["counts"] == {"passed": 1}
     (unfinished,) = cut_off["unfinished"]
     assert unfinished.endswith("::test_that_does_not")
-    assert {job["status"] for job in others} == {"not reached"}
     stat = Path(f"/proc/{pid.read_text().strip()}/stat")  # a zombie has ended; that nobody has asked is no matter
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
@@ -211,17 +239,110 @@ def test_what_a_sanitizer_said(code: int, output: str, status: str, note: str) -
     assert parts._read_sanitizer(code, output, is_dry=False) == {"status": status, "note": note}
 
 
-def test_rows_of_the_example() -> None:
-    run = {"tokens_per_step": 100, "peak_memory_bytes": [2**20, 2**21], "held_out_losses": [[0, 5.0], [40, 3.0]]}
-    run |= {"num_parameters": 123_600_000, "bf16": True}
-    runs = {"torch": [{**run, "step_ms": 50.0}], "drivetrain": [{**run, "step_ms": 40.0}]}
-    (rows,) = parts._gpt_tables(runs).values()
-    assert report.table(rows)[2:] == [
-        "| GPT of 124 M parameters, bf16, 100 tokens a step | 2,000 tokens/s | 2,500 tokens/s | 1.25 |",
-        "| median step | 50.00 ms | 40.00 ms |  |",
-        "| peak memory | 2.00 MiB | 2.00 MiB | 1.00 |",
-        "| held-out loss afterwards | 3.00 nats per byte | 3.00 nats per byte |  |",
+OPTIM_ROWS = [
+    {"what": "AdamW fp32, GPT-2 124M, against fused", "unit": "ms", "torch": 1.3, "ours": 1.1, "ratio": 0.85},
+    {"what": "  against foreach", "unit": "ms", "torch": 4.0, "ours": 1.1, "ratio": 0.3},
+    {"what": "  share of a copy's bandwidth", "unit": "%", "torch": 80.0, "ours": 96.5},
+    {
+        "what": "AdamW fp32, 8-bit states, GPT-2 124M, against fused",
+        "unit": "ms",
+        "torch": 1.3,
+        "ours": 1.2,
+        "ratio": 0.9,
+    },
+    {"what": "  share of a copy's bandwidth", "unit": "%", "torch": 80.0, "ours": 40.0},
+]
+
+
+def test_required_figures() -> None:
+    found = {each["what"]: each for each in gates.verdicts("optim", {"Steps": OPTIM_ROWS})}
+    share = found["AdamW A, fp32: share of a copy"]
+    assert (share["required"], share["measured"], share["verdict"]) == (">= 95 %", 96.5, "met")
+    assert found["AdamW A against torch's fused fp32"]["measured"] == 0.85
+    missed = found["AdamW H, fp32 with 8-bit states: share of a copy"]
+    assert (missed["measured"], missed["verdict"]) == (40.0, "missed")
+    assert found["LAMB fp32: share of a copy"]["verdict"] == "not measured"
+    details = gates.judged("optim", {"tables": {"Steps": OPTIM_ROWS}}, is_dry=False)
+    assert details["status"] == "missed"
+    assert details["note"] == f"2 of {len(found)} gates met"
+    assert "| AdamW H, fp32 with 8-bit states: share of a copy | >= 95 % | 40.00 % | missed |" in report.gates(
+        details["gates"]
+    )
+    assert gates.judged("optim", {"status": "failed", "tables": {"Steps": OPTIM_ROWS}}, False)["status"] == "failed"
+    assert "gates" not in gates.judged("optim", {"tables": {"Steps": OPTIM_ROWS}}, is_dry=True)
+    assert report.worst(["passed", "missed"]) == "missed"
+    assert "missed" not in report.FINE
+
+
+def test_every_required_figure_has_its_row() -> None:
+    """Of the optimizers' rows, which other files name; those of a measurement that is not there yet say so."""
+    rows = [
+        {"what": f"{layout.what}, GPT-2 124M, against {next(iter(layout.theirs))}", "ratio": 0.1, "ours": 1.0}
+        for layout in optim_gpu.LAYOUTS
     ]
+    rows = [each for row in rows for each in (row, {"what": f"  {gates.SHARE}", "ours": 99.0})]
+    assert {each["verdict"] for each in gates.verdicts("optim", {"": rows})} == {"met"}
+    missing = {gate.job for gate in gates.GATES} - set(parts.MEASUREMENTS)
+    assert missing <= {"large"}
+
+
+def test_findings_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    found = findings.Findings(file)
+    found.add(findings.Finding("a", True, "seen | here"))
+    found.add(findings.Finding("b", None, "one GPU"))
+    assert found.exit_code == 0
+    read = parts._findings_of(file)
+    assert read(0, "")["note"] == "1 hold, 0 fail, 1 not possible here"
+    found.add(findings.Finding("c", False))
+    assert found.exit_code == 1
+    details = read(1, "")
+    assert details["note"] == "1 hold, 1 fail, 1 not possible here"
+    assert report.findings(details["findings"])[2:] == [
+        "| a | holds | seen \\| here |",
+        "| b | not possible here | one GPU |",
+        "| c | **fails** |  |",
+    ]
+    file.write_text('[{"what": "b", "holds": null, "seen": "one GPU"}]')
+    assert read(0, "") | {"findings": []} == {"status": "not possible here", "note": "one GPU", "findings": []}
+    assert parts._findings_of(tmp_path / "none")(0, "")["status"] == "failed"
+
+
+def test_bits_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is a little off on one side of each pair."""
+    step, count = optim.AdamW.step, [0]
+
+    def off(self: Any, *args: Any) -> Any:
+        result = step(self, *args)
+        count[0] += 1
+        if count[0] % 2 == 0:
+            for param in self.param_groups[0]["params"][1:2]:
+                param.data.view(torch.uint8)[:1] ^= 1
+        return result
+
+    monkeypatch.setattr(optim.AdamW, "step", off)
+    failed = [each.what for each in check_steps.run(torch.device("cpu"), True) if not each.holds]
+    assert failed == ["AdamW: one step gives the CPU's bits"]
+
+
+def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our DDP without its reduction, on two ranks: other gradients than torch's."""
+    monkeypatch.setattr(check_ranks, "_both_ways", broken_both_ways)
+    found = list(check_ranks.run(2, torch.device("cpu"), True))
+    assert len(found) == 2
+    assert not any(each.holds for each in found)
+
+
+def broken_both_ways(device_type: str, transport: str) -> dict[bool, tuple[float, bool]]:
+    made = check_ranks.drivetrain.DistributedDataParallel
+
+    def without_reduction(model: Any, **options: Any) -> Any:
+        wrapped = made(model, **options)
+        wrapped.require_backward_grad_sync = False
+        return wrapped
+
+    check_ranks.drivetrain.DistributedDataParallel = without_reduction
+    return {False: check_ranks._train_both(device_type, transport, False)}
 
 
 def test_the_readme_is_in_step_with_the_results(repository: Path) -> None:

@@ -37,6 +37,7 @@ def test_what_comes_back(dtype: torch.dtype) -> None:
         offloaded = pool.begin(x)
         assert offloaded.nbytes == x.nbytes
         want = x.clone()
+        offloaded.await_copy_out()
         x.zero_()
         for prefetches in (0, 1, 2, 1):  # and is brought back as often as somebody asks
             for _ in range(prefetches):
@@ -242,7 +243,12 @@ def late_device(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.parametrize(
-    ("script", "says"), [("order.py", "all orders give what was there"), ("dropout.py", "the same bits")]
+    ("script", "says"),
+    [
+        ("order.py", "all orders give what was there"),
+        ("results.py", "gradients of what the pass made"),
+        ("dropout.py", "the same bits"),
+    ],
 )
 def test_on_a_late_device(repository: Path, late_device: Path, script: str, says: str) -> None:
     """Who waits for whom where streams run in a drawn order; and who needs the GIL."""

@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--part", action="append", choices=parts.PARTS, help="this one only, after the build; may be repeated")
     add("--job", action="append", metavar="NAME", help="of these parts this job only; may be repeated")
-    add("--seconds", type=float, default=530, help="until all is over (default: %(default).0f)")
+    add("--seconds", type=float, default=570, help="until all is over (default: %(default).0f)")
     add("--list", action="store_true", help="print what would run and do nothing")
     add("--dry-run", action="store_true", help="on the CPU with tiny sizes and the package that is installed")
     add("--results", type=Path, help="folder of the report (default: benchmarks/results, of a dry run build/gpu-check)")

@@ -3,6 +3,7 @@ row in drivetrain/bench/gpu.py."""
 
 import collections
 import json
+import math
 import os
 import re
 import shlex
@@ -11,25 +12,46 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .gates import judged
 from .jobs import Details, Job
 
 Command = list[str | Path]
-PARTS = ("build", "tests", "sanitize", "bench")
+PARTS = ("build", "gates", "train", "ranks", "steps", "bench", "sanitize", "devices", "tests")
 # Names of drivetrain/bench/gpu.py's measurements, with the seconds kept for each.
 MEASUREMENTS = {
-    "copy": ("copy bandwidth", 10),
+    "copy": ("copy bandwidth", 8),
     "optim": ("every optimizer layout against torch's fused and foreach steps: ms, GB/s, share of a copy", 40),
-    "tail": ("unscaling, clipping, AdamW and zeroing against torch's four calls", 15),
-    "ddp": ("a step under DDP against torch's DDP", 20),
-    "comm": ("all-reduce against the process group's: time and busbw", 20),
+    "tail": ("unscaling, clipping, AdamW and zeroing against torch's four calls", 12),
+    "ddp": ("a step under DDP against torch's DDP", 15),
+    "comm": ("all-reduce against the process group's: time and busbw", 10),
     "accumulate": ("accumulation in float32 and 24 bits, with weight gradients fused and not, against torch's", 15),
-    "activations": ("an activation budget against torch's checkpointing, of every block and of every 2nd", 30),
+    "activations": ("an activation budget against torch's checkpointing, of every block and of every 2nd", 20),
+    "compiled": ("an activation budget on compiled blocks against torch's own memory budget at equal peaks", 40),
     "large": ("an 8 B model trained with all its parameters on one card of 80 GB: tokens/s and peak memory", 60),
     "repeats": ("10 runs of each form of a step: whether their bits are the same, and what that says of races", 60),
+    "host": ("host time of a step, and a step under DDP of a model that is bound by the host", 20),
+    "end to end": ("GPT-2 124M, eager and compiled: stock, installed, own form; tokens/s, MFU, peak memory", 50),
 }
-GPT_124M = ("--preset=gpt2", "--vocab-size=50304", "--bf16", "--batch-size=16", "--accumulate=1", "--steps=40")
-GPT_WHAT = "examples/gpt at 124 M parameters in bf16 against the stock script: tokens/s and peak memory"
-GPT_TINY = ("--preset=tiny", "--device=cpu", "--steps=4")
+GPT_STEPS = ("--steps=5", "--sample-bytes=0")
+# Names of gpu_check/checks, with what they try and the seconds kept for each.
+CHECKS = {
+    "ranks": {
+        "two-ranks": ("2 ranks against torch's DDP; on one GPU, through sockets", 20),
+        "four-ranks": ("4 ranks against torch's DDP; on fewer GPUs, through sockets", 20),
+        "side-stream": (
+            "DDP built on a side stream, weight gradients fused and not, main gradients, late products",
+            20,
+        ),
+    },
+    "steps": {
+        "waits": ("how often the host waits in a step, against torch", 15),
+        "bits": ("one step of every rule in every storage against the CPU's bits", 15),
+    },
+    "devices": {
+        "second-device": ("steps on a device that is not the current one", 8),
+        "huge": ("AdamW on a tensor of more than 2^31 elements", 12),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +86,17 @@ class Setting:
 
 def jobs(setting: Setting) -> list[Job]:
     """All of them, in order."""
-    return [*_build(setting), *_tests(setting), *_sanitize(setting), *_bench(setting)]
+    return [
+        *_build(setting),
+        *_gates(setting),
+        *_train(setting),
+        *_checks(setting, "ranks"),
+        *_checks(setting, "steps"),
+        *_bench(setting),
+        *_sanitize(setting),
+        *_checks(setting, "devices"),
+        *_tests(setting),
+    ]
 
 
 # ---- Build.
@@ -75,7 +107,7 @@ def _build(setting: Setting) -> list[Job]:
     tools = [*python, "gpu_check.tools", "--wheels", setting.wheels, "--site", setting.site]
     dry = ["--dry-run"] if setting.is_dry else []
     what = "says what is missing here, and installs missing tools from wheels"
-    found = [Job("build", "tools", what, [*tools, *dry], 20, _note_missing, setting.environment)]
+    found = [Job("build", "tools", what, [*tools, *dry], 10, _note_missing, setting.environment)]
     if setting.is_dry:
         return found
     architecture = f"{setting.capability.replace('.', '')}-real"
@@ -88,12 +120,97 @@ def _build(setting: Setting) -> list[Job]:
     ]
     command += [f"-Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={architecture}", setting.repository]
     what = f"the package, against the torch that is here and for this GPU alone ({architecture})"
-    return [*found, Job("build", "package", what, command, 60, environment=setting.environment)]
+    return [*found, Job("build", "package", what, command, 150, environment=setting.environment)]
 
 
 def _note_missing(code: int | None, output: str) -> Details:
     missing = [line.removeprefix("missing here: ") for line in output.splitlines() if "missing here: " in line]
     return {"note": "missing: " + "; ".join(missing)} if missing else {}
+
+
+# ---- Before anything is measured.
+
+
+def _gates(setting: Setting) -> list[Job]:
+    """What the environment is like; and the machine code's gates, a script of the tests that says what it misses."""
+    what = "drivetrain doctor: the module's own libstdc++, drivers and libraries"
+    ask: Command = [sys.executable, "-m", "drivetrain", "doctor"]
+    doctor = Job("gates", "doctor", what, ask, 10, environment=setting.environment)
+    command: Command = [sys.executable, setting.repository / "tests/kernel_gates.py"]
+    command += ["--help"] if setting.is_dry else []
+    what = "the machine code of specialised kernels for sm_90 against its limits (make check-kernels)"
+
+    def read(code: int | None, output: str) -> Details:
+        return _read_gates(code, output, setting)
+
+    return [doctor, Job("gates", "kernels", what, command, 15, read, setting.environment)]
+
+
+def _read_gates(code: int | None, output: str, setting: Setting) -> Details:
+    """Exit status 2 says that the gates cannot be checked here: no disassembler, or no code for sm_90."""
+    if not (setting.repository / "tests/kernel_gates.py").exists():
+        return {"status": "not possible here", "note": "this checkout has no tests/kernel_gates.py"}
+    lines = output.strip().splitlines()
+    if code == 2 and not setting.is_dry:
+        return {"status": "not possible here", "note": lines[-1] if lines else ""}
+    failed = [line for line in lines if line.startswith("FAILED ")]
+    return {"note": f"{len(failed)} limits exceeded" if failed else "the script alone" if setting.is_dry else lines[-1]}
+
+
+def _train(setting: Setting) -> list[Job]:
+    """The example, whose process group is pure NCCL on a GPU."""
+    transports = ("torch", "shm") if setting.is_dry else ("torch", "nccl")
+    found = []
+    for transport in transports:
+        file = setting.folder / f"train-{transport}.json"
+        command: Command = [sys.executable, setting.repository / "examples/gpt/train.py", *GPT_STEPS, f"--json={file}"]
+        command += ["--preset=tiny", "--device=cpu"] if setting.is_dry else ["--preset=small", "--device=cuda"]
+        environment = {**setting.environment, "DRIVETRAIN_TRANSPORT": transport}
+        what = f"5 steps of examples/gpt, process group {'gloo' if setting.is_dry else 'nccl'}, transport {transport}"
+        found.append(Job("train", f"transport {transport}", what, command, 15, _read_training(file), environment, file))
+    return found
+
+
+def _read_training(file: Path) -> Callable[[int | None, str], Details]:
+    def read(code: int | None, output: str) -> Details:
+        if code != 0:
+            return {}
+        losses = json.loads(file.read_text())["losses"]
+        is_fine = len(losses) >= 5 and all(math.isfinite(loss) for loss in losses)
+        note = f"losses {', '.join(f'{loss:.3f}' for loss in losses[:5])}"
+        return {"note": note} if is_fine else {"status": "failed", "note": note or "no losses"}
+
+    return read
+
+
+def _checks(setting: Setting, part: str) -> list[Job]:
+    found = []
+    for name, (what, least_s) in CHECKS[part].items():
+        file = setting.folder / f"check-{name}.json"
+        command: Command = [sys.executable, "-m", "gpu_check.checks", name, "--json", file]
+        command += ["--dry-run"] if setting.is_dry else []
+        # Ranks that share a GPU are hosts of their own to NCCL, which then needs a network interface.
+        environment = {"NCCL_SOCKET_IFNAME": "lo", **setting.environment} if part == "ranks" else setting.environment
+        found.append(Job(part, name, what, command, least_s, _findings_of(file), environment, file))
+    return found
+
+
+def _findings_of(file: Path) -> Callable[[int | None, str], Details]:
+    def read(code: int | None, output: str) -> Details:
+        findings = json.loads(file.read_text()) if file.exists() else []
+        details: Details = {"findings": findings}
+        wrong = sum(each["holds"] is False for each in findings)
+        untried = sum(each["holds"] is None for each in findings)
+        details["note"] = f"{sum(each['holds'] is True for each in findings)} hold, {wrong} fail"
+        if untried:
+            details["note"] += f", {untried} not possible here"
+        if code == 0 and not findings:
+            details |= {"status": "failed", "note": "it found nothing"}
+        elif code == 0 and untried == len(findings):
+            details |= {"status": "not possible here", "note": findings[0]["seen"]}
+        return details
+
+    return read
 
 
 # ---- Tests.
@@ -118,7 +235,7 @@ def _tests(setting: Setting) -> list[Job]:
         return {**found, "note": "; ".join(filter(None, [found["note"], missing.get("note")]))}
 
     what = "every test marked gpu, the device-parametrised ones of the CPU suite among them"
-    return [Job("tests", "pytest", what, command, 90, read, environment, outcomes)]
+    return [Job("tests", "pytest", what, command, 30, read, environment, outcomes)]
 
 
 def gpu_test_files(repository: Path) -> list[Path]:
@@ -167,6 +284,8 @@ def _sanitize(setting: Setting) -> list[Job]:
     return [
         _sanitizer(setting, "memcheck", "memcheck", f"{every}, caching allocator off", ["--steps"], uncached),
         _sanitizer(setting, "memcheck of graphs", "memcheck", "steps captured into graphs", ["--captured"], {}),
+        _sanitizer(setting, "initcheck", "initcheck", f"{every}: reads of memory nobody wrote", ["--steps"], uncached),
+        _sanitizer(setting, "synccheck", "synccheck", f"{every}: barriers", ["--steps"], {}),
         _sanitizer(setting, "racecheck", "racecheck", f"{every}: hazards in shared memory", ["--steps"], {}),
     ]
 
@@ -186,7 +305,7 @@ def _sanitizer(setting: Setting, name: str, tool: str, what: str, kernels: list[
     def read(code: int | None, output: str) -> Details:
         return _read_sanitizer(code, output, setting.is_dry)
 
-    return Job("sanitize", name, f"{tool}: {what}", command, 25, read, {**setting.environment, **more})
+    return Job("sanitize", name, f"{tool}: {what}", command, 15, read, {**setting.environment, **more})
 
 
 def _read_sanitizer(code: int | None, output: str, is_dry: bool) -> Details:
@@ -211,45 +330,21 @@ def _read_sanitizer(code: int | None, output: str, is_dry: bool) -> Details:
 def _bench(setting: Setting) -> list[Job]:
     found = []
     for name, (what, least_s) in MEASUREMENTS.items():
-        file = setting.folder / f"bench-{name}.json"
+        file = setting.folder / f"bench-{name.replace(' ', '-')}.json"
         command: Command = [sys.executable, "-m", "drivetrain", "bench", "gpu", "--only", name, "--json", file]
         command += ["--dry-run"] if setting.is_dry else []
-        found.append(Job("bench", name, what, command, least_s, _tables_of(file), setting.environment, file))
-    file = setting.folder / "bench-gpt.json"
-    command = [sys.executable, setting.repository / "examples/gpt/compare.py", "--ranks=1", f"--json={file}"]
-    command += GPT_TINY if setting.is_dry else [*GPT_124M, "--device=cuda"]
-
-    def read_gpt(code: int | None, output: str) -> Details:
-        return {"tables": _gpt_tables(json.loads(file.read_text()))} if file.exists() else {}
-
-    return [*found, Job("bench", "gpt", GPT_WHAT, command, 50, read_gpt, setting.environment, file)]
+        read = _tables_of(name, file, setting.is_dry)
+        found.append(Job("bench", name, what, command, least_s, read, setting.environment, file))
+    return found
 
 
-def _tables_of(file: Path) -> Callable[[int | None, str], Details]:
+def _tables_of(name: str, file: Path, is_dry: bool) -> Callable[[int | None, str], Details]:
     def read(code: int | None, output: str) -> Details:
         details: Details = {"tables": json.loads(file.read_text())["tables"]} if file.exists() else {}
         if code and "Duplicate GPU detected" in output:
-            details |= {"status": "not possible here", "note": "this NCCL refuses two ranks on one GPU"}
-        return details
+            return details | {"status": "not possible here", "note": "this NCCL refuses two ranks on one GPU"}
+        if code != 0:
+            details["status"] = "timed out" if code is None else "failed"
+        return judged(name, details, is_dry)
 
     return read
-
-
-def _gpt_tables(runs: Details) -> Details:
-    """Rows as `bench` writes them, from what compare.py writes."""
-    sides = [runs[engine][0] for engine in ("torch", "drivetrain")]
-    tokens = [1e3 * side["tokens_per_step"] / side["step_ms"] for side in sides]
-    memory = [max(side["peak_memory_bytes"]) / 2**20 for side in sides]
-    held_out = [side["held_out_losses"][-1][1] for side in sides]
-
-    def row(what: str, unit: str, values: list[float], ratio: float | None = None) -> Details:
-        return {"what": what, "unit": unit, "torch": values[0], "ours": values[1], "ratio": ratio}
-
-    size = f"{sides[0]['num_parameters'] / 1e6:.0f} M parameters, {'bf16' if sides[0]['bf16'] else 'fp32'}"
-    rows = [
-        row(f"GPT of {size}, {sides[0]['tokens_per_step']:,} tokens a step", "tokens/s", tokens, tokens[1] / tokens[0]),
-        row("  median step", "ms", [side["step_ms"] for side in sides]),
-        row("  peak memory", "MiB", memory, memory[1] / memory[0]),
-        row("  held-out loss afterwards", "nats per byte", held_out),
-    ]
-    return {"Training, against the stock script": rows}

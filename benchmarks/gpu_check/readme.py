@@ -21,7 +21,7 @@ def newest(results: Path) -> report.Report | None:
 def section(found: report.Report | None) -> str:
     """What stands between the marks."""
     if found is None:
-        measured = [*(what for what, _ in parts.MEASUREMENTS.values()), parts.GPT_WHAT]
+        measured = [what for what, _ in parts.MEASUREMENTS.values()]
         lines = [
             "**Nothing is measured on a GPU yet, no test has run on one, and no figure for one is claimed.**"
             " `make gpu-check` will measure:",

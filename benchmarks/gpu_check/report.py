@@ -7,7 +7,7 @@ from typing import Any
 
 Report = dict[str, Any]
 # From the worst; a report is as good as the worst of its jobs.
-STATUSES = ("failed", "timed out", "not reached", "not possible here", "passed")
+STATUSES = ("failed", "timed out", "not reached", "missed", "not possible here", "passed")
 FINE = ("passed", "not possible here")
 
 
@@ -75,6 +75,10 @@ def markdown(report: Report) -> str:
 
 def _details(job: Report) -> list[str]:
     lines = []
+    if job.get("gates"):
+        lines += [f"## Required of {job['name']}", "", *gates(job["gates"]), ""]
+    if job.get("findings"):
+        lines += [f"## {job['name']}: {job['part']}", "", *findings(job["findings"]), ""]
     for title, rows in job.get("tables", {}).items():
         lines += [f"## {title}", "", *table(rows), ""]
     for key, title in (("failures", "Failed"), ("xfailed", "Failed, as expected")):
@@ -101,6 +105,22 @@ def table(rows: list[Report]) -> list[str]:
             ratio += f", target {row['target']}"
         lines.append("| " + " | ".join((_cell(row["what"].strip()), *sides, ratio)) + " |")
     return lines
+
+
+def gates(verdicts: list[Report]) -> list[str]:
+    """Required figures as Markdown, each with what was measured."""
+    lines = ["| | required | measured | |", "| --- | ---: | ---: | --- |"]
+    for each in verdicts:
+        measured = "" if each["measured"] is None else f"{_number(each['measured'])} {each['unit']}".strip()
+        lines.append(f"| {_cell(each['what'])} | {each['required']} | {measured} | {each['verdict']} |")
+    return lines
+
+
+def findings(found: list[Report]) -> list[str]:
+    """Items of a check as Markdown."""
+    words = {True: "holds", False: "**fails**", None: "not possible here"}
+    lines = ["| | | seen |", "| --- | --- | --- |"]
+    return lines + [f"| {_cell(each['what'])} | {words[each['holds']]} | {_cell(each['seen'])} |" for each in found]
 
 
 def _number(value: float) -> str:

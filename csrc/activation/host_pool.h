@@ -71,6 +71,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   void count_copy(int64_t bytes);
 
   HostPoolStats stats() const;
+  int64_t max_bytes() const { return max_bytes_; }
 
  private:
   struct Free {

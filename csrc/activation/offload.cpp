@@ -95,8 +95,14 @@ Offloaded Offloaded::begin(const std::shared_ptr<HostPool>& pool, const at::Tens
   record_use(flat, out.stream());
   const c10::StreamGuard guard(out.stream());
   result.on_host().copy_(flat, /*non_blocking=*/true);
-  result.memory_.set_last_use(out.use());
+  const Use use = out.use();
+  result.copied_out_ = use.event;
+  result.memory_.set_last_use(use);
   return result;
+}
+
+void Offloaded::await_copy_out() const {
+  if (copied_out_) copied_out_->block(current_stream_of(options_.device()));
 }
 
 Offloaded::~Offloaded() {
@@ -152,6 +158,7 @@ void register_offload(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<Offloaded>(m, "Offloaded")
       .def_property_readonly("nbytes", &Offloaded::nbytes)
+      .def("await_copy_out", &Offloaded::await_copy_out, no_gil())
       .def("prefetch", &Offloaded::prefetch, no_gil())
       .def("take", &Offloaded::take, no_gil());
   const auto statistic = [](int64_t HostPoolStats::* field) {
@@ -168,6 +175,7 @@ void register_offload(py::module_& m) {
             return Offloaded::begin(pool, tensor.detach().view({-1}));
           },
           py::arg("tensor"), no_gil())
+      .def_property_readonly("max_bytes", &HostPool::max_bytes)
       .def_property_readonly("bytes_in_use", statistic(&HostPoolStats::bytes_in_use))
       .def_property_readonly("peak_bytes_in_use", statistic(&HostPoolStats::peak_bytes_in_use))
       .def_property_readonly("bytes_reserved", statistic(&HostPoolStats::bytes_reserved))

@@ -20,13 +20,16 @@ class Offloaded {
   // Of a contiguous tensor in one dimension. The copy starts after what the current stream has enqueued so far. The
   // caller may free the tensor at once: torch's allocator is told that the copy reads its memory (recordStream), and
   // gives it to others when the copy has ended. That memory may come back a little later than the current stream would
-  // have it; an event in its place would make the current stream wait for every copy. Who writes to the tensor instead
-  // of freeing it races with the copy.
+  // have it; an event in its place would make the current stream wait for every copy. Before anything else writes to
+  // the tensor's memory, call await_copy_out(): the copy may still be reading it.
   static Offloaded begin(const std::shared_ptr<HostPool>& pool, const at::Tensor& flat);
 
   Offloaded(Offloaded&&) noexcept = default;
   Offloaded& operator=(Offloaded&&) = delete;
   ~Offloaded();  // any time, with copies under way
+
+  // The current stream waits until the copy out has read the tensor: what it enqueues next may write there.
+  void await_copy_out() const;
 
   // The copy back starts, into memory of the current stream: after what that has enqueued so far, which may use what
   // the memory was before, and after the copy out. A second one does nothing.
@@ -47,8 +50,9 @@ class Offloaded {
   int64_t numel_;
   HostPool::Memory memory_;
 
-  at::Tensor on_device_;               // prefetched
-  std::optional<c10::Stream> stream_;  // of its memory; none on the CPU
+  std::shared_ptr<const c10::Event> copied_out_;  // none on the CPU
+  at::Tensor on_device_;                          // prefetched
+  std::optional<c10::Stream> stream_;             // of its memory; none on the CPU
   std::shared_ptr<const c10::Event> copied_back_;
 };
 

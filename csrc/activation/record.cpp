@@ -316,12 +316,13 @@ void register_record(py::module_& m) {
           "set_plans",
           [](Recorder& recorder,
              const std::vector<std::vector<std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>,
-                                                      std::vector<bool>>>>& plans) {
+                                                      std::vector<bool>, std::vector<std::vector<PlannedWrite>>>>>&
+                 plans) {
             std::vector<TapePlan> made;
             for (const auto& plan : plans) {
               std::vector<PlannedOp>& ops = made.emplace_back().ops;
-              for (const auto& [name, forms, is_replayed, unhooked_arguments, unhooked] : plan) {
-                ops.push_back({name, forms, is_replayed, unhooked_arguments, unhooked});
+              for (const auto& [name, forms, is_replayed, unhooked_arguments, unhooked, prefetches] : plan) {
+                ops.push_back({name, forms, is_replayed, unhooked_arguments, unhooked, prefetches});
                 ops.back().unhooked.resize(forms.size());
               }
             }

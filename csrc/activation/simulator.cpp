@@ -75,11 +75,11 @@ Outcome Simulator::run(const Keeping& keeping, Timeline* timeline) {
   }
   Outcome outcome;
   outcome.forward_bytes = outcome.peak_bytes = bytes_now_;
-  replayed_at_ = nullptr;
+  timeline_ = timeline;
   if (timeline != nullptr) {
     timeline->peak_bytes.assign(1, bytes_now_);
     timeline->replayed_at.assign(index_.num_ops(), -1);
-    replayed_at_ = &timeline->replayed_at;
+    timeline->brought_back_at.assign(index_.num_values(), -1);
   }
   for (now_ = 0; now_ < index_.num_uses(); ++now_) {
     const TraceUse& use = index_.trace.uses[now_];
@@ -103,6 +103,7 @@ void Simulator::bring_back(int32_t value) {
   bytes_now_ -= form.bytes;
   seconds_ += form.seconds;
   presence_[value] = Presence::kInFull;
+  if (timeline_ != nullptr) timeline_->brought_back_at[value] = now_;
 }
 
 // Without recursion: what is missing may be a hundred thousand ops long.
@@ -150,7 +151,7 @@ void Simulator::replay(int32_t op) {
     presence_[value] = Presence::kInFull;
   }
   is_replayed_[op] = 1;
-  if (replayed_at_ != nullptr) (*replayed_at_)[op] = now_;
+  if (timeline_ != nullptr) timeline_->replayed_at[op] = now_;
   no_longer_read_by(op);
 }
 
@@ -175,12 +176,24 @@ void Simulator::drop_one_need(int32_t first) {
   }
 }
 
-Outcome simulate(const Trace& trace, const Keeping& keeping) {
+namespace {
+
+Outcome simulate(const Trace& trace, const Keeping& keeping, Timeline* timeline) {
   const TraceIndex index(trace);
   Simulator simulator(index);
   const std::string error = simulator.first_error(keeping);
   if (!error.empty()) throw UserError(error);
-  return simulator.run(keeping);
+  return simulator.run(keeping, timeline);
+}
+
+}  // namespace
+
+Outcome simulate(const Trace& trace, const Keeping& keeping) { return simulate(trace, keeping, nullptr); }
+
+Timeline timeline_of(const Trace& trace, const Keeping& keeping) {
+  Timeline timeline;
+  simulate(trace, keeping, &timeline);
+  return timeline;
 }
 
 }  // namespace drivetrain::activation

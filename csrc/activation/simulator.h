@@ -11,9 +11,13 @@ namespace drivetrain::activation {
 
 // What happened when, by use; a use is before what follows from it.
 struct Timeline {
-  std::vector<int64_t> peak_bytes;   // per use, the most while it is carried out; one more in front: after forward
-  std::vector<int32_t> replayed_at;  // per op: the use that replayed it, -1: none
+  std::vector<int64_t> peak_bytes;       // per use, the most while it is carried out; one more in front: after forward
+  std::vector<int32_t> replayed_at;      // per op: the use that replayed it, -1: none
+  std::vector<int32_t> brought_back_at;  // per value: the use that brought it back from its form, -1: none
 };
+
+// Throws UserError if the keeping cannot be.
+Timeline timeline_of(const Trace& trace, const Keeping& keeping);
 
 // Keeps its memory from one run to the next. The index must outlive it.
 class Simulator {
@@ -53,7 +57,7 @@ class Simulator {
   std::vector<uint8_t> was_needed_;
   std::vector<Frame> frames_;
   std::vector<int32_t> dropped_;
-  std::vector<int32_t>* replayed_at_ = nullptr;
+  Timeline* timeline_ = nullptr;
   int32_t now_ = 0;
   int64_t bytes_now_ = 0;
   int64_t peak_now_ = 0;

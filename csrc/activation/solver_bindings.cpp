@@ -9,6 +9,7 @@
 
 #include "activation/activation.h"
 #include "activation/backward_bound.h"
+#include "activation/simulator.h"
 #include "activation/solver.h"
 #include "activation/trace_index.h"
 #include "base/check.h"
@@ -60,21 +61,41 @@ py::dict solve_plain(const std::vector<PlainValue>& values, const std::vector<Pl
   return dict;
 }
 
-py::dict simulate_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
-                        const std::vector<PlainUse>& uses, const std::vector<int>& keeping) {
-  const Trace trace = trace_of(values, ops, uses);
+Keeping keeping_of(const std::vector<int>& plain) {
   Keeping ways;
-  for (int way : keeping) {
+  for (int way : plain) {
     if (way < INT8_MIN || way > INT8_MAX)
       throw UserError(text("keeping has ", way, ": expected -1 to the number of forms"));
     ways.push_back(static_cast<int8_t>(way));
   }
+  return ways;
+}
+
+py::dict simulate_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
+                        const std::vector<PlainUse>& uses, const std::vector<int>& keeping) {
+  const Trace trace = trace_of(values, ops, uses);
+  const Keeping ways = keeping_of(keeping);
   Outcome outcome;
   {
     py::gil_scoped_release no_gil;
     outcome = simulate(trace, ways);
   }
   return plain(outcome);
+}
+
+py::dict timeline_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
+                        const std::vector<PlainUse>& uses, const std::vector<int>& keeping) {
+  const Trace trace = trace_of(values, ops, uses);
+  const Keeping ways = keeping_of(keeping);
+  Timeline timeline;
+  {
+    py::gil_scoped_release no_gil;
+    timeline = timeline_of(trace, ways);
+  }
+  py::dict dict;
+  dict["peak_bytes"] = timeline.peak_bytes;
+  dict["brought_back_at"] = timeline.brought_back_at;
+  return dict;
 }
 
 double bound_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
@@ -91,6 +112,7 @@ void register_solver(py::module_& m) {
   m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"));
   m.def("activation_bound", &bound_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"),
         py::arg("enough_seconds"), py::arg("price"), py::arg("num_choices"));
+  m.def("activation_timeline", &timeline_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("keeping"));
   m.def("activation_simulate", &simulate_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("keeping"));
 }
 

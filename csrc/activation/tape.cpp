@@ -470,6 +470,7 @@ void Tape::plan_values(int32_t index) {
     Value& value = values_[op.writes[i].value];
     value.form = planned.forms[i];
     value.is_unhooked = planned.unhooked[i];
+    if (i < planned.prefetches.size()) value.prefetches = &planned.prefetches[i];
   }
 }
 
@@ -520,6 +521,7 @@ void Tape::resolve(Saved& saved, const at::Tensor& tensor) {
 }
 
 void Tape::end() {
+  order_writes_after_copies_out();
   known_.clear();
   has_ended_ = true;
   for (Value& value : values_) value.num_users = value.num_saved;
@@ -535,6 +537,16 @@ void Tape::end() {
   if (is_profile_) return;  // rehearse() is still to come
   for (size_t value = 0; value < values_.size(); ++value) {
     if (values_[value].num_users == 0) let_go(static_cast<int32_t>(value));
+  }
+}
+
+// Inside the pass, protect() knows of writes. Afterwards nobody tells us of them, so what is still alive (a result of
+// the model, say) may only be written once its copy to the host has been made.
+void Tape::order_writes_after_copies_out() {
+  for (const auto& [_, known] : known_) {
+    if (known.value < 0 || known.storage.expired()) continue;
+    const std::optional<Offloaded>& offloaded = values_[known.value].offloaded;
+    if (offloaded) offloaded->await_copy_out();
   }
 }
 
@@ -613,7 +625,21 @@ void Tape::bring_back(int32_t index) {
 void Tape::prefetch_before(int32_t index) {
   while (!offloaded_.empty() && offloaded_.back() >= index) offloaded_.pop_back();
   if (offloaded_.empty()) return;
-  Value& value = values_[offloaded_.back()];
+  prefetch(offloaded_.back());
+}
+
+// The plan starts copies back so early that they end before backward needs them, as far as the budget has room.
+void Tape::prefetch_planned_at(int32_t index) {
+  if (values_[index].prefetches == nullptr) return;
+  for (const auto& [op, write] : *values_[index].prefetches) {
+    if (static_cast<size_t>(op) < ops_.size() && static_cast<size_t>(write) < ops_[op].writes.size()) {
+      prefetch(ops_[op].writes[write].value);
+    }
+  }
+}
+
+void Tape::prefetch(int32_t index) {
+  Value& value = values_[index];
   if (!value.offloaded || value.held_bytes > 0) return;
   if (ledger_->live_bytes() + value.bytes > forms_->budget_bytes) return;
   value.offloaded->prefetch();
@@ -677,6 +703,7 @@ at::Tensor Tape::take(const Saved& saved) {
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->next_use()});
   if (is_timed_in_backward_) rehearse_value(saved.ref.value);
   materialise(saved.ref.value);
+  prefetch_planned_at(saved.ref.value);
   prefetch_before(saved.ref.value);
   check_unwritten(saved.ref);
   return view_of(values_[saved.ref.value].held, saved.ref);

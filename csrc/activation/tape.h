@@ -46,6 +46,9 @@ enum Form : int8_t {
 };
 Packing packing_of(int8_t form);
 
+// A value by where it is made: the operation's place in the pass, and which of its results.
+using PlannedWrite = std::pair<int32_t, int32_t>;
+
 struct PlannedOp {
   std::string name;           // "aten::addmm"
   std::vector<int8_t> forms;  // of what it writes, in order
@@ -53,6 +56,8 @@ struct PlannedOp {
   // With these arguments, all that autograd saves in it is kept as it is: the hooks need not see that.
   std::optional<uint64_t> unhooked_arguments;
   std::vector<bool> unhooked;  // of what it writes: whether such an operation saves it
+  // Per value that it writes: the offloaded ones whose copy back starts once backward has taken that value.
+  std::vector<std::vector<PlannedWrite>> prefetches;
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
@@ -195,9 +200,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
     uint32_t held_version = 0;
     std::optional<Packed> packed;
     std::optional<Offloaded> offloaded;
-    std::vector<FormTrace> forms;  // of a profile
-    std::optional<uint64_t> hash;  // of a frugal one, of what was saved
-    int64_t held_bytes = 0;        // as counted
+    std::vector<FormTrace> forms;                           // of a profile
+    std::optional<uint64_t> hash;                           // of a frugal one, of what was saved
+    int64_t held_bytes = 0;                                 // as counted
+    const std::vector<PlannedWrite>* prefetches = nullptr;  // of the plan
   };
   struct Slot {  // where an operation's result is
     int32_t value;
@@ -257,6 +263,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void keep(int32_t value, const at::Tensor& tensor);  // in its form
   void hold(int32_t value, const at::Tensor& tensor);
   void bring_back(int32_t value);
+  void order_writes_after_copies_out();
+  void prefetch(int32_t value);
+  void prefetch_planned_at(int32_t value);
   void prefetch_before(int32_t value);
   std::vector<at::Tensor> rehearse_op(int32_t op, const std::function<const at::Tensor&(int32_t)>& memory_of,
                                       const std::function<bool(int32_t)>& takes_over);

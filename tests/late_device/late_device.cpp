@@ -5,6 +5,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -242,22 +243,37 @@ LateHooks hooks;
 
 // ---- What the test does there, on the current stream.
 
-at::Tensor full(int32_t value, int64_t numel) {
-  at::Tensor tensor = at::empty({numel}, at::TensorOptions(at::kInt).device(kDevice));
-  auto* data = tensor.mutable_data_ptr<int32_t>();
+template <class Value>
+at::Tensor full(Value value, int64_t numel) {
+  at::Tensor tensor = at::empty({numel}, at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(kDevice));
+  auto* data = tensor.mutable_data_ptr<Value>();
   enqueue(current, [data, numel, value] { std::fill_n(data, numel, value); });
   return tensor;
 }
 
+void fill(at::Tensor tensor, int32_t value) {
+  enqueue(current, [data = tensor.mutable_data_ptr<int32_t>(), numel = tensor.numel(), value] {
+    std::fill_n(data, numel, value);
+  });
+}
+
+template <class Value>
 struct Reading {
-  std::shared_ptr<std::vector<int32_t>> values;
+  std::shared_ptr<std::vector<Value>> values;
 };
 
-Reading read_later(const at::Tensor& tensor) {
-  Reading reading{std::make_shared<std::vector<int32_t>>(tensor.numel())};
-  const auto* data = tensor.const_data_ptr<int32_t>();
+template <class Value>
+Reading<Value> read_later(const at::Tensor& tensor) {
+  Reading<Value> reading{std::make_shared<std::vector<Value>>(tensor.numel())};
+  const auto* data = tensor.const_data_ptr<Value>();
   enqueue(current, [values = reading.values, data] { std::copy_n(data, values->size(), values->begin()); });
   return reading;
+}
+
+template <class Value>
+void register_reading(pybind11::module_& m, const char* name) {
+  pybind11::class_<Reading<Value>>(m, name).def("values",
+                                                [](const Reading<Value>& reading) { return *reading.values; });
 }
 
 }  // namespace
@@ -270,9 +286,13 @@ PYBIND11_MODULE(late_device, m) {
   using namespace late;
   c10::register_privateuse1_backend("late");
   at::RegisterPrivateUse1HooksInterface(&hooks);
-  pybind11::class_<Reading>(m, "Reading").def("values", [](const Reading& reading) { return *reading.values; });
-  m.def("full", &full);
-  m.def("read", &read_later);
+  register_reading<int32_t>(m, "Reading");
+  register_reading<float>(m, "FloatReading");
+  m.def("full", &full<int32_t>);
+  m.def("full_float", &full<float>);
+  m.def("fill", &fill);
+  m.def("read", &read_later<int32_t>);
+  m.def("read_float", &read_later<float>);
   m.def("set_stream", [](int64_t stream) { current = stream; });
   m.def("run", &run_all, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("seed", [](uint64_t seed) { drawn.seed(seed); });

@@ -17,6 +17,7 @@ late_device = importlib.import_module("late_device")  # after torch, whose libra
 
 ACTIONS = st.one_of(
     st.tuples(st.just("begin"), st.integers(1, 2000)),
+    st.tuples(st.just("begin and write"), st.integers(1, 2000)),
     st.tuples(st.sampled_from(["prefetch", "take", "take", "drop", "stream"]), st.integers(0, 20)),
     st.tuples(st.just("run"), st.integers(0, 1 << 30)),
 )
@@ -29,9 +30,12 @@ def check(actions: list[tuple[str, int]], seed: int) -> None:
     alive: list[Any] = []
     readings: list[Any] = []
     for value, (action, number) in enumerate(actions):
-        if action == "begin":
+        if action.startswith("begin"):
             x = late_device.full(value, number)
             alive.append((pool.begin(x), value))
+            if action == "begin and write":
+                alive[-1][0].await_copy_out()
+                late_device.fill(x, -1)
             del x
         elif action == "stream":
             late_device.set_stream(number % 2)

@@ -18,6 +18,8 @@ from torch import nn
 from .. import _C
 from . import table
 from .compiled import CompiledRegions
+from .copies import Copies
+from .host_link import HostLink, link_of
 from .plan import Choice, choose
 from .retry import Undo, first_line, is_out_of_memory
 from .trace import FORMS, Recording, Trace, profile
@@ -88,8 +90,9 @@ def activation_budget(
         plan: what `ActivationPlan.save` wrote, or its `to_dict()`: nothing is profiled. With `budget`, the plan is made
             anew for that budget from the old profile.
         offload: also choose tensors that wait in the host's memory, in so many bytes of it at most, pinned for copies
-            from a GPU; each is fetched one ahead of its use where the budget has room. On the CPU, where that saves
-            nothing, it only works.
+            from a GPU. The bandwidth of these copies is measured once per device (`ActivationPlan.host_link`); tensors
+            are offloaded where their copies can hide behind forward and backward, and fetched as early as that takes
+            and the budget has room. On the CPU, where that saves nothing, it only works.
         lossy: "bfloat16" or "int8": also choose tensors that are kept in that form, with some loss: gradients are then
             close, not the same. What has two values only (a mask) may be kept as bits in any case, without loss.
 
@@ -155,6 +158,8 @@ class ActivationPlan:
         bound_seconds: what no choice of tensors gets below, with these operations' times.
         smallest_bytes: the smallest budget that is possible.
         measured_bytes: the peak of the step that was run under the plan; None before.
+        host_link: what copies to the host and back were measured to take, by which tensors are offloaded; None without
+            `offload`, and on the CPU.
         notes: what was found on the way, in words.
     """
 
@@ -169,6 +174,7 @@ class ActivationPlan:
         self._model = model
         self._regions = regions
         self._pool = pool
+        self.host_link: HostLink | None = None if pool is None else link_of(model)
         self._trace = trace
         self._choice: Choice | None = None
         self._recorder = _C.ActivationRecorder()
@@ -204,6 +210,11 @@ class ActivationPlan:
     @property
     def smallest_bytes(self) -> int:
         return self._chosen.smallest_bytes
+
+    @property
+    def copies(self) -> Copies | None:
+        """What is copied to the host and back, and what the step waits for it, as predicted; None without a link."""
+        return self._chosen.copies
 
     @property
     def peak_bytes(self) -> int:
@@ -284,6 +295,7 @@ class ActivationPlan:
             "measured_bytes": self.measured_bytes,
             "trace": self._trace.to_dict(),
             "choice": self._chosen.to_dict(),
+            "host_link": None if self.host_link is None else self.host_link.to_dict(),
             "compiled": self._regions.to_dict(),
         }
 
@@ -334,7 +346,8 @@ class ActivationPlan:
         return made
 
     def _choose(self, budget_bytes: int) -> None:
-        choice = choose(self._trace, budget_bytes)
+        host_bytes = self._pool.max_bytes if self._pool is not None else 0
+        choice = choose(self._trace, budget_bytes, self.host_link, host_bytes)
         if not choice.is_feasible:
             raise ValueError(
                 f"budget is {table.size(budget_bytes)}: the smallest that is possible with this step is "

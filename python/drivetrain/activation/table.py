@@ -53,8 +53,10 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
                     row["kept_bytes"] += one.values[write][0]
                 else:
                     form, _, form_seconds = one.values[write][4][choice.keeping[value] - 1]
-                    row["offloaded_bytes" if form == FORMS["host"] else "packed_bytes"] += one.values[write][0]
-                    row["planned_seconds"] += form_seconds
+                    is_offloaded = form == FORMS["host"]
+                    row["offloaded_bytes" if is_offloaded else "packed_bytes"] += one.values[write][0]
+                    if not is_offloaded or choice.copies is None:  # else copies run beside the step
+                        row["planned_seconds"] += form_seconds
             row["planned_seconds"] += (seconds or 0.0) if replayed else 0.0
             if measured is not None:
                 row["measured_seconds"] = measured[which][index] if which < len(measured) else 0.0
@@ -90,6 +92,13 @@ def render(plan: "ActivationPlan") -> str:
         f"{measured}, {size(plan.unplanned_bytes)} without; smallest possible {size(plan.smallest_bytes)}",
         highlight=False,
     )
+    copies = plan.copies
+    if plan.host_link is not None and copies is not None:
+        out.print(
+            f"offload: measured {plan.host_link}; {copies.num_values} tensors of {size(copies.num_bytes)} are copied "
+            f"out and back, and the step waits {1e3 * copies.exposed_seconds:.1f} ms for that",
+            highlight=False,
+        )
     for note in plan.notes:
         out.print(f"note: {note}", highlight=False)
     assert isinstance(out.file, io.StringIO)

@@ -95,9 +95,14 @@ class Trace:
             if values <= unhooked and op < len(one.ops) and one.ops[op][0].startswith("aten::")
         }
 
-    def for_solver(self) -> tuple[list[Any], list[Any], list[tuple[int, bool]]]:
+    def for_solver(
+        self, seconds_of: Callable[[int, int, float], float] | None = None
+    ) -> tuple[list[Any], list[Any], list[tuple[int, bool]]]:
         """The values, operations and uses that `_C.activation_solve` takes. What nobody was seen to make but autograd
-        keeps is made by an operation before all."""
+        keeps is made by an operation before all.
+
+        seconds_of: of a value's place, a form of it and that form's measured seconds, makes the seconds to go by.
+        """
         values: list[Any] = []
         ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
         for begin, one in self.passes_at():
@@ -106,7 +111,10 @@ class Trace:
                 if index not in made:
                     ops[0][2].append(begin + index)
                 base = replaces + begin if replaces >= 0 and index in made else -1
-                ways = [(form_bytes, seconds) for _, form_bytes, seconds in forms]
+                ways = [
+                    (form_bytes, seconds_of(begin + index, form, seconds) if seconds_of else seconds)
+                    for form, form_bytes, seconds in forms
+                ]
                 values.append((num_bytes, can_keep, can_forget and index in made, base, ways))
             for _, _, seconds, reads, writes in one.ops:
                 ops.append((seconds or 0.0, [begin + read for read in reads], [begin + write for write in writes]))

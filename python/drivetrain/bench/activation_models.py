@@ -61,12 +61,20 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """Pre-norm, with learned positions and dropout."""
 
-    def __init__(self, depth: int = 12, dim: int = 192, heads: int = 3, length: int = 64, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        depth: int = 12,
+        dim: int = 192,
+        heads: int = 3,
+        length: int = 64,
+        dropout: float = 0.1,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, dim), nn.Embedding(length, dim)
+        self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(_Block(dim, heads, dropout) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from . import accumulate, activations, comm, ddp, large, optim_gpu, repeats
+from . import accumulate, activations, activations_compiled, comm, ddp, end_to_end, host, large, optim_gpu, repeats
 from .measure import Row, print_table
 
 # Yields rows as they are measured, from the device, the rounds and whether all is to be tiny.
@@ -27,6 +27,9 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
     "activations": ("Activation budget of a GPT, against torch's checkpointing at equal peaks", activations.run_gpu),
     "large": ("8 B parameters trained on one card of 80 GB, all of them", large.run_gpu),
     "repeats": ("Repeated runs of a training step, by their bits", repeats.run_gpu),
+    "compiled": ("Activation budget of compiled blocks, against torch's memory budget", activations_compiled.run),
+    "host": ("Host time of steps, and DDP on a host-bound model", host.run),
+    "end to end": ("GPT-2 124M end to end, against the stock script", end_to_end.run),
 }
 DRY_ROUNDS = 2
 

@@ -165,7 +165,9 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     for column in ("what", "torch", "drivetrain", "ratio [95 %]", "target", ""):
         table.add_column(column, justify="left" if column in ("what", "target") else "right")
     for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        if row.low is not None:
+            ratio += f" [{row.low:.3f}, {row.high:.3f}]"
         verdict = {True: "[green]met", False: "[red]missed", None: ""}[row.met]
         ours = "" if row.ours is None else f"{row.ours:.2f} {row.unit}"
         table.add_row(row.what, f"{row.torch:.2f} {row.unit}", ours, ratio, row.target, verdict)

@@ -39,6 +39,7 @@ LAYOUTS = (
     Layout("AdamW fp32", optim.AdamW, _ADAMW),
     Layout("AdamW fp32, 16-bit states", optim.AdamW, _ADAMW, precision={"state_bits": 16}),
     Layout("AdamW fp32, 8-bit states", optim.AdamW, _ADAMW, precision={"state_bits": 8}),
+    Layout("AdamW bf16, fp32 states", optim.AdamW, _ADAMW, _BF16, {"state_bits": 32}),
     Layout("AdamW bf16, torch's too", optim.AdamW, _ADAMW, _BF16, torch_dtype=_BF16),
     Layout("AdamW bf16, Kahan, 16-bit states", optim.AdamW, _ADAMW, _BF16, {"rounding": "kahan", "state_bits": 16}),
     Layout(
@@ -46,6 +47,9 @@ LAYOUTS = (
     ),
     Layout(
         "AdamW bf16, 16-bit remainder, fp32 states", optim.AdamW, _ADAMW, _BF16, {"master_bits": 32, "state_bits": 32}
+    ),
+    Layout(
+        "AdamW bf16, 16-bit remainder, 16-bit states", optim.AdamW, _ADAMW, _BF16, {"master_bits": 32, "state_bits": 16}
     ),
     Layout("AdamW bf16, 16-bit remainder, 8-bit states", optim.AdamW, _ADAMW, _BF16, COMPRESSED),
     Layout(

@@ -1,0 +1,79 @@
+"""The link between a device and its host's memory, over which activations are offloaded: measured once per device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+_LARGE_BYTES = 16 << 20  # one millisecond at 16 GB/s
+_SMALL_BYTES = 512
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLink:
+    """What a copy between a device and pinned host memory takes.
+
+    Attributes:
+        out_bytes_per_second: from the device to the host.
+        in_bytes_per_second: from the host to the device.
+        copy_seconds: what a copy takes whatever its size.
+    """
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    copy_seconds: float
+
+    def out_seconds(self, num_bytes: int) -> float:
+        return self.copy_seconds + num_bytes / self.out_bytes_per_second
+
+    def in_seconds(self, num_bytes: int) -> float:
+        return self.copy_seconds + num_bytes / self.in_bytes_per_second
+
+    def to_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "HostLink":
+        return cls(**plain)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.out_bytes_per_second / 1e9:.1f} GB/s to the host, {self.in_bytes_per_second / 1e9:.1f} GB/s back, "
+            f"{1e6 * self.copy_seconds:.0f} us a copy"
+        )
+
+
+def link_of(model: nn.Module) -> HostLink | None:
+    """The link of the device that has the model's parameters; None on the CPU, where nothing is copied elsewhere."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    found = [device for device in devices if device.type not in ("cpu", "meta")]
+    return min((measured_link(device) for device in found), key=lambda link: link.out_bytes_per_second, default=None)
+
+
+@functools.cache
+def measured_link(device: torch.device) -> HostLink:
+    """Copies pinned memory to the host and back, each way alone: a few milliseconds, once per device and process."""
+    large, small = (_copy_seconds(device, num_bytes) for num_bytes in (_LARGE_BYTES, _SMALL_BYTES))
+    per_second = [_LARGE_BYTES / max(a - b, 1e-9) for a, b in zip(large, small, strict=True)]
+    return HostLink(per_second[0], per_second[1], max(small))
+
+
+def _copy_seconds(device: torch.device, num_bytes: int) -> tuple[float, float]:
+    """To the host and back: the shortest of a few, the first of which only warms up."""
+    on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    shortest = [float("inf"), float("inf")]
+    for _ in range(1 + _ROUNDS):
+        events = [torch.Event(device, enable_timing=True) for _ in range(3)]
+        events[0].record()
+        on_host.copy_(on_device, non_blocking=True)
+        events[1].record()
+        on_device.copy_(on_host, non_blocking=True)
+        events[2].record()
+        events[2].synchronize()
+        for way in range(2):
+            shortest[way] = min(shortest[way], events[way].elapsed_time(events[way + 1]) / 1e3)
+    return shortest[0], shortest[1]

@@ -1,0 +1,42 @@
+"""A result of a pass that is offloaded, and written in place once the pass is over: backward must see what it was.
+
+python results.py FOLDER    (that of the built late_device)
+"""
+
+import importlib
+import math
+import sys
+
+from drivetrain import _C
+from drivetrain.activation.plan import PlannedOp
+from drivetrain.activation.trace import FORMS
+
+sys.path.insert(0, sys.argv[1])
+late_device = importlib.import_module("late_device")  # after torch, whose libraries it needs
+
+
+def check(seed: int, num_elements: int) -> None:
+    pool = _C.OffloadPool(1 << 20, 1 << 13)
+    recorder = _C.ActivationRecorder()
+    recorder.set_forms([], pool, 1 << 30)
+    recorder.set_plans([[PlannedOp("aten::exp", [FORMS["host"]], False)]])
+    x = late_device.full_float(1.0, num_elements).requires_grad_()
+    assert recorder.enter()
+    y = x.exp()
+    recorder.leave()
+    assert not recorder.divergence, recorder.divergence
+    assert pool.num_copies == 1
+    y.detach().zero_()
+    y.backward(late_device.full_float(1.0, num_elements))
+    assert pool.num_copies == 2
+    reading = late_device.read_float(x.grad)
+    late_device.run(seed)
+    (found,) = set(reading.values())
+    assert math.isclose(found, math.e, rel_tol=1e-6), (seed, found)
+
+
+for seed in range(100):
+    for num_elements in (1, 127, 2000):
+        check(seed, num_elements)
+late_device.clear()
+print("gradients of what the pass made")

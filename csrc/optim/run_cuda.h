@@ -17,7 +17,7 @@ void place_on_device(Batch& batch);
 at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const TreatmentAsked& asked,
                            const TreatmentScalars& scalars);
 
-// One launch for the rules' scalars and the step counters; two between for rules that ask for norms, and two before
+// One launch for the rules' scalars and the step counters; two between for rules that ask for norms, and three before
 // those for Adafactor's matrices; one for the step, or one for each set of formats that has a kernel of its own. Of
 // Muon two for each of its batches, and its matrix products.
 void run_on_device(Batch& batch, StepJob job);

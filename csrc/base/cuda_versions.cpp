@@ -1,6 +1,7 @@
 // Asks the CUDA runtime for its version and for the driver's; see cuda_versions.h.
-#include "base/check_cuda.h"
 #include "base/cuda_versions.h"
+
+#include "base/check_cuda.h"
 
 namespace drivetrain {
 

@@ -1,4 +1,4 @@
-"""A pytest plugin for runs on the stand-in: a test whose work raced fails, and what cannot run there is skipped by a list."""
+"""A pytest plugin for runs on the stand-in: fails tests whose work raced, and skips by a list with reasons."""
 
 import fnmatch
 import os

@@ -76,7 +76,7 @@ def test_illegal_calls_end_a_capture(call: str) -> None:
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
     event = other.record_event()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(graph):  # noqa: PT012
         x.add_(1)
         if call == "item":
             x.sum().item()

@@ -1,4 +1,4 @@
-"""DDP built on a side stream, as Lightning does, with gradients that our products write: all in order on the stand-in."""
+"""DDP built on a side stream, as Lightning does, with gradients that our products write: all is in order."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

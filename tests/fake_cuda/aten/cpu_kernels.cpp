@@ -19,19 +19,19 @@ Tensor& bmm_to_out(const Tensor& self, const Tensor& mat2, ScalarType type, Tens
   return out.copy_(bmm_to(self, mat2, type));
 }
 Tensor addmm_to(const Tensor& self, const Tensor& a, const Tensor& b, ScalarType type, const Scalar& beta,
-             const Scalar& alpha) {
+                const Scalar& alpha) {
   return at::addmm(self.to(type), a.to(type), b.to(type), beta, alpha);
 }
 Tensor& addmm_to_out(const Tensor& self, const Tensor& a, const Tensor& b, ScalarType type, const Scalar& beta,
-                  const Scalar& alpha, Tensor& out) {
+                     const Scalar& alpha, Tensor& out) {
   return out.copy_(addmm_to(self, a, b, type, beta, alpha));
 }
 Tensor baddbmm_to(const Tensor& self, const Tensor& a, const Tensor& b, ScalarType type, const Scalar& beta,
-               const Scalar& alpha) {
+                  const Scalar& alpha) {
   return at::baddbmm(self.to(type), a.to(type), b.to(type), beta, alpha);
 }
 Tensor& baddbmm_to_out(const Tensor& self, const Tensor& a, const Tensor& b, ScalarType type, const Scalar& beta,
-                    const Scalar& alpha, Tensor& out) {
+                       const Scalar& alpha, Tensor& out) {
   return out.copy_(baddbmm_to(self, a, b, type, beta, alpha));
 }
 
@@ -66,8 +66,8 @@ Tensor batch_norm_elemt(const Tensor& input, const std::optional<Tensor>& weight
 std::tuple<Tensor, Tensor> batch_norm_gather_stats_with_counts(const Tensor& input, const Tensor& mean,
                                                                const Tensor& invstd,
                                                                const std::optional<Tensor>& running_mean,
-                                                               const std::optional<Tensor>& running_var, double momentum,
-                                                               double eps, const Tensor& counts) {
+                                                               const std::optional<Tensor>& running_var,
+                                                               double momentum, double eps, const Tensor& counts) {
   const Tensor n = counts.to(mean.scalar_type()).view({-1, 1}), total = n.sum();
   const Tensor all_mean = (mean * n).sum(0) / total;
   const Tensor var_sum = ((invstd.pow(-2) - eps + (mean - all_mean).square()) * n).sum(0);

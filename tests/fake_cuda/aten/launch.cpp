@@ -21,8 +21,8 @@ at::Tensor over_device(const at::Tensor& tensor) {
   void* data = fake_cuda_view(storage.unsafeGetStorageImpl()->mutable_data_ptr().get());
   c10::Storage cpu(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(data, c10::Device(c10::kCPU)),
                    nullptr, false);
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(cpu), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(cpu), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                             tensor.dtype());
   made.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -104,9 +104,8 @@ void launch(const std::string& name, c10::Device device, const std::vector<fake_
 
 std::function<at::Generator()> next_generator(const std::optional<at::Generator>& generator, c10::Device device,
                                               int64_t numel, std::vector<fake_cuda_range>& ranges) {
-  const at::Generator chosen = generator.has_value() && generator->defined()
-                                   ? *generator
-                                   : at::globalContext().defaultGenerator(device);
+  const at::Generator chosen =
+      generator.has_value() && generator->defined() ? *generator : at::globalContext().defaultGenerator(device);
   TORCH_CHECK(chosen.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
               chosen.device().type(), "'");
   auto* of_cuda = chosen.get<at::CUDAGeneratorImpl>();

@@ -28,7 +28,8 @@ c10::IValue map_tensors(const c10::IValue& value, const std::function<at::Tensor
   if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(function(value.toTensor())) : value;
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(tensor.defined() ? function(tensor) : tensor);
+    for (const at::Tensor& tensor : value.toTensorVector())
+      list.push_back(tensor.defined() ? function(tensor) : tensor);
     return list;
   }
   if (value.isOptionalTensorList()) {
@@ -170,8 +171,8 @@ class Call {
   // A GPU takes single elements of the host's by value; indices are copied; all else is an error.
   void stage_host_tensors() {
     const std::string& name = schema_.name();
-    const bool takes_indices = name.starts_with("aten::index") || name.starts_with("aten::_index") ||
-                               name.starts_with("aten::_unsafe_index");
+    const bool takes_indices =
+        name.starts_with("aten::index") || name.starts_with("aten::_index") || name.starts_with("aten::_unsafe_index");
     for (size_t i = 0; i < arguments_.size(); ++i) {
       const bool is_indices = takes_indices && schema_.arguments()[i].name() == "indices";
       arguments_[i] = map_tensors(arguments_[i], [&](const at::Tensor& tensor) -> at::Tensor {
@@ -318,8 +319,8 @@ class Call {
     }
   }
 
-  // For results whose shapes only the run tells: waits for the stream, and runs there. A GPU waits for some of them too,
-  // which are then counted as waits of the host's.
+  // For results whose shapes only the run tells: waits for the stream, and runs there. A GPU waits for some of them
+  // too, which are then counted as waits of the host's.
   void run_at_once(Stack& stack, bool is_counted) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
     const auto results = std::make_shared<Stack>(with_tensors(for_executor, c10::Device(c10::kCPU)));
@@ -409,15 +410,16 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   add_ranges(ranges, output, true);
   add_ranges(ranges, mask, true);
   const bool drops = train.value_or(true);
-  launch("aten::native_dropout", input.device(), ranges,
-         [from = over_device(input), to = over_device(output), mask = over_device(mask), p, drops, generator]() mutable {
-           if (drops) {
-             mask.bernoulli_(1 - p, generator());
-           } else {
-             mask.fill_(true);
-           }
-           to.copy_(from.mul(mask).mul(drops && p < 1 ? 1 / (1 - p) : 1.0));
-         });
+  launch(
+      "aten::native_dropout", input.device(), ranges,
+      [from = over_device(input), to = over_device(output), mask = over_device(mask), p, drops, generator]() mutable {
+        if (drops) {
+          mask.bernoulli_(1 - p, generator());
+        } else {
+          mask.fill_(true);
+        }
+        to.copy_(from.mul(mask).mul(drops && p < 1 ? 1 / (1 - p) : 1.0));
+      });
   return {output, mask};
 }
 
@@ -429,12 +431,27 @@ void choose_plain_attention(const c10::OperatorHandle& op, Stack* stack) {
 
 // Allocation, and what only the host does: torch's own code runs.
 bool stays(const c10::FunctionSchema& schema) {
-  static const std::unordered_set<std::string> kept = {
-      "aten::empty", "aten::empty_strided", "aten::new_empty_strided", "aten::resize_", "aten::set_", "aten::is_set_to",
-      "aten::_local_scalar_dense", "aten::record_stream", "aten::is_pinned", "aten::_pin_memory", "aten::pin_memory",
-      "aten::_efficientzerotensor", "aten::_resize_output_", "aten::_copy_from", "aten::_copy_from_and_resize",
-      "aten::copy_", "aten::_foreach_copy_", "aten::native_dropout", "aten::_fused_sdp_choice", "aten::_to_copy",
-      "aten::_cudnn_init_dropout_state"};
+  static const std::unordered_set<std::string> kept = {"aten::empty",
+                                                       "aten::empty_strided",
+                                                       "aten::new_empty_strided",
+                                                       "aten::resize_",
+                                                       "aten::set_",
+                                                       "aten::is_set_to",
+                                                       "aten::_local_scalar_dense",
+                                                       "aten::record_stream",
+                                                       "aten::is_pinned",
+                                                       "aten::_pin_memory",
+                                                       "aten::pin_memory",
+                                                       "aten::_efficientzerotensor",
+                                                       "aten::_resize_output_",
+                                                       "aten::_copy_from",
+                                                       "aten::_copy_from_and_resize",
+                                                       "aten::copy_",
+                                                       "aten::_foreach_copy_",
+                                                       "aten::native_dropout",
+                                                       "aten::_fused_sdp_choice",
+                                                       "aten::_to_copy",
+                                                       "aten::_cudnn_init_dropout_state"};
   if (kept.count(schema.name())) return true;
   for (const c10::Argument& result : schema.returns()) {
     if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return true;  // a view
@@ -454,7 +471,8 @@ bool register_all() {
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (!name.name.starts_with("aten::")) continue;
     const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) || stays(op->schema())) continue;
+    if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) || stays(op->schema()))
+      continue;
     const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
     library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_as_cpu>());
   }

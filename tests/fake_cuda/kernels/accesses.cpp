@@ -93,12 +93,12 @@ void __tsan_vptr_read(void**) {}
 void __tsan_read_range(void* at, size_t bytes) { note(at, bytes, false); }
 void __tsan_write_range(void* at, size_t bytes) { note(at, bytes, true); }
 
-#define FAKE_CUDA_ACCESS(BYTES)                                                 \
-  void __tsan_read##BYTES(void* at) { note(at, BYTES, false); }                 \
-  void __tsan_write##BYTES(void* at) { note(at, BYTES, true); }                 \
-  void __tsan_unaligned_read##BYTES(void* at) { note(at, BYTES, false); }       \
-  void __tsan_unaligned_write##BYTES(void* at) { note(at, BYTES, true); }       \
-  void __tsan_volatile_read##BYTES(void* at) { note(at, BYTES, false); }        \
+#define FAKE_CUDA_ACCESS(BYTES)                                           \
+  void __tsan_read##BYTES(void* at) { note(at, BYTES, false); }           \
+  void __tsan_write##BYTES(void* at) { note(at, BYTES, true); }           \
+  void __tsan_unaligned_read##BYTES(void* at) { note(at, BYTES, false); } \
+  void __tsan_unaligned_write##BYTES(void* at) { note(at, BYTES, true); } \
+  void __tsan_volatile_read##BYTES(void* at) { note(at, BYTES, false); }  \
   void __tsan_volatile_write##BYTES(void* at) { note(at, BYTES, true); }
 FAKE_CUDA_ACCESS(1)
 FAKE_CUDA_ACCESS(2)

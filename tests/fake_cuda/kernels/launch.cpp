@@ -44,11 +44,12 @@ Named::~Named() { name_of_launches = former_; }
 cudaError_t enqueue(const cudaLaunchConfig_t& config, const char* signature, std::function<void()> thread) {
   const unsigned threads = config.blockDim.x;
   if (config.gridDim.x == 0 || threads == 0 || threads > 1024) return cudaErrorInvalidConfiguration;
-  const std::string name = name_of_launches != nullptr ? "our kernel, " + std::string(name_of_launches) : name_of(signature);
+  const std::string name =
+      name_of_launches != nullptr ? "our kernel, " + std::string(name_of_launches) : name_of(signature);
   auto launch = std::make_unique<Launch>(Launch{config, std::move(thread)});
   const int error = fake_cuda_enqueue(
-      config.stream, name.c_str(), &run, launch.release(),
-      [](void* context) { delete static_cast<Launch*>(context); }, nullptr, 0);
+      config.stream, name.c_str(), &run, launch.release(), [](void* context) { delete static_cast<Launch*>(context); },
+      nullptr, 0);
   return static_cast<cudaError_t>(error);
 }
 

@@ -30,8 +30,15 @@ cudaError_t copy(Lock& lock, Stream* stream, void* to, const void* from, size_t 
   }
   auto work = std::make_shared<Work>();
   work->name = std::string(is_synchronous ? "cudaMemcpy" : "cudaMemcpyAsync") + " of " + std::to_string(bytes) +
-               " bytes from " + (from_device ? "device" : source.kind == Kind::kPinned ? "pinned" : "pageable") + " to " +
-               (to_device ? "device" : target.kind == Kind::kPinned ? "pinned" : "pageable") + " memory";
+               " bytes from " +
+               (from_device                    ? "device"
+                : source.kind == Kind::kPinned ? "pinned"
+                                               : "pageable") +
+               " to " +
+               (to_device                      ? "device"
+                : target.kind == Kind::kPinned ? "pinned"
+                                               : "pageable") +
+               " memory";
   work->ranges = {{reinterpret_cast<uintptr_t>(from), bytes, false}, {reinterpret_cast<uintptr_t>(to), bytes, true}};
   const bool is_captured = stream->capture != nullptr;
   const void* read_at = view(from);
@@ -51,8 +58,8 @@ cudaError_t copy(Lock& lock, Stream* stream, void* to, const void* from, size_t 
   if (const cudaError_t error = enqueue(stream, std::move(work))) return error;
   if (is_captured) return cudaSuccess;
   // Between devices the synchronous form does not wait either; into pageable memory the asynchronous one does.
-  const bool waits = is_synchronous ? !(to_device && from_device)
-                                    : target.kind == Kind::kPageable || (!to_device && !from_device);
+  const bool waits =
+      is_synchronous ? !(to_device && from_device) : target.kind == Kind::kPageable || (!to_device && !from_device);
   if (!waits) return cudaSuccess;
   ++state().num_host_waits;
   return wait_for(lock, {stream->last}, is_synchronous ? "cudaMemcpy" : "cudaMemcpyAsync");

@@ -36,7 +36,8 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
     return fail(cudaErrorNoKernelImageForDevice, "tests/fake_cuda cannot run a GPU's kernel: " + name.substr(0, 600));
   }
   // torch.cuda._sleep: other streams go on meanwhile.
-  const auto length = std::chrono::nanoseconds(std::min<int64_t>(*static_cast<int64_t*>(arguments[0]) / 2, 200'000'000));
+  const auto length =
+      std::chrono::nanoseconds(std::min<int64_t>(*static_cast<int64_t*>(arguments[0]) / 2, 200'000'000));
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -144,7 +145,8 @@ constexpr ErrorText kErrors[] = {
     FAKE_CUDA_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
     FAKE_CUDA_ERROR(cudaErrorNotSupported, "operation not supported"),
     FAKE_CUDA_ERROR(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device"),
-    FAKE_CUDA_ERROR(cudaErrorHostMemoryAlreadyRegistered, "part or all of the requested memory range is already mapped"),
+    FAKE_CUDA_ERROR(cudaErrorHostMemoryAlreadyRegistered,
+                    "part or all of the requested memory range is already mapped"),
     FAKE_CUDA_ERROR(cudaErrorHostMemoryNotRegistered, "pointer does not correspond to a registered memory region"),
     FAKE_CUDA_ERROR(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"),
     FAKE_CUDA_ERROR(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture"),
@@ -206,14 +208,29 @@ FAKE_CUDA_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, in
 FAKE_CUDA_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device < 0 || device >= num_devices()) return fail(cudaErrorInvalidDevice);
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrMultiProcessorCount: *value = 132; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
-    default: *value = 0;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 132;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = 2048;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = 32;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = 48 << 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 227 << 10;
+      break;
+    default:
+      *value = 0;
   }
   return cudaSuccess;
 }
@@ -249,8 +266,8 @@ FAKE_CUDA_API void** __cudaRegisterFatBinary(void*) {
 FAKE_CUDA_API void __cudaRegisterFatBinaryEnd(void**) {}
 FAKE_CUDA_API void __cudaUnregisterFatBinary(void**) {}
 FAKE_CUDA_API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-FAKE_CUDA_API void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*, void*,
-                                          void*, int*) {
+FAKE_CUDA_API void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*,
+                                          void*, void*, int*) {
   const std::lock_guard<std::mutex> lock(kernels_mutex);
   kernels()[function] = name;
 }
@@ -279,7 +296,8 @@ FAKE_CUDA_API cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, voi
                                            cudaStream_t stream) {
   return launch(function, arguments, stream);
 }
-FAKE_CUDA_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
+FAKE_CUDA_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
+                                              void** arguments) {
   return launch(function, arguments, config->stream);
 }
 FAKE_CUDA_API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }

@@ -35,8 +35,8 @@ bool is_forbidden_by_capture() {
   for (const auto& capture : std::set(state().captures)) {
     if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
     const bool is_own = capture->thread == std::this_thread::get_id();
-    const bool is_others = capture->mode == cudaStreamCaptureModeGlobal &&
-                           thread_capture_mode == cudaStreamCaptureModeGlobal;
+    const bool is_others =
+        capture->mode == cudaStreamCaptureModeGlobal && thread_capture_mode == cudaStreamCaptureModeGlobal;
     if (!is_own && !is_others) continue;
     invalidate(capture);
     is_forbidden = true;
@@ -132,7 +132,7 @@ FAKE_CUDA_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamC
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
-  *status = !stream->capture             ? cudaStreamCaptureStatusNone
+  *status = !stream->capture              ? cudaStreamCaptureStatusNone
             : stream->capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                           : cudaStreamCaptureStatusActive;
   return cudaSuccess;
@@ -152,7 +152,8 @@ FAKE_CUDA_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStre
   static thread_local std::vector<cudaGraphNode_t> tail;
   tail.clear();
   if (stream->capture) {
-    for (const size_t node : stream->capture->tails[stream]) tail.push_back(reinterpret_cast<cudaGraphNode_t>(node + 1));
+    for (const size_t node : stream->capture->tails[stream])
+      tail.push_back(reinterpret_cast<cudaGraphNode_t>(node + 1));
   }
   if (nodes != nullptr) *nodes = tail.data();
   if (edges != nullptr) *edges = nullptr;

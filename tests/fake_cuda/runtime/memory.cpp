@@ -1,4 +1,5 @@
 // Device memory: one file in memory, mapped twice. The host's mapping is protected, work on streams uses the other.
+#include <dlfcn.h>
 #include <execinfo.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -7,7 +8,6 @@
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
-#include <dlfcn.h>
 
 #include <atomic>
 #include <cstdio>

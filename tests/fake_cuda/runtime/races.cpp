@@ -1,7 +1,8 @@
-// Races: two accesses of one byte, at least one a write, that no stream order, event or wait of the host's puts in order.
-#include "core.h"
-
+// Races: two accesses of one byte, at least one a write, that no stream order, event or wait of the host's puts in
+// order.
 #include <cstdio>
+
+#include "core.h"
 
 namespace fake_cuda {
 
@@ -98,8 +99,8 @@ void check_access(const Op& op, uintptr_t address, size_t bytes, bool writes) {
     found = visit(shadow().cells, op, address, address + bytes, writes);
   }
   if (found.other == nullptr) return;
-  report("race", op.info->describe() + (writes ? " writes " : " reads ") + describe_address(found.address) + ", which " +
-                     found.other->describe() + (found.other_wrote ? " writes" : " reads") +
+  report("race", op.info->describe() + (writes ? " writes " : " reads ") + describe_address(found.address) +
+                     ", which " + found.other->describe() + (found.other_wrote ? " writes" : " reads") +
                      ": nothing orders the two");
 }
 

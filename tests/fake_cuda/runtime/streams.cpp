@@ -1,10 +1,10 @@
 // Streams and events: what is enqueued, in which order it may run, and what the host waits for.
-#include "core.h"
-
 #include <unistd.h>
 
 #include <algorithm>
 #include <sstream>
+
+#include "core.h"
 
 namespace fake_cuda {
 
@@ -18,8 +18,9 @@ void Clock::set(uint32_t stream, uint64_t number) {
   numbers_[stream] = number;
 }
 
-std::string OpInfo::describe() const { 
-  return name + " (operation " + std::to_string(number) + " on " + stream + (location.empty() ? "" : ", " + location) + ")";
+std::string OpInfo::describe() const {
+  return name + " (operation " + std::to_string(number) + " on " + stream + (location.empty() ? "" : ", " + location) +
+         ")";
 }
 
 State& state() {
@@ -155,7 +156,8 @@ std::string pending_work() {
   for (const Stream* stream : state().streams) {
     if (stream->queue.empty()) continue;
     const Op& first = *stream->queue.front();
-    text << "\n  " << stream->queue.size() << " operations on " << stream->label << ", the first: " << first.info->describe();
+    text << "\n  " << stream->queue.size() << " operations on " << stream->label
+         << ", the first: " << first.info->describe();
     for (const OpRef& dep : first.deps) {
       if (!dep->is_done) text << ", after " << dep->info->describe();
     }
@@ -197,8 +199,8 @@ namespace {
 cudaError_t create_stream(cudaStream_t* handle, unsigned flags, int priority) {
   if (handle == nullptr || flags > cudaStreamNonBlocking) return fail(cudaErrorInvalidValue);
   const Lock lock(state().mutex);
-  Stream* stream = make_stream(current_device, flags != cudaStreamNonBlocking,
-                               "stream " + std::to_string(state().streams.size()));
+  Stream* stream =
+      make_stream(current_device, flags != cudaStreamNonBlocking, "stream " + std::to_string(state().streams.size()));
   stream->priority = std::min(0, std::max(-5, priority));
   *handle = reinterpret_cast<cudaStream_t>(stream);
   return cudaSuccess;

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -539,6 +541,46 @@ def test_equals_torchs_class_under_a_pure_nccl_group(
         assert bool(windows) == (carrier == "nccl")
 
 
+def train_example(repository: Path, folder: Path, engine: str, carrier: str) -> list[float]:
+    """The losses of five steps of examples/gpt on as many GPUs as there are, at most two."""
+    ranks = min(2, torch.cuda.device_count())
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(repository / "examples/gpt/train.py"), "--device=cuda", "--preset=tiny", "--steps=5"]
+    command += ["--batch-size=4", "--sample-bytes=0", f"--engine={engine}", f"--json={folder / engine}"]
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(ranks), "DRIVETRAIN_TRANSPORT": carrier}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + 3 * GPU_SCRIPT_TIMEOUT_S
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=deadline - time.monotonic())
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return list(json.loads((folder / engine).read_text())["losses"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("carrier", ["torch", "nccl"])
+def test_the_example_trains_as_with_torchs_class(repository: Path, tmp_path: Path, carrier: str) -> None:
+    ours = train_example(repository, tmp_path, "drivetrain", carrier)
+    assert len(ours) == 5
+    assert ours == pytest.approx(train_example(repository, tmp_path, "torch", "auto"), abs=1e-4)
+
+
 @pytest.mark.gpu
 def test_one_rank_on_a_gpu(tmp_path: Path) -> None:
     script = """
@@ -559,7 +601,7 @@ def test_one_rank_on_a_gpu(tmp_path: Path) -> None:
         values = flat.view(dtype)
         values.copy_(torch.arange(values.numel()))
         before = values.clone()
-        comm.all_reduce(values, mean=True)
+        comm.all_reduce(values, mean=False)
         assert torch.equal(values, before)
     del comm
     assert torch.equal(values, before)  # memory outlives its communicator

@@ -349,7 +349,7 @@ def settle() -> None:
 def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: Any) -> None:
     """Over many orders of streams: the first step, the rebuild and steps after it, with and without fused products."""
     wrong: list[str] = []
-    for seed, fuses, micro_steps, hook in itertools.product(range(6), (False, True), (1, 2), (False, True)):
+    for seed, fuses, micro_steps, hook in itertools.product(range(3), (False, True), (1, 2), (False, True)):
         late.seed(1000 * seed + rank())
         model = Net().to("late")
         if fuses:
@@ -378,7 +378,7 @@ def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: A
         if bad:
             wrong.append(f"seed {seed}, fuse_wgrad={fuses}, {micro_steps} micro-steps, hook={hook}: {bad} of 6")
         del ddp
-    assert not wrong, f"{len(wrong)} of 48 orders, first: {wrong[0]}"
+    assert not wrong, f"{len(wrong)} of 24 orders, first: {wrong[0]}"
     assert late.num_late() == 0, "memory was used that is others'"
 
 
@@ -537,7 +537,8 @@ def waits_accumulate() -> None:
 # ---- Ranks.
 
 
-def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> None:
+def load(folder: str) -> None:
+    """Makes the device and its process group known to torch."""
     global late
     torch.set_num_threads(1)
     sys.path.insert(0, folder)
@@ -553,6 +554,10 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
         return late.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
     dist.Backend.register_backend("late", make_backend, devices=["late"])
+
+
+def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> None:
+    load(folder)
     for name in names:
         dist.init_process_group(
             "late",
@@ -568,7 +573,9 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
         except Exception as error:
             what = str(error).strip().split("\n")[0] or "no message"
             where = traceback.extract_tb(error.__traceback__)[-1]
-            answers.put((name, f"rank {rank}: {type(error).__name__}: {what} ({Path(where.filename).name}:{where.lineno})"))
+            answers.put(
+                (name, f"rank {rank}: {type(error).__name__}: {what} ({Path(where.filename).name}:{where.lineno})")
+            )
             break  # other ranks may wait for this one, and what it left behind is not the next case's
         finally:
             dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Data parallelism where streams run late and the process group takes no CPU tensors; see tests/late_device/reduce.py."""
+"""Data parallelism where streams run late and the process group takes no CPU tensors.
+
+The cases are in tests/late_device/reduce.py.
+"""
 
 import re
 import subprocess

@@ -12,10 +12,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import reduce
 import torch.distributed as dist
 
 import drivetrain
-import reduce
 
 LIMIT_S = 1.0
 LATEST_S = 30.0

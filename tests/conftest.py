@@ -1,5 +1,8 @@
 """What the tests share: GPU skipping with its reason, instruction sets, and real ranks over gloo."""
 
+import os
+import subprocess
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,30 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_default_device(None if request.param == "cpu" else request.param)
     yield request.param
     torch.set_default_device(None)
+
+
+@pytest.fixture(scope="session")
+def late_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a module that makes a device: for a process of its own, as torch has one such device."""
+    folder, site = tmp_path_factory.mktemp("late_device"), Path(torch.__file__).parent
+    include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    sources = sorted((Path(__file__).parent / "late_device").glob("*.cpp"))
+    compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", *(f"-I{path}" for path in include)]
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    builds = [
+        subprocess.Popen(
+            [*compiler, "-c", source, "-o", to], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for source, to in zip(sources, objects, strict=True)
+    ]
+    for build in builds:
+        said, _ = build.communicate(timeout=600)
+        assert build.returncode == 0, said
+    libraries = [f"-L{site / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    command = [compiler[0], "-shared", *map(str, objects), "-o", str(folder / "late_device.so"), *libraries]
+    linked = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert linked.returncode == 0, linked.stdout + linked.stderr
+    return folder
 
 
 @pytest.fixture(scope="session")

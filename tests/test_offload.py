@@ -1,10 +1,8 @@
 """Activations on the host: what comes back, what the pool reserves, and on a GPU who waits for whom."""
 
 import gc
-import os
 import subprocess
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,27 +217,6 @@ def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
             kept.pop().take()
         slabs.append(pool.num_slabs)
     assert slabs[-1] == slabs[-2] == slabs[-3]
-
-
-@pytest.fixture(scope="module")
-def late_device(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a module that makes a device: for a process of its own, as torch has one such device."""
-    folder, site = tmp_path_factory.mktemp("late_device"), Path(torch.__file__).parent
-    include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-std=c++20",
-        "-O0",
-        "-fPIC",
-        "-shared",
-        *(f"-I{path}" for path in include),
-    ]
-    source = repository / "tests/late_device/late_device.cpp"
-    command += [str(source), "-o", str(folder / "late_device.so"), f"-L{site / 'lib'}"]
-    command += ["-ltorch_python", "-ltorch_cpu", "-lc10"]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return folder
 
 
 @pytest.mark.parametrize(

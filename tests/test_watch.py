@@ -303,6 +303,44 @@ def test_the_rank_that_serves_the_store_is_stopped(tmp_path: Path) -> None:
     assert said in error.partition("The last report before that: ")[2]
 
 
+KILLED = """
+    killed = int(os.environ["KILLED"])
+    if killed == 0:  # which serves the store, too, and whose buffers the others wait for
+        model = DDP(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), report_hang_after=1)
+    for step in range(6):
+        if step == 3:
+            time.sleep(1)  # until each has heard of the other
+            if rank == killed:
+                print(f"pid {os.getpid()}", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.randn(4, 64)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("killed", "awaited"),
+    [
+        (1, r"the all-reduce of bucket \d+ of \d+ \[.*\] failed in synchronised step 4"),
+        (0, r"the broadcast of buffers has failed\."),
+    ],
+)
+def test_a_killed_rank_is_named(tmp_path: Path, killed: int, awaited: str) -> None:
+    start = time.monotonic()
+    ranks = script_ranks(tmp_path, KILLED, 2, WarmScript, DRIVETRAIN_TRANSPORT="torch", KILLED=str(killed))
+    try:
+        _, said_before = ranks[killed].communicate(timeout=60)
+        _, error = ranks[1 - killed].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    pid = re.search(r"pid (\d+)", said_before)
+    assert pid, said_before
+    assert re.search(rf"drivetrain: {awaited}", error), error
+    last_seen = r"last seen (at \S+|in .*\()\S*train\.py:\d+ in .*in step \d\."
+    assert re.search(rf"Rank {killed} has ended: its process {pid[1]} is gone, {last_seen}", error), error
+    assert time.monotonic() - start < 30
+
+
 # ---- What the thread leaves, and when there is none.
 
 EARLY_EXIT = """

@@ -117,12 +117,11 @@ class Window:
         if self._entered:
             raise RuntimeError("this window was used before: call drivetrain.accumulate() for every with block.")
         self._check_in_backward()
-        for param in self._params():
-            if param.grad is not None and param.grad.count_nonzero() > 0:
-                raise RuntimeError(
-                    "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
-                    "the with block."
-                )
+        if _holds_anything([param.grad for param in self._params() if param.grad is not None]):
+            raise RuntimeError(
+                "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
+                "the with block."
+            )
         self._entered = self._is_open = True
         self._handles = [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in self._optimizers]
         if self._ddp is not None:
@@ -405,6 +404,15 @@ class Window:
         with watch.waiting(self._ddp.reducer.progress(), "the beginning of another window of accumulate()"):
             dist.all_reduce(flag, group=self._ddp.process_group)
         return bool(flag.item() > 0)
+
+
+def _holds_anything(grads: list[Tensor]) -> bool:
+    """Whether any of them has an element that is not 0. The host waits once for each device, not for each gradient."""
+    counts: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        counts.setdefault(grad.device, []).append(values.count_nonzero())
+    return any(bool(torch.stack(on_device).any()) for on_device in counts.values())
 
 
 def _divide(params: Iterable[Tensor], divisor: float) -> None:

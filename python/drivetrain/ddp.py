@@ -87,8 +87,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
         report_hang_after: keyword only. Once this rank has waited so many seconds for others (0 or infinity: never),
             log a warning, to the logger "drivetrain", that names what waits, for which ranks, and where those were last
-            seen: module, file and line. Again at growing intervals. Waits of a CUDA stream are not seen. None: what the
-            environment variable DRIVETRAIN_REPORT_HANG_AFTER says, else 30.
+            seen: module, file and line. Again at growing intervals. None: what the environment variable
+            DRIVETRAIN_REPORT_HANG_AFTER says, else 30. Waits of a GPU's stream are not reported. But where one over the
+            process group lasts as long and the process of another rank on this host has ended, the group is aborted,
+            and the thread that built the module gets a RuntimeError that names the rank.
         wire_dtype: keyword only. torch.bfloat16 (or its name): between hosts, and with transport="torch" between all
             ranks, float32 (and complex64) gradients travel as bfloat16, half the bytes, and are added up in float32:
             two roundings per element, of each rank's value and of the sum, however many ranks there are; every rank

@@ -6,7 +6,12 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
+#include <memory>
+#include <stdexcept>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
@@ -60,6 +65,7 @@ class LateBackend final : public c10d::Backend {
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_hidden_stream()) {}
 
   const std::string getBackendName() const override { return "late"; }
+  void abort() override { *is_aborted_ = true; }
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return start(tensors, [gloo = gloo_, on_host = on_cpu(tensors), options]() mutable {
@@ -96,9 +102,18 @@ class LateBackend final : public c10d::Backend {
     const std::lock_guard<std::recursive_mutex> lock(mutex());
     await(stream_, moment_of(current_stream()));
     // What the tensors hold must live until then, whoever lets go of them.
-    enqueue(stream_, [run = std::move(run), tensors] {
+    enqueue(stream_, [run = std::move(run), tensors, is_aborted = is_aborted_] {
       const at::AutoDispatchBelowAutograd no_autograd;
-      run();
+      if (*is_aborted) return;
+      try {
+        run();
+      } catch (const std::exception&) {  // such as of a rank that has ended: NCCL's kernel would spin
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+        while (!*is_aborted) {
+          if (std::chrono::steady_clock::now() > deadline) throw;
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+      }
     });
     const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, kDevice, stream_));
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
@@ -109,6 +124,7 @@ class LateBackend final : public c10d::Backend {
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const int64_t stream_;
+  const std::shared_ptr<std::atomic<bool>> is_aborted_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace

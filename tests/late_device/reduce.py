@@ -3,7 +3,7 @@
 python reduce.py FOLDER    (that of the built late_device); prints a line per case: "OK case" or "BAD case: what"
 """
 
-import copy
+import functools
 import importlib
 import itertools
 import multiprocessing
@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -112,12 +113,8 @@ def check_steps(steps: int, uses: Callable[[int, int], bool] = lambda rank, step
 @case
 def refuses_cpu_tensors() -> None:
     for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
-        try:
+        with pytest.raises(RuntimeError, match="cpu"):
             call(torch.ones(1))
-        except RuntimeError as error:
-            assert "cpu" in str(error), error
-        else:
-            raise AssertionError("the group took a CPU tensor")
 
 
 @case
@@ -161,12 +158,8 @@ def check_replicas() -> None:
     if rank() == 1:
         with torch.no_grad():
             ddp.module.maybe.bias[3] += 1
-    try:
+    with pytest.raises(RuntimeError, match=r"replicas have parted: parameter 'maybe\.bias'"):
         run_steps(ddp, 1)
-    except RuntimeError as error:
-        assert "module.maybe.bias" in str(error) or "'maybe.bias'" in str(error), error
-    else:
-        raise AssertionError("replicas that have parted were not found")
 
 
 @case
@@ -235,12 +228,8 @@ def weighted_in_bfloat16() -> None:
 @case
 def weights_that_sum_to_nothing() -> None:
     ddp = drivetrain.DistributedDataParallel(Net().to("late"))
-    try:
+    with pytest.raises(ValueError, match="sum to 0"):
         ddp.backward(ddp(inputs(rank(), 0).to("late")), weight=0.0)
-    except ValueError as error:
-        assert "sum to 0" in str(error), error
-    else:
-        raise AssertionError("weights of 0 on every rank passed")
     ddp.zero_grad()
     run_steps(ddp, 1)
     check_close(list(ddp.parameters()), expected_after(1))
@@ -260,19 +249,12 @@ def gradients_that_no_weight_counts() -> None:
     """They are found on the device, which the host hears of one step later."""
     ddp = drivetrain.DistributedDataParallel(Net().to("late"))
     run_steps(ddp, 1)
-    try:
-        for step in range(2):
-            ddp.backward(ddp(inputs(rank(), step).to("late")), weight=1.0)
-            settle()
-            for param in ddp.parameters():
-                assert param.grad is not None
-                param.grad.add_(0)
-    except RuntimeError as error:
-        assert "no weight counts" in str(error), error
-    except ValueError as error:
-        assert "no weight counts" in str(error), error
-    else:
-        raise AssertionError("gradients that no weight counts were taken in")
+    ddp.backward(ddp(inputs(rank(), 0).to("late")), weight=1.0)
+    settle()
+    with pytest.raises(ValueError, match=r"no weight counts.*an earlier backward"):
+        ddp.backward(ddp(inputs(rank(), 1).to("late")), weight=1.0)
+    ddp.zero_grad()
+    ddp.backward(ddp(inputs(rank(), 1).to("late")), weight=1.0)
 
 
 @case
@@ -292,8 +274,7 @@ def accumulated() -> None:
     for set_to_none in (True, False):
         ddp = drivetrain.DistributedDataParallel(Net().to("late"))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
-        zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = lambda set_to_none=set_to_none: zero_grad(set_to_none)  # type: ignore[method-assign]
+        optimizer.zero_grad = functools.partial(optimizer.zero_grad, set_to_none)  # type: ignore[method-assign]
         with drivetrain.accumulate(ddp, optimizer, 2) as window:
             for step in range(6):
                 window.backward(ddp(inputs(rank(), step).to("late")), weight=weight_of(rank(), step))
@@ -349,7 +330,7 @@ def settle() -> None:
 def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: Any) -> None:
     """Over many orders of streams: the first step, the rebuild and steps after it, with and without fused products."""
     wrong: list[str] = []
-    for seed, fuses, micro_steps, hook in itertools.product(range(6), (False, True), (1, 2), (False, True)):
+    for seed, fuses, micro_steps, hook in itertools.product(range(3), (False, True), (1, 2), (False, True)):
         late.seed(1000 * seed + rank())
         model = Net().to("late")
         if fuses:
@@ -378,7 +359,7 @@ def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: A
         if bad:
             wrong.append(f"seed {seed}, fuse_wgrad={fuses}, {micro_steps} micro-steps, hook={hook}: {bad} of 6")
         del ddp
-    assert not wrong, f"{len(wrong)} of 48 orders, first: {wrong[0]}"
+    assert not wrong, f"{len(wrong)} of 24 orders, first: {wrong[0]}"
     assert late.num_late() == 0, "memory was used that is others'"
 
 
@@ -537,7 +518,8 @@ def waits_accumulate() -> None:
 # ---- Ranks.
 
 
-def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> None:
+def load(folder: str) -> None:
+    """Makes the device and its process group known to torch."""
     global late
     torch.set_num_threads(1)
     sys.path.insert(0, folder)
@@ -553,6 +535,10 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
         return late.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
     dist.Backend.register_backend("late", make_backend, devices=["late"])
+
+
+def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> None:
+    load(folder)
     for name in names:
         dist.init_process_group(
             "late",
@@ -568,7 +554,9 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
         except Exception as error:
             what = str(error).strip().split("\n")[0] or "no message"
             where = traceback.extract_tb(error.__traceback__)[-1]
-            answers.put((name, f"rank {rank}: {type(error).__name__}: {what} ({Path(where.filename).name}:{where.lineno})"))
+            answers.put(
+                (name, f"rank {rank}: {type(error).__name__}: {what} ({Path(where.filename).name}:{where.lineno})")
+            )
             break  # other ranks may wait for this one, and what it left behind is not the next case's
         finally:
             dist.destroy_process_group()
@@ -586,10 +574,10 @@ def run_ranks(folder: str, names: list[str]) -> list[str]:
         wrong = ""
         while left and not wrong:
             try:
-                name, wrong = answers.get(timeout=CASE_S)
+                _, wrong = answers.get(timeout=CASE_S)
                 heard += 1
             except queue.Empty:
-                name, wrong = left[0], f"some rank has not ended within {CASE_S} s"
+                wrong = f"some rank has not ended within {CASE_S} s"
             if wrong or heard == WORLD_SIZE:
                 print(f"BAD {left[0]}: {wrong}" if wrong else f"OK {left[0]}", flush=True)
                 del left[0]

@@ -72,8 +72,9 @@ def activation_budget(
     torch.func's transforms that differentiate cannot be used inside a pass (torch says so).
 
     Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
-    a ratio: it is found by bisection, with at most 6 recompilations, and is in force while this model's regions are
-    compiled, in later recompilations too, and for nothing else (the global setting stays). Of several regions, some may
+    a ratio: it is found by bisection, with at most 6 recompilations, of which the last may be at
+    two ratios. It is in force while this model's regions are compiled, in later recompilations too, and for nothing
+    else (the global setting stays). Of several regions, some may
     have a higher ratio than the others. The table and `ActivationPlan.compiled` say which. What was compiled before is
     back after `remove()`. Of a model that is compiled in part, its regions get the share of the budget that they have
     of the bytes without one; where they cannot do with it, what the rest can do without. What they recompute has the

@@ -53,7 +53,7 @@ def test_a_job_that_there_is_not() -> None:
     process = start("--list", "--job", "optimizer")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
-    assert "--job is optimizer, expected one of tools, package, pytest" in output
+    assert "--job is optimizer, expected one of tools, package, doctor" in output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

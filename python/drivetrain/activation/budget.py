@@ -72,12 +72,15 @@ def activation_budget(
     torch.func's transforms that differentiate cannot be used inside a pass (torch says so).
 
     Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
-    a ratio: it is found by bisection, with at most 5 recompilations, and is in force while this model's regions are
-    compiled, in later recompilations too, and for nothing else (the global setting stays). What was compiled before is
+    a ratio: it is found by bisection, with at most 6 recompilations, of which the last may be at
+    two ratios. It is in force while this model's regions are compiled, in later recompilations too, and for nothing
+    else (the global setting stays). Of several regions, some may
+    have a higher ratio than the others. The table and `ActivationPlan.compiled` say which. What was compiled before is
     back after `remove()`. Of a model that is compiled in part, its regions get the share of the budget that they have
     of the bytes without one; where they cannot do with it, what the rest can do without. What they recompute has the
-    bits it had where the compiler's kernels do. Functions other than these that are compiled are not found: compile
-    them before. A plan that is made anew from the old profile, or tightened by `step`, keeps the ratio.
+    bits it had where the compiler's kernels do. Functions other than these that are compiled are not found: a compiled
+    loss function goes without a budget, and a compiled function that calls the model is an error. A plan that is made
+    anew from the old profile, or tightened by `step`, keeps the ratio.
 
     Args:
         model: any module, or a wrapper of it (DDP). What `model(...)` computes has the budget; with the plan as a
@@ -210,6 +213,11 @@ class ActivationPlan:
     @property
     def smallest_bytes(self) -> int:
         return self._chosen.smallest_bytes
+
+    @property
+    def compiled(self) -> CompiledRegions:
+        """The model's compiled regions, with the ratio of torch's memory budget that they have; empty without any."""
+        return self._regions
 
     @property
     def copies(self) -> Copies | None:

@@ -35,11 +35,15 @@ class CompiledRegions:
 
     Attributes:
         ratio: what is in force; None: the regions are as they were found.
+        higher: a higher ratio for that many of the regions, the first ones; None: all have `ratio`.
         measured: for each ratio that was tried, the bytes that the regions saved for backward.
+        saved_bytes: what they save now, as measured; None before anything was.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.ratio: float | None = None
+        self.higher: tuple[float, int] | None = None
+        self.saved_bytes: int | None = None
         self.measured: dict[float, int] = {}
         self._regions: list[_Region] = []
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
@@ -57,12 +61,28 @@ class CompiledRegions:
         if kind is not None:  # no plan came of it
             self.remove()
 
-    def install(self, ratio: float | None) -> None:
-        """Has the regions compiled at the ratio from their next call on; None: as they were found."""
-        self.ratio = ratio
+    def __str__(self) -> str:
+        """What is in force, for people."""
+        saved = "" if self.saved_bytes is None else f"; they save {table.size(self.saved_bytes)} for backward"
+        regions = "1 compiled region" if len(self) == 1 else f"{len(self)} compiled regions"
+        if self.ratio is None:
+            return f"{regions}, as they were found{saved}"
+        ratios = f"{self.ratio:g}"
+        if self.higher is not None:
+            ratios = f"{self.higher[0]:g} for the first {self.higher[1]} and {self.ratio:g} for the others"
+        if self.measured:
+            saved += f" ({table.size(max(self.measured.values()))} without a budget)"
+        return f"{regions}, compiled at torch's activation_memory_budget {ratios}{saved}"
+
+    def install(self, ratio: float | None, higher: tuple[float, int] | None = None) -> None:
+        """Has the regions compiled at the ratio from their next call on; None: as they were found.
+
+        higher: another ratio for that many of the regions, the first ones.
+        """
+        self.ratio, self.higher = ratio, higher
         scope = _new_scope()
-        for region in self._regions:
-            region.set_ratio(ratio, scope)
+        for index, region in enumerate(self._regions):
+            region.set_ratio(higher[0] if higher is not None and index < higher[1] else ratio, scope)
         _drop_compiled(lambda backend: not backend.is_in_use)
 
     def remove(self) -> None:
@@ -78,12 +98,13 @@ class CompiledRegions:
         """Finds the largest ratio at which the regions' bytes fit, by bisection, and leaves it in force.
 
         The regions' share of the budget is their share of what is kept without one. Where no ratio that is tried gets
-        them into it, they have what the rest of the model leaves when it recomputes all it can.
+        them into it, they have what the rest of the model leaves when it recomputes all it can. Bytes change with the
+        ratio in large steps; where there are several regions, as many as fit then have the next higher ratio tried.
 
         Args:
             trace, peak_bytes: the step as the regions were found.
             budget_bytes: for all of the model.
-            profile: runs the step with everything kept; called at most 5 times, with a recompilation each.
+            profile: runs the step with everything kept; called at most 6 times, with a recompilation each.
 
         Returns:
             the step's trace at that ratio.
@@ -140,12 +161,41 @@ class CompiledRegions:
                 )
             )
         best = max(found)
-        if best != self.ratio:
+        if best in fitting:
+            mixed = self._fit_mixed(best, share_bytes, budget_bytes, profile)
+            if mixed is not None:
+                return mixed
+        self.saved_bytes = self.measured[best]
+        if best != self.ratio or self.higher is not None:
             self.install(best if found[best] is not trace else None)
         return found[best]
 
+    def _fit_mixed(
+        self, ratio: float, share_bytes: int, budget_bytes: int, profile: Callable[[], "tuple[Trace, int]"]
+    ) -> "Trace | None":
+        """With the next higher ratio that was tried for as many regions as fit. None: that adds nothing, or not enough.
+
+        The regions are taken to save alike at each ratio; what they really save is measured."""
+        if self.measured[ratio] >= _NEAR * share_bytes:
+            return None
+        above = min(tried for tried in self.measured if tried > ratio)
+        bytes_per_region = (self.measured[above] - self.measured[ratio]) / len(self._regions)
+        count = int((share_bytes - self.measured[ratio]) / max(bytes_per_region, 1.0))
+        if not 0 < count < len(self._regions):
+            return None
+        with _progress() as tell:
+            tell(f"activation_budget: compiles {count} regions at memory budget {above:.3f}, others at {ratio:.3f}")
+            self.install(ratio, (above, count))
+            mixed, _ = profile()
+        saved_bytes = _unseen_bytes(mixed)
+        if saved_bytes > share_bytes or plan.choose(mixed, budget_bytes).smallest_bytes > budget_bytes:
+            return None
+        self.saved_bytes = saved_bytes
+        return mixed
+
     def to_dict(self) -> dict[str, Any]:
-        return {"ratio": self.ratio, "measured": [list(pair) for pair in sorted(self.measured.items())]}
+        measured = [list(pair) for pair in sorted(self.measured.items())]
+        return {"ratio": self.ratio, "higher": self.higher, "saved_bytes": self.saved_bytes, "measured": measured}
 
     @classmethod
     def restored(cls, model: nn.Module, plain: dict[str, Any] | None) -> "CompiledRegions":
@@ -159,7 +209,9 @@ class CompiledRegions:
             if not regions:
                 raise ValueError("plan is of a model with compiled regions: compile this one before it gets the plan")
             regions.measured = dict(plain["measured"])
-            regions.install(plain["ratio"])
+            regions.saved_bytes = plain.get("saved_bytes")
+            higher = plain.get("higher")
+            regions.install(plain["ratio"], None if higher is None else (higher[0], higher[1]))
         return regions
 
 
@@ -259,6 +311,15 @@ def regions_inside(model: nn.Module) -> set[nn.Module]:
             modules = set(module.modules())
             inside |= modules if attribute == "_compiled_call_impl" else modules - {module}
     return inside
+
+
+def anything_is_compiled() -> bool:
+    """Whether dynamo has compiled a function of this process that is still there."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo import convert_frame
+
+    return any(weak() is not None for weak in convert_frame.output_codes.seen)
 
 
 def region_of(module: nn.Module) -> _Region | None:

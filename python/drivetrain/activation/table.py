@@ -92,6 +92,8 @@ def render(plan: "ActivationPlan") -> str:
         f"{measured}, {size(plan.unplanned_bytes)} without; smallest possible {size(plan.smallest_bytes)}",
         highlight=False,
     )
+    if len(plan.compiled) > 0:
+        out.print(str(plan.compiled), highlight=False)
     copies = plan.copies
     if plan.host_link is not None and copies is not None:
         out.print(

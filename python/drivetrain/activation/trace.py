@@ -27,6 +27,18 @@ _DOES_NOT_TRAIN = (
     "memory, have it raise that error instead"
 )
 
+_INSIDE_COMPILED = (
+    "step_fn calls the model inside of a function that torch.compile made, where operations cannot be seen: compile "
+    "the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the function "
+    "around it, and call activation_budget on that model"
+)
+
+
+def _does_not_train(has_no_pass: bool) -> str:
+    """Why a profile has nothing to go by. Dynamo leaves our hooks out of what it compiles."""
+    return _INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else _DOES_NOT_TRAIN
+
+
 # How values can be kept besides as they are, for the recorder, by the name of each for people.
 FORMS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
 _Purpose = Literal["profile", "frugal profile", "timings"]  # of a recorder
@@ -216,7 +228,7 @@ def _profile_step(
     saves_anything = any(tape["uses"] for tape in tapes)
     takes_anything = any(not is_release for tape in tapes for _, is_release, _ in tape["uses"])
     if not tapes or (saves_anything and not takes_anything):
-        raise RuntimeError(_DOES_NOT_TRAIN)
+        raise RuntimeError(_does_not_train(not tapes))
     return _joined(_largest(tapes), [name for name, _ in model.named_modules()]), peak
 
 
@@ -233,7 +245,7 @@ def _profile_frugally(
     if has_ended and not tapes:
         raise torch.OutOfMemoryError("forward itself runs a backward, for which everything must be kept")
     if not has_ended:
-        raise RuntimeError(_DOES_NOT_TRAIN)
+        raise RuntimeError(_does_not_train(not tapes))
     trace = Trace(
         [_pass_of(tape) for tape in tapes], [], [name for name, _ in model.named_modules()], is_estimated=True
     )
@@ -292,6 +304,8 @@ class Recording:
         return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
 
     def _before(self, *_: object) -> None:
+        if torch.compiler.is_compiling():  # inside of a function that is compiled: dynamo traces this, too
+            return
         entered = self._entered()
         if entered:  # a pass around this one, or one that was interrupted (KeyboardInterrupt) and has not called _after
             frames = stack_of(sys._getframe(1))
@@ -300,10 +314,12 @@ class Recording:
                 self._leave(is_whole=False)
         # torch.func's transforms know no hooks on what is saved.
         has_hooks = _saved_tensors_hooks_get_disabled_error_message() is None
-        enters = torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_hooks
+        enters = torch.is_grad_enabled() and has_hooks
         entered.append(enters and self._recorder.enter())
 
     def _after(self, *called: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         has_result = bool(called) and called[-1] is not None
         self._leave(is_whole=has_result or sys.exc_info()[1] is None)
 

@@ -56,7 +56,7 @@ bench: $(STAMPS)/built ## the speed and memory tables of the README
 # The first of these whose torch is there, which need not be one of ours. No network is asked: what else is missing comes
 # from the wheels of `make gpu-wheels`, and all is installed in build/ alone.
 GPU_PYTHON ?= $(VIRTUAL_ENV:%=%/bin/python) python3 .venv/bin/python
-gpu-check: ## on a machine with an NVIDIA GPU: builds, tests, sanitizes and measures there (PART="gates train ranks steps bench sanitize devices tests")
+gpu-check: ## on a machine with an NVIDIA GPU: builds, tests, sanitizes and measures there (PART="gates train ranks steps bench sanitize devices tests long")
 	@for python in $(GPU_PYTHON); do "$$python" -c "import torch" 2> /dev/null || continue; \
 	  PYTHONPATH=benchmarks exec "$$python" -m gpu_check $(PART:%=--part %) $(ARGS); done; \
 	  echo "gpu-check finds no torch in $(GPU_PYTHON); GPU_PYTHON=... names a Python that has it" >&2; exit 1

@@ -59,7 +59,9 @@ def main() -> int:
         )
         return 2
     chosen = [
-        job for job in every if job.part == "build" or (job.part in (args.part or parts.PARTS) and job.name in names)
+        job
+        for job in every
+        if job.part == "build" or (job.part in (args.part or parts.DEFAULT_PARTS) and job.name in names)
     ]
     if args.list:
         print("\n".join(f"{job.part:9} {job.name:19} {job.what}" for job in chosen))

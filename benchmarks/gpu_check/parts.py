@@ -16,7 +16,9 @@ from .gates import judged
 from .jobs import Details, Job
 
 Command = list[str | Path]
-PARTS = ("build", "gates", "train", "ranks", "steps", "bench", "sanitize", "devices", "tests")
+PARTS = ("build", "gates", "train", "ranks", "steps", "bench", "sanitize", "devices", "tests", "long")
+DEFAULT_PARTS = PARTS[:-1]  # ten minutes have no room for the last
+LONG = ("large", "repeats")  # measurements of the part "long"
 # Names of drivetrain/bench/gpu.py's measurements, with the seconds kept for each.
 MEASUREMENTS = {
     "copy": ("copy bandwidth", 8),
@@ -27,9 +29,9 @@ MEASUREMENTS = {
     "accumulate": ("accumulation in float32 and 24 bits, with weight gradients fused and not, against torch's", 15),
     "activations": ("an activation budget against torch's checkpointing, of every block and of every 2nd", 20),
     "compiled": ("an activation budget on compiled blocks against torch's own memory budget at equal peaks", 40),
+    "host": ("host time of a step, and a step under DDP of a model that is bound by the host", 20),
     "large": ("an 8 B model trained with all its parameters on one card of 80 GB: tokens/s and peak memory", 60),
     "repeats": ("10 runs of each form of a step: whether their bits are the same, and what that says of races", 60),
-    "host": ("host time of a step, and a step under DDP of a model that is bound by the host", 20),
     "end to end": ("GPT-2 124M, eager and compiled: stock, installed, own form; tokens/s, MFU, peak memory", 50),
 }
 GPT_STEPS = ("--steps=5", "--sample-bytes=0")
@@ -92,10 +94,11 @@ def jobs(setting: Setting) -> list[Job]:
         *_train(setting),
         *_checks(setting, "ranks"),
         *_checks(setting, "steps"),
-        *_bench(setting),
+        *_bench(setting, "bench"),
         *_sanitize(setting),
         *_checks(setting, "devices"),
         *_tests(setting),
+        *_bench(setting, "long"),
     ]
 
 
@@ -327,14 +330,16 @@ def _read_sanitizer(code: int | None, output: str, is_dry: bool) -> Details:
 # ---- Benchmarks.
 
 
-def _bench(setting: Setting) -> list[Job]:
+def _bench(setting: Setting, part: str) -> list[Job]:
     found = []
     for name, (what, least_s) in MEASUREMENTS.items():
+        if (name in LONG) != (part == "long"):
+            continue
         file = setting.folder / f"bench-{name.replace(' ', '-')}.json"
         command: Command = [sys.executable, "-m", "drivetrain", "bench", "gpu", "--only", name, "--json", file]
         command += ["--dry-run"] if setting.is_dry else []
         read = _tables_of(name, file, setting.is_dry)
-        found.append(Job("bench", name, what, command, least_s, read, setting.environment, file))
+        found.append(Job(part, name, what, command, least_s, read, setting.environment, file))
     return found
 
 

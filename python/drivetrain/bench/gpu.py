@@ -25,10 +25,10 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
         accumulate.run_gpu,
     ),
     "activations": ("Activation budget of a GPT, against torch's checkpointing at equal peaks", activations.run_gpu),
-    "large": ("8 B parameters trained on one card of 80 GB, all of them", large.run_gpu),
-    "repeats": ("Repeated runs of a training step, by their bits", repeats.run_gpu),
     "compiled": ("Activation budget of compiled blocks, against torch's memory budget", activations_compiled.run),
     "host": ("Host time of steps, and DDP on a host-bound model", host.run),
+    "large": ("8 B parameters trained on one card of 80 GB, all of them", large.run_gpu),
+    "repeats": ("Repeated runs of a training step, by their bits", repeats.run_gpu),
     "end to end": ("GPT-2 124M end to end, against the stock script", end_to_end.run),
 }
 DRY_ROUNDS = 2

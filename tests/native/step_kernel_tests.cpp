@@ -246,20 +246,22 @@ void test_bytes() {
                              skipped = {1, optim::GradAfter::kZero, /*skips=*/true};
   for (const KernelRow& row : kernel_rows()) {
     if (kFew && row.rule.kind != optim::RuleKind::kAdam) continue;
-    for (const optim::GradTreatment& treatment : {plain, treated, zeroed}) {
-      for (const Values values : {Values::kUsual, Values::kZero, Values::kSpecial, Values::kMixed}) {
-        for (const bool on_device : {false, true}) {
-          if (on_device != (treatment.after != optim::GradAfter::kKeep) && values != Values::kUsual) continue;
-          if (kFew && values != Values::kMixed) continue;
-          cuda_on_cpu::order = on_device ? cuda_on_cpu::Order::kForwards : cuda_on_cpu::Order::kBackwards;
-          Tested expected(row, shapes, values), found(row, shapes, values);
-          expected.step_on_cpu(treatment);
-          const std::string name = text("CUDA kernel of ", row.rule.name, ", ", row.layout.name, ", values ",
-                                        static_cast<int>(values), ", factor ", treatment.factor);
-          expect(found.step_on_cuda(treatment, on_device), text(name, ": there is none"));
-          expect(found == expected, text(name, ": other bytes than the CPU"));
-        }
-      }
+    struct Case {
+      optim::GradTreatment treatment;
+      Values values;
+      bool on_device;  // the treatment
+    };
+    for (const Case& run :
+         {Case{plain, Values::kUsual, false}, Case{plain, Values::kSpecial, true}, Case{treated, Values::kMixed, true},
+          Case{zeroed, Values::kMixed, false}, Case{zeroed, Values::kZero, true}}) {
+      if (kFew && run.values != Values::kMixed) continue;
+      cuda_on_cpu::order = run.on_device ? cuda_on_cpu::Order::kForwards : cuda_on_cpu::Order::kBackwards;
+      Tested expected(row, shapes, run.values), found(row, shapes, run.values);
+      expected.step_on_cpu(run.treatment);
+      const std::string name = text("CUDA kernel of ", row.rule.name, ", ", row.layout.name, ", values ",
+                                    static_cast<int>(run.values), ", factor ", run.treatment.factor);
+      expect(found.step_on_cuda(run.treatment, run.on_device), text(name, ": there is none"));
+      expect(found == expected, text(name, ": other bytes than the CPU"));
     }
     Tested before(row, shapes, Values::kUsual), found(row, shapes, Values::kUsual);
     found.step_on_cuda({1, optim::GradAfter::kKeep, /*skips=*/true}, true);

@@ -23,8 +23,7 @@ def section(found: report.Report | None) -> str:
     if found is None:
         measured = [what for what, _ in parts.MEASUREMENTS.values()]
         lines = [
-            "**Nothing is measured on a GPU yet, no test has run on one, and no figure for one is claimed.**"
-            " `make gpu-check` will measure:",
+            "**No report of `make gpu-check` exists yet, so that no figure for a GPU is claimed.** It will measure:",
             "",
             *(f"* {what}" for what in measured),
         ]

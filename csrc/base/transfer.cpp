@@ -2,6 +2,7 @@
 #include "base/transfer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include "base/check.h"
 #include "base/stream_order.h"
@@ -16,7 +17,7 @@ at::Tensor pinned_like(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor copied_to(const at::Tensor& on_host, c10::Device device) {
-  if (device.is_cpu()) return on_host.clone();
+  if (device.is_cpu()) return at::empty_like(on_host).copy_(on_host);  // users' modes may refuse clones
   // torch gives pinned memory to nobody else while a copy still reads it.
   return pinned_like(on_host).copy_(on_host).to(device, /*non_blocking=*/true);
 }

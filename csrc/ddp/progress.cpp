@@ -67,18 +67,14 @@ void Progress::end_wait() {
   since_ns_ = now;
 }
 
-void Progress::end_on_device(const c10::Stream& stream) {
+void Progress::end_on_device(std::function<bool()> has_ended) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!device_end_ || device_end_->device_type() != stream.device_type() ||
-      device_end_->device_index() != stream.device_index()) {
-    device_end_.emplace(stream.device_type());
-  }
-  device_end_->record(stream);
+  has_device_ended_ = std::move(has_ended);
 }
 
 bool Progress::is_device_behind() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return device_end_ && !device_end_->query();
+  return has_device_ended_ && !has_device_ended_();
 }
 
 void Progress::give_up(std::string why) {

@@ -1,15 +1,12 @@
 // Where a reducer is in its steps, for a thread that must not wait for the reducer.
 #pragma once
 
-#include <c10/core/Event.h>
-#include <c10/core/Stream.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 
 namespace drivetrain::ddp {
@@ -67,8 +64,9 @@ class Progress {
   void begin_wait(std::shared_ptr<const std::string> what, int64_t needed);
   void end_wait();
 
-  // Marks the end of a step's work on a device's stream; the host may be far ahead of it.
-  void end_on_device(const c10::Stream& stream);
+  // Marks the end of a step's work on a device, which the host may be far ahead of. The watching thread calls
+  // has_ended.
+  void end_on_device(std::function<bool()> has_ended);
   // Whether the device has not come to that mark yet.
   bool is_device_behind() const;
 
@@ -94,7 +92,7 @@ class Progress {
   int64_t num_waits_ = 0;
   int64_t reported_step_ = 0;
   std::string report_;
-  std::optional<c10::Event> device_end_;
+  std::function<bool()> has_device_ended_;
   std::string why_given_up_;
 };
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
+#include <c10/core/Event.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -791,7 +792,11 @@ void Reducer::finalize() {
   was_joining_ = was_joining_ || (is_joining_ && is_measuring_);
   is_joining_ = false;
   progress_->end_step();
-  if (const auto stream = stream_on(params_[0].tensor.device())) progress_->end_on_device(*stream);
+  if (const auto stream = stream_on(params_[0].tensor.device())) {
+    const auto end = std::make_shared<c10::Event>(stream->device_type());
+    end->record(*stream);
+    progress_->end_on_device([end] { return end->query(); });
+  }
   const bool compare = replica_reduce_ != nullptr;
   const std::exception_ptr error = std::exchange(hand_over_error_, nullptr);
   std::vector<std::function<void()>> callbacks = std::move(end_callbacks_);

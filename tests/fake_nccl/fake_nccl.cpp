@@ -378,6 +378,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, n
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     *window = made;
     while (hangs && !comm->aborted) rest();
+    if (hangs) return ncclSystemError;  // a rank that gave up does not complete its peers' registration
     return comm->meet("ncclCommWindowRegister") ? ncclSuccess : ncclSystemError;
   });
   return result == ncclInProgress ? ncclSuccess : result;

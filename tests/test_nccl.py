@@ -75,6 +75,7 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float = TIMEOUT_S) -> Iterator[Callable]:
     """In here every DDP of this rank goes through the fake; gives what reads the library's log so far."""
+    gc.collect()  # models of earlier tests, which log how they end
     sys.path.insert(0, str(fakes))
     import fake_nccl
 
@@ -316,7 +317,6 @@ def construct_in_full_memory(fakes: Path) -> list[str]:
     with faked(fakes, fault="full memory") as log:
         import fake_nccl
 
-        gc.collect()  # models of earlier tests
         before, _ = fake_nccl.nccl_memory_bytes()
         model = DDP(make_net())
         model(inputs()).sum().backward()

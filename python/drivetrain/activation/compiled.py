@@ -195,7 +195,12 @@ class CompiledRegions:
 
     def to_dict(self) -> dict[str, Any]:
         measured = [list(pair) for pair in sorted(self.measured.items())]
-        return {"ratio": self.ratio, "higher": None if self.higher is None else list(self.higher), "saved_bytes": self.saved_bytes, "measured": measured}
+        return {
+            "ratio": self.ratio,
+            "higher": None if self.higher is None else list(self.higher),
+            "saved_bytes": self.saved_bytes,
+            "measured": measured,
+        }
 
     @classmethod
     def restored(cls, model: nn.Module, plain: dict[str, Any] | None) -> "CompiledRegions":

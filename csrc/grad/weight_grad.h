@@ -1,5 +1,5 @@
-// A linear layer's weight gradient, multiplied straight into where it is collected: nothing of its size in between. Where
-// that would not pay, autograd's own product and its accumulation go on as without.
+// A linear layer's weight gradient, multiplied straight into where it is collected: nothing of its size in between.
+// Where that would not pay, autograd's own product and its accumulation go on as without.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -33,8 +33,8 @@ def fuse_wgrad(model: nn.Module) -> None:
     torch.autograd.grad(), with create_graph=True, for weights that have hooks (`register_hook`) or are computed
     (parametrizations), with the first of several gradients where `.grad` is None (autograd keeps that one as it is,
     without a copy), for float16 on the CPU, bfloat16 there on processors without AVX-512, and with 24-bit main
-    gradients on CUDA, where no product adds to them. Regions under torch.compile, functional transforms (torch.func), and tensor
-    subclasses take torch's own layers.
+    gradients on CUDA, where no product adds to them. Regions under torch.compile, functional transforms (torch.func),
+    and tensor subclasses take torch's own layers.
 
     The layers' classes are drivetrain's from here on, which what compares classes must know (torch.jit.script,
     quantize_dynamic), and so must files of whole models: fuse what you train, not what you ship.

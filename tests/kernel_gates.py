@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import importlib.metadata
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,13 +17,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-TOOLS = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
-ARCHITECTURE = "sm_90"
+import sum_kernel_gates
+from machine_code import (
+    ARCHITECTURE,
+    Code,
+    GateError,
+    Instruction,
+    blocks_of,
+    codes_of_file,
+    first_loads,
+    is_stream_load,
+)
+
 THREADS = 256  # of a block
 REGISTERS = 65536  # of a multiprocessor, given to warps in units of 8 a thread
 MOST_THREADS = 2048
 LEAST_BYTES_UNDER_WAY = 40 << 10  # per multiprocessor
-TIMEOUT_S = 300
 
 # The values of Format (csrc/optim/storage.h) that kernels are made for, with the bytes of a value and of its extra.
 FORMATS = {0: ("fp32", 4, 0), 2: ("bf16", 2, 0), 6: ("bf16+16", 2, 2), 7: ("bf16+8", 2, 1), 11: ("8 bit", 1, 0)}
@@ -47,41 +53,6 @@ MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64}
 
 # Instructions per element of the kernels that chose formats at run time (commit da0eff8), on the shortest way through.
 BEFORE: dict[str, float] = {}
-
-
-class GateError(Exception):
-    """What keeps the gates from being checked at all."""
-
-
-@dataclass(frozen=True)
-class Instruction:
-    address: int
-    predicate: str  # "" or as in "@!P0"
-    opcode: str
-    operands: str
-
-    @property
-    def is_global_load(self) -> bool:
-        return self.opcode.startswith("LDG")
-
-    @property
-    def is_global_store(self) -> bool:
-        return self.opcode.startswith("STG")
-
-    @property
-    def bytes(self) -> int:
-        """What a thread moves with it."""
-        parts = self.opcode.split(".")
-        for part, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
-            if part in parts:
-                return size
-        return 4
-
-    @property
-    def target(self) -> int | None:
-        """Where a branch goes to."""
-        found = re.search(r"(0x[0-9a-f]+)", self.operands) if self.opcode.split(".")[0] == "BRA" else None
-        return int(found.group(1), 16) if found else None
 
 
 @dataclass
@@ -147,29 +118,6 @@ class Measured:
     findings: list[Finding]
 
 
-def tool(name: str) -> str:
-    """The path of a tool: of its package, else of the CUDA toolkit."""
-    for package in TOOLS:
-        try:
-            files = importlib.metadata.files(package) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for file in files:
-            if file.name == name and Path(str(file.locate())).is_file():
-                return str(file.locate())
-    found = shutil.which(name)
-    if found is None:
-        raise GateError(f"no {name}: install {' and '.join(TOOLS)}, or run make check-kernels, which does so")
-    return found
-
-
-def output_of(*command: str) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if run.returncode != 0:
-        raise GateError(f"{' '.join(command)} ended with {run.returncode}: {run.stderr.strip()}")
-    return run.stdout
-
-
 NAME = re.compile(r"11step_kernelINS0_\d+(\w+?)E((?:LNS0_6FormatE|LS\d*_)\d+E(?:L(?:NS0_6FormatE|S\d*_)\d+E)*)")
 
 
@@ -184,73 +132,14 @@ def kernel_of(mangled: str) -> Kernel | None:
     return Kernel(found.group(1), (numbers[0], numbers[1], numbers[2]))
 
 
-def kernels_in(usage: str, disassembly: str) -> list[Kernel]:
-    """The specialised kernels in what cuobjdump prints."""
-    kernels: dict[str, Kernel] = {}
-    name = ""
-    for line in usage.splitlines():
-        if found := re.match(r"\s*Function (\S+):", line):
-            name = found.group(1)
-        elif (found := re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", line)) and (kernel := kernel_of(name)):
-            kernel.registers = int(found.group(1))
-            kernel.local = int(found.group(2)) + int(found.group(3))
-            kernels[name] = kernel
-    instructions: list[Instruction] | None = None
-    line_of_code = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
-    for line in disassembly.splitlines():
-        if found := re.match(r"\s*Function : (\S+)", line):
-            instructions = kernels[found.group(1)].instructions if found.group(1) in kernels else None
-        elif instructions is not None and (found := line_of_code.match(line)):
-            address, predicate, opcode, operands = found.groups()
-            instructions.append(Instruction(int(address, 16), (predicate or "").strip(), opcode, operands.strip()))
-    return list(kernels.values())
-
-
-def registers_of(operand: str, size: int) -> set[int]:
-    """Those of a value of that many bytes."""
-    found = re.match(r"R(\d+)", operand)
-    return {int(found.group(1)) + i for i in range(max(1, size // 4))} if found else set()
-
-
-def read_registers(instruction: Instruction) -> set[int]:
-    operands = instruction.operands if instruction.is_global_store else instruction.operands.partition(",")[2]
-    sizes = dict.fromkeys(re.findall(r"\bR\d+", operands), 4)
-    if instruction.is_global_store:
-        sizes |= dict.fromkeys(re.findall(r"\bR\d+", operands.rpartition(",")[2]), instruction.bytes)
-    return {register for operand, size in sizes.items() for register in registers_of(operand, size)}
-
-
-def blocks_of(kernel: Kernel) -> dict[int, list[Instruction]]:
-    """Basic blocks by their first address."""
-    code = kernel.instructions
-    begins = {code[0].address} | {target for i in code if (target := i.target) is not None}
-    for instruction, following in pairwise(code):
-        if instruction.opcode.split(".")[0] in ("BRA", "EXIT", "RET"):
-            begins.add(following.address)
-    blocks: dict[int, list[Instruction]] = {}
-    for instruction in code:
-        if instruction.address in begins:
-            current = blocks.setdefault(instruction.address, [])
-        current.append(instruction)
-    return blocks
-
-
-def is_stream_load(instruction: Instruction) -> bool:
-    """Loads of pointers and rules are "strong", the treatment's has a predicate."""
-    return instruction.is_global_load and ".STRONG" not in instruction.opcode and not instruction.predicate
-
-
-def first_loads(block: Iterable[Instruction]) -> list[Instruction]:
-    """The streams' loads that are issued before any of their values is used."""
-    loads: list[Instruction] = []
-    loaded: set[int] = set()
-    for instruction in block:
-        if loaded & read_registers(instruction):
-            break
-        if is_stream_load(instruction):
-            loads.append(instruction)
-            loaded |= registers_of(instruction.operands.split(",")[0], instruction.bytes)
-    return loads
+def kernels_in(codes: Iterable[Code]) -> list[Kernel]:
+    """The specialised kernels among them."""
+    kernels = []
+    for code in codes:
+        if kernel := kernel_of(code.name):
+            kernel.registers, kernel.local, kernel.instructions = code.registers, code.local, code.instructions
+            kernels.append(kernel)
+    return kernels
 
 
 def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int, packs: int) -> list[int]:
@@ -298,7 +187,7 @@ def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int
 
 
 def measure(kernel: Kernel) -> Measured:
-    blocks = blocks_of(kernel)
+    blocks = blocks_of(kernel.instructions)
     through = max(blocks, key=lambda block: sum(i.bytes for i in blocks[block] if is_stream_load(i)))
     loads = first_loads(blocks[through])
     elements = kernel.unit * kernel.units
@@ -350,14 +239,9 @@ def table(all_measured: Iterable[Measured]) -> str:
     return "\n".join(lines)
 
 
-def check_file(file: Path) -> list[Measured]:
-    """Measures every specialised kernel in a module or an object file."""
-    cuobjdump = tool("cuobjdump")
-    tool("nvdisasm")  # which it calls
-    options = ("-arch", ARCHITECTURE)
-    kernels = kernels_in(
-        output_of(cuobjdump, *options, "-res-usage", str(file)), output_of(cuobjdump, *options, "-sass", str(file))
-    )
+def check(codes: Iterable[Code], file: Path) -> list[Measured]:
+    """Measures every specialised kernel of a module or an object file."""
+    kernels = kernels_in(codes)
     if not kernels:
         raise GateError(f"{file} has no specialised kernels for {ARCHITECTURE}: was it built with nvcc for it?")
     return [measure(kernel) for kernel in sorted(kernels, key=lambda kernel: (kernel.rule, kernel.layout))]
@@ -387,7 +271,9 @@ def main() -> int:
     parser.add_argument("file", nargs="?", type=Path, help="a module or an object file (default: drivetrain's)")
     arguments = parser.parse_args()
     try:
-        return report(check_file(arguments.file or built_module()))
+        file = arguments.file or built_module()
+        codes = codes_of_file(file)
+        return max(report(check(codes, file)), sum_kernel_gates.report(sum_kernel_gates.check(codes)))
     except GateError as error:
         print(f"check-kernels: {error}", file=sys.stderr)
         return 2

@@ -1,14 +1,18 @@
 """Limits on the machine code of the CUDA kernels beside the element-wise step: sums, accumulation, packing.
 
-As tests/kernel_gates.py has them for the step's kernels; `make check-kernels` is to hold the built module to both. What
-is per lane counts the loads that one basic block issues before the first of their values is used.
+tests/kernel_gates.py has those of the step's kernels; `make check-kernels` holds the built module to both. Bytes per
+lane count the loads that one basic block issues before the first of their values is used.
 """
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from machine_code import Code, Instruction, blocks_of, read_registers, registers_of
 
 
 class Limits(NamedTuple):
-    """Of the kernels whose mangled names match."""
+    """Limits on the kernels whose mangled names match a pattern."""
 
     pattern: str
     most_registers: int
@@ -38,3 +42,56 @@ LIMITS = (
     Limits("12convert_rowsI.*FormatE11ELS\\d*_", most_registers=64, least_bytes=32),
     Limits("12convert_rowsI.*FormatE0ELS\\d*_2E", most_registers=64, least_bytes=128),
 )
+
+
+def bytes_under_way(block: Iterable[Instruction]) -> int:
+    """Bytes of the loads, predicated ones included, that are issued before any of their values is used."""
+    total = 0
+    loaded: set[int] = set()
+    for instruction in block:
+        if loaded & read_registers(instruction):
+            break
+        if instruction.is_global_load:
+            total += instruction.bytes
+            loaded |= registers_of(instruction.operands.split(",")[0], instruction.bytes)
+    return total
+
+
+def violations(code: Code, limits: Limits) -> list[str]:
+    """Every limit that the kernel breaks, with the value found."""
+    blocks = blocks_of(code.instructions).values()
+    barriers = sum(i.opcode.startswith("BAR") for i in code.instructions)
+    under_way = max(bytes_under_way(block) for block in blocks)
+    found = []
+    if code.registers > limits.most_registers:
+        found.append(f"registers: {code.registers}, limit: {limits.most_registers}")
+    if code.local > limits.local:
+        found.append(f"local memory: {code.local} bytes, limit: {limits.local}")
+    if barriers > limits.most_barriers:
+        found.append(f"block barriers: {barriers}, limit: {limits.most_barriers}")
+    if under_way < limits.least_bytes:
+        found.append(f"bytes under way per lane: {under_way}, limit: at least {limits.least_bytes}")
+    return found
+
+
+def check(codes: Iterable[Code]) -> dict[str, list[str]]:
+    """What each kernel breaks, by pattern and name; a pattern that no kernel has is reported, too."""
+    codes = list(codes)
+    result: dict[str, list[str]] = {}
+    for limits in LIMITS:
+        matching = [code for code in codes if re.search(limits.pattern, code.name)]
+        if not matching:
+            result[limits.pattern] = ["no kernel has this name"]
+        for code in matching:
+            result[f"{limits.pattern} {code.name}"] = violations(code, limits)
+    return result
+
+
+def report(found: dict[str, list[str]]) -> int:
+    """Prints what fails; the exit status."""
+    failed = [(name, violation) for name, all_of in found.items() for violation in all_of]
+    for name, violation in failed:
+        print(f"FAILED {name}: {violation}")
+    if not failed:
+        print(f"{len(found)} kernels of sums, accumulation and packing keep all limits")
+    return 1 if failed else 0

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import kernel_gates as gates
+import machine_code
+import sum_kernel_gates
 
 # A step of SGD in float32 as nvcc compiles it, cut down to what the gates look at: a lane has 4 elements.
 NAME = "_ZN10drivetrain5optim11step_kernelINS0_3SgdELNS0_6FormatE0ELS3_0ELS3_0EEEvNS0_13StepKernelJobE"
@@ -32,7 +34,7 @@ CODE = f"""
 
 
 def measured(usage: str = USAGE, code: str = CODE) -> gates.Measured:
-    (kernel,) = gates.kernels_in(usage, code)
+    (kernel,) = gates.kernels_in(machine_code.codes_in(usage, code))
     return gates.measure(kernel)
 
 
@@ -81,14 +83,35 @@ def test_a_load_after_the_first_use_counts_as_too_few_bytes_under_way() -> None:
 
 
 def test_formats_without_limits_are_an_error() -> None:
-    with pytest.raises(gates.GateError, match="add it there"):
+    with pytest.raises(machine_code.GateError, match="add it there"):
         gates.kernel_of(NAME.replace("FormatE0", "FormatE3"))
 
 
 def test_a_file_without_kernels_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.o").write_bytes(b"")
-    with pytest.raises(gates.GateError):
-        gates.check_file(tmp_path / "empty.o")
+    with pytest.raises(machine_code.GateError):
+        gates.check(machine_code.codes_of_file(tmp_path / "empty.o"), tmp_path / "empty.o")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "violation"),
+    [
+        ("REG:40", "REG:49", "registers: 49, limit: 48"),
+        ("STACK:0", "STACK:8", "local memory: 8 bytes, limit: 0"),
+        ("FMUL R12, R12, R20", "BAR.SYNC.DEFER_BLOCKING 0x0", "block barriers: 1, limit: 0"),
+        ("LDG.E.128 R8", "LDG.E.64 R8", "bytes under way per lane: 24, limit: at least 32"),
+    ],
+)
+def test_limits_of_other_kernels(
+    before: str, after: str, violation: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = sum_kernel_gates.Limits("11step_kernel", most_registers=48, least_bytes=32)
+    monkeypatch.setattr(sum_kernel_gates, "LIMITS", (limits,))
+    assert sum_kernel_gates.report(sum_kernel_gates.check(machine_code.codes_in(USAGE, CODE))) == 0
+    bad = machine_code.codes_in(USAGE.replace(before, after), CODE.replace(before, after))
+    assert sum_kernel_gates.report(sum_kernel_gates.check(bad)) == 1
+    assert violation in capsys.readouterr().out
+    assert sum_kernel_gates.report(sum_kernel_gates.check([])) == 1
 
 
 def test_the_built_kernels_keep_all_limits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,11 +122,12 @@ def test_the_built_kernels_keep_all_limits(capsys: pytest.CaptureFixture[str]) -
     if "90" not in _build_info.CUDA.partition(" for ")[2]:
         pytest.skip(f"drivetrain was built for other architectures than sm_90: {_build_info.CUDA}")
     try:
-        gates.tool("cuobjdump"), gates.tool("nvdisasm")
-    except gates.GateError as error:
+        machine_code.tool("cuobjdump"), machine_code.tool("nvdisasm")
+    except machine_code.GateError as error:
         pytest.skip(str(error))
-    all_measured = gates.check_file(gates.built_module())
-    status = gates.report(all_measured)
+    codes = machine_code.codes_of_file(gates.built_module())
+    all_measured = gates.check(codes, gates.built_module())
+    status = max(gates.report(all_measured), sum_kernel_gates.report(sum_kernel_gates.check(codes)))
     printed = capsys.readouterr().out
     assert status == 0, printed
     adam = {measured.kernel.layout for measured in all_measured if measured.kernel.rule == "Adam"}

@@ -460,11 +460,24 @@ def test_every_rule_is_run(repository: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert seen | {"muon_step"} == rules_of_the_sources(repository)
 
 
+def kernels_in_source(repository: Path) -> list[str]:
+    """The names of all CUDA kernels, in the order of the sources."""
+    text = "".join(file.read_text() for file in sorted((repository / "csrc").rglob("*.cu*")))
+    bounds = r"__\w+__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s+"  # with parentheses in its argument
+    kernels = re.findall(rf"__global__ void (?:{bounds})?(\w+)\(", text)
+    assert len(kernels) == len(re.findall(r"__global__ void", text))
+    return kernels
+
+
+def test_every_kernel_is_found(repository: Path) -> None:
+    kernels = kernels_in_source(repository)
+    assert {"loop_cuda", "step_kernel", "chunk_sums", "accumulate_tiles", "write_piece"} <= set(kernels)
+    assert not any(kernel.startswith("__") for kernel in kernels)
+
+
 @pytest.mark.gpu
 def test_every_kernel_is_run(repository: Path) -> None:
-    text = "".join(file.read_text() for file in (repository / "csrc").rglob("*.cu*"))
-    kernels = set(re.findall(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(", text))
-    assert {"loop_cuda", "chunk_sums", "accumulate_tiles", "write_piece"} <= kernels
+    kernels = kernels_in_source(repository)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # torch 2.11 warns without it
         gpu_kernels.run_steps("cuda")

@@ -64,7 +64,7 @@ def test_a_bit_of_1_is_true(size: int) -> None:
         small = packed(mask)
         in_bytes = torch.nn.functional.pad(mask.cpu(), (0, -size % 8)).view(-1, 8).to(torch.uint8)
         assert torch.equal(
-            small.bytes.cpu(), (in_bytes << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+            small.bytes.cpu(), (in_bytes << torch.arange(8, dtype=torch.uint8, device="cpu")).sum(1, dtype=torch.uint8)
         )
         assert small.extra is not None
         assert small.extra.tolist() == [0, 1]

@@ -38,6 +38,7 @@ VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 30.0
 
 _BEATS_PER_LIMIT = 4
+_SILENT_BEATS = 2  # a rank that publishes nothing for so many is called silent
 _SHORTEST_BEAT_S = 0.05
 _LONGEST_STORE_CALL_S = (1.0, 10.0)  # a beat, within these
 _EXIT_S = 0.5  # for the thread to end in, should the store stand still at exit
@@ -233,6 +234,7 @@ class Watched:
         self._beats = 0
         self._hang: tuple[int, str] | None = None  # the step and what was awaited there
         self._next_report_s = limit_s
+        self._listening_since = 0.0
         _add(self)
 
     @property
@@ -257,9 +259,13 @@ class Watched:
         if self._hang != (now.step, now.awaited):
             self._hang = (now.step, now.awaited)
             self._next_report_s = self._limit_s
+            self._board.read()  # what was published before does not count as heard
             self._board.begin_listening()
+            self._listening_since = time.monotonic()
         records = self._board.read()
-        if now.seconds >= self._next_report_s:
+        # Which ranks are silent is known after so long; a thread that had to wait for a core begins late.
+        has_listened = time.monotonic() - self._listening_since >= _SILENT_BEATS * self.beat_s
+        if now.seconds >= self._next_report_s and has_listened:
             self._next_report_s = 2 * now.seconds
             report = self._report(now, records)
             self._progress.set_report(now.step, report)
@@ -350,7 +356,7 @@ class Watched:
             if rank == board.rank:
                 continue
             place = (record["step"], record["place"]) if record else (0, 0)
-            is_silent = record is None or board.silence_s(rank) >= 2 * self.beat_s
+            is_silent = record is None or board.silence_s(rank) >= _SILENT_BEATS * self.beat_s
             if is_silent or place < (now.step, now.needed):
                 behind.append((place, self._describe(rank, record, is_silent, now.step)))
         if not behind:

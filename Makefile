@@ -13,13 +13,14 @@ endif
 # Per checkout and torch: an active environment may serve several.
 STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
+NVCC := $(shell command -v nvcc 2> /dev/null)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 
 # The whole suite in two processes, a file at a time: much of it waits, or has one thread's work. ARGS="..." runs in one.
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-fake-cuda faults compare accuracy bench gpu-check gpu-wheels gpu-table check-cuda-build
-.PHONY: check-kernels doctor format lint sanitize clean
+.PHONY: help train test test-fake-cuda fake-cuda-defects faults compare accuracy bench gpu-check gpu-wheels gpu-table
+.PHONY: check-cuda-build check-kernels doctor format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -34,18 +35,20 @@ compare: $(STAMPS)/built ## the same training on torch's DDP and AdamW and on ou
 accuracy: $(STAMPS)/built ## what each storage of the optimizer costs in validation loss, against torch's fp32 AdamW
 	$(PYTHON) examples/gpt/accuracy.py $(ARGS)
 
-NVCC := $(shell command -v nvcc 2> /dev/null)
-check-kernels: $(STAMPS)/built $(STAMPS)/kernel-tools ## with nvcc and no GPU: limits on the machine code of the CUDA kernels
+check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## with nvcc and no GPU: limits on the machine code of the CUDA kernels
 	$(PYTHON) tests/kernel_gates.py $(ARGS)
 
 # Threads that spin for work take the cores from the other process and from ranks: tests need twice the time with them.
 test: export OMP_WAIT_POLICY ?= passive
-test: $(STAMPS)/built $(STAMPS)/test-tools $(if $(NVCC),$(STAMPS)/kernel-tools) ## the whole test suite
+test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## the whole test suite
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_TWO))
 
 # Its own environment, because torch's CUDA build takes the CPU build's place; an active one with that torch is used.
 test-fake-cuda: ## the GPU tests on a CUDA made of the CPU, no GPU needed (PART=ci: what CI runs; SEEDS="1 2 3")
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
+
+fake-cuda-defects: ## put known defects back one at a time, and check that these tests show each (ARGS="4 7a": some)
+	python3 tests/fake_cuda/put_back.py "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
 faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip a step, bring another model
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
@@ -107,9 +110,15 @@ $(STAMPS)/build-tools: $(STAMPS)/torch
 	touch $@
 
 # Editable, so that a change of Python needs nothing and a change of csrc/ only what it touches.
+BUILD := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
-	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(BUILD) $(if $(wildcard $(STAMPS)/built-with-kernels),-Ccmake.define.DRIVETRAIN_CUDA=on)
 	touch $@
+
+# With the CUDA kernels also where torch has no CUDA: their machine code can be checked, and NCCL's transport runs on fakes.
+$(STAMPS)/built-with-kernels: $(SOURCES) $(STAMPS)/build-tools
+	$(BUILD) -Ccmake.define.DRIVETRAIN_CUDA=on
+	touch $(STAMPS)/built $@
 
 # The extras of pyproject.toml; the package itself is installed already and stays as it is, and so does torch: what
 # the frameworks that tests use ask for must not replace it.

@@ -64,6 +64,21 @@ def test_no_compiler(repository: Path, tmp_path: Path) -> None:
     assert "needs a C++20 compiler and found none: install one (g++ 11 or newer) or point CXX at yours." in said
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("DRIVETRAIN_CUDA", "OFF", "auto, on, off, emulated"),  # as CMake spells it, and would not be off
+        ("DRIVETRAIN_CUDA_RUNTIME", "dynamic", "static, shared"),
+        ("DRIVETRAIN_GROUP_SOURCES", "", "auto, on, off"),
+    ],
+)
+def test_an_option_of_the_build_with_a_value_that_it_does_not_have(
+    repository: Path, tmp_path: Path, option: str, value: str, expected: str
+) -> None:
+    said = message(configure(repository, tmp_path, dict(os.environ), f"-D{option}={value}"))
+    assert f'{option} is "{value}", expected one of: {expected}.' in said
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
 @pytest.mark.parametrize("runtime", ["static", "shared"])
 def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, runtime: str) -> None:
@@ -81,6 +96,47 @@ def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, r
         assert run.returncode == 0, run.stderr
         assert "CMake Warning" in said
         assert "Point CUDACXX at an nvcc of CUDA 11, or see that the driver is for CUDA" in said
+
+
+ALL_ARCHITECTURES = "80-real;90-real;100-real;120"
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
+@pytest.mark.parametrize(
+    ("torch_cuda", "gpus", "option", "architectures"),
+    [
+        ("None", [], "auto", None),
+        ("None", [], "on", ALL_ARCHITECTURES),
+        ("'13.0'", [], "off", None),
+        ("'13.0'", [], "auto", ALL_ARCHITECTURES),
+        ("'13.0'", [(9, 0), (9, 0)], "auto", "90-real"),
+        ("'13.0'", [(9, 0), (8, 0)], "auto", "80-real;90-real"),
+        ("'13.0'", [(9, 0), (99, 0)], "auto", ALL_ARCHITECTURES),
+    ],
+)
+def test_kernels_are_built_where_torch_has_cuda_and_for_the_gpus_there(
+    repository: Path,
+    tmp_path: Path,
+    torch_cuda: str,
+    gpus: list[tuple[int, int]],
+    option: str,
+    architectures: str | None,
+) -> None:
+    code = f"""
+class version: cuda = {torch_cuda}
+class cuda:
+    device_count = lambda: {len(gpus)}
+    get_device_capability = {gpus}.__getitem__
+__version__ = '2.13.0'
+"""
+    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DDRIVETRAIN_CUDA={option}"]
+    run = configure(repository, tmp_path, fake_torch(tmp_path, code), *options)
+    assert run.returncode == 0, run.stderr
+    (said,) = re.findall(r"CUDA kernels: (.*), NCCL", run.stdout)
+    if architectures is None:
+        assert said == "none"
+    else:
+        assert said.endswith(f" for {architectures}")
 
 
 @pytest.mark.parametrize("way", ["wrapper", "CXXFLAGS", "LDFLAGS"])

@@ -43,7 +43,7 @@ def assert_norm(optimizer: SGD, expected: float) -> None:
 
 
 def the_same_as_read(dtype: torch.dtype, layers: int, options: dict[str, Any]) -> None:
-    model = DDP(chain(dtype, layers), transport="shm", **options)
+    model = DDP(chain(dtype, layers), transport="shm", reuse_norm=True, **options)
     optimizer = asked(model)
     for _ in range(8):  # through both changes of plan
         backward(model, dtype)
@@ -59,11 +59,13 @@ def test_it_is_the_norm(on_ranks: OnRanks, dtype: torch.dtype, layers: int, opti
 
 
 def unseen_write(model: nn.Module) -> None:
-    next(model.parameters()).grad.data.mul_(3)
+    """To one element of a hundred, which is in no sample."""
+    grad = next(model.parameters()).grad
+    grad.numpy().reshape(-1)[1] = 1e4
 
 
 def comes_from_the_reduction(reuse_norm: bool) -> None:
-    """A write that nobody can see tells the two apart."""
+    """A write that is not seen tells the two apart."""
     model = DDP(chain(), transport="shm", reuse_norm=reuse_norm)
     optimizer = asked(model)
     backward(model)
@@ -83,6 +85,15 @@ def comes_from_the_reduction(reuse_norm: bool) -> None:
 @pytest.mark.parametrize("reuse_norm", [True, False])
 def test_it_comes_from_the_reduction(on_ranks: OnRanks, reuse_norm: bool) -> None:
     on_ranks(comes_from_the_reduction, reuse_norm)
+
+
+def scaled_through_data(model: DDP) -> None:
+    next(model.parameters()).grad.data.mul_(0.5)
+
+
+def scaled_through_numpy(model: DDP) -> None:
+    array = next(model.parameters()).grad.numpy()
+    array *= 0.5
 
 
 def written_since(model: DDP) -> None:
@@ -114,7 +125,7 @@ def weighted(model: DDP) -> None:
 
 
 def sees(change: Callable[[DDP], None]) -> None:
-    model = DDP(chain(), transport="shm")
+    model = DDP(chain(), transport="shm", reuse_norm=True)
     optimizer = asked(model)
     backward(model)
     change(model)
@@ -122,15 +133,39 @@ def sees(change: Callable[[DDP], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [written_since, accumulated_since, replaced_since, dropped_since, reduced_anew, weighted]
+    "change",
+    [
+        scaled_through_data,
+        scaled_through_numpy,
+        written_since,
+        accumulated_since,
+        replaced_since,
+        dropped_since,
+        reduced_anew,
+        weighted,
+    ],
 )
 def test_a_change_is_seen(on_ranks: OnRanks, change: Callable[[DDP], None]) -> None:
     on_ranks(sees, change)
 
 
+def is_not_trusted_unasked() -> None:
+    model = DDP(chain(), transport="shm")
+    optimizer = asked(model)
+    for write in (scaled_through_data, scaled_through_numpy, unseen_write):
+        backward(model)
+        write(model)
+        assert_norm(optimizer, norm_as_read(model))
+        optimizer.zero_grad()
+
+
+def test_what_cannot_be_seen_is_not_trusted_by_default(on_ranks: OnRanks) -> None:
+    on_ranks(is_not_trusted_unasked)
+
+
 def of_other_gradients() -> None:
     """Another set than the module's: a part of it, or more than it."""
-    model = DDP(chain(), transport="shm")
+    model = DDP(chain(), transport="shm", reuse_norm=True)
     optimizer = asked(model)
     own = nn.Parameter(torch.ones(3))
     part = SGD(list(model.parameters())[2:], lr=1e-4, max_grad_norm=1.0)
@@ -150,7 +185,7 @@ def of_other_gradients() -> None:
 
 
 def asked_on_one_rank() -> None:
-    model = DDP(chain(), transport="shm", **SMALL_BUCKETS)
+    model = DDP(chain(), transport="shm", reuse_norm=True, **SMALL_BUCKETS)
     optimizer = asked(model) if dist.get_rank() == 0 else None
     if optimizer is None:
         backward(model)
@@ -173,7 +208,7 @@ def parameters_without_gradients() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x)
 
-    model = DDP(Branches(), transport="shm", find_unused_parameters=True)
+    model = DDP(Branches(), transport="shm", reuse_norm=True, find_unused_parameters=True)
     optimizer = asked(model)
     for _ in range(2):
         backward(model)
@@ -182,7 +217,7 @@ def parameters_without_gradients() -> None:
 
 
 def of_a_wrapper_that_is_gone() -> None:
-    model = DDP(chain(), transport="shm")
+    model = DDP(chain(), transport="shm", reuse_norm=True)
     optimizer = asked(model)
     backward(model)
     module, before = model.module, norm_as_read(model)

@@ -25,7 +25,8 @@ class ReducedNorm {
   // What the reduction has written; none: it has not added up squares.
   void publish(Gradients gradients, std::optional<double> sum_of_squares);
   void forget();
-  // The sum, if these are the gradients and no version has moved since; they are wanted from now on.
+  // The sum, if these are the gradients, no version has moved since, and a sample of each holds the same bits; they are
+  // wanted from now on.
   std::optional<double> ask(const Gradients& gradients);
 
  private:
@@ -33,11 +34,12 @@ class ReducedNorm {
   bool is_wanted_ = false;
   Gradients gradients_;  // may be gone, unless somebody asks for the very same
   std::vector<uint32_t> versions_;
+  std::vector<uint64_t> samples_;  // a hash each
   std::optional<double> sum_of_squares_;
 };
 
-// If a reduction has left exactly these gradients, in any order, and nobody has written to them since. Writes through
-// .data or a pointer are not seen.
+// If a reduction has left exactly these gradients, in any order, and nothing has been written to them since. Of writes
+// through .data or a pointer those are seen that change an element of a sample.
 std::optional<double> known_sum_of_squares(const Gradients& gradients);
 
 }  // namespace drivetrain::grad

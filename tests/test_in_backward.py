@@ -6,6 +6,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -527,6 +528,43 @@ def test_sparse_gradients_are_refused() -> None:
     optim.SGD(words.parameters(), lr=0.1).step_in_backward(words, clip_by_previous_norm=1.0)
     with pytest.raises(RuntimeError, match=r"weight.*sparse"):
         words(torch.tensor([1, 3])).sum().backward()
+
+
+def mapped_bytes() -> int:
+    """Shared memory that this process has mapped, its own and other ranks'."""
+    mapped = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:drivetrain" in line:
+            begin, end = line.split()[0].split("-")
+            mapped += int(end, 16) - int(begin, 16)
+    return mapped
+
+
+def memory_that_is_given_back() -> None:
+    gc.collect()
+    without = mapped_bytes()
+    model = DDP(deep(), bucket_cap_mb=0.1, transport="shm")
+    arena = model.reducer.arena_bytes()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    mapped = []
+    for _ in range(3):
+        mapped.append(mapped_bytes() - without)
+        steps = optimizer.step_in_backward(model)
+        loss_of(model, torch.randn(4, 128)).backward()
+        saved = dist.get_world_size() * (arena - model.reducer.arena_bytes())
+        assert mapped_bytes() - without <= mapped[-1] - saved + 2**13
+        steps.remove()
+        loss_of(model, torch.randn(4, 128)).backward()
+        model.zero_grad()
+    assert max(mapped) == min(mapped)
+    del model, optimizer, steps
+    gc.collect()
+    assert mapped_bytes() == without
+
+
+def test_shared_memory_is_given_back(on_ranks: OnRanks) -> None:
+    """As the kernel counts it."""
+    on_ranks(memory_that_is_given_back)
 
 
 def main_gradients_keep_the_arena() -> None:

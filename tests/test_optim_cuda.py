@@ -131,6 +131,22 @@ def test_a_first_step_does_not_wait_for_the_device_either(case: str, precision: 
             optimizer.param_groups[0].update({"state_bits": 16, "master_bits": None, "rounding": "kahan"})
 
 
+def test_numbers_in_tensors_on_the_device_are_read() -> None:
+    """As torch's fused optimizers read them: the host waits for all but the learning rate."""
+    on_cpu, on_device = pair(optim.AdamW, {"betas": (0.75, 0.875), "weight_decay": 0.25})
+    (group,) = on_device.param_groups
+    group["betas"] = tuple(torch.tensor(beta, device=DEVICE) for beta in group["betas"])
+    group["weight_decay"] = torch.tensor(0.25, device=DEVICE)
+    for _ in range(2):
+        set_grads(params_of(on_cpu), params_of(on_device))
+        on_cpu.step()
+        on_device.step()
+        assert_same_bits(on_cpu, on_device)
+    group["weight_decay"] = torch.tensor(-0.25, device=DEVICE)
+    with pytest.raises(ValueError, match=r"weight_decay is -0.25, expected a finite number, 0 or above"):
+        on_device.step()
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, drivetrain.amp.GradScaler])
 def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) -> None:
     params = on_gpu(make_params())

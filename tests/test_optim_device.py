@@ -69,7 +69,7 @@ def test_states_are_made_and_converted_without_a_wait(
     def complete() -> None:
         with NoWaiting(), torch.no_grad():
             lacking = [(param, group, "parameter") for param in params]
-            optimizer._complete_states(lacking, optimizer._rule(group), [])
+            optimizer._complete_states(lacking, optimizer._rule(group), optimizer.state, [])
 
     complete()
     for param in params:
@@ -111,6 +111,18 @@ def test_a_loaded_counter_is_beside_its_parameter(fused: bool) -> None:
         assert optimizer.state[param]["step"].device == param.device
 
 
+@pytest.mark.usefixtures("_fake_cuda")
+def test_a_number_on_the_device_is_looked_at() -> None:
+    """As torch does with all but the learning rate; without memory there is no number, and that is said."""
+    params = params_on_cuda()
+    optimizer = optim.AdamW(params)
+    optimizer.param_groups[0]["weight_decay"] = torch.empty((), device="cuda")
+    for param in params:
+        param.grad = torch.empty_like(param)
+    with pytest.raises(TypeError, match=r"param_groups\[0\]: weight_decay is FakeTensor.*, expected a number"):
+        optimizer.step()
+
+
 @cases
 def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
     """Of every case and dtype, what a state is before the first step."""
@@ -122,7 +134,9 @@ def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
         written: list[Any] = []
         group = optimizer.param_groups[0]
         with torch.no_grad():
-            optimizer._complete_states([(p, group, "p") for p in params], optimizer._rule(group), written)
+            optimizer._complete_states(
+                [(p, group, "p") for p in params], optimizer._rule(group), optimizer.state, written
+            )
         initial = options.get("initial_accumulator_value", 0.0) if ours is optim.Adagrad else 0.0
         expected = complex(initial, initial) if dtype.is_complex else initial
         for param in params:

@@ -52,7 +52,8 @@ void check_hypers(py::handle hypers, size_t group) {
   while (PyDict_Next(hypers.ptr(), &position, &key, &value)) {
     const char* name = PyUnicode_AsUTF8(key);
     if (name == nullptr) throw py::error_already_set();
-    if (THPVariable_Check(value) && THPVariable_Unpack(value).is_cuda()) continue;  // to look is to wait for the device
+    // The step reads a learning rate where it is: to look at it is to wait for the device.
+    if (name == std::string_view("lr") && THPVariable_Check(value) && THPVariable_Unpack(value).is_cuda()) continue;
     const double number = PyFloat_AsDouble(value);
     if (number == -1 && PyErr_Occurred() != nullptr) {
       PyErr_Clear();

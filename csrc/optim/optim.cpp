@@ -137,6 +137,7 @@ struct StepOptions {
 class StepResult {
  public:
   py::list missing;  // (parameter, index of its group, what users call it): lacks state; nothing has happened then
+  bool has_wrappers = false;  // see StepReader; nothing has happened then either
   bool measures = false;
   GradTreatment treatment;
   at::Tensor on_device;  // the treatment, unless undefined: the host does not know it
@@ -221,7 +222,8 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   }
   reader.read();
   result.missing = reader.missing;
-  if (!reader.missing.empty()) return result;
+  result.has_wrappers = reader.has_wrappers;
+  if (result.has_wrappers || !reader.missing.empty()) return result;
   const std::vector<const Batch*> on_device = treated_on_device(reader, options);
   if (is_short(reader)) {
     run(reader, options, on_device, result);
@@ -264,9 +266,16 @@ void register_optim(py::module_& m) {
            }),
            py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
            py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false,
-           py::arg("overflow") = std::nullopt);
+           py::arg("overflow") = std::nullopt)
+      .def_readonly("grad_scale", &StepOptions::grad_scale)
+      .def_readonly("found_inf", &StepOptions::found_inf)
+      .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)
+      .def_readonly("check_finite", &StepOptions::check_finite)
+      .def_readonly("zero_grads", &StepOptions::zero_grads)
+      .def_readonly("overflow", &StepOptions::overflow);
   py::class_<StepResult>(m, "StepResult")
       .def_readonly("missing", &StepResult::missing)
+      .def_readonly("has_wrappers", &StepResult::has_wrappers)
       .def_property_readonly("is_on_device", [](const StepResult& result) { return result.on_device.defined(); })
       .def_property_readonly("grad_norm", &StepResult::grad_norm)
       .def_property_readonly("skipped", &StepResult::skipped);

@@ -108,7 +108,7 @@ double number_of(PyObject* value) {
 }
 
 // A group's hyper-parameters, from the dict that the Python class made of them. A learning rate on a device stays
-// there.
+// there; to read another number there is to wait for the device.
 // index: of the group.
 GroupNumbers numbers_of(py::handle hypers, size_t index) {
   struct Field {
@@ -129,8 +129,7 @@ GroupNumbers numbers_of(py::handle hypers, size_t index) {
       throw InvariantError(text("no rule has the hyper-parameter '", py::str(key).cast<std::string>(),
                                 "' that the optimizer class gave"));
     }
-    if (const at::Tensor* tensor = cuda_tensor(value)) {
-      DT_INVARIANT(field->value == &Hypers::lr);
+    if (const at::Tensor* tensor = cuda_tensor(value); tensor != nullptr && field->value == &Hypers::lr) {
       if (tensor->numel() != 1 || (tensor->scalar_type() != at::kFloat && tensor->scalar_type() != at::kDouble)) {
         throw UserTypeError(text("param_groups[", index, "]: lr is a tensor of ", tensor->scalar_type(), " of shape ",
                                  tensor->sizes(), ", expected one float32 or float64."));
@@ -302,6 +301,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats
   groups_.clear();
   entries_.clear();
   missing = py::list();
+  has_wrappers = false;
   for (Batch& batch : batches) {
     batch.params.clear();
     batch.copies.clear();
@@ -432,7 +432,7 @@ void StepReader::read() {
     if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
     if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
   }
-  if (!missing.empty()) return;
+  if (has_wrappers || !missing.empty()) return;
   check_apart();
   stepped_.resize(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
@@ -646,6 +646,10 @@ void StepReader::read_other(const Entry& entry) {
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   const at::Tensor& grad = param.grad();
   if (!grad.defined()) return;
+  if (param.key_set().has(c10::DispatchKey::Python)) {
+    has_wrappers = true;
+    return;
+  }
   if (const size_t index = &entry - entries_.data(); was_cast(index)) {
     throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but was ", stepped_[index].dtype,
                              " in the step before: cast it back, or make a new optimizer for it (the state can be "

@@ -153,8 +153,9 @@ class StepReader {
   // Reads all that was added. Throws what is wrong with it, naming the parameter; nothing has changed then.
   void read();
 
-  pybind11::list missing;  // (parameter, index of its group, what users call it): has a gradient but not all of its
-                           // state as it must be
+  pybind11::list missing;     // (parameter, index of its group, what users call it): has a gradient but not all of its
+                              // state as it must be
+  bool has_wrappers = false;  // a parameter with a gradient is a tensor around others (a DTensor): nothing can be done
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<Written> written;

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from . import _C
+from .optim.sharded import is_dtensor
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -46,6 +47,7 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
         ValueError: bits is neither; 24 for float16 parameters; the model has no 16-bit parameter, or some of their
             gradients are there already.
         RuntimeError: the model is wrapped already, or has main gradients.
+        NotImplementedError: a parameter is a DTensor.
     """
     if bits not in (32, 24):
         raise ValueError(f"bits is {bits}, expected 32 or 24")
@@ -63,6 +65,12 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
             raise RuntimeError(f"parameter {name!r} has a main gradient already")
         if param.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient already: call zero_grad() first")
+        if is_dtensor(param):
+            raise NotImplementedError(
+                f"parameter {name!r} is a DTensor, whose gradients others keep: under fully_shard() leave parameters "
+                "in float32 and give it mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "reduce_dtype=torch.float32), which adds gradients in float32, too."
+            )
         if bits == 24 and param.dtype != torch.bfloat16:
             raise ValueError(f"bits is 24 and parameter {name!r} is {param.dtype}, expected torch.bfloat16: use 32")
     _kept[model] = _MainGrads([param for _, param in named], torch.float32 if bits == 32 else torch.bfloat16)

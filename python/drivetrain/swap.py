@@ -11,6 +11,7 @@ import torch
 
 from drivetrain import ddp as _ddp
 from drivetrain import optim as _optim
+from drivetrain.optim import base as _base
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     A second call adds to the first: its defaults win over those of the same name, none is taken back.
 
     Args:
-        optim: Do the same for the optimizers that drivetrain.optim has.
+        optim: Do the same for the optimizers that drivetrain.optim has. Of DTensor parameters that ours cannot step
+            (Muon and Adafactor need whole matrices) the optimizer is torch's after all, with a warning.
         **ddp_defaults: Arguments for every DistributedDataParallel whose caller does not pass them.
 
     Returns:
@@ -92,6 +94,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     """
     _check_defaults(ddp_defaults)
     _ddp.defaults.update(ddp_defaults)
+    if optim:
+        _base.in_place_of.update({swap.ours: swap.original for swap in _OPTIMIZER_SWAPS})
     names = []
     for swap in (_DDP_SWAP, *(_OPTIMIZER_SWAPS if optim else ())):
         for holder in _holders(swap.original):
@@ -117,6 +121,7 @@ def uninstall() -> None:
             if holder.module_name.partition(".")[0] == "torch":
                 holder.namespace[holder.alias] = swap.original
     _rebound.clear()
+    _base.in_place_of.clear()
     _ddp.defaults.clear()
 
 

@@ -22,6 +22,7 @@ from .copies import Copies
 from .host_link import HostLink, link_of
 from .plan import Choice, choose
 from .retry import Undo, first_line, is_out_of_memory
+from .sharded import refuse_resharding
 from .trace import FORMS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
@@ -105,6 +106,7 @@ def activation_budget(
     Raises:
         ValueError: the budget is below what is possible (says the smallest that is), or not a number of bytes; the plan
             is another model's; lossy is no form.
+        NotImplementedError: fully_shard() frees parameters of the model after forward (reshard_after_forward).
         RuntimeError: step_fn does not train the model.
         torch.OutOfMemoryError: forward does not fit with nothing kept, or the step under the plan and one a tenth
             tighter: profile a part of the batch with that part of the budget. The plan holds for any batch size.
@@ -113,6 +115,7 @@ def activation_budget(
     """
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module  # what the wrapper does besides differs from step to step
+    refuse_resharding(model)
     pool = None if offload is None else _C.OffloadPool(_bytes_of(offload, 0, "offload"))
     if lossy not in (None, "bfloat16", "int8"):
         raise ValueError(f'lossy is {lossy!r}, expected "bfloat16", "int8" or None')

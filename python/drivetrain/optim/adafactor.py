@@ -34,6 +34,12 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         RuntimeError: at a step with complex parameters or sparse gradients.
     """
 
+    def _why_whole(self, param: Tensor) -> str | None:
+        return (
+            "Adafactor averages over whole rows and columns: redistribute it to Replicate(), leave it out of "
+            "fully_shard() (ignored_params), or use AdamW with state_bits=8"
+        )
+
     def _rule(self, group: dict[str, Any]) -> str:
         return "adafactor"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
-from . import precision
+from . import precision, sharded
 from .arguments import check_max_grad_norm
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .report import Counts, Report, report_of
@@ -29,6 +29,9 @@ _MAY_BE_ABSENT = {
     "nesterov",
 }
 _FOREIGN = {"alpha", "amsgrad", "betas", "centered", "dampening", "eps", "initial_accumulator_value", "lr_decay"}
+
+# Classes that stand under the name of one of torch's (drivetrain.install(optim=True)), and that one.
+in_place_of: dict[type, type] = {}
 
 # A description of every optimizer made in this process, in order; `python -m drivetrain run` prints it.
 constructed: list[str] = []
@@ -54,6 +57,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     On CUDA step() never waits for the device, and all of this is worked out there: `grad_norm` and `last_step_skipped`
     wait for it when they are read, a step that is left out gives no warning, and the states that a first step makes
     are there even if it was left out (of the rules only SGD's dampening notices: its first gradient then counts less).
+    Only a number other than the learning rate (`betas`, say) that is a tensor on CUDA makes step() wait, as in torch:
+    the host reads it.
     The step counters of parameters on CUDA are there too, in float32, as torch's fused optimizers keep them; loading a
     state moves them to where their parameter is. So a step may be captured into a CUDA graph, with any storage, once a
     step outside of it has made the states; with a learning rate in a tensor on the device, replays follow it.
@@ -73,6 +78,14 @@ class FusedOptimizer(torch.optim.Optimizer):
       (bits from the parameter's place, the step and the element's number: the same on every rank, in every run);
       "kahan", with what was left out kept in the state in the parameter's dtype, `param_compensation`.
 
+    DTensor parameters (fully_shard(), tensor parallel plans, HSDP) are stepped by each rank for its own part, with the
+    bits of a step of the whole parameter, and without communication unless the step needs a norm. States are DTensors
+    of the parameter's placements, as torch's classes leave them, and torch.distributed.checkpoint.state_dict saves and
+    loads them on any number of ranks. Three things go by the part and not by the whole: the blocks of 8-bit states,
+    which are plain tensors of this rank in `state`; `min_8bit_size`; and the element's number in stochastic rounding.
+    `max_grad_norm` clips the norm over all ranks' parts, each distinct one counted once; gradients of other placements
+    than their parameter's, partial sums say, are given those, in `.grad`.
+
     A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`). The
     arithmetic, and the names of each rule's states, are in csrc/optim/rules.h.
     """
@@ -83,7 +96,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     zero_grads_in_step: bool = False
     _max_grad_norm: float | None = None
-    _result: _C.StepResult | None = None  # of the last step
+    _result: _C.StepResult | sharded.Measured | None = None  # of the last step
+    _shards: sharded.Shards | None = None  # None: no parameter was a DTensor yet
     _precision: Mapping[str, Any] = MappingProxyType({})  # what the constructor was given of precision.DEFAULTS
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict is about
     _reader: _C.StepReader | None = None
@@ -115,6 +129,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Groups without any are as torch's, key by key.
         self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
         super().__init__(*args, **kwargs)
+        if type(self) in in_place_of.values():  # see _stay_torchs
+            return
         self._place_step_counters()
         self._step_supports_amp_scaling = self._scales_in_step
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
@@ -167,17 +183,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The group's numbers, by the names that the native rule reads; a learning rate on CUDA stays there."""
         raise NotImplementedError
 
+    def _why_whole(self, param: Tensor) -> str | None:
+        """Why the rule cannot step a part of a parameter, and what to do instead; None: it can."""
+        return None
+
     def _initial_value(self, group: dict[str, Any]) -> float:
         """Every value of a state before the first step."""
         return 0.0
 
     def _complete_states(
-        self, params: Sequence[tuple[Tensor, dict[str, Any], str]], rule: str, written: list[tuple[Tensor, str, Any]]
+        self,
+        params: Sequence[tuple[Tensor, dict[str, Any], str]],
+        rule: str,
+        states: dict[Tensor, Any],
+        written: list[tuple[Tensor, str, Any]],
     ) -> list[Tensor]:
         """Makes what the state of parameters (each with its group and label) lacks, with torch's names, and converts
         what lives otherwise than the group asks for: all in one pass per device, for which the host does not wait.
 
         Args:
+            states: of all parameters, by parameter.
             written: gets the parameters with the names of what was written or taken out ("": the parameter itself),
                 and what had been there, or None.
 
@@ -189,7 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         precisions = {id(group): precision.of(group) for _, group, _ in params}
 
         def write(param: Tensor, entries: dict[str, Tensor | None]) -> None:
-            state = self.state[param]
+            state = states[param]
             for name, value in entries.items():
                 if value is None and name not in state:
                     continue
@@ -200,7 +225,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     state[name] = value
 
         def round_anew(param: Tensor, group: dict[str, Any], label: str) -> None:
-            state = self.state[param]
+            state = states[param]
             # Only where something else was beside it may its own bits change, too.
             had_extra = any(name in state for name in precision.EXTRA_NAMES)
             before = param.detach().clone() if had_extra else None
@@ -213,11 +238,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         # Name by name, so that the steps to come find each name's tensors side by side in memory.
         for param, group, _ in params:
-            if self.state[param].get("step") is None and _C.optim_counts_steps(rule, precisions[id(group)]):
+            if states[param].get("step") is None and _C.optim_counts_steps(rule, precisions[id(group)]):
                 write(param, {"step": conversions.new_counter(_counter_device(param), step_dtype)})
         for name, kind in _C.optim_states(rule):
             for param, group, label in params:
-                state, initial = self.state[param], self._initial_value(group)
+                state, initial = states[param], self._initial_value(group)
                 entries = precision.state_as_asked(
                     state, name, kind, param, precisions[id(group)], label, initial, conversions
                 )
@@ -247,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse; the first step, which makes states, is captured into a CUDA graph.
             NotImplementedError: the parameters are on a device for which this build has no kernels, or on several
                 where max_grad_norm or a GradScaler needs them on one, or are tensor subclasses that wrap others
-                (DTensor).
+                (but DTensors).
             ValueError: the environment variable DRIVETRAIN_ISA names no instruction set of this processor.
             In every case no parameter, no state and no step counter has changed.
         """
@@ -294,7 +319,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             an object with `no_step()`, `remove()` and, with clip_by_previous_norm, `grad_norm`.
 
         Raises:
-            NotImplementedError: max_grad_norm is set; the model is wrapped into another parallel class.
+            NotImplementedError: max_grad_norm is set; the model is wrapped into another parallel class; a parameter is
+                a DTensor.
             TypeError: model is no module.
             ValueError: clip_by_previous_norm or bucket_cap_mb is not above 0; none of the model's parameters is the
                 optimizer's.
@@ -348,21 +374,46 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_groups(
         self, groups: list[dict[str, Any]], reader: _C.StepReader, options: _C.StepOptions
-    ) -> _C.StepResult:
+    ) -> _C.StepResult | sharded.Measured:
         """The step of `groups`, which are this optimizer's, or copies with some of their parameters.
 
         Args:
             reader: is quick to read again what it has read last, so best one for the same parameters each time.
         """
+
+        def run(
+            plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], treatment: _C.StepOptions
+        ) -> tuple[_C.StepResult, bool]:
+            return self._step_plain(plain_groups, state, reader, treatment)
+
+        if self._shards is None:
+            result, _ = run(groups, self.state, options)
+            if not result.has_wrappers:
+                return result
+            self._shards = sharded.Shards()
+        return self._shards.step(groups, self.state, options, self._why_whole, run)
+
+    def _step_plain(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, Any],
+        reader: _C.StepReader,
+        options: _C.StepOptions,
+    ) -> tuple[_C.StepResult, bool]:
+        """The step of parameters that are plain tensors; of others nothing happens, and the result says so.
+
+        Returns:
+            the result, and whether states were made, converted or taken out for it.
+        """
         asked = [self._asked_by(group, index) for index, group in enumerate(groups)]
         rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
-            return _C.optim_step(reader, groups, rules, hypers, precisions, self.state, fresh, options)
+            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options)
 
         result = run([])
-        if not result.missing:
-            return result
+        if result.has_wrappers or not result.missing:
+            return result, False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"drivetrain.optim.{type(self).__name__}: {result.missing[0][2]} has no state yet, and every "
@@ -374,14 +425,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             for rule in dict.fromkeys(rules):
                 lacking = [(p, groups[i], label) for p, i, label in result.missing if rules[i] == rule]
-                fresh += self._complete_states(lacking, rule, written)
+                fresh += self._complete_states(lacking, rule, state, written)
             result = run(fresh)
             skipped = not result.is_on_device and result.skipped
         finally:
             if skipped:  # a first step is yet to come
-                self._take_back(written)
+                _take_back(state, written)
         assert not result.missing, "what was made is not what the step asks for"
-        return result
+        return result, not skipped
 
     def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float | Tensor]]:
         """What a group asks of the native step: rule, storages and numbers, which that checks for their range."""
@@ -391,17 +442,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"param_groups[{index}] has no {missing}, which {type(self).__name__} needs") from missing
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"param_groups[{index}]: {error}") from error
-
-    def _take_back(self, written: list[tuple[Tensor, str, Any]]) -> None:
-        for param, name, before in reversed(written):
-            if not name:
-                param.detach().copy_(before)
-            elif before is None:
-                self.state[param].pop(name, None)
-            else:
-                self.state[param][name] = before
-            if not self.state[param]:
-                del self.state[param]
 
     def _options(self, overflow_flag: Tensor | None) -> _C.StepOptions:
         scale, found_inf = self._scalar("grad_scale", 1.0), self._scalar("found_inf", 0.0)
@@ -428,7 +468,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As torch's, and refuses the options that the constructor refuses.
 
         Raises:
-            NotImplementedError: the group sets `differentiable`.
+            NotImplementedError: the group sets `differentiable`, or has a DTensor that the rule cannot step: one that
+                is a sum yet to be reduced; one that is split between ranks, where the rule needs the whole.
             ValueError: an option or a hyper-parameter of the group is out of range, or not finite.
             TypeError: a hyper-parameter is no number.
             In every case the optimizer has the groups that it had.
@@ -440,11 +481,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         try:
+            for place, param in enumerate(self.param_groups[index]["params"]):
+                if (reason := sharded.why_not(param, self._why_whole)) is not None:
+                    self._stay_torchs(f"{sharded.label_of(self.param_groups[index], index, place)} {reason}.")
+                    return
             _C.optim_check_hypers(self._asked_by(self.param_groups[index], index)[2], index)
-        except (TypeError, ValueError):
+        except (NotImplementedError, TypeError, ValueError):
             self.param_groups.pop()
             raise
         self._step_supports_amp_scaling = self._scales_in_step
+
+    def _stay_torchs(self, reason: str) -> None:
+        """Becomes one of torch's class, in whose place this one was made: code that asked for that gets it.
+
+        Raises:
+            NotImplementedError: with the reason, where this class was asked for, or has been stepped.
+        """
+        original = in_place_of.get(type(self))
+        has_options = self.max_grad_norm is not None or self.zero_grads_in_step or bool(self._precision)
+        if original is None or has_options or self._result is not None:
+            raise NotImplementedError(reason)
+        warnings.warn(f"torch.optim.{original.__name__} is torch's here: {reason}", stacklevel=2)
+        self.__class__ = original
+        self._patch_step_function()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_max_grad_norm", "zero_grads_in_step", "_precision")
@@ -521,8 +580,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"parameter {place} of {where}: its state has no 'step', which {name} needs")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; a group with options of ours has the version of their storages, too."""
+        """As torch's; a group with options of ours has the version of their storages, too. 8-bit states of DTensors are
+        float32 DTensors in it: their blocks are cut out of a rank's part, and another number of ranks has other parts.
+        Loaded, the next step makes 8 bits of them, the same where the parts are.
+        """
         result = super().state_dict()
+        params = self._params_by_key(result)
+        result["state"] = {key: sharded.portable(params.get(key), state) for key, state in result["state"].items()}
         for group in result["param_groups"]:
             group.pop(precision.VERSION_NAME, None)
             if precision.DEFAULTS.keys() & group.keys():
@@ -536,6 +600,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                     if isinstance(value, Tensor) and name != "step":
                         self.state[param][name] = value.to(param.device)
 
+    def _params_by_key(self, state_dict: dict[str, Any]) -> dict[Any, Tensor]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return dict(zip(keys, params, strict=True))
+
     def torch_state_dict(self) -> dict[str, Any]:
         """state_dict() as torch's own class has it: compressed states as float32 tensors, step counters on the CPU
         unless the group says `fused` or `capturable`, without what is ours alone.
@@ -544,10 +613,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         float32_value().
         """
         result = self.state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        keys = [key for group in result["param_groups"] for key in group["params"]]
-        by_key = dict(zip(keys, params, strict=True))
-        result["state"] = {key: precision.plain(state, by_key[key]) for key, state in result["state"].items()}
+        params_by_key = self._params_by_key(result)
+        result["state"] = {key: precision.plain(state, params_by_key[key]) for key, state in result["state"].items()}
         for group in result["param_groups"]:
             if not (group.get("fused") or group.get("capturable")):
                 for key in group["params"]:
@@ -578,8 +645,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             if any(param is other for other in group["params"]):
-                return precision.float32_value(self.state.get(param, {}), param, group)
+                values = sharded.local_values(param, self.state.get(param, {}))
+                value = precision.float32_value(values, sharded.local_part(param), group)
+                return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
         raise KeyError(f"a parameter of shape {tuple(param.shape)} that is not in this optimizer's param_groups")
+
+
+def _take_back(states: dict[Tensor, Any], written: list[tuple[Tensor, str, Any]]) -> None:
+    for param, name, before in reversed(written):
+        if not name:
+            param.detach().copy_(before)
+        elif before is None:
+            states[param].pop(name, None)
+        else:
+            states[param][name] = before
+        if not states[param]:
+            del states[param]
 
 
 def learning_rate(group: dict[str, Any]) -> float | Tensor:

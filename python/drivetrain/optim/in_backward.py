@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..ddp import wrapper_in
+from .sharded import is_dtensor, local_sum_of_squares
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -63,6 +64,12 @@ class StepInBackward:
             what = f"the model, a {type(model).__name__}, has no parameter of this {type(optimizer).__name__}"
             raise ValueError(f"{what} that requires a gradient: give the module that the optimizer was made for.")
         self._ddp = wrapper_in(model, "step_in_backward()")
+        for param, name in self._names.items():
+            if is_dtensor(param):
+                raise NotImplementedError(
+                    f"parameter {name!r} is a DTensor: step_in_backward() is for plain parameters; call step() after "
+                    "backward (fully_shard() frees the gradients that it has reduced by itself)."
+                )
         for param, name in self._names.items():
             if is_stepped_in_backward(param):
                 raise RuntimeError(f"parameter {name!r} is stepped in backward by another optimizer already")
@@ -191,11 +198,7 @@ class StepInBackward:
         """What gradients are divided by, given the norm of the backward before; this one's is added up."""
         if any(grad.layout != torch.strided for grad in grads):
             return self.divisor  # the step says what is wrong with them
-        if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
-            squares = torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
-        else:
-            squares = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).double().square().sum()
-        squares = squares / self.divisor**2
+        squares = local_sum_of_squares(grads) / self.divisor**2
         self._squares = squares if self._squares is None else self._squares + squares
         if self._norm is None:
             return self.divisor

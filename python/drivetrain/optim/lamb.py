@@ -78,6 +78,12 @@ class LAMB(FusedOptimizer, _LAMBArguments):
         ValueError: hyper-parameters out of range.
     """
 
+    def _why_whole(self, param: Tensor) -> str | None:
+        return (
+            "LAMB needs the norm of whole parameters: redistribute it to Replicate(), leave it out of "
+            "fully_shard() (ignored_params), or use AdamW"
+        )
+
     def _rule(self, group: dict[str, Any]) -> str:
         return "lamb"
 

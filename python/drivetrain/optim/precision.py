@@ -155,15 +155,29 @@ def float32_value(state: dict[str, Any], param: Tensor, group: Group) -> Tensor:
     return _C.optim_load_param(param, None if extra is None else state.get(extra[0])).clone()
 
 
-def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state as torch's class has it for a float32 parameter: every compressed entry as float32, no extras."""
+def is_of_blocks(name: str) -> bool:
+    """Whether a state's entry is 8-bit codes or their scales."""
+    return name.endswith(("_codes", "_scales"))
+
+
+def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with its 8-bit entries as float32 tensors under their plain names."""
     result = {}
     for name, value in state.items():
-        if name in EXTRA_NAMES or name.endswith("_scales"):
-            continue
         if name.endswith("_codes"):
             name = name.removesuffix("_codes")
             value = _C.optim_load_state(value, state.get(scales_name(name)))
+        if not name.endswith("_scales"):
+            result[name] = value
+    return result
+
+
+def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state as torch's class has it for a float32 parameter: every compressed entry as float32, no extras."""
+    result = {}
+    for name, value in without_blocks(state).items():
+        if name in EXTRA_NAMES:
+            continue
         is_values = isinstance(value, Tensor) and name != "step" and value.is_floating_point()
         if is_values and value.dtype != param.dtype:
             value = value.float()

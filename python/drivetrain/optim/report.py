@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sharded
+
 MIB = 2**20
 
 
@@ -91,10 +93,10 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
     num_elements = moved = 0
     on_cpu = optimizer.is_on_cpu
     lost = {}
-    for label, param, grad, group in _with_gradient(optimizer):
-        state = {name: value for name, value in optimizer.state.get(param, {}).items() if name != "step"}
+    for label, param, grad, group, state in _with_gradient(optimizer):
         num_elements += param.numel()
         entries = {"parameters": param, "gradients": grad, **state}
+        entries.pop("step", None)
         for name, tensor in entries.items():
             size = tensor.numel() * tensor.element_size()
             sizes[name] = sizes.get(name, 0) + size
@@ -103,31 +105,36 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
         passes = (optimizer.max_grad_norm is not None) + bool(optimizer.zero_grads_in_step)
         moved += passes * grad.numel() * grad.element_size()
         if param.dtype in (torch.bfloat16, torch.float16) and "param_remainder" not in state:
-            share = _lost_share(optimizer, param, group)
+            share = _lost_share(optimizer, param, grad, group, state)
             if share is not None:
                 lost[label] = share
     bandwidth = _triad_bandwidth() if on_cpu and num_elements else None
     return Report(num_elements, sizes, moved, counts.seconds or None if on_cpu else None, bandwidth, counts, lost)
 
 
-def _with_gradient(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any]]]:
+def _with_gradient(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any], dict[str, Any]]]:
+    """Label, parameter, gradient, group and state; of DTensors this rank's part."""
     for g, group in enumerate(optimizer.param_groups):
         for i, param in enumerate(group["params"]):
             if param.grad is not None:
                 names = group.get("param_names")
-                yield (names[i] if names else f"param_groups[{g}] {i}"), param, param.grad, group
+                label = names[i] if names else f"param_groups[{g}] {i}"
+                state = sharded.local_values(param, optimizer.state.get(param, {}))
+                yield label, sharded.local_part(param), sharded.local_part(param.grad), group, state
 
 
-def _lost_share(optimizer: Any, param: Tensor, group: dict[str, Any]) -> float | None:
+def _lost_share(
+    optimizer: Any, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]
+) -> float | None:
     """Makes the step on copies, once as it is and once in float32; None: this parameter's rounding loses nothing."""
-    if group.get("rounding", "nearest") != "nearest" or group.get("master_bits") is not None or param.grad is None:
+    if group.get("rounding", "nearest") != "nearest" or group.get("master_bits") is not None:
         return None
     with torch.no_grad():
         results = []
         for dtype in (param.dtype, torch.float32):
             copy = param.detach().to(dtype, copy=True).requires_grad_()
-            copy.grad = param.grad.to(dtype)
-            _twin(optimizer, param, group, copy).step()
+            copy.grad = grad.to(dtype)
+            _twin(optimizer, group, state, copy).step()
             results.append(copy.detach())
         stored, exact = results
         changes = exact != param.float()
@@ -135,9 +142,9 @@ def _lost_share(optimizer: Any, param: Tensor, group: dict[str, Any]) -> float |
         return lost.sum().item() / max(1, changes.sum().item())
 
 
-def _twin(optimizer: Any, param: Tensor, group: dict[str, Any], copy: Tensor) -> Any:
-    """An optimizer of the same class for `copy` alone, with the state of `param`; clips nothing."""
-    state = {name: value.clone() for name, value in optimizer.state.get(param, {}).items()}
+def _twin(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
+    """An optimizer of the same class for `copy` alone, with a copy of that state; clips nothing."""
+    state = {name: value.clone() for name, value in state.items()}
     twin: Any = object.__new__(type(optimizer))
     twin.__setstate__(
         optimizer.__getstate__()

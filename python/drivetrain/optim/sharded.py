@@ -1,0 +1,355 @@
+"""Parameters that are DTensors (FSDP2, tensor parallelism, HSDP): a rank steps its own part of each.
+
+Everything here turns DTensors into the plain tensors that the native step takes, and its results back into DTensors of
+the parameter's placements, which torch.distributed.checkpoint can save and load on another number of ranks.
+"""
+
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _C
+from . import precision
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+Group = dict[str, Any]
+
+
+def is_dtensor(value: object) -> "TypeIs[DTensor]":
+    """Whether it is a DTensor. There are none before torch's module is imported, which takes a while."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without a copy; any other tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    local = tensor._local_tensor  # to_local() of thousands takes longer than their step
+    return local if type(local) is Tensor else local.wait() if hasattr(local, "wait") else local  # of a collective
+
+
+def split_dims(tensor: "DTensor") -> tuple[int, ...]:
+    """The dimensions of the mesh along which ranks have different parts of the tensor."""
+    mesh = tensor.device_mesh
+    return tuple(dim for dim, place in enumerate(tensor.placements) if not place.is_replicate() and mesh.size(dim) > 1)
+
+
+def as_shard_of(param: "DTensor", local: Tensor) -> Tensor:
+    """A DTensor that has the parameter's placements, of which this rank has the part `local`."""
+    from torch.distributed.tensor import DTensor  # not before there is one: the import takes a while
+
+    shape, stride = (param.shape, param.stride()) if local.shape == param.to_local().shape else (None, None)
+    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+def replicated(value: Tensor, like: "DTensor") -> Tensor:
+    """A value that every rank of a DTensor's mesh has, as a DTensor there."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def placed_as(param: "DTensor", value: "DTensor", what: str) -> "DTensor":
+    """`value`, moved between ranks if its placements are not the parameter's: a partial sum is reduced then.
+
+    Raises:
+        ValueError: it is on another mesh.
+    """
+    found, wanted = value._spec, param._spec
+    if found is wanted or (found.mesh is wanted.mesh and found.placements == wanted.placements):
+        return value
+    if found.mesh != wanted.mesh:
+        raise ValueError(f"{what} is on {found.mesh}, but its parameter on {wanted.mesh}")
+    if found.placements == wanted.placements or value.shape != param.shape:
+        return value
+    return value.redistribute(placements=param.placements)
+
+
+def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
+    """Gives a DTensor's gradient the parameter's placements.
+
+    Raises:
+        TypeError: the gradient is no DTensor.
+    """
+    grad = param.grad
+    if grad is None or not is_dtensor(param):
+        return
+    if not is_dtensor(grad):
+        raise TypeError(f"{label()} is a DTensor, but its gradient is a {type(grad).__name__}: expected a DTensor")
+    placed = placed_as(param, grad, "its gradient")
+    if placed is not grad:
+        param.grad = placed
+
+
+WhyWhole = Callable[[Tensor], str | None]  # why a rule needs the whole of a parameter; None: it does not
+
+
+def why_not(param: Tensor, why_whole: WhyWhole) -> str | None:
+    """Why an optimizer here cannot step the parameter, or None."""
+    if not is_dtensor(param):
+        return None
+    where = f"is a DTensor with placements {tuple(param.placements)}"
+    if any(place.is_partial() for place in param.placements):
+        return f"{where}, a sum that is not reduced: redistribute it to Replicate() or Shard(dim) before training"
+    if split_dims(param) and (reason := why_whole(param)) is not None:
+        return f"{where}, and {reason}"
+    return None
+
+
+def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
+    """Of all gradients of parameters, where every element counts once however many ranks have a copy of it.
+
+    Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
+    (settle_gradient()); those of plain tensors count as what every rank has.
+
+    Returns:
+        float64 [], on the device of the gradients; the same on every rank of the meshes.
+    """
+    parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+    for param in params:
+        part = parts[(param.device_mesh, split_dims(param)) if is_dtensor(param) else (None, ())]
+        if param.grad is not None:  # a rank without one takes part in the sum all the same
+            part.append(local_part(param.grad))
+    total: Tensor | None = None
+    for (mesh, dims), grads in parts.items():
+        squares = local_sum_of_squares(grads)
+        if mesh is not None:
+            squares = _summed(squares, mesh, dims)
+        total = squares if total is None else total.to(squares.device) + squares
+    return torch.zeros((), dtype=torch.float64) if total is None else total
+
+
+def local_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Of plain tensors on one device: float64 [] there."""
+    grads = [grad for grad in grads if grad.numel() > 0]
+    if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
+        return torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
+    dtype = torch.float64 if grads[0].real.dtype == torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum()
+
+
+def _summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
+    """Over those dimensions of a mesh. The values may be elsewhere than its process groups work: offloaded ones are."""
+    there = values.to(mesh.device_type)
+    for dim in dims:
+        dist.all_reduce(there, group=mesh.get_group(dim))
+    return there.to(values.device)
+
+
+@dataclass
+class Measured:
+    """The result of a step whose norm was measured over the mesh before it."""
+
+    native: _C.StepResult
+    norm: Tensor
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the result is known to the device alone."""
+        return self.native.is_on_device
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return self.native.skipped
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all gradients, on all ranks."""
+        return float(self.norm)
+
+
+@dataclass
+class _Alias:
+    """A DTensor parameter and the plain tensor that the native step is given for it, which shares its memory."""
+
+    param: "DTensor"
+    local: Tensor
+    plain: Tensor
+
+
+class Shards:
+    """The parameters of one optimizer as plain tensors. Kept from step to step, as the native reader knows them."""
+
+    def __init__(self) -> None:
+        self._aliases: dict[int, _Alias] = {}  # by the id of the parameter
+
+    def step(
+        self,
+        groups: list[Group],
+        state: dict[Tensor, Any],
+        options: _C.StepOptions,
+        why_whole: WhyWhole,
+        run: Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]],
+    ) -> "_C.StepResult | Measured":
+        """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
+
+        Args:
+            why_whole: see why_not().
+            run: the step of plain tensors; returns whether it has made or taken out states, too.
+        """
+        aliases: dict[int, _Alias] = {}
+        local_state: dict[Tensor, Any] = defaultdict(dict)
+        local_groups: list[Group] = []
+        try:
+            for index, group in enumerate(groups):
+                plain = []
+                for place, param in enumerate(group["params"]):
+                    plain.append(param)
+                    if is_dtensor(param):
+                        label = functools.partial(label_of, group, index, place)
+                        alias = aliases[id(param)] = self._alias(param, state, why_whole, label)
+                        plain[-1] = alias.plain
+                        settle_gradient(param, label)
+                        _set_grad(alias.plain, param.grad)
+                    if param in state:
+                        local_state[plain[-1]] = local_values(param, state[param])
+                local_groups.append({**group, "params": plain})
+            self._aliases = aliases
+            norm, options = self._treated(groups, options)
+            stepped = [param for group in groups for param in group["params"] if param.grad is not None]
+            result, has_new_states = run(local_groups, local_state, options)
+            if result.has_wrappers:
+                _refuse_wrappers(local_groups)
+            if has_new_states:
+                self._write_back(state, local_state, groups, local_groups)
+            if not result.is_on_device and result.skipped:
+                return result if norm is None else Measured(result, norm)
+            torch.autograd.graph.increment_version([param for param in stepped if is_dtensor(param)])
+            return result if norm is None else Measured(result, norm)
+        finally:
+            for alias in aliases.values():
+                alias.plain.grad = None
+
+    def _alias(
+        self, param: "DTensor", state: dict[Tensor, Any], why_whole: WhyWhole, label: Callable[[], str]
+    ) -> _Alias:
+        """That of the step before, if it still is one."""
+        local, before = local_part(param), self._aliases.get(id(param))
+        if before is not None and before.param is param:
+            if before.local is local:
+                return before
+            if before.local.dtype != local.dtype and state.get(param):
+                raise TypeError(
+                    f"{label()} is {local.dtype} but was {before.local.dtype} in the step before: cast it back, or "
+                    "make a new optimizer for it (the state can be taken along with load_state_dict)."
+                )
+        if (reason := why_not(param, why_whole)) is not None:
+            raise NotImplementedError(f"{label()} {reason}.")
+        return _Alias(param, local, local.detach())
+
+    @staticmethod
+    def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | None, _C.StepOptions]:
+        """The norm of all gradients on all ranks, if it is asked for, and the options that clip by it."""
+        if options.max_grad_norm is None and not options.check_finite:
+            return None, options
+        params = [param for group in groups for param in group["params"]]
+        scale: Any = options.grad_scale
+        norm = sum_of_squares(params).sqrt() / scale
+        is_bad = ~norm.isfinite()
+        if options.max_grad_norm is not None:
+            scale = scale / (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        found: Any = is_bad.float()
+        if isinstance(options.found_inf, Tensor):
+            found = torch.maximum(found, options.found_inf.to(found))
+        else:
+            found = found.clamp(min=options.found_inf)
+        if options.overflow is not None:
+            options.overflow.copy_(is_bad)
+        if not norm.is_cuda:
+            scale, found = float(scale), float(found)
+        return norm, _C.StepOptions(grad_scale=scale, found_inf=found, zero_grads=options.zero_grads)
+
+    @staticmethod
+    def _write_back(
+        state: dict[Tensor, Any],
+        local_state: dict[Tensor, Any],
+        groups: list[Group],
+        local_groups: list[Group],
+    ) -> None:
+        """Takes over what the step has made or taken out of the states."""
+        for group, local_group in zip(groups, local_groups, strict=True):
+            for param, plain in zip(group["params"], local_group["params"], strict=True):
+                if plain not in local_state:
+                    continue
+                local_values = local_state[plain]
+                if not is_dtensor(param):
+                    state[param] = local_values
+                    continue
+                values = state[param]
+                for name in [name for name in values if name not in local_values]:
+                    del values[name]
+                for name, value in local_values.items():
+                    if name not in values or _local_value(values[name]) is not value:
+                        values[name] = _shared_value(param, name, value)
+
+
+def label_of(group: Group, index: int, place: int) -> str:
+    """What users call the parameter at that place of param_groups[index]."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][place]!r}"
+    return f"parameter {place} of param_groups[{index}] (shape {list(group['params'][place].shape)})"
+
+
+def _refuse_wrappers(groups: list[Group]) -> None:
+    for index, group in enumerate(groups):
+        for place, param in enumerate(group["params"]):
+            if param.grad is not None and torch._C._dispatch_keys(param).has(torch._C.DispatchKey.Python):
+                raise NotImplementedError(
+                    f"{label_of(group, index, place)}: it is a tensor subclass that wraps others (a "
+                    f"{type(param).__name__}), which drivetrain's optimizers do not support: use torch.optim for it."
+                )
+
+
+def _set_grad(plain: Tensor, grad: Tensor | None) -> None:
+    if grad is None:
+        plain.grad = None
+        return
+    local = local_part(grad)
+    if local.dtype != plain.dtype:
+        plain.grad_dtype = local.dtype
+    plain.grad = local
+
+
+def _local_value(value: Any) -> Any:
+    return local_part(value) if isinstance(value, Tensor) else value
+
+
+def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with this rank's part of each DTensor; those get the parameter's placements first."""
+    if not is_dtensor(param):
+        return values
+    for name, value in values.items():
+        if is_dtensor(value):
+            values[name] = placed_as(param, value, f"a state {name!r}")
+    return {name: _local_value(value) for name, value in values.items()}
+
+
+def _shared_value(param: "DTensor", name: str, value: Any) -> Any:
+    """A state entry as a DTensor, if it is one value per element. Blocks of 8-bit codes are cut out of this rank's
+    part and mean nothing to another one."""
+    is_local = name == "step" or precision.is_of_blocks(name)
+    return value if is_local or not isinstance(value, Tensor) else as_shard_of(param, value)
+
+
+def portable(param: Tensor | None, values: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state as every number of ranks can load it: 8-bit entries of a DTensor as float32 DTensors."""
+    if param is None or not is_dtensor(param) or not any(precision.is_of_blocks(name) for name in values):
+        return values
+    result = {}
+    for name, value in precision.without_blocks(values).items():
+        result[name] = value if is_dtensor(value) else _shared_value(param, name, value)
+    return result

@@ -1,0 +1,593 @@
+"""DTensor parameters (FSDP2, tensor parallelism, HSDP): steps against torch's and against those of whole tensors."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import drivetrain
+from drivetrain import optim
+from drivetrain.amp import GradScaler
+
+Run = Callable[..., list[Any]]
+
+# Even parts on two and four ranks, uneven ones, some of 0 elements, and a single element.
+SHAPES = [(8, 6), (512, 3), (5, 3), (1,), (3, 2, 2), (16,)]
+ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {}),
+    ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Adagrad", {"lr_decay": 0.1}),
+]
+
+
+def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(sizes) :]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def make(mesh: DeviceMesh, placements: list[Any], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(distribute_tensor(values(shape, seed, dtype), mesh, placements))
+        for seed, shape in enumerate(SHAPES)
+    ]
+
+
+def set_grads(params: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
+    """The same gradients of the whole for DTensors and for plain tensors."""
+    for index, param in enumerate(params):
+        grad = (factor * values(tuple(param.shape), 100 * step + index)).to(param.dtype)
+        if isinstance(param, DTensor):
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        else:
+            param.grad = grad
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_equal(ours: list[Any], expected: list[Any]) -> None:
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(whole(a).detach(), whole(b).detach(), rtol=0, atol=0)
+
+
+def _placements(kind: str) -> tuple[DeviceMesh, list[Any]]:
+    size = dist.get_world_size()
+    if kind == "hsdp":
+        return mesh_of(2, size // 2), [Replicate(), Shard(0)]
+    if kind == "two":
+        return mesh_of(2, size // 2), [Shard(0), Shard(0)]
+    return mesh_of(size), [Shard(0) if kind == "shard" else Replicate()]
+
+
+def _step_elementwise(name: str, options: dict[str, Any], kind: str) -> None:
+    mesh, placements = _placements(kind)
+    sharded = make(mesh, placements)
+    plain = [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    theirs = make(mesh, placements)
+    extra = [nn.Parameter(values((7,), 50)) for _ in range(2)]  # a plain tensor among DTensors
+    ours = getattr(optim, name)([*sharded, extra[0]], lr=1e-2, **options)
+    unsharded = getattr(optim, name)([*plain, extra[1]], lr=1e-2, **options)
+    torchs = getattr(torch.optim, name)(theirs, lr=1e-2, **options)
+    for step in range(3):
+        set_grads([*sharded, extra[0]], step)
+        set_grads([*plain, extra[1]], step)
+        set_grads(theirs, step)
+        for optimizer in (ours, unsharded, torchs):
+            optimizer.step()
+    assert_equal([*sharded, extra[0]], [*plain, extra[1]])
+    for mine, torchs_param in zip(sharded, theirs, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), torchs_param.full_tensor())
+        state, expected = ours.state[mine], torchs.state[torchs_param]
+        assert state.keys() == expected.keys()
+        for entry, value in state.items():
+            assert type(value) is type(expected[entry]), entry
+            if isinstance(value, DTensor):
+                assert value.placements == mine.placements
+                assert (value.shape, value.stride()) == (mine.shape, mine.stride())
+    # What the step was given is not kept.
+    for param in sharded:
+        param.grad = None
+    before = [param.full_tensor().clone() for param in sharded]
+    ours.step()
+    assert_equal(sharded, before)
+
+
+@pytest.mark.parametrize(("name", "options"), ELEMENTWISE, ids=[name for name, _ in ELEMENTWISE])
+@pytest.mark.parametrize("kind", ["shard", "replicate"])
+def test_elementwise_rules_step_their_part_with_the_bits_of_the_whole(
+    on_ranks: Run, name: str, options: dict[str, Any], kind: str
+) -> None:
+    on_ranks(_step_elementwise, name, options, kind)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "two", "shard"])
+def test_elementwise_rules_on_four_ranks(on_four_ranks: Run, kind: str) -> None:
+    on_four_ranks(_step_elementwise, *ELEMENTWISE[0], kind)
+
+
+def _low_precision(options: dict[str, Any]) -> None:
+    mesh = mesh_of(2)
+    sharded = make(mesh, [Shard(0)], torch.bfloat16)
+    plain = [nn.Parameter(values(shape, seed, torch.bfloat16)) for seed, shape in enumerate(SHAPES)]
+    ours = optim.AdamW(sharded, lr=1e-2, **options)
+    unsharded = optim.AdamW(plain, lr=1e-2, **options)
+    for step in range(3):
+        set_grads(sharded, step)
+        set_grads(plain, step)
+        ours.step()
+        unsharded.step()
+    assert_equal(sharded, plain)
+    assert_equal([ours.float32_value(param) for param in sharded], [unsharded.float32_value(param) for param in plain])
+    for param in sharded:
+        for name, value in ours.state[param].items():
+            assert isinstance(value, DTensor) == (name != "step" and not name.endswith(("codes", "scales"))), name
+    report = ours.report()
+    assert report.num_elements == sum(param.to_local().numel() for param in sharded)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"master_bits": 32, "state_bits": 16},
+        {"master_bits": 24, "state_bits": 32},
+        {"rounding": "kahan"},
+        # Of (512, 3) each of two ranks has three blocks of 256.
+        {"master_bits": 24, "state_bits": 8, "min_8bit_size": 700},
+    ],
+    ids=["plain", "remainder16", "remainder8", "kahan", "codes"],
+)
+def test_storages_follow_the_part(on_ranks: Run, options: dict[str, Any]) -> None:
+    on_ranks(_low_precision, options)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 48)
+        self.second = nn.Linear(48, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.relu(self.first(inputs)))
+        return result
+
+
+def _net(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    net = Net()
+    if mesh is not None:
+        fully_shard(net.first, mesh=mesh, **options)
+        fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        net(values((4, 64), step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save(folder: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Trains three steps, saves after them, and trains two more."""
+    net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, **options)
+    _train(net, optimizer, range(3))
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    moments = {}
+    for name, param in net.named_parameters():
+        moments[f"{name} exp_avg"] = whole(get_optimizer_state_dict(net, optimizer)["state"][name]["exp_avg"]).clone()
+        moments[name] = whole(param).detach().clone()
+    _train(net, optimizer, range(3, 5))
+    return [whole(param).detach() for param in net.parameters()], moments
+
+
+def _load(folder: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, **options)
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    net.load_state_dict(state["model"])
+    set_optimizer_state_dict(net, optimizer, state["optim"])
+    moments = {}
+    for name, param in net.named_parameters():
+        moments[name] = whole(param).detach().clone()
+        moments[f"{name} exp_avg"] = whole(optimizer.state[param]["exp_avg"]).clone()
+    _train(net, optimizer, range(3, 5))
+    return [whole(param).detach() for param in net.parameters()], moments
+
+
+@pytest.mark.parametrize("options", [{}, {"state_bits": 8, "min_8bit_size": 1}], ids=["plain", "codes"])
+def test_checkpoint_of_two_ranks_goes_on_at_two_and_at_four(
+    on_ranks: Run, on_four_ranks: Run, tmp_path: Any, options: dict[str, Any]
+) -> None:
+    params, moments = on_ranks(_save, str(tmp_path / "saved"), options)[0]
+    again, loaded = on_ranks(_load, str(tmp_path / "saved"), options)[0]
+    assert_equal([loaded[name] for name in moments], list(moments.values()))
+    for a, b in zip(again, params, strict=True):  # to the last bit, but for scales of 8-bit states
+        torch.testing.assert_close(a, b, rtol=1e-6 if options else 0.0, atol=1e-7 if options else 0.0)
+    elsewhere, loaded = on_four_ranks(_load, str(tmp_path / "saved"), options)[0]
+    assert_equal([loaded[name] for name in moments], list(moments.values()))
+    tolerance = {"rtol": 0.0, "atol": 2e-3} if options else {}  # blocks of other elements have other scales
+    for a, b in zip(elsewhere, params, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)  # type: ignore[arg-type]
+
+
+def _norms(kind: str, factor: float) -> None:
+    mesh, placements = _placements(kind)
+    sharded = make(mesh, placements)
+    plain = [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    extra = [nn.Parameter(values((7,), 50)) for _ in range(2)]
+    ours = optim.AdamW([*sharded, extra[0]], max_grad_norm=1.0)
+    unsharded = optim.AdamW([*plain, extra[1]], max_grad_norm=1.0)
+    for step in range(2):
+        set_grads([*sharded, extra[0]], step, factor)
+        set_grads([*plain, extra[1]], step, factor)
+        grads = [param.grad for param in [*plain, extra[1]] if param.grad is not None]
+        expected = torch.nn.utils.get_total_norm(grads).item()
+        ours.step()
+        unsharded.step()
+        assert ours.grad_norm == pytest.approx(expected, rel=1e-6)
+        for a, b in zip([*sharded, extra[0]], [*plain, extra[1]], strict=True):
+            torch.testing.assert_close(whole(a), b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(whole(a.grad), b.grad, rtol=1e-6, atol=1e-7)  # clipped, in `.grad`
+    before = [whole(param).detach().clone() for param in sharded]
+    set_grads([*sharded, extra[0]], 0)
+    if dist.get_rank() % 2 == 1:  # in some ranks' part, and in all copies of that
+        sharded[1].grad.to_local()[0] = float("inf")  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="the step was left out"):
+        ours.step()
+    assert ours.last_step_skipped
+    assert_equal(sharded, before)
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1.0])
+def test_norm_counts_every_distinct_part_once(on_ranks: Run, factor: float) -> None:
+    on_ranks(_norms, "shard", factor)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "two"])
+def test_norm_on_meshes_of_two_dimensions(on_four_ranks: Run, kind: str) -> None:
+    on_four_ranks(_norms, kind, 1.0)
+
+
+def _clip_grad_norm(kind: str, max_norm: float) -> None:
+    mesh, placements = _placements(kind)
+    params, theirs = make(mesh, placements), make(mesh, placements)
+    set_grads(params, 0)
+    set_grads(theirs, 0)
+    versions = [param.grad._version for param in params if param.grad is not None]
+    norm = drivetrain.clip_grad_norm_(params, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert isinstance(norm, DTensor)
+    assert isinstance(expected, DTensor)
+    torch.testing.assert_close(norm.full_tensor(), expected.full_tensor())
+    assert norm.item() == norm.full_tensor().item()
+    for a, b in zip(params, theirs, strict=True):
+        torch.testing.assert_close(whole(a.grad), whole(b.grad))
+    clipped = [param.grad._version for param in params if param.grad is not None]
+    assert all((new > old) == (max_norm < 10) for new, old in zip(clipped, versions, strict=True))
+    set_grads(params, 0)
+    if dist.get_rank() % 2 == 0:
+        params[0].grad.to_local()[0] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        drivetrain.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_grad_norm(on_ranks: Run, max_norm: float) -> None:
+    on_ranks(_clip_grad_norm, "shard", max_norm)
+
+
+def test_clip_grad_norm_with_replicas(on_four_ranks: Run) -> None:
+    on_four_ranks(_clip_grad_norm, "hsdp", 0.5)
+
+
+def _partial_gradients() -> None:
+    mesh = mesh_of(2)
+    for placement in (Replicate(), Shard(0)):
+        param = nn.Parameter(distribute_tensor(values((4, 3), 0), mesh, [placement]))
+        twin = nn.Parameter(values((4, 3), 0))
+        local = values((4, 3), 1) * (dist.get_rank() + 1)
+        param.grad = DTensor.from_local(local, mesh, [Partial()])
+        twin.grad = values((4, 3), 1) * 3
+        for one in (param, twin):
+            optimizer = optim.AdamW([one], lr=0.1, max_grad_norm=1.0)
+            optimizer.step()
+            assert optimizer.grad_norm == pytest.approx(3 * values((4, 3), 1).norm().item(), rel=1e-6)
+        assert isinstance(param.grad, DTensor)
+        assert param.grad.placements == (placement,)
+        torch.testing.assert_close(whole(param), twin.data)
+        param.grad = DTensor.from_local(local, mesh, [Partial()])
+        norm = drivetrain.clip_grad_norm_([param], 1.0)
+        assert norm.item() == pytest.approx(3 * values((4, 3), 1).norm().item(), rel=1e-6)
+
+
+def test_gradients_that_are_partial_sums_are_reduced(on_ranks: Run) -> None:
+    on_ranks(_partial_gradients)
+
+
+def _scaler() -> None:
+    params = make(mesh_of(2), [Shard(0)])
+    optimizer = optim.AdamW(params)
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=8.0)):
+        set_grads(params, 1)
+        scaler.scale(torch.ones(()))
+        if dist.get_rank() == 0:
+            params[1].grad.to_local()[0] = float("inf")  # type: ignore[union-attr]
+        before = [whole(param).detach().clone() for param in params]
+        scaler.step(optimizer)
+        scaler.update()
+        assert_equal(params, before)
+        assert scaler.get_scale() == 4.0  # on the rank whose part is finite, too
+
+
+def test_an_overflow_in_one_part_leaves_the_step_out_everywhere(on_ranks: Run) -> None:
+    on_ranks(_scaler)
+
+
+def _versions() -> None:
+    (param,) = make(mesh_of(2), [Shard(0)])[:1]
+    optimizer = optim.SGD([param], lr=0.1)
+    loss = (param * param).sum()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autograd_sees_that_the_step_has_written(on_ranks: Run) -> None:
+    on_ranks(_versions)
+
+
+def _cast() -> None:
+    params = make(mesh_of(2), [Shard(0)])
+    module = nn.ParameterList(params)
+    optimizer = optim.AdamW(params)
+    set_grads(params, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    module.bfloat16()
+    cast = list(module)
+    assert all(a is b for a, b in zip(cast, params, strict=True))
+    set_grads(params, 1)
+    for _ in range(2):
+        with pytest.raises(
+            TypeError, match=r"parameter 0 .* is torch.bfloat16 but was torch.float32 in the step before"
+        ):
+            optimizer.step()
+
+
+def test_a_cast_between_steps_is_refused(on_ranks: Run) -> None:
+    on_ranks(_cast)
+
+
+def _refusals() -> None:
+    mesh = mesh_of(2)
+    split = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    for name in ("Muon", "Adafactor", "LAMB"):
+        with pytest.raises(
+            NotImplementedError, match=r"parameter 'w' is a DTensor with placements \(Shard\(dim=1\),\)"
+        ):
+            getattr(optim, name)([("w", split)])
+    partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    with pytest.raises(NotImplementedError, match=r"parameter 0 of param_groups\[0\].*redistribute it"):
+        optim.AdamW([partial])
+    optimizer = optim.AdamW([("w", split)])
+    module = nn.Module()
+    module.w = split
+    with pytest.raises(NotImplementedError, match="step_in_backward"):
+        optimizer.step_in_backward(module)
+    split.grad = None
+    optimizer.step()
+    split.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = partial
+    partial.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    with pytest.raises(NotImplementedError, match="parameter 'w' is a DTensor"):
+        optimizer.step()
+
+
+def test_what_is_not_supported_is_refused_at_construction(on_ranks: Run) -> None:
+    on_ranks(_refusals)
+
+
+def _installed() -> None:
+    # The names of this module are torch's classes, wherever install() finds them.
+    torchs, torch_adafactor = torch.optim.Muon, torch.optim.Adafactor
+    mesh = mesh_of(2)
+    drivetrain.install(optim=True)
+    try:
+        params = make(mesh, [Shard(0)])
+        with pytest.warns(UserWarning, match="torch.optim.Adafactor is torch's here: parameter 0 of.*placements"):
+            assert type(torch.optim.Adafactor(params)) is torch_adafactor
+        with pytest.warns(UserWarning, match="torch.optim.Muon is torch's here"):
+            optimizer = torch.optim.Muon(param for param in params[:2])
+        assert type(optimizer) is torchs
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        twins = make(mesh, [Shard(0)])[:2]
+        twin = torchs(twins)
+        for one in (params[:2], twins):
+            set_grads(one, 0)
+        optimizer.step()
+        twin.step()
+        assert_equal(params[:2], twins)
+        assert calls == [1]
+        assert type(torch.optim.AdamW(params)) is optim.AdamW
+    finally:
+        drivetrain.uninstall()
+    with pytest.raises(NotImplementedError, match="placements"):
+        optim.Muon(params[:1])
+
+
+def test_installed_classes_stay_torchs_where_ours_cannot_step(on_ranks: Run) -> None:
+    on_ranks(_installed)
+
+
+def _whole_rules(name: str) -> None:
+    shapes = [(8, 6), (6, 8)] if name == "Muon" else SHAPES
+    mesh = mesh_of(2)
+    replicated = [nn.Parameter(distribute_tensor(values(s, i), mesh, [Replicate()])) for i, s in enumerate(shapes)]
+    plain = [nn.Parameter(values(s, i)) for i, s in enumerate(shapes)]
+    for step in range(2):
+        for params in (replicated, plain):
+            set_grads(params, step)
+            getattr(optim, name)(params, lr=0.1).step()
+    assert_equal(replicated, plain)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB"])
+def test_rules_of_whole_parameters_step_replicated_ones(on_ranks: Run, name: str) -> None:
+    on_ranks(_whole_rules, name)
+
+
+def _deepcopy() -> None:
+    params = make(mesh_of(2), [Shard(0)])
+    optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=1)
+    set_grads(params, 0)
+    optimizer.step()
+    clones = copy.deepcopy(params)
+    twin = optim.AdamW(clones, state_bits=8, min_8bit_size=1)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (params, clones):
+        set_grads(one, 1)
+    optimizer.step()
+    twin.step()
+    for a, b in zip(clones, params, strict=True):
+        torch.testing.assert_close(whole(a), whole(b), rtol=1e-6, atol=1e-7)
+        for entry, codes in optimizer.state[b].items():
+            if entry.endswith("_codes"):
+                assert torch.equal(codes, twin.state[a][entry])
+    saved = optimizer.torch_state_dict()
+    assert all(isinstance(entry["exp_avg"], DTensor) for entry in saved["state"].values())
+
+
+def test_a_loaded_state_dict_has_the_same_8_bits(on_ranks: Run) -> None:
+    on_ranks(_deepcopy)
+
+
+def _under_fully_shard() -> None:
+    mesh = mesh_of(2)
+    net = _net(mesh)
+    optimizer = optim.AdamW(net.parameters())
+    with pytest.raises(NotImplementedError, match=r"set_requires_gradient_sync\(\)"):
+        drivetrain.accumulate(net, optimizer, steps=2)
+    with pytest.raises(NotImplementedError, match=r"step_in_backward\(\) does not support sharded models"):
+        optimizer.step_in_backward(net)
+    halves = _net(mesh).bfloat16()
+    with pytest.raises(
+        NotImplementedError, match=r"parameter 'first\.weight' is a DTensor.*reduce_dtype=torch.float32"
+    ):
+        drivetrain.main_grads(halves)
+    halves(values((4, 64), 0, torch.bfloat16)).sum().backward()  # nothing was left behind
+
+
+def test_what_has_no_meaning_under_fully_shard_is_refused(on_ranks: Run) -> None:
+    on_ranks(_under_fully_shard)
+
+
+def _checkpoint() -> None:
+    mesh = mesh_of(2)
+    plain, checkpointed = _net(mesh), _net(mesh)
+    inputs = values((4, 64), dist.get_rank())
+    plain(inputs).square().sum().backward()
+
+    class Block(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = drivetrain.checkpoint(self.module, x)
+            return result
+
+    checkpointed.first = Block(checkpointed.first)
+    checkpointed(inputs).square().sum().backward()
+    assert_equal([p.grad for p in checkpointed.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_checkpoint_gathers_resharded_parameters_again(on_ranks: Run) -> None:
+    on_ranks(_checkpoint)
+
+
+def _budget() -> None:
+    mesh = mesh_of(2)
+    inputs = values((256, 64), dist.get_rank())
+
+    def step(net: nn.Module) -> None:
+        net.zero_grad()
+        net(inputs).square().sum().backward()
+
+    resharded = _net(mesh)
+    with pytest.raises(NotImplementedError, match=r"module 'first' .*reshard_after_forward=False"):
+        drivetrain.activation_budget(resharded, lambda: step(resharded), "60%")
+    step(resharded)
+    with pytest.raises(NotImplementedError, match=r"module 'first' .*reshard_after_forward=False"):
+        drivetrain.activation_budget(resharded, lambda: step(resharded), "60%")
+    told = _net(mesh, reshard_after_forward=True)
+    with pytest.raises(NotImplementedError, match=r"the model .*reshard_after_forward=False"):
+        drivetrain.activation_budget(told, lambda: step(told), "60%")
+    kept = _net(mesh, reshard_after_forward=False)
+    plan = drivetrain.activation_budget(kept, lambda: step(kept), "60%")
+    for net in (kept, resharded):
+        step(net)
+    assert plan.measured_bytes is not None
+    assert plan.measured_bytes < plan.unplanned_bytes
+    assert_equal([p.grad for p in kept.parameters()], [p.grad for p in resharded.parameters()])
+
+
+def test_activation_budget_works_without_resharding_and_refuses_it(on_ranks: Run) -> None:
+    on_ranks(_budget)
+
+
+def _two_dimensional() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+
+    def make_net() -> nn.Module:
+        net = parallelize_module(_net(), mesh["tp"], plan)
+        fully_shard(net, mesh=mesh["dp"])
+        return net
+
+    ours, theirs = make_net(), make_net()
+    optimizer = optim.AdamW(ours.parameters(), lr=1e-2, max_grad_norm=0.1)
+    twin = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for step in range(3):
+        inputs = values((4, 64), 10 * step + mesh.get_local_rank("dp"))
+        for net in (ours, theirs):
+            net.zero_grad()
+            net(inputs).square().sum().backward()
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        assert isinstance(expected, DTensor)
+        optimizer.step()
+        twin.step()
+        assert optimizer.grad_norm == pytest.approx(expected.full_tensor().item(), rel=1e-5)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(whole(a), whole(b))
+        state = optimizer.state[a]["exp_avg"]
+        assert (state.placements, state.shape) == (a.placements, a.shape)  # type: ignore[attr-defined]
+        torch.testing.assert_close(whole(state), whole(twin.state[b]["exp_avg"]))
+
+
+def test_fully_shard_over_a_tensor_parallel_plan(on_four_ranks: Run) -> None:
+    on_four_ranks(_two_dimensional)

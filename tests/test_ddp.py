@@ -72,6 +72,16 @@ def assert_equal_grads(ours: nn.Module, theirs: nn.Module) -> None:
             assert a.grad.stride() == b.grad.stride(), name
 
 
+def step_alike(ours: nn.Module, theirs: nn.Module, steps: int) -> None:
+    """Both get the same gradients from the same batches."""
+    for _ in range(steps):
+        x = inputs()
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+        assert_equal_grads(ours, theirs)
+
+
 def assert_equal_on_ranks(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -533,12 +543,7 @@ def shared_parameters() -> None:
     all_ours, all_theirs = build(DDP), build(TorchDDP)
     for ours, theirs in zip(all_ours, all_theirs, strict=True):
         theirs.load_state_dict(ours.state_dict())
-        for _ in range(2):
-            x = inputs()
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(x).pow(2).sum().backward()
-            assert_equal_grads(ours, theirs)
+        step_alike(ours, theirs, steps=2)
     # Both in one backward: the first to see a gradient reduces it for both.
     x = inputs()
     for models in (all_ours, all_theirs):

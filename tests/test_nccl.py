@@ -28,7 +28,7 @@ import nccl_ranks
 import test_ddp_contract as contract
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import transport
-from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_net, message_of, pair
+from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_net, message_of, pair, step_alike
 
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
@@ -115,14 +115,9 @@ def life_of_a_model(fakes: Path) -> list[str]:
     with faked(fakes) as log:
         ours, theirs = pair(make_net(), **SMALL_BUCKETS)
         assert transport_of(ours) == "nccl 2.28.9, registered window"
-        for _ in range(3):
-            x = inputs()
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(x).pow(2).sum().backward()
-            assert_equal_grads(ours, theirs)
+        step_alike(ours, theirs, steps=3)
         assert len(ours.reducer.buckets()) > 2
-        del ours, model
+        del ours
         gc.collect()
         return log()
 
@@ -332,6 +327,56 @@ def test_torchs_cache_is_released_for_nccls_memory(on_ranks: OnRanks, fakes: Pat
         assert calls == ["MemAlloc", "MemAlloc", "WindowRegister"]
 
 
+def free_from_python(fakes: Path, is_used: bool) -> str:
+    with faked(fakes) as log:
+        model = DDP(make_net())
+        if is_used:
+            model(inputs()).sum().backward()
+            model.zero_grad()
+        del model
+        gc.collect()
+        return log()[-1]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_memory_is_freed_without_the_gil(on_ranks: OnRanks, fakes: Path, is_used: bool) -> None:
+    """To free it is to wait for the device, for which other threads may need the GIL: the fake ends a process that
+    holds it."""
+    assert on_ranks(free_from_python, fakes, is_used) == ["MemFree", "MemFree"]
+
+
+ENDS_AFTER_A_COLLECTIVE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], 2), rank=rank, world_size=2)
+import fake_nccl, drivetrain
+comm = fake_nccl.nccl_comm(sys.argv[1] + "/libnccl_22809.so", dist.group.WORLD.group_name, 500.0)
+flat = comm.allocate(100003, "cpu")
+flat[-1] = 3
+comm.all_reduce(flat, False)
+print(flat[0].item(), flush=True)
+del flat
+"""
+
+
+def test_python_may_end_right_after_a_collective(fakes: Path, tmp_path: Path) -> None:
+    """What the communicator's thread then lets go of needs no GIL, for which it would be ended and the process too."""
+    command = [sys.executable, "-c", ENDS_AFTER_A_COLLECTIVE, str(fakes)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=GPU_SCRIPT_TIMEOUT_S)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0, 0], errors
+
+
 def one_rank_without_memory(fakes: Path) -> list[str]:
     with (
         faked(fakes, fault="no memory" if dist.get_rank() == 1 else "") as log,
@@ -339,12 +384,7 @@ def one_rank_without_memory(fakes: Path) -> list[str]:
     ):
         warnings.simplefilter("always")
         ours, theirs = pair(make_net(), **SMALL_BUCKETS)
-        for _ in range(3):
-            x = inputs()
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(x).pow(2).sum().backward()
-            assert_equal_grads(ours, theirs)
+        step_alike(ours, theirs, steps=3)
         assert transport_of(ours) == "nccl 2.28.9, unregistered"
         assert not [line for line in log() if "Register" in line]
         return [str(warning.message) for warning in w if "torch's allocator" in str(warning.message)]
@@ -448,8 +488,10 @@ def given_up(fakes: Path) -> None:
     """Gradients left out after buckets were held back: these are not sent with the next step's."""
     with faked(fakes) as log:
         model = DDP(contract.linear_chain(), bucket_cap_mb=1e-4)
-        partial = model.module[2:](torch.ones(4, 7)).sum()
-        assert "0.weight, 0.bias" in message_of(RuntimeError, partial.backward)
+        cut = model.module[2].register_forward_pre_hook(lambda module, args: args[0].detach())
+        model(inputs()).sum().backward()
+        cut.remove()
+        assert "0.weight, 0.bias" in message_of(RuntimeError, lambda: model(inputs()))
         model.reducer._reset_state()
         model.zero_grad()
         x = inputs()

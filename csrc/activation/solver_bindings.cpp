@@ -37,6 +37,13 @@ Trace trace_of(const std::vector<PlainValue>& values, const std::vector<PlainOp>
   return trace;
 }
 
+py::dict plain(const Timeline& timeline) {
+  py::dict dict;
+  dict["peak_bytes"] = timeline.peak_bytes;
+  dict["brought_back_at"] = timeline.brought_back_at;
+  return dict;
+}
+
 py::dict plain(const Outcome& outcome) {
   py::dict dict;
   dict["peak_bytes"] = outcome.peak_bytes;
@@ -71,31 +78,17 @@ Keeping keeping_of(const std::vector<int>& plain) {
   return ways;
 }
 
-py::dict simulate_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
-                        const std::vector<PlainUse>& uses, const std::vector<int>& keeping) {
+// What `ask` says of keeping those values of a trace.
+template <typename Answer, Answer (*ask)(const Trace&, const Keeping&)>
+py::dict ask_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
+                   const std::vector<PlainUse>& uses, const std::vector<int>& keeping) {
   const Trace trace = trace_of(values, ops, uses);
   const Keeping ways = keeping_of(keeping);
-  Outcome outcome;
-  {
-    py::gil_scoped_release no_gil;
-    outcome = simulate(trace, ways);
-  }
-  return plain(outcome);
-}
-
-py::dict timeline_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
-                        const std::vector<PlainUse>& uses, const std::vector<int>& keeping) {
-  const Trace trace = trace_of(values, ops, uses);
-  const Keeping ways = keeping_of(keeping);
-  Timeline timeline;
-  {
-    py::gil_scoped_release no_gil;
-    timeline = timeline_of(trace, ways);
-  }
-  py::dict dict;
-  dict["peak_bytes"] = timeline.peak_bytes;
-  dict["brought_back_at"] = timeline.brought_back_at;
-  return dict;
+  const auto answer = [&] {
+    const py::gil_scoped_release no_gil;
+    return ask(trace, ways);
+  }();
+  return plain(answer);
 }
 
 double bound_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
@@ -112,8 +105,10 @@ void register_solver(py::module_& m) {
   m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"));
   m.def("activation_bound", &bound_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"),
         py::arg("enough_seconds"), py::arg("price"), py::arg("num_choices"));
-  m.def("activation_timeline", &timeline_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("keeping"));
-  m.def("activation_simulate", &simulate_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("keeping"));
+  m.def("activation_timeline", &ask_plain<Timeline, timeline_of>, py::arg("values"), py::arg("ops"), py::arg("uses"),
+        py::arg("keeping"));
+  m.def("activation_simulate", &ask_plain<Outcome, simulate>, py::arg("values"), py::arg("ops"), py::arg("uses"),
+        py::arg("keeping"));
 }
 
 }  // namespace drivetrain::activation

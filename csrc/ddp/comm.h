@@ -28,9 +28,19 @@ class PendingReduce {
   virtual std::optional<double> square_sum() { return std::nullopt; }
 };
 
+// What a collective is for, in one word; 0: not said. Collectives that belong together have the same on all ranks.
+enum class Purpose : uint8_t { kBucket = 1, kUsedMap, kWeights, kReplicas, kPlan };
+constexpr uint64_t tag_of(int64_t step, Purpose purpose, uint64_t bucket = 0) {
+  return static_cast<uint64_t>(step) << 24 | (bucket & 0xffff) << 8 | static_cast<uint64_t>(purpose);
+}
+std::string describe_tag(uint64_t tag);  // "bucket 3 in synchronised step 7"
+
 class Comm {
  public:
   virtual ~Comm() = default;
+  // Of the collectives that are started from now on.
+  void set_tag(uint64_t tag) { tag_ = tag; }
+  uint64_t tag() const { return tag_; }
   virtual int size() const = 0;
   virtual int rank() const = 0;
   // What carries the values, and, where that is not what was asked for, why.
@@ -41,6 +51,9 @@ class Comm {
   // Whether start() leaves the mean over ranks; else it leaves the sum. Fixed once all memory is allocated. NCCL could
   // average too, but takes slower ways then: without NVLS and its symmetric kernels (nccl#1455).
   virtual bool averages() const { return false; }
+  // Whether the caller sends tags along with the values. Not over a transport that compares them before anything is
+  // added up, nor over NCCL, where the host does not wait for what came.
+  virtual bool wants_tags() const { return true; }
   // Whether what start() began goes on by itself; else the ranks' threads carry it out within start() and wait().
   virtual bool in_background() const { return true; }
   // Begins an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
@@ -56,6 +69,9 @@ class Comm {
   virtual void flush() {}
   // Gives every rank rank 0's values, in place; waits for them.
   virtual void broadcast(const at::Tensor& values) = 0;
+
+ private:
+  uint64_t tag_ = 0;
 };
 
 // Over any torch process group, by the name that torch registered it under, for tensors on that kind of device.

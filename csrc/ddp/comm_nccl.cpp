@@ -112,6 +112,17 @@ std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& gr
   }
 }
 
+// For what waits for a device, or for other threads: they may be waiting for the GIL, to free a tensor.
+template <class Body>
+void without_gil(Body&& body) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    const pybind11::gil_scoped_release no_gil;
+    body();
+  } else {
+    body();
+  }
+}
+
 class NcclComm final : public Comm {
  public:
   explicit NcclComm(const NcclOptions& options)
@@ -127,14 +138,9 @@ class NcclComm final : public Comm {
         api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout_});
   }
 
-  // The communicator's thread, and the group's if this is its last owner, may be waiting for the GIL to free a tensor.
+  // Waits for the communicator's thread, and for the group's if this is its last owner.
   ~NcclComm() override {
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      const pybind11::gil_scoped_release no_gil;
-      release();
-    } else {
-      release();
-    }
+    without_gil([this] { release(); });
   }
 
   int size() const override { return group_->getSize(); }
@@ -144,6 +150,7 @@ class NcclComm final : public Comm {
     return text("nccl ", api_->version, registration.empty() ? "" : ", ", registration);
   }
   std::string why_not() const override { return why_not_; }
+  bool wants_tags() const override { return false; }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (device != device_) {
@@ -160,7 +167,8 @@ class NcclComm final : public Comm {
     if (!why_not_.empty()) return at::zeros({bytes}, options);
     std::shared_ptr<void> memory = communicator_->register_memory(allocated);
     void* const data = memory.get();
-    return at::from_blob(data, {bytes}, [memory = std::move(memory)](void*) {}, options, device).zero_();
+    const auto give_back = [memory = std::move(memory)](void*) mutable { without_gil([&] { memory.reset(); }); };
+    return at::from_blob(data, {bytes}, give_back, options, device).zero_();
   }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
@@ -228,7 +236,9 @@ class NcclComm final : public Comm {
     collective.count = static_cast<size_t>(flat.numel());
     collective.type = nccl_type(flat.scalar_type());
     collective.op = op;
-    collective.keep = std::make_shared<at::Tensor>(flat);
+    // The values alone: a tensor that Python knows asks for the GIL when it goes, and a thread that asks for it while
+    // Python ends takes the process with it.
+    collective.keep = std::make_shared<c10::Storage>(flat.storage());
     auto started = std::make_shared<Started>();
     held_back_.emplace_back(std::move(collective), started);
     return std::make_unique<NcclReduce>(*this, std::move(started));

@@ -72,7 +72,8 @@ struct Announcement {
 // The sum over hosts, by the first rank of each.
 class TorchLink final : public HostLink {
  public:
-  // owner_of: what keeps the memory at that address mapped; the process group may use it for longer than anybody waits.
+  // owner_of: what keeps the memory at that address mapped; the process group may use it for longer than any rank
+  // waits.
   TorchLink(std::shared_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
       : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
 
@@ -143,6 +144,7 @@ class ShmComm final : public Comm {
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
     exchange.spin = num_cores() >= num_places();
     for (int other : host_) exchange.rank_names.push_back(text("rank ", other));
+    exchange.describe_tag = &describe_tag;
     exchange.is_dead = [this](int place) {
       pollfd process = {processes_[place].get(), POLLIN, 0};
       return ::poll(&process, 1, 0) > 0;
@@ -153,6 +155,7 @@ class ShmComm final : public Comm {
   // Possibly the groups' last owner: their end joins threads that may be waiting for the GIL to free a tensor.
   ~ShmComm() override {
     exchange_.reset();
+    unmap_others();
     if (Py_IsInitialized() && PyGILState_Check()) {
       const pybind11::gil_scoped_release no_gil;
       release_groups();
@@ -167,6 +170,7 @@ class ShmComm final : public Comm {
   std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
   std::string why_not() const override { return why_not_; }
   bool averages() const override { return exchange_.has_value(); }
+  bool wants_tags() const override { return !exchange_ || num_places() < size(); }
   // Between hosts the leaders' process group works meanwhile.
   bool in_background() const override { return !exchange_ || num_places() < size(); }
 
@@ -180,14 +184,16 @@ class ShmComm final : public Comm {
     std::shared_ptr<Arena> arena = share(bytes);
     if (!arena) {
       exchange_.reset();
+      unmap_others();
       arenas_.clear();
       control_.reset();
       processes_.clear();
       return torch_->allocate(bytes, device);
     }
+    std::erase_if(arenas_, [](const auto& other) { return other.expired(); });
     arenas_.push_back(arena);
-    // The tensor holds this rank's mapping, and not the others'.
-    const auto keep = [own = arena->own](void*) {};
+    // The tensor owns it, the mappings of the other ranks' memory included as long as this transport exists.
+    const auto keep = [arena](void*) {};
     return at::from_blob(arena->base[place_], {bytes}, keep, at::dtype(at::kByte));
   }
 
@@ -250,10 +256,18 @@ class ShmComm final : public Comm {
   char* staging(int place) const { return control_->base[place] + staging_offset_; }
 
   std::shared_ptr<void> owner_of(const char* values) const {
-    for (const auto& arena : arenas_) {
-      if (values >= arena->base[place_] && values < arena->base[place_] + arena->bytes) return arena->own;
+    for (const auto& weak : arenas_) {
+      const std::shared_ptr<Arena> arena = weak.lock();
+      if (arena && values >= arena->base[place_] && values < arena->base[place_] + arena->bytes) return arena;
     }
-    return control_->own;
+    return control_;
+  }
+
+  // Where nothing is added up any more a tensor needs this rank's own memory alone.
+  void unmap_others() {
+    for (const auto& weak : arenas_) {
+      if (const std::shared_ptr<Arena> arena = weak.lock()) arena->others.clear();
+    }
   }
 
   void release_groups() {
@@ -268,13 +282,17 @@ class ShmComm final : public Comm {
     if (flat.layout() != at::kStrided) return nullptr;  // sparse: for the process group
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
     if (!type || !flat.is_cpu()) return nullptr;
-    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sums_ && scale != 1};
+    ShmExchange::Operation operation = {{},    *type,  flat.numel(), scale, wants_square_sums_ && scale != 1,
+                                        tag(), nullptr};
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
-    for (const auto& arena : arenas_) {
+    for (const auto& weak : arenas_) {
+      const std::shared_ptr<Arena> arena = weak.lock();
+      if (!arena) continue;
       const int64_t offset = begin - arena->base[place_];
       if (offset < 0 || offset + bytes > arena->bytes) continue;
       for (char* base : arena->base) operation.values.push_back(base + offset);
+      operation.memory = arena;
       return std::make_unique<ShmReduce>(*this, exchange_->start(std::move(operation)), at::Tensor());
     }
     if (bytes > kStagingBytes || staging_state_->is_awaited) return nullptr;
@@ -368,7 +386,7 @@ class ShmComm final : public Comm {
   std::shared_ptr<Arena> control_;     // the board (the first place's) and everyone's staging
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
-  std::vector<std::shared_ptr<Arena>> arenas_;
+  std::vector<std::weak_ptr<Arena>> arenas_;  // as long as their tensors, or operations on them, exist
   bool wants_square_sums_ = false;
   std::optional<ShmExchange> exchange_;
   std::string why_not_;

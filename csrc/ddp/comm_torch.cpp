@@ -64,6 +64,23 @@ std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at
   return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
 }
 
+std::string describe_tag(uint64_t tag) {
+  const std::string step = " in synchronised step " + std::to_string(tag >> 24);
+  switch (static_cast<Purpose>(tag & 0xff)) {
+    case Purpose::kBucket:
+      return "bucket " + std::to_string(tag >> 8 & 0xffff) + step;
+    case Purpose::kUsedMap:
+      return "the map of used parameters" + step;
+    case Purpose::kWeights:
+      return "the weights" + step;
+    case Purpose::kReplicas:
+      return "the comparison of replicas" + step;
+    case Purpose::kPlan:
+      return "the planning of buckets" + step;
+  }
+  return "a purpose that was not given";
+}
+
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device) {
   return std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), device);
 }

@@ -27,11 +27,11 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
                                       int64_t check_replicas_every,
                                       std::vector<std::pair<std::string, at::Tensor>> frozen, bool shares_norm,
-                                      bool plan_from_measurement, std::string wrapper) {
+                                      bool plan_from_measurement, std::string wrapper, bool gradients_stay_views) {
   return Reducer::make(
       std::move(params), std::move(names), std::move(comm),
       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
-       std::move(frozen), shares_norm, plan_from_measurement, std::move(wrapper)});
+       std::move(frozen), shares_norm, plan_from_measurement, std::move(wrapper), gradients_stay_views});
 }
 
 // Python's hooks get a real dist.GradBucket: torch's own class makes it.
@@ -236,13 +236,14 @@ void register_ddp(py::module_& m) {
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
            py::arg("check_replicas_every"), py::arg("frozen"), py::arg("shares_norm"), py::arg("plan_from_measurement"),
-           py::arg("wrapper"), no_gil())
+           py::arg("wrapper"), py::arg("gradients_stay_views"), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("times", &Reducer::times, no_gil())
       .def("progress", &Reducer::progress)
       .def("plan_report", &Reducer::plan_report, no_gil())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
+      .def("announce", &Reducer::announce, py::arg("outputs"), no_gil())
       .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())
       .def("end_weighted", &Reducer::end_weighted, py::arg("failed"), no_gil())
       .def("reduce_collected", &Reducer::reduce_collected, no_gil())

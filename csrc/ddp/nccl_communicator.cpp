@@ -373,8 +373,9 @@ void NcclCommunicator::take_ended(std::vector<std::shared_ptr<Group>>& ended) {
   }
 }
 
+// Also where all has ended: an error may be what ended it.
 void NcclCommunicator::note_failures() {
-  if (handle_->comm == nullptr || under_way_.empty()) return;
+  if (handle_->comm == nullptr) return;
   ncclResult_t result = ncclSuccess;
   if (const ncclResult_t asked = options_.api->ncclCommGetAsyncError(handle_->comm, &result); asked != ncclSuccess) {
     result = asked;
@@ -383,6 +384,7 @@ void NcclCommunicator::note_failures() {
     handle_->fail(handle_->describe(result, "a collective"));
     return;
   }
+  if (under_way_.empty()) return;
   const Group& oldest = *under_way_.front();
   if (Clock::now() < oldest.deadline()) return;
   handle_->fail(

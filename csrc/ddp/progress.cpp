@@ -67,14 +67,17 @@ void Progress::end_wait() {
   since_ns_ = now;
 }
 
-void Progress::end_on_device(std::function<bool()> has_ended) {
+void Progress::end_on_device(const std::function<void()>& set_mark, std::function<bool()> has_ended) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  set_mark();
   has_device_ended_ = std::move(has_ended);
 }
 
-bool Progress::is_device_behind() const {
+bool Progress::is_device_behind() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return has_device_ended_ && !has_device_ended_();
+  // An answer is final. A thread may capture a CUDA graph later, to which questions about events do harm.
+  if (has_device_ended_ && has_device_ended_()) has_device_ended_ = nullptr;
+  return has_device_ended_ != nullptr;
 }
 
 void Progress::give_up(std::string why) {

@@ -64,11 +64,11 @@ class Progress {
   void begin_wait(std::shared_ptr<const std::string> what, int64_t needed);
   void end_wait();
 
-  // Marks the end of a step's work on a device, which the host may be far ahead of. The watching thread calls
-  // has_ended.
-  void end_on_device(std::function<bool()> has_ended);
+  // Marks the end of a step's work on a device, which the host may be far ahead of: calls set_mark now. The watching
+  // thread calls has_ended until that says so, but never while another mark is set.
+  void end_on_device(const std::function<void()>& set_mark, std::function<bool()> has_ended);
   // Whether the device has not come to that mark yet.
-  bool is_device_behind() const;
+  bool is_device_behind();
 
   // The step under way cannot end: whoever begins the next one, or waits, is to raise this.
   void give_up(std::string why);

@@ -6,7 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
-#include <c10/core/Event.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -77,6 +77,20 @@ class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::Kno
  private:
   const std::weak_ptr<Reducer> reducer_;  // weak: a graph may outlive the wrapper
   const size_t index_;
+};
+
+// On a node that makes an output of the wrapper's forward: a backward that comes by is that forward's.
+class Reducer::OutputHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OutputHook(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (const auto reducer = reducer_.lock()) reducer->on_output();
+    return grads;
+  }
+
+ private:
+  const std::weak_ptr<Reducer> reducer_;
 };
 
 std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vector<std::string> names,
@@ -224,6 +238,7 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
 void Reducer::reset_state() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   drain();  // other ranks may be adding up what lies in the arena
+  if (step_ == Step::kRunning && next_bucket_ == buckets_.size()) ++steps_;  // for them it ends
   forget_step();
   local_used_.zero_();
 }
@@ -237,6 +252,7 @@ void Reducer::add_end_callback(std::function<void()> callback) {
 
 void Reducer::reset() {
   release_params();
+  is_collecting_ = false;
   for (Parameter& param : params_) {
     param.ready = param.without_grad = param.delegated = false;
     param.untouched = param.differentiable = at::Tensor();
@@ -283,7 +299,6 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   began_ = true;
   ++forwards_;
   for (Parameter& param : params_) param.version = param.tensor._version();
-  want_params();
   // After several forwards nobody knows whose backward comes first: unused parameters are then found at its end.
   if (options_.find_unused_parameters && graph_ == Graph::kDynamic && forwards_ == 1) {
     RECORD_FUNCTION("drivetrain::search_unused_parameters", std::vector<c10::IValue>());
@@ -322,11 +337,12 @@ void Reducer::handle_gradient(size_t index, bool came) {
   const bool has_grad = rpc_context ? came : param.tensor.grad().defined();
   if (has_grad) local_used_.data_ptr<int32_t>()[index] = 1;
   if (step_ == Step::kIdle) {
-    if (!sync_ || is_wanted_elsewhere(param)) {
-      if (has_grad && !param.sparse && !rpc_context && !reuses_memory_) take_gradient(param, 1);
-      return;
+    if (is_collecting_) {
+      has_collected_ = true;
+      if (torch::autograd::get_current_graph_task_id() == collecting_task_) check_unconsumed(param, came);
     }
-    begin_unprepared_backward();
+    if (has_grad && !param.sparse && !rpc_context && !reuses_memory_) take_gradient(param, 1);
+    return;
   }
   if (rpc_context && reuses_memory_) {
     throw_unsupported(
@@ -369,7 +385,7 @@ void Reducer::begin_backward() {
   now_.exposed = 0;
   now_.backward_start = clock_ns();
   // After several forwards the first of several backwards may leave out what the others use.
-  if (forwards_ > 1 && options_.find_unused_parameters) end_unprepared_backward();
+  if (forwards_ > 1 && options_.find_unused_parameters) mark_rest_unused_at_end();
   scaling_ = Scaling{};
   if (weight_) {
     weight_sum_ = at::full({1}, *weight_, at::TensorOptions(at::kDouble).device(params_[0].tensor.device()));
@@ -403,17 +419,53 @@ void Reducer::begin_backward() {
   unused_.clear();
 }
 
-// A gradient came that no forward of the wrapper announced: a second backward after the first was reduced, a forward
-// under no_sync() whose backward is not, or the inner module was called. What is in .grad is then reduced as it is.
-void Reducer::begin_unprepared_backward() {
-  reset();
-  for (Parameter& param : params_) param.version = param.tensor._version();
-  begin_backward();
-  end_unprepared_backward();
+void Reducer::announce(const std::vector<at::Tensor>& outputs) {
+  Node* last = nullptr;
+  for (const at::Tensor& output : outputs) {
+    Node* const node = output.grad_fn().get();
+    if (node == nullptr || node == last) continue;
+    node->add_pre_hook(std::make_unique<OutputHook>(weak_from_this()));
+    last = node;
+  }
 }
 
-// Asks for a look at what is missing when this backward ends.
-void Reducer::end_unprepared_backward() {
+// No forward has prepared this backward, but it is one of the wrapper's: a second one over the same outputs, or one
+// whose forward ran under no_sync(). What is in .grad when it ends is reduced as it is; hooks only collect until then,
+// so that reentrant checkpoints may bring several gradients of one parameter.
+void Reducer::on_output() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (step_ != Step::kIdle || !sync_ || low_precision_) return;
+  if (torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr()) return;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (is_collecting_ && collecting_task_ == task) return;
+  is_collecting_ = true;
+  has_collected_ = false;
+  collecting_task_ = task;
+  for (Parameter& param : params_) param.version = param.tensor._version();
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
+    if (const auto self = weak.lock()) self->reduce_announced(task);
+  });
+}
+
+void Reducer::reduce_announced(int task) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!is_collecting_ || collecting_task_ != task) return;
+  is_collecting_ = false;
+  // None came: torch.autograd.grad() leaves .grad alone, and so does backward(inputs=...).
+  if (!has_collected_ || step_ != Step::kIdle) return;
+  const at::NoGradGuard no_grad_tracking;
+  noting_errors([&] {
+    reset();
+    if (graph_ == Graph::kDynamic && !options_.find_unused_parameters) {
+      bool is_complete = true;
+      for (Parameter& param : params_) is_complete &= param.ready = param.tensor.grad().defined();
+      if (!is_complete) fail_incomplete();
+    }
+    reduce_gradients();
+  });
+}
+
+void Reducer::mark_rest_unused_at_end() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     const auto self = weak.lock();
     if (!self) return;
@@ -424,10 +476,7 @@ void Reducer::end_unprepared_backward() {
     }
     const at::NoGradGuard no_grad_tracking;
     if (self->step_ != Step::kRunning || self->next_bucket_ == self->buckets_.size()) return;
-    self->noting_errors([&] {
-      if (!self->options_.find_unused_parameters) self->fail_incomplete();
-      self->mark_rest_unused();
-    });
+    self->noting_errors([&] { self->mark_rest_unused(); });
   });
 }
 
@@ -446,19 +495,24 @@ void Reducer::reduce_collected() {
   noting_errors([&] {
     if (step_ == Step::kRunning) end_interrupted_step();
     weight_ = weight_.value_or(0);
-    was_joining_ = was_joining_ || is_measuring_;  // no gradient's time is seen here
-    reset();
-    begin_backward();
-    for (size_t i = 0; i < params_.size(); ++i) {
-      if (params_[i].ready) continue;
-      params_[i].without_grad = !params_[i].tensor.grad().defined();
-      mark_ready(i);
-    }
-    start_full_buckets();
-    const Graph graph = graph_;
-    finalize();
-    graph_ = graph;  // a static graph is still to be counted
+    reduce_gradients();
   });
+}
+
+// What is in .grad, as a step of its own.
+void Reducer::reduce_gradients() {
+  was_joining_ = was_joining_ || is_measuring_;  // no gradient's time is seen here
+  reset();
+  begin_backward();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].ready) continue;
+    params_[i].without_grad = !params_[i].tensor.grad().defined();
+    mark_ready(i);
+  }
+  start_full_buckets();
+  const Graph graph = graph_;
+  finalize();
+  graph_ = graph;  // a static graph is still to be counted
 }
 
 void Reducer::delay_all_reduce() {
@@ -486,11 +540,16 @@ bool Reducer::start_full_buckets() {
   const at::Device device = params_[0].tensor.device();
   if (shares_used_map()) {
     global_used_ = copied_to(local_used_, device);
-    used_reduce_ = comm_->start_sum(global_used_);
+    used_reduce_ = start_sum(global_used_, Purpose::kUsedMap);
   }
-  if (weight_) weight_reduce_ = comm_->start_sum(weight_sum_);
-  if (replica_hashes_.defined()) replica_reduce_ = comm_->start_sum(replica_hashes_);
+  if (weight_) weight_reduce_ = start_sum(weight_sum_, Purpose::kWeights);
+  if (replica_hashes_.defined()) replica_reduce_ = start_sum(replica_hashes_, Purpose::kReplicas);
   return true;
+}
+
+std::unique_ptr<PendingReduce> Reducer::start_sum(const at::Tensor& flat, Purpose purpose) {
+  comm_->set_tag(tag_of(steps_ + 1, purpose));
+  return comm_->start_sum(flat);
 }
 
 void Reducer::start_full_buckets_in_backward() {
@@ -550,7 +609,9 @@ void Reducer::reduce(Bucket& bucket) {
     bucket.reduce = std::move(reduce);
   } else if (comm_->size() > 1) {
     const bool as_sum = scaling_.as_sum || bucket.sparse;
-    const at::Tensor flat = as_real(bucket.flat);
+    if (bucket.tags.defined()) write_tags(bucket);
+    const at::Tensor flat = as_real(bucket.tags.defined() ? bucket.tagged : bucket.flat);
+    comm_->set_tag(tag_of(steps_ + 1, Purpose::kBucket, index));
     try {
       bucket.reduce = as_sum ? comm_->start_sum(flat) : comm_->start(flat);
     } catch (const std::exception& error) {
@@ -568,6 +629,7 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
   if (bucket.sparse) {
     bucket.flat = no_rows(first.tensor);
   } else {
+    for (size_t i : bucket.params) leave_to_holders(params_[i]);
     bucket.flat.zero_();
   }
   scaling_ = Scaling{1, as_sum || !comm_->averages()};
@@ -577,7 +639,10 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
 
 void Reducer::wait_for_zeros(size_t index, PendingReduce& reduce) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  noting_errors([&] { wait_for(reduce, buckets_.at(index).label, place_of(index)); });
+  noting_errors([&] {
+    wait_for(reduce, buckets_.at(index).label, place_of(index));
+    check_tags(buckets_[index]);
+  });
 }
 
 // The same on all ranks, although one that has run out of inputs has not seen a static graph.
@@ -589,7 +654,7 @@ void Reducer::shadow_used_map() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!shares_used_map()) return;
   at::Tensor used = at::zeros_like(local_used_, params_[0].tensor.device());
-  wait_for(*comm_->start_sum(used), kUsedMap, place_of_all());
+  wait_for(*start_sum(used, Purpose::kUsedMap), kUsedMap, place_of_all());
   if (graph_ == Graph::kDynamic) return;
   used = used.cpu();
   for (size_t i = 0; i < params_.size(); ++i) params_[i].used_somewhere = used.data_ptr<int32_t>()[i] > 0;
@@ -645,6 +710,7 @@ void Reducer::hand_over_reduced(size_t waits_for) {
       const bool is_there = !bucket.reduce->is_held_back() && bucket.reduce->is_done();
       if (!is_there && next_to_hand_over_ >= waits_for) return;
       wait_for(*bucket.reduce, bucket.label, place_of(next_to_hand_over_));
+      check_tags(bucket);
       finish_bucket(bucket);
     }
     for (size_t i : bucket.params) finish_param(params_[i], !params_[i].without_grad || params_[i].used_somewhere);
@@ -654,13 +720,12 @@ void Reducer::hand_over_reduced(size_t waits_for) {
 
 // Until nothing of the buckets before it lies where it shall lie.
 void Reducer::make_room_for(const Bucket& bucket) {
-  const auto ends_at = [](const Bucket& one) { return one.offset + static_cast<int64_t>(one.flat.nbytes()); };
   const size_t index = &bucket - buckets_.data();
   size_t waits_for = next_to_hand_over_;
   for (size_t i = next_to_hand_over_; i < index && !bucket.sparse; ++i) {
     const Bucket& before = buckets_[i];
     const bool is_apart = before.sparse || before.flat.device() != bucket.flat.device() ||
-                          ends_at(before) <= bucket.offset || ends_at(bucket) <= before.offset;
+                          before.end <= bucket.offset || bucket.end <= before.offset;
     if (!is_apart) waits_for = i + 1;
   }
   if (waits_for > next_to_hand_over_) hand_over_reduced(waits_for);
@@ -686,7 +751,9 @@ void Reducer::wait_for_buckets() {
   RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
   for (size_t i = next_to_hand_over_; i < buckets_.size(); ++i) {
     const Bucket& bucket = buckets_[i];
-    if (bucket.reduce) wait_for(*bucket.reduce, bucket.label, place_of(i));
+    if (!bucket.reduce) continue;
+    wait_for(*bucket.reduce, bucket.label, place_of(i));
+    check_tags(bucket);
   }
   if (used_reduce_) wait_for(*used_reduce_, kUsedMap, place_of_all());
   if (weight_reduce_) wait_for(*weight_reduce_, kWeights, place_of_all());
@@ -793,9 +860,17 @@ void Reducer::finalize() {
   is_joining_ = false;
   progress_->end_step();
   if (const auto stream = stream_on(params_[0].tensor.device())) {
-    const auto end = std::make_shared<c10::Event>(stream->device_type());
-    end->record(*stream);
-    progress_->end_on_device([end] { return end->query(); });
+    if (!device_end_) device_end_ = std::make_shared<c10::Event>(stream->device_type());
+    const auto has_ended = [end = device_end_] {
+      try {
+        return end->query();
+      } catch (const c10::Error&) {
+        // The step was captured into a CUDA graph, whose replays do not pass here; or the device has failed, which the
+        // training thread finds out by itself.
+        return true;
+      }
+    };
+    progress_->end_on_device([&] { device_end_->record(*stream); }, has_ended);
   }
   const bool compare = replica_reduce_ != nullptr;
   const std::exception_ptr error = std::exchange(hand_over_error_, nullptr);

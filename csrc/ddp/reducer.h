@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/distributed/autograd/context/context.h>
 
@@ -35,8 +36,9 @@ namespace drivetrain::ddp {
 // reduced (in plan order on every rank) -> after the last bucket has started, a callback at the end of backward waits
 // for all. Hooks in a backward that does not synchronise (no_sync) only move the gradient into the arena.
 //
-// Which backward synchronises: one after a forward that prepared it, and any other that begins while set_sync(true)
-// holds. Reducing what was reduced before does no harm: the mean of equal means is the mean.
+// Which backward synchronises: one after a forward that prepared it, as in torch's reducer, and any other through
+// outputs that announce() was given, if set_sync(true) holds then. Reducing what was reduced before does no harm: the
+// mean of equal means is the mean. Any other backward (of the inner module, of a penalty) stays this rank's own.
 //
 // A static graph's first synchronised step counts how often each parameter's hook fires and reduces everything at the
 // end of backward; later steps wait for as many.
@@ -57,9 +59,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<bool> sparse;          // per parameter: it gets sparse gradients
     int64_t check_replicas_every = 0;  // synchronised steps between two comparisons of the ranks' parameters; 0: never
     std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters, which must stay so
-    bool shares_norm = true;             // what a reduction finds of the gradients' norm is there for optimizers
+    bool shares_norm = false;            // what a reduction finds of the gradients' norm is there for optimizers
     bool plan_from_measurement = false;  // on the CPU, without sparse gradients; must be the same on every rank
     std::string wrapper;                 // which one it is, for messages where there are several
+    bool gradients_stay_views = false;   // whatever refers to a gradient shows the next one, too
   };
 
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
@@ -69,7 +72,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Whether a backward synchronises although no forward prepared it.
+  // Whether a backward through announced outputs synchronises although no forward prepared it.
   void set_sync(bool sync) { sync_ = sync; }
 
   // Before a forward whose backward shall synchronise.
@@ -91,6 +94,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // After a forward whose backward shall synchronise. outputs: the forward's tensors, from which unused parameters are
   // found. Throws if the step before was left incomplete, naming the parameters that got no gradient.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+
+  // After any forward that records a graph, with its outputs as the script gets them. Ranks must give theirs together.
+  void announce(const std::vector<at::Tensor>& outputs);
 
   // Around a backward whose loss was multiplied with this rank's weight (tokens, say). The gradients of the next
   // synchronised backward are then the sum over ranks divided by the sum of weights, not by the number of ranks. Throws
@@ -190,6 +196,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor used_map();
 
  private:
+  static constexpr int64_t kTagDigits = 4;      // three of the step, one of the bucket; exact in every floating type
   static constexpr int64_t kMeasuredSteps = 3;  // after the step whose gradients gave the order
   static std::atomic<int> num_reducers_;        // in this process
 
@@ -203,6 +210,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   class Hook;
+  class OutputHook;
   struct Parameter {
     at::Tensor tensor;
     std::string name;
@@ -231,8 +239,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool sparse = false;
     bool ends_group = true;  // small ones wait for the next, and are started together
     int64_t offset = 0;      // bytes from the arena's start
+    int64_t end = 0;         // likewise; of its tags, where it has any
     // All of it, padding included, one-dimensional and in the parameters' dtype; or the sparse gradient.
     at::Tensor flat;
+    // On a transport that wants tags: [ranks * kTagDigits] after flat, each rank's digits at its place, which the
+    // sum leaves as they are; and all that is reduced, with flat. Else undefined.
+    at::Tensor tags, tagged;
     size_t missing = 0;
     Phase phase = Phase::kFilling;
     std::unique_ptr<PendingReduce> reduce;  // null: there is nothing to wait for
@@ -289,20 +301,27 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void with_grad(Parameter& param, Body&& body);
   void take_gradient(Parameter& param, double scale);
   void move_gradient(Parameter& param, at::Tensor& grad, double scale);
-  void fill_view(Parameter& param, const at::Tensor& values, double scale) const;
+  const void* address_of(const Parameter& param) const;
+  bool is_in_place(const Parameter& param, const at::Tensor& grad) const;
+  void leave_to_holders(Parameter& param);
+  void fill_view(Parameter& param, const at::Tensor& values, double scale);
   void check_gradient(const Parameter& param, const at::Tensor& grad) const;
   void check_unconsumed(const Parameter& param, bool came) const;
   bool claim(const Parameter& param) const;
-  void want_params();
   void release_params();
-  bool is_wanted_elsewhere(const Parameter& param) const;
   void mark_ready(size_t index);
   void fill_place(Parameter& param);
   void mark_rest_unused();
   void begin_backward();
-  void begin_unprepared_backward();
-  void end_unprepared_backward();
+  void on_output();
+  void reduce_announced(int task);
+  void reduce_gradients();
+  void mark_rest_unused_at_end();
   bool start_full_buckets();
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose);
+  int64_t tag_bytes(const BucketPlan& plan) const;
+  void write_tags(Bucket& bucket);
+  void check_tags(const Bucket& bucket);
   void start_full_buckets_in_backward();
   void start(Bucket& bucket);
   void reduce(Bucket& bucket);
@@ -339,6 +358,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::map<std::string, at::Tensor> arenas_;  // by device
   std::vector<BucketPlan> plans_;
   std::shared_ptr<Comm> comm_;
+  bool wants_tags_ = true;  // the transport, when the arena was built
+  at::Tensor tag_digits_;   // float32, as Bucket::tags
   const Options options_;
   int64_t arena_bytes_ = 0;
 
@@ -364,8 +385,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Step step_ = Step::kIdle;
   // Of distributed autograd over RPC, which keeps gradients by itself instead of in .grad; null: not under it.
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> rpc_context_;
-  bool is_wanted_ = false;            // this reducer's parameters are entered as wanted
-  int forwards_ = 0;                  // prepared since the last synchronised backward
+  int forwards_ = 0;  // prepared since the last synchronised backward
+  // An announced backward that no forward prepared is under way, or has raised: autograd's number of it, and whether
+  // it has brought a gradient.
+  bool is_collecting_ = false;
+  bool has_collected_ = false;
+  int collecting_task_ = -1;
   std::vector<c10::Stream> streams_;  // on which gradients of this step came or were put into buckets
   size_t next_bucket_ = 0;            // the first that has not started
   size_t next_to_hand_over_ = 0;      // the first that on_reduced_ has not been told of
@@ -374,6 +399,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int64_t divisor_ = 0;  // ranks to divide by; 0: all
   bool is_joining_ = false;
   bool is_weighted_ = false;      // the backward under way has a weight
+  int64_t weighted_from_ = 0;     // steps_ when it began
   std::optional<double> weight_;  // this rank's, added up
   // float64 [1]; the weights of gradients that may have been zeroed since, which the device finds out: then 0.
   at::Tensor kept_weight_;
@@ -385,9 +411,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor global_used_;  // the same summed over ranks; on the parameters' device while under way
   std::unique_ptr<PendingReduce> used_reduce_;
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
-  Times now_, last_;           // of the step under way and the last finished one
-  int64_t steps_ = 0;          // synchronised, finished
-  at::Tensor replica_hashes_;  // int64 [ranks], this rank's at its place; summed over ranks
+  std::shared_ptr<c10::Event> device_end_;  // of the last step, for progress_; null on the CPU
+  Times now_, last_;                        // of the step under way and the last finished one
+  int64_t steps_ = 0;                       // synchronised, finished
+  at::Tensor replica_hashes_;               // int64 [ranks], this rank's at its place; summed over ranks
   std::unique_ptr<PendingReduce> replica_reduce_;
   std::vector<std::function<void()>> end_callbacks_;
   std::vector<int64_t> fired_;  // parameters in the order in which hooks fired in the first synchronised step

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "base/check.h"
@@ -13,6 +14,8 @@ namespace drivetrain::ddp {
 namespace {
 
 constexpr size_t kNamesShown = 10;
+constexpr int kDigitBits = 7;  // of a tag: 16-bit types have no more bits that are sure to arrive
+constexpr uint64_t kDigit = (uint64_t{1} << kDigitBits) - 1;
 
 const auto kParameters = std::make_shared<const std::string>("the parameters' checksums");
 
@@ -144,6 +147,46 @@ void Reducer::fail_collective(const std::string& what, const std::string& report
                               hang.empty() ? "" : "\nThe last report before that: ", hang));
 }
 
+// ---- Tags, where the transport compares none: they come back with the values, before any is used.
+
+void Reducer::write_tags(Bucket& bucket) {
+  uint64_t step = static_cast<uint64_t>(steps_) + 1;
+  float* const digits = tag_digits_.data_ptr<float>() + comm_->rank() * kTagDigits;
+  for (int64_t i = 0; i < kTagDigits - 1; ++i, step >>= kDigitBits) digits[i] = static_cast<float>(step & kDigit);
+  digits[kTagDigits - 1] = static_cast<float>((&bucket - buckets_.data()) & kDigit);
+  bucket.tags.copy_(tag_digits_);
+}
+
+void Reducer::check_tags(const Bucket& bucket) {
+  if (!bucket.tags.defined() || bucket.hooked != nullptr) return;
+  // Several hosts may leave means instead of sums.
+  const float factor = scaling_.as_sum ? 1 : static_cast<float>(comm_->size());
+  const at::Tensor came = bucket.tags.to(at::kFloat);
+  const float* const digits = came.data_ptr<float>();
+  const float* const mine = tag_digits_.data_ptr<float>() + comm_->rank() * kTagDigits;
+  const float index = static_cast<float>((&bucket - buckets_.data()) & kDigit);
+  for (int rank = 0; rank < comm_->size(); ++rank) {
+    const float* const theirs = digits + rank * kTagDigits;
+    bool is_same = std::round(theirs[kTagDigits - 1] * factor) == index;
+    uint64_t step = 0;
+    for (int64_t i = kTagDigits - 2; i >= 0; --i) {
+      const float digit = std::round(theirs[i] * factor);
+      is_same &= digit == mine[i];
+      step = step << kDigitBits | (digit >= 0 && digit <= kDigit ? static_cast<uint64_t>(digit) : 0);
+    }
+    if (is_same) continue;
+    const std::string
+        what = "the all-reduce of " + *bucket.label,
+        reason =
+            text("the ranks reduce different things: rank ", comm_->rank(), " bucket ", &bucket - buckets_.data(),
+                 " in synchronised step ", steps_ + 1, ", rank ", rank, " something else, which looks like bucket ",
+                 std::round(theirs[kTagDigits - 1] * factor), " in step ", step,
+                 ". They have taken different ways through the script: another number of backwards, another model");
+    forget_step();
+    fail_collective(what, reason);
+  }
+}
+
 // The watching thread has found that the step under way cannot end.
 void Reducer::check_given_up() {
   const std::string why = progress_->why_given_up();
@@ -168,7 +211,7 @@ void Reducer::compare_replicas() {
   at::Tensor each = at::zeros({ranks, count}, replica_hashes_.options());
   const at::Tensor mine = each.select(0, comm_->rank());
   for (int64_t i = 0; i < count; ++i) mine.select(0, i).copy_(hash_of({params_[i].tensor}), /*non_blocking=*/true);
-  wait_for(*comm_->start_sum(each), kParameters, place_of_all());
+  wait_for(*start_sum(each, Purpose::kReplicas), kParameters, place_of_all());
   each = each.cpu();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t* values = each.data_ptr<int64_t>() + i;

@@ -39,11 +39,38 @@ void Reducer::check_unconsumed(const Parameter& param, bool came) const {
       "use torch.distributed.optim._apply_optimizer_in_backward before wrapping, or a communication hook."));
 }
 
+const void* Reducer::address_of(const Parameter& param) const {
+  return static_cast<const char*>(buckets_[param.bucket].flat.const_data_ptr()) + param.offset;
+}
+
+bool Reducer::is_in_place(const Parameter& param, const at::Tensor& grad) const {
+  return grad.const_data_ptr() == address_of(param) && grad.strides().equals(param.view.strides());
+}
+
+// Before the place gets a gradient that is not accumulated into the one before: tensors that the script still has over
+// it (p.grad.flatten(), say) keep what they show, in memory of their own. What .grad shows is written in place, as
+// torch accumulates. Pointers, such as those of NumPy's arrays, cannot be moved.
+void Reducer::leave_to_holders(Parameter& param) {
+  if (!param.view.defined() || param.view.numel() == 0) return;
+  if (param.view.const_data_ptr() != address_of(param)) {  // .grad.data was assigned to, and with that our view
+    param.view = view_of(param);
+    return;
+  }
+  if (options_.gradients_stay_views || on_moved_) return;
+  const at::Tensor& grad = param.tensor.grad();
+  if (grad.defined() && grad.layout() == at::kStrided && is_in_place(param, grad)) return;
+  // A reference to the tensor itself would keep its storage busy only if we had let go of it.
+  if (param.view.use_count() > 1) param.view = param.view.variable_data();
+  const at::Storage held = param.view.storage();
+  if (held.use_count() <= 2) return;  // this one's and the view's
+  at::Tensor copy = param.view.clone();
+  held.set_data_ptr_noswap(copy.storage().set_data_ptr(at::DataPtr(nullptr, param.view.device())));
+  param.view = view_of(param);
+}
+
 // One pass from `values` to the parameter's place in the arena.
-void Reducer::fill_view(Parameter& param, const at::Tensor& values, double scale) const {
-  const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
-  // Someone may have assigned to .grad.data, and with that to our view: give out a new one.
-  if (param.view.data_ptr() != place && param.view.numel() > 0) param.view = view_of(param);
+void Reducer::fill_view(Parameter& param, const at::Tensor& values, double scale) {
+  leave_to_holders(param);
   if (scale != 1) {
     at::mul_out(param.view, values, as_scalar(scale));
   } else {
@@ -84,8 +111,7 @@ void Reducer::move_gradient(Parameter& param, at::Tensor& grad, double scale) {
     param.differentiable = grad;
     return;
   }
-  const void* place = static_cast<char*>(buckets_[param.bucket].flat.data_ptr()) + param.offset;
-  if (grad.data_ptr() == place && grad.strides().equals(param.view.strides())) {
+  if (is_in_place(param, grad)) {
     if (scale != 1) grad.mul_(as_scalar(scale));
     return;
   }
@@ -118,6 +144,7 @@ void Reducer::fill_place(Parameter& param) {
   // Sparse gradients are always summed.
   if (param.sparse && !comm_hook_ && !weight_) scale = 1.0 / (divisor_ > 0 ? divisor_ : comm_->size());
   if (param.delegated && !param.sparse) {
+    leave_to_holders(param);
     param.view.zero_();
   } else if (!param.without_grad) {
     take_gradient(param, scale);
@@ -134,6 +161,7 @@ void Reducer::fill_place(Parameter& param) {
   } else if (param.sparse) {
     bucket.flat = no_rows(param.tensor);
   } else {
+    leave_to_holders(param);
     param.view.zero_();
   }
 }

@@ -25,7 +25,7 @@ constexpr int kProbes = 5;
 constexpr const char* kObstacles[] = {
     "",
     "a communication hook reduces",
-    "a rank ran out of inputs in the steps that were to be measured",
+    "a rank ran out of inputs, or no forward prepared a backward, in the steps that were to be measured",
     "the script keeps references to .grad tensors, which must go on showing their parameters' gradients",
 };
 // A bucket below it costs a collective's latency whatever its size; not tuned.
@@ -92,15 +92,18 @@ std::vector<BucketPlan> Reducer::plan(const std::vector<int64_t>& order) const {
 void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   const auto device_of = [&](const BucketPlan& plan) { return params_[plan.slots[0].param].tensor.device(); };
   const auto is_sparse = [&](const BucketPlan& plan) { return params_[plan.slots[0].param].sparse; };
+  wants_tags_ = comm_->wants_tags();  // allocate() may end that
   std::map<std::string, int64_t> bytes, largest;
   for (const BucketPlan& plan : plans) {
     if (is_sparse(plan)) continue;
     const std::string device = device_of(plan).str();
-    bytes[device] += plan.bytes;
-    largest[device] = std::max(largest[device], plan.bytes);
+    const int64_t with_tags = plan.bytes + tag_bytes(plan);
+    bytes[device] += with_tags;
+    largest[device] = std::max(largest[device], with_tags);
   }
   buckets_.clear();
   arena_bytes_ = 0;
+  tag_digits_ = at::zeros({kTagDigits * comm_->size()}, at::kFloat);
   for (auto& [device, size] : bytes) {
     // One is filled while another is reduced; small ones that are started together have room beside each other.
     if (reuses_memory_) size = std::min(size, 2 * (largest[device] + kSmallBucket));
@@ -119,10 +122,17 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
       }
       const at::ScalarType dtype = grad_dtype(params_[plan.slots[0].param]);
       const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
-      if (used[device] + plan.bytes > bytes[device]) used[device] = 0;  // where others have been
+      const int64_t with_tags = plan.bytes + tag_bytes(plan);
+      if (used[device] + with_tags > bytes[device]) used[device] = 0;  // where others have been
       bucket.offset = used[device];
+      bucket.end = bucket.offset + with_tags;
       bucket.flat = piece_of(arena, bucket.offset, {numel}, {1}, dtype);
-      used[device] += plan.bytes;
+      if (with_tags > plan.bytes) {
+        const int64_t tags = kTagDigits * comm_->size();
+        bucket.tags = piece_of(arena, bucket.offset + plan.bytes, {tags}, {1}, dtype);
+        bucket.tagged = piece_of(arena, bucket.offset, {numel + tags}, {1}, dtype);
+      }
+      used[device] = bucket.end;
     }
     for (const Slot& slot : plan.slots) {
       Parameter& param = params_[slot.param];
@@ -145,6 +155,16 @@ void Reducer::build_arena(const std::vector<BucketPlan>& plans) {
   plan_report_ = PlanReport();
 }
 
+// On the CPU only: elsewhere the host would have to wait for what came.
+int64_t Reducer::tag_bytes(const BucketPlan& plan) const {
+  const Parameter& first = params_[plan.slots[0].param];
+  const at::ScalarType dtype = grad_dtype(first);
+  if (first.sparse || !first.tensor.is_cpu() || !at::isFloatingType(dtype) || at::isFloat8Type(dtype)) return 0;
+  if (comm_->size() == 1 || !wants_tags_) return 0;
+  const int64_t bytes = kTagDigits * comm_->size() * static_cast<int64_t>(c10::elementSize(dtype));
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 std::vector<at::Tensor> Reducer::gradient_places() const {
   std::vector<at::Tensor> places;
   for (const Parameter& param : params_) places.push_back(param.view);
@@ -153,12 +173,14 @@ std::vector<at::Tensor> Reducer::gradient_places() const {
 
 at::Tensor Reducer::free_place(size_t index) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const Parameter& param = params_[index];
+  Parameter& param = params_[index];
   const Bucket& bucket = buckets_[param.bucket];
   if (param.sparse || param.ready || low_precision_ || reuses_memory_ || bucket.phase != Phase::kFilling) return {};
-  // Somebody may have assigned to .grad.data, and with that to our view.
-  const void* place = static_cast<char*>(bucket.flat.data_ptr()) + param.offset;
-  return param.view.data_ptr() == place ? param.view : at::Tensor();
+  if (param.view.const_data_ptr() != address_of(param))
+    return {};  // .grad.data was assigned to, and with that our view
+  const at::NoGradGuard no_grad_tracking;
+  leave_to_holders(param);
+  return param.view;
 }
 
 at::Tensor Reducer::view_of(const Parameter& param) const {
@@ -273,7 +295,7 @@ void Reducer::check_same_everywhere(const std::vector<BucketPlan>& plans) {
 void Reducer::sum_now(const at::Tensor& flat, const std::string& what) {
   try {
     const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kGradients);
-    comm_->start_sum(flat)->wait();
+    start_sum(flat, Purpose::kPlan)->wait();
   } catch (const std::exception& error) {
     fail_collective("the all-reduce of " + what, error.what());
   }

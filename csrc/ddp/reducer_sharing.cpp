@@ -12,15 +12,13 @@ namespace drivetrain::ddp {
 namespace {
 
 // Several wrappers may hold one parameter. Which of them has its gradient in a synchronised backward (they take turns
-// well; in one backward the first to come reduces it for both), and how many expect it. Kept only while there are
-// several reducers.
+// well; in one backward the first to come reduces it for both). Kept only while there are several reducers.
 std::mutex shared_mutex;
 struct Taker {
   const void* reducer;
   int backward;  // autograd's number of it
 };
 std::unordered_map<const c10::TensorImpl*, Taker> takers;
-std::unordered_map<const c10::TensorImpl*, int> wanted;
 
 }  // namespace
 
@@ -40,32 +38,13 @@ bool Reducer::claim(const Parameter& param) const {
                          "once, or use one of the wrappers under no_sync()."));
 }
 
-bool Reducer::is_wanted_elsewhere(const Parameter& param) const {
-  if (num_reducers_ == 1) return false;
-  const std::lock_guard<std::mutex> lock(shared_mutex);
-  const auto found = wanted.find(param.tensor.unsafeGetTensorImpl());
-  return found != wanted.end() && found->second > 0;  // this reducer is idle, so that none of them is its own
-}
-
-void Reducer::want_params() {
-  if (num_reducers_ == 1) return;
-  const std::lock_guard<std::mutex> lock(shared_mutex);
-  for (const Parameter& param : params_) ++wanted[param.tensor.unsafeGetTensorImpl()];
-  is_wanted_ = true;
-}
-
 void Reducer::release_params() {
   const std::lock_guard<std::mutex> lock(shared_mutex);
+  if (takers.empty()) return;
   for (const Parameter& param : params_) {
-    const c10::TensorImpl* key = param.tensor.unsafeGetTensorImpl();
-    if (is_wanted_) {
-      if (const auto found = wanted.find(key); found != wanted.end() && --found->second == 0) wanted.erase(found);
-    }
-    if (takers.empty()) continue;
-    if (const auto found = takers.find(key); found != takers.end() && found->second.reducer == this)
-      takers.erase(found);
+    const auto found = takers.find(param.tensor.unsafeGetTensorImpl());
+    if (found != takers.end() && found->second.reducer == this) takers.erase(found);
   }
-  is_wanted_ = false;
 }
 
 }  // namespace drivetrain::ddp

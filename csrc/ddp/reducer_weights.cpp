@@ -53,6 +53,7 @@ void Reducer::begin_weighted(double weight) {
   if (!weight_ || !std::all_of(params_.begin(), params_.end(), is_untouched)) forget_zeroed_weights();
   weight_ = weight_.value_or(0) + weight;
   is_weighted_ = true;
+  weighted_from_ = steps_;
 }
 
 // Gradients that were zeroed leave nothing for their weights to count.
@@ -111,6 +112,8 @@ void Reducer::end_weighted(bool failed) {
   if (failed) {
     weight_.reset();
     kept_weight_ = at::Tensor();
+  } else if (sync_ && step_ == Step::kIdle && steps_ == weighted_from_) {
+    reduce_collected();  // other ranks take part, whether the loss came out of the wrapper's forward or not
   }
   for (Parameter& param : params_) param.weighted = seen_grad(param);
 }

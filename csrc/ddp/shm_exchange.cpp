@@ -56,6 +56,7 @@ struct alignas(64) RankLine {
   std::atomic<uint64_t> published;  // the number of the rank's last operation
   std::atomic<State> state;
   alignas(64) std::atomic<uint64_t> kind[kSlots];  // of its operations, written before they are published
+  std::atomic<uint64_t> tag[kSlots];               // likewise
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::is_always_lock_free);
@@ -139,6 +140,7 @@ uint64_t ShmExchange::start(Operation operation) {
   DT_INVARIANT(num_chunks < int64_t{1} << kCountBits);
   RankLine& line = line_of(board_, options_.rank);
   line.kind[number % kSlots].store(kind_of(operation), std::memory_order_release);
+  line.tag[number % kSlots].store(operation.tag, std::memory_order_release);
   running_.push_back({std::move(operation), number, static_cast<uint32_t>(num_chunks), chunk_numel});
 
   Slot& slot = slot_of(board_, number);
@@ -244,17 +246,24 @@ bool ShmExchange::work_on(const Running& running, int stage, uint32_t& max_chunk
 
 // Before anything is added up: else ranks that reduce different things would get each other's numbers.
 void ShmExchange::compare_kinds(const Running& running) {
-  const uint64_t mine = kind_of(running.operation);
+  const uint64_t mine = kind_of(running.operation), tag = running.operation.tag;
   for (int rank = 0; rank < options_.size; ++rank) {
-    const uint64_t theirs = line_of(board_, rank).kind[running.number % kSlots].load(std::memory_order_acquire);
-    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum)) continue;
-    if (is_complete(running)) break;  // others have compared and added up; that word is a later operation's by now
-    fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe_kind(mine), ", ",
-              options_.rank_names[rank], " ", describe_kind(theirs),
+    const RankLine& line = line_of(board_, rank);
+    const uint64_t theirs = line.kind[running.number % kSlots].load(std::memory_order_acquire);
+    const uint64_t their_tag = line.tag[running.number % kSlots].load(std::memory_order_acquire);
+    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum) && their_tag == tag) continue;
+    if (is_complete(running)) break;  // others have compared and added up; those words are a later operation's by now
+    fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe(mine, tag), ", ",
+              options_.rank_names[rank], " ", describe(theirs, their_tag),
               ". They have taken different ways through the script: another number of backwards, a weight on some "
               "ranks only, another model"));
   }
   compared_ = running.number;
+}
+
+std::string ShmExchange::describe(uint64_t kind, uint64_t tag) const {
+  const bool has_tag = tag != 0 && options_.describe_tag;
+  return describe_kind(kind) + (has_tag ? " for " + options_.describe_tag(tag) : "");
 }
 
 void ShmExchange::compute(const Running& running, int stage, uint32_t chunk) const {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -45,9 +46,10 @@ class ShmExchange {
     bool several_hosts = false;
     HostLink* link = nullptr;  // for the first rank, where there are several hosts
     std::chrono::nanoseconds timeout{0};
-    bool spin = true;                     // before sleeping; of use where every rank has a core
-    std::vector<std::string> rank_names;  // for messages
-    std::function<bool(int)> is_dead;     // whether that rank's process has ended
+    bool spin = true;                                   // before sleeping; of use where every rank has a core
+    std::vector<std::string> rank_names;                // for messages
+    std::function<bool(int)> is_dead;                   // whether that rank's process has ended
+    std::function<std::string(uint64_t)> describe_tag;  // for messages
   };
 
   struct Operation {
@@ -55,7 +57,9 @@ class ShmExchange {
     ElementType type;
     int64_t numel = 0;
     double scale = 1;
-    bool wants_square_sum = false;  // of floats, within one host
+    bool wants_square_sum = false;           // of floats, within one host
+    uint64_t tag = 0;                        // what it is for; the same on all ranks
+    std::shared_ptr<void> memory = nullptr;  // keeps the values mapped, until this rank has no part in it any more
   };
 
   static int64_t board_bytes(int size);
@@ -92,6 +96,7 @@ class ShmExchange {
   bool work(uint32_t max_chunks);
   bool work_on(const Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
+  std::string describe(uint64_t kind, uint64_t tag) const;
   void compute(const Running& running, int stage, uint32_t chunk) const;
   bool relay();
   void announce();

@@ -11,10 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
 
 from . import _C, main_grad, parameter_names, watch
@@ -66,16 +68,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     Gradients live in one persistent flat arena in bucket order: after a backward each `.grad` is a view of it, so that
     no second copy exists, whatever `gradient_as_bucket_view` says. Buckets are all-reduced while backward runs, from
-    the first step on. `.grad` is the mean over ranks, as with torch. The arena is reused: a reference kept to a `.grad`
-    shows the next backward's values, so clone what you want to keep.
+    the first step on. `.grad` is the mean over ranks, as with torch. A tensor that a script keeps over a `.grad`
+    (`p.grad.flatten()`) gets memory of its own before the next gradient is written, as long as
+    `gradient_as_bucket_view` is False. An array that `.numpy()` made of it does not: copy that one.
 
-    Every backward outside `no_sync()` ends with the mean over ranks in `.grad`, or raises: also a second one after the
-    first, one whose forward ran under `no_sync()`, and one through `.module`. What would let replicas part in silence
-    (a hook that steps on a gradient before it is reduced) raises and names the parameter.
+    Every backward of this wrapper outside `no_sync()` ends with the mean over ranks in `.grad`, or raises: also a
+    second one after the first, and one whose forward ran under `no_sync()`. These two are reduced when backward ends,
+    and are known by the tensors in forward's output. Any other backward (through `.module`, of a penalty on parameters)
+    stays this rank's own, as with torch. What would let replicas part in silence (a hook that steps on a gradient
+    before it is reduced) raises and names the parameter.
 
     Args:
         ...: as torch's, by position and by keyword. An argument that the installed torch does not know may be given its
-            default only. `gradient_as_bucket_view` and `batched_grad_copy` are accepted and change nothing.
+            default only. `batched_grad_copy` is accepted and changes nothing.
         transport: keyword only. What carries the gradients: "torch" (the process group), "shm" (shared memory between
             the CPU ranks of a host, the process group between hosts), "nccl" (for CUDA parameters on one device per
             process: an NCCL communicator of our own, with registered memory), or "auto", which takes the environment
@@ -99,10 +104,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             communication hooks, which carry gradients themselves, and so not with what torch does by such hooks.
         reuse_norm: keyword only. Once a drivetrain optimizer with `max_grad_norm`, or `drivetrain.clip_grad_norm_`, has
             asked for the norm of just the gradients that this module's parameters have, the reduction adds up their
-            squares while it has them in hand, and nobody reads them again for it. For shared memory within one host.
-            The sum holds as long as the same tensors have seen no write since backward; writes through `.data` or a
-            pointer are not seen: False if a script makes any. Its order is that of the buckets, so that the norm's
-            last bit of 53 may differ from that of a read.
+            squares while it has them in hand, and they are not read again for it. For shared memory within one host.
+            The sum holds as long as the same tensors have seen no write since backward. Of writes through `.data` or a
+            pointer (`.numpy()`) only those are seen that change one of 16 elements per gradient: so False by default,
+            and True is for scripts that make none. Its order is that of the buckets, so that the norm's last bit of 53
+            may differ from that of a read.
 
     Raises:
         ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
@@ -146,7 +152,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         check_replicas_every: int = 0,
         report_hang_after: float | None = None,
         wire_dtype: torch.dtype | str | None = None,
-        reuse_norm: bool = True,
+        reuse_norm: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -204,8 +210,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _has_reducer(self) -> bool:
         return "reducer" in self.__dict__
 
-    # Torch reads this flag at forward only. The reducer must know it at backward too: a backward that begins while it
-    # is set is reduced, whatever it was at forward.
+    # Torch reads this flag at forward only. The reducer must know it at backward too: a backward through this wrapper's
+    # outputs that begins while it is set is reduced, whatever it was at forward.
     @property
     def require_backward_grad_sync(self) -> bool:
         return bool(self.__dict__.get("_require_backward_grad_sync", True))
@@ -378,7 +384,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
             report_hang_after=self.__dict__.get("_report_hang_after", watch.DEFAULT_LIMIT_S),
-            shares_norm=self.__dict__.get("_reuse_norm", True),
+            shares_norm=self.__dict__.get("_reuse_norm", False),
+            gradients_stay_views=self.gradient_as_bucket_view,
             plan_from_measurement=not self._why_not_planned,
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
@@ -390,6 +397,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         transports.warn_of_fallback(comm, self.process_group)
         self.logger = Logger(self, names, comm.name, static_graph)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+
+    def _post_forward(self, output: Any) -> Any:
+        """As torch's; and tells the reducer by which tensors it will know this forward's backward."""
+        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
+            _announce(self.reducer, output)
+        return output
 
     def _sync_buffers(self) -> None:
         """As torch's: all ranks take rank 0's buffers."""
@@ -512,6 +526,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: torch's wrapper calls it by another rule than the one by which our reducer shares that map."""
+
+
+@_disable_dynamo
+def _announce(reducer: Reducer, output: Any) -> None:
+    reducer.announce(list(_find_tensors(output)))  # type: ignore[no-untyped-call]
 
 
 class _WatchedJoinHook(JoinHook):

@@ -56,6 +56,7 @@ class Reducer(_C.Reducer):
         modules: all modules with their names, for messages.
         report_hang_after: seconds after which a wait for other ranks is reported; 0: never.
         shares_norm: the squares of gradients are added up in the reduction once an optimizer asks for their norm.
+        gradients_stay_views: whatever refers to a gradient shows the parameter's next one, too.
         plan_from_measurement: choose the buckets' sizes anew once the first steps have been timed. Only for parameters
             on the CPU, none of them with sparse gradients.
     """
@@ -78,6 +79,7 @@ class Reducer(_C.Reducer):
         modules: Sequence[tuple[str, nn.Module]],
         report_hang_after: float,
         shares_norm: bool,
+        gradients_stay_views: bool,
         plan_from_measurement: bool,
     ) -> None:
         self._wrapper = f"DistributedDataParallel {next(_wrappers)} ({type(modules[0][1]).__name__})"
@@ -94,6 +96,7 @@ class Reducer(_C.Reducer):
             shares_norm=shares_norm,
             plan_from_measurement=plan_from_measurement,
             wrapper=self._wrapper,
+            gradients_stay_views=gradients_stay_views,
         )
         self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._told_of_rebuilding = False

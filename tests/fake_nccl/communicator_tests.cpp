@@ -161,6 +161,21 @@ void test_reported_error() {
   ::unsetenv("FAKE_NCCL_FAULT");
 }
 
+// The values are not the sum then, and no later call need come that would find it out.
+void test_an_error_that_ends_a_collective() {
+  ::setenv("FAKE_NCCL_WAIT_S", "1", 1);
+  Ranks ranks = make_ranks(30);
+  const auto values = std::make_shared<std::vector<float>>(10, 1.0f);
+  const auto group = ranks[0]->start({sum_of(values)}, nullptr);  // the other rank never comes: the fake gives up
+  std::string error;
+  for (int i = 0; i < 3000 && error.empty(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    error = error_of([&] { ranks[0]->wait(*group, nullptr); });
+  }
+  expect(contains(error, "a collective failed with NCCL error 3"), "an error is told although all has ended: " + error);
+  ::unsetenv("FAKE_NCCL_WAIT_S");
+}
+
 }  // namespace
 
 int main() {
@@ -171,6 +186,7 @@ int main() {
   test_memory_is_counted();
   test_timeout();
   test_reported_error();
+  test_an_error_that_ends_a_collective();
   if (failures == 0) std::puts("communicator tests passed");
   return failures == 0 ? 0 : 1;
 }

@@ -1,8 +1,11 @@
 // The few functions of the CUDA runtime that csrc/ddp/nccl_communicator.cpp calls, on the host: a stream is a thread
 // with a queue. The null stream is the calling thread itself, so that tensors on the CPU stand for those on a device.
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -76,6 +79,17 @@ void enqueue(cudaStream_t stream, std::function<void()> work) {
 using Held = std::shared_ptr<Event>;
 const Held& held(cudaEvent_t event) { return *reinterpret_cast<Held*>(event); }
 
+// Of a Python process: a thread that waits for the device keeps all others from Python if it holds the GIL, among them
+// those that the device's work depends on.
+void refuse_gil(const char* call) {
+  using Check = int (*)();
+  const auto holds_gil = reinterpret_cast<Check>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  const auto is_initialized = reinterpret_cast<Check>(dlsym(RTLD_DEFAULT, "Py_IsInitialized"));
+  if (holds_gil == nullptr || is_initialized == nullptr || is_initialized() == 0 || holds_gil() == 0) return;
+  std::fprintf(stderr, "fake CUDA: %s is called by a thread that holds Python's GIL\n", call);
+  std::abort();
+}
+
 }  // namespace
 
 extern "C" {
@@ -120,6 +134,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
+  refuse_gil("cudaDeviceSynchronize");
   const std::lock_guard<std::mutex> lock(streams_mutex);
   for (Stream* stream : streams) {
     Event end;

@@ -118,8 +118,10 @@ void test_progress() {
   ddp::Progress progress;
   const auto what = std::make_shared<const std::string>("bucket 0 of 1 [weight]");
   std::atomic<bool> ended{false};
+  int64_t marked = 0;  // not atomic: one mark is never set while another is asked for
   std::thread watcher([&] {
     while (!ended) {
+      progress.is_device_behind();
       const ddp::Progress::Snapshot now = progress.snapshot();
       expect(now.awaited.empty() || (now.awaited == *what && now.needed == ddp::Progress::kBackward + 1 &&
                                      now.place >= now.needed && now.step == now.num_waits + 1),
@@ -135,10 +137,19 @@ void test_progress() {
       const ddp::Progress::Wait wait(progress, what, ddp::Progress::kBackward + 1);
     }
     progress.end_step();
+    const auto set_mark = [&] {
+      marked = step;
+      std::this_thread::yield();  // a watcher that does not wait for the mark then reads it
+    };
+    progress.end_on_device(set_mark, [&] { return marked > kSteps; });
     progress.move_to(step + 1, ddp::Progress::kIdle);
   }
   ended = true;
   watcher.join();
+  int questions = 0;
+  progress.end_on_device([] {}, [&] { return ++questions == 2; });
+  expect(progress.is_device_behind() && !progress.is_device_behind() && !progress.is_device_behind() && questions == 2,
+         "a device is asked until it has come to the mark");
   progress.set_report(kSteps, "late");
   expect(progress.report(kSteps) == "late" && progress.report(kSteps + 1).empty(), "a report is for its step alone");
   const ddp::Progress::Snapshot after = progress.snapshot();

@@ -76,7 +76,7 @@ GATES = (
             *(("Adagrad", ""), ("RMSprop", "")),
         )
     ),
-    Gate("large", "1.3 B parameters, 24-bit masters, 8-bit states, against FlashAdamW", "1.3 B", 0.6),
+    Gate("rivals", "1.3 B parameters, 24-bit masters, 8-bit states, against FlashAdamW", "1.3 B", 0.6),
     Gate(
         "tail",
         "unscale, clip, AdamW, zero in fp32 against torch's four calls",

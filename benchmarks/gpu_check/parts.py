@@ -24,6 +24,7 @@ MEASUREMENTS = {
     "copy": ("copy bandwidth", 8),
     "optim": ("every optimizer layout against torch's fused and foreach steps: ms, GB/s, share of a copy", 40),
     "tail": ("unscaling, clipping, AdamW and zeroing against torch's four calls", 12),
+    "rivals": ("the compressed AdamW of 1.3 B parameters against FlashAdamW of the package flashoptim", 30),
     "ddp": ("a step under DDP against torch's DDP", 15),
     "comm": ("all-reduce against the process group's: time and busbw", 10),
     "accumulate": ("accumulation in float32 and 24 bits, with weight gradients fused and not, against torch's", 15),

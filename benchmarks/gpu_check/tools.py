@@ -17,7 +17,8 @@ from pathlib import Path
 # torch and its NCCL are the machine's own.
 BUILD_TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja>=1.10", "rich>=13")
 TEST_TOOLS = ("numpy>=1.26", "pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6", "expecttest>=0.2")
-TOOLS = (*BUILD_TOOLS, *TEST_TOOLS)
+RIVALS = ("flashoptim>=0.1.4",)  # what we are measured against; its torch and Triton are the machine's own
+TOOLS = (*BUILD_TOOLS, *TEST_TOOLS, *RIVALS)
 PYTHON = "3.12"  # for which wheels are downloaded
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 64 << 20
@@ -74,10 +75,14 @@ def install(wheels: Path, site: Path) -> None:
     print(f"to be installed: {', '.join(missing)}", flush=True)
     source = ["--no-index", "--find-links", str(wheels)] if any(wheels.glob("*.whl")) else []
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), *source]
-    if subprocess.run([*pip, *missing], check=False).returncode == 0:
+    rivals = [tool for tool in missing if tool in RIVALS]
+    others = [tool for tool in missing if tool not in RIVALS]
+    failed = [tool for tool in rivals if subprocess.run([*pip, "--no-deps", tool], check=False).returncode]
+    if others and subprocess.run([*pip, *others], check=False).returncode:
+        # One that cannot be had must cost none of the others.
+        failed += [tool for tool in others if subprocess.run([*pip, tool], check=False).returncode]
+    if not failed:
         return
-    # One that cannot be had must cost none of the others.
-    failed = [tool for tool in missing if subprocess.run([*pip, tool], check=False).returncode]
     where = f"from {wheels}" if source else "without a network"
     for tool in failed:
         print(f"missing here: {tool}; it cannot be installed {where}: run `make gpu-wheels`, and bring {wheels} along")
@@ -91,7 +96,8 @@ def download(wheels: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheels)]
     command += ["--implementation", "cp", "--python-version", PYTHON]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    subprocess.run([*command, *TOOLS], check=True)
+    subprocess.run([*command, *BUILD_TOOLS, *TEST_TOOLS], check=True)
+    subprocess.run([*command, "--no-deps", *RIVALS], check=True)
     size = sum(file.stat().st_size for file in wheels.glob("*.whl"))
     print(f"{len(list(wheels.glob('*.whl')))} wheels for Python {PYTHON} in {wheels}, {size / 2**20:.0f} MiB")
     if size > MOST_BYTES:

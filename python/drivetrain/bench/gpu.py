@@ -18,6 +18,7 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
     "copy": ("Copy bandwidth", optim_gpu.run_copy),
     "optim": ("Optimizer steps, against torch's fused and foreach", optim_gpu.run_steps),
     "tail": ("The tail of a step, against torch's four calls", optim_gpu.run_tails),
+    "rivals": ("Optimizer steps of 1.3 B parameters, against FlashAdamW", optim_gpu.run_rivals),
     "ddp": ("DistributedDataParallel, against torch's", ddp.run_gpu),
     "comm": ("All-reduce, against the process group's", comm.run_gpu),
     "accumulate": (

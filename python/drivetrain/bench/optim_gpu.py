@@ -1,6 +1,7 @@
 """Optimizer steps on a GPU: every layout against torch's fused and foreach steps, as times and as shares of a copy."""
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from .. import optim
 from . import family
 from .measure import Row, interleaved, ratio_row
 from .optim import COMPRESSED, MAX_NORM, SCALE, check_same, grad_of, models, our_tail, torch_tail
-from .shapes import Shape, gpt2_124m, many_small, resnet50
+from .shapes import Shape, gpt2_124m, gpt3_xl, many_small, resnet50
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,60 @@ def run_tails(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
         if not precision:
             check_same(theirs, ours)
         yield ratio_row(what, torch_s, ours_s)
+
+
+def run_rivals(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
+    """The compressed AdamW of 1.3 B parameters against FlashAdamW of the package flashoptim, both with 24-bit masters.
+
+    Raises ImportError without flashoptim. Since FlashAdamW runs on CUDA alone, a dry run takes torch's AdamW instead.
+    """
+    name, rival = "torch's AdamW", functools.partial(torch.optim.AdamW)
+    if not is_dry:
+        from flashoptim import FlashAdamW  # type: ignore[import-not-found]
+
+        name, rival = "FlashAdamW", functools.partial(FlashAdamW, master_weight_bits=24)
+    shapes = _shapes(gpt3_xl(), is_dry)
+    what = f"{_count(shapes) / 1e9:.1f} B parameters, 24-bit masters, 8-bit states, against {name}"
+    starts = models(shapes, _BF16, device)[1]
+    theirs, ours = _copies(starts), _copies(starts)
+    hypers: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1e-2}
+    optimizers = [rival(theirs, **hypers), optim.AdamW(ours, master_bits=24, state_bits=8, **hypers)]
+    theirs_s, ours_s = interleaved([each.step for each in optimizers], rounds, device=device)
+    _check_like(theirs, ours, starts)
+    yield ratio_row(what, theirs_s, ours_s)
+    at_rest = [_bytes_at_rest(*side) / _count(shapes) for side in zip((theirs, ours), optimizers, strict=True)]
+    yield Row(f"  bytes per parameter at rest, {name} | ours", "", at_rest[0], at_rest[1])
+
+
+def _copies(params: list[Tensor]) -> list[Tensor]:
+    copies = [param.detach().clone().requires_grad_() for param in params]
+    for copy, param in zip(copies, params, strict=True):
+        copy.grad = grad_of(param).clone()
+    return copies
+
+
+def _check_like(theirs: list[Tensor], ours: list[Tensor], starts: list[Tensor]) -> None:
+    """Raises AssertionError unless both sides moved each parameter alike, but for their different 8-bit codes."""
+    for a, b, start in zip(theirs, ours, starts, strict=True):
+        theirs_moved, ours_moved = a.detach().float() - start.float(), b.detach().float() - start.float()
+        if not (theirs_moved - ours_moved).norm() <= 0.1 * theirs_moved.norm():
+            raise AssertionError(f"a parameter of shape {tuple(a.shape)} moved by more than 10 % otherwise")
+
+
+def _bytes_at_rest(params: list[Tensor], optimizer: Any) -> int:
+    """Of parameters and states; a quantized tensor of flashoptim's counts what it is made of."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(_num_bytes(each) for each in [*params, *states])
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(each.nbytes for each in getattr(value, "__dict__", {}).values() if isinstance(each, Tensor))
+
+
+def _count(shapes: list[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def _layout_rows(

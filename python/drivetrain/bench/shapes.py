@@ -5,11 +5,20 @@ Shape = tuple[int, ...]
 
 def gpt2_124m() -> list[Shape]:
     """GPT-2 small: 148 tensors, 124.4 M parameters."""
-    shapes: list[Shape] = [(50257, 768), (1024, 768)]
-    for _ in range(12):
-        shapes += [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
-        shapes += [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
-    return [*shapes, (768,), (768,)]
+    return _gpt(width=768, depth=12, length=1024)
+
+
+def gpt3_xl() -> list[Shape]:
+    """GPT-3 XL with GPT-2's vocabulary: 292 tensors, 1.3 B parameters."""
+    return _gpt(width=2048, depth=24, length=2048)
+
+
+def _gpt(width: int, depth: int, length: int) -> list[Shape]:
+    shapes: list[Shape] = [(50257, width), (length, width)]
+    for _ in range(depth):
+        shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [*shapes, (width,), (width,)]
 
 
 def resnet50() -> list[Shape]:

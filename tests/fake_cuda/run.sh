@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # run.sh PYTHON [pytest arguments]: builds the stand-in and our module for it, and runs the GPU tests on them. README.md.
-# PART=ci runs what CI has time for. SEEDS="1 2 3" are the seeds of streams' delays and orders, one run each.
+# PART=ci runs what CI has time for. SEEDS (default: "1 2 3") are the seeds of streams' delays and orders, one run each.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$1
@@ -44,7 +44,7 @@ if [ "${PART:-}" = ci ]; then
   mapfile -t files < <(grep -v '^#' tests/fake_cuda/ci_part.txt)
 fi
 status=0
-for seed in ${SEEDS:-1 2}; do
+for seed in ${SEEDS:-1 2 3}; do
   echo "== the stand-in's own tests, and tests marked gpu, seed $seed"
   FAKE_CUDA_SEED=$seed "$layer/bin/python" -m pytest -p fake_cuda_plugin --numprocesses 2 --dist loadfile --quiet \
     -m "gpu or fake_cuda" tests/fake_cuda "${files[@]}" || status=1

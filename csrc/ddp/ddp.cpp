@@ -200,11 +200,14 @@ void register_ddp(py::module_& m) {
       .def_readonly("seconds", &Progress::Snapshot::seconds)
       .def_readonly("wait_s", &Progress::Snapshot::wait_s)
       .def_readonly("num_waits", &Progress::Snapshot::num_waits);
+  py::class_<Progress::DeviceLag>(m, "DeviceLag")
+      .def_readonly("step", &Progress::DeviceLag::step)
+      .def_readonly("seconds", &Progress::DeviceLag::seconds);
   // Keeps the GIL: its mutex is held for moments, and a process that forks (with the GIL) never copies it locked.
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress")
       .def("snapshot", &Progress::snapshot)
       .def("set_report", &Progress::set_report, py::arg("step"), py::arg("report"))
-      .def("is_device_behind", &Progress::is_device_behind)
+      .def("device_lag", &Progress::device_lag)
       .def("give_up", &Progress::give_up, py::arg("why"))
       .def("why_given_up", &Progress::why_given_up)
       .def(

@@ -71,13 +71,16 @@ void Progress::end_on_device(const std::function<void()>& set_mark, std::functio
   const std::lock_guard<std::mutex> lock(mutex_);
   set_mark();
   has_device_ended_ = std::move(has_ended);
+  marked_step_ = step_;
+  marked_ns_ = clock_ns();
 }
 
-bool Progress::is_device_behind() {
+std::optional<Progress::DeviceLag> Progress::device_lag() {
   const std::lock_guard<std::mutex> lock(mutex_);
   // An answer is final. A thread may capture a CUDA graph later, to which questions about events do harm.
   if (has_device_ended_ && has_device_ended_()) has_device_ended_ = nullptr;
-  return has_device_ended_ != nullptr;
+  if (!has_device_ended_) return std::nullopt;
+  return DeviceLag{marked_step_, static_cast<double>(clock_ns() - marked_ns_) * 1e-9};
 }
 
 void Progress::give_up(std::string why) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 namespace drivetrain::ddp {
@@ -67,8 +68,12 @@ class Progress {
   // Marks the end of a step's work on a device, which the host may be far ahead of: calls set_mark now. The watching
   // thread calls has_ended until that says so, but never while another mark is set.
   void end_on_device(const std::function<void()>& set_mark, std::function<bool()> has_ended);
-  // Whether the device has not come to that mark yet.
-  bool is_device_behind();
+  // How long a device has not come to the mark of a step.
+  struct DeviceLag {
+    int64_t step = 0;
+    double seconds = 0;  // since the mark was set
+  };
+  std::optional<DeviceLag> device_lag();  // empty if the device has come to the last mark, or there is none
 
   // The step under way cannot end: whoever begins the next one, or waits, is to raise this.
   void give_up(std::string why);
@@ -93,6 +98,8 @@ class Progress {
   int64_t reported_step_ = 0;
   std::string report_;
   std::function<bool()> has_device_ended_;
+  int64_t marked_step_ = 0;
+  int64_t marked_ns_ = 0;
   std::string why_given_up_;
 };
 

@@ -252,7 +252,7 @@ class Watched:
         if None in self._board.last:  # so that every rank's process is known, should the store end with one
             self._board.read()
         if self._device is not None and now.seconds >= self._limit_s:
-            self._give_up_if_hopeless(self._device, now)
+            self._give_up_if_hopeless(self._device)
         if not now.awaited or now.seconds < self.beat_s:
             self._hang = None
             return self.beat_s
@@ -298,20 +298,20 @@ class Watched:
             sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
         return " ".join(sentences)
 
-    def _give_up_if_hopeless(self, device: torch.device, now: _C.ProgressSnapshot) -> None:
+    def _give_up_if_hopeless(self, device: torch.device) -> None:
         """Ends a wait of the device's for a rank that has ended: aborts the group, and raises in the training thread.
 
         Only that: ranks may end before others, and whoever is silent may come back.
         """
-        if self._progress.why_given_up() or not self._progress.is_device_behind():
+        lag = self._progress.device_lag()
+        if lag is None or lag.seconds < self._limit_s or self._progress.why_given_up():
             return
         self._board.read()
         ended, group = self._ended(), self._group()
         if not ended or group is None:
             return
-        step = now.step - 1 if now.place == 0 else now.step
         why = (
-            f"drivetrain: {device} has waited {_rounded(now.seconds)} s for collectives of step {step} of "
+            f"drivetrain: {device} has waited {_rounded(lag.seconds)} s for collectives of step {lag.step} of "
             f"{self._wrapper} that cannot complete, and the process group was aborted. {ended} Look for the first "
             "error in that rank's log, and start the job again: the gradients of this step are undefined."
         )

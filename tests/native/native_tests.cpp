@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -119,9 +120,11 @@ void test_progress() {
   const auto what = std::make_shared<const std::string>("bucket 0 of 1 [weight]");
   std::atomic<bool> ended{false};
   int64_t marked = 0;  // not atomic: one mark is never set while another is asked for
+  constexpr int64_t kSteps = 2000;
   std::thread watcher([&] {
     while (!ended) {
-      progress.is_device_behind();
+      const std::optional<ddp::Progress::DeviceLag> lag = progress.device_lag();
+      expect(!lag || (lag->step >= 1 && lag->step <= kSteps && lag->seconds >= 0), "a lag is of a step that was marked");
       const ddp::Progress::Snapshot now = progress.snapshot();
       expect(now.awaited.empty() || (now.awaited == *what && now.needed == ddp::Progress::kBackward + 1 &&
                                      now.place >= now.needed && now.step == now.num_waits + 1),
@@ -129,7 +132,6 @@ void test_progress() {
       progress.set_report(now.step, "report");
     }
   });
-  constexpr int64_t kSteps = 2000;
   for (int64_t step = 1; step <= kSteps; ++step) {
     progress.move_to(step, ddp::Progress::kForward);
     progress.move_to(step, ddp::Progress::kBackward);
@@ -147,8 +149,13 @@ void test_progress() {
   ended = true;
   watcher.join();
   int questions = 0;
-  progress.end_on_device([] {}, [&] { return ++questions == 2; });
-  expect(progress.is_device_behind() && !progress.is_device_behind() && !progress.is_device_behind() && questions == 2,
+  progress.end_on_device([] {}, [&] { return ++questions == 3; });
+  const std::optional<ddp::Progress::DeviceLag> lag = progress.device_lag();
+  progress.move_to(kSteps + 2, ddp::Progress::kForward);
+  const std::optional<ddp::Progress::DeviceLag> later = progress.device_lag();
+  expect(lag && lag->step == kSteps + 1 && later && later->step == lag->step && later->seconds >= lag->seconds,
+         "a lag is of the step that the mark ended, wherever the host is");
+  expect(!progress.device_lag() && !progress.device_lag() && questions == 3,
          "a device is asked until it has come to the mark");
   progress.set_report(kSteps, "late");
   expect(progress.report(kSteps) == "late" && progress.report(kSteps + 1).empty(), "a report is for its step alone");

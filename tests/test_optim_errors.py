@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import inspect
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -556,3 +558,38 @@ def test_good_input_warns_of_nothing(name: str) -> None:
         optimizer, _ = make(name, max_grad_norm=1.0)
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_constructor_is_explicit(name: str) -> None:
+    """Notebooks, LightningCLI and Hydra read the signature: torch's arguments in torch's order, and then ours."""
+    ours = inspect.signature(getattr(optim, name)).parameters
+    assert all(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in ours.values())
+    assert [*ours][-6:] == [
+        "max_grad_norm",
+        "zero_grads_in_step",
+        "state_bits",
+        "master_bits",
+        "min_8bit_size",
+        "rounding",
+    ]
+    if hasattr(torch.optim, name):
+        torchs = inspect.signature(getattr(torch.optim, name)).parameters
+        assert [*ours][:-6] == [*torchs]
+        for argument, parameter in torchs.items():
+            assert (ours[argument].default, ours[argument].kind) == (parameter.default, parameter.kind), argument
+    documented = {
+        each.strip()
+        for line in re.findall(r"^    ([\w, ]+): ", inspect.cleandoc(getattr(optim, name).__doc__), re.MULTILINE)
+        for each in line.split(",")
+    }
+    assert {*ours} <= documented
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_group_that_is_no_dict(name: str) -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    optimizer = getattr(optim, name)([param])
+    with pytest.raises(TypeError, match="param_group must be a dict, but got <class 'list'>"):
+        optimizer.add_param_group([nn.Parameter(torch.ones(2, 2))])
+    assert len(optimizer.param_groups) == 1

@@ -16,10 +16,15 @@ class GradScaler(torch.amp.GradScaler):
     stepped as torch's class does it. On CUDA nothing here waits for the device.
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
-        min_scale: the scale never falls below it.
-        hysteresis: how many overflows, not necessarily in a row, the scale endures before it falls; it gets its
-            patience back when the scale grows (as Megatron-LM's DynamicGradScaler). 1: it falls at every overflow.
+        device: Device type of the gradients, such as "cuda" or "cpu".
+        init_scale: Initial scale.
+        growth_factor: Multiplies the scale after `growth_interval` steps without an overflow.
+        backoff_factor: Multiplies the scale when it falls.
+        growth_interval: Number of steps without an overflow before the scale grows.
+        enabled: False turns every method into the unscaled operation.
+        min_scale: Lower bound of the scale.
+        hysteresis: Number of overflows, not necessarily in a row, before the scale falls. It starts anew when the scale
+            grows, as in Megatron-LM's DynamicGradScaler.
 
     Raises:
         ValueError: min_scale is negative or not finite, or hysteresis below 1.

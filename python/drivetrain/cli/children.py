@@ -16,8 +16,9 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any
 
-from drivetrain import ddp, optim, swap
+from drivetrain import ddp, swap
 from drivetrain.cli import report
+from drivetrain.optim import base
 
 
 class _Swap:
@@ -78,4 +79,4 @@ def _install_and_follow(optim: bool, ddp_defaults: dict[str, object]) -> None:
 
 def _report_when_child_ends(_: object) -> None:
     """Runs at the start of a child. atexit is no use: forked children skip it."""
-    util.Finalize(None, report.of_child, args=(len(ddp.constructed), len(optim.constructed)), exitpriority=0)
+    util.Finalize(None, report.of_child, args=(len(ddp.constructed), len(base.constructed)), exitpriority=0)

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import current_process
 
-from drivetrain import ddp, optim, swap
+from drivetrain import ddp, swap
+from drivetrain.optim import base
 
 _NOTHING_WRAPPED = (
     "no model was wrapped in this process (those it started report for themselves): it built no "
@@ -23,14 +24,14 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
     names = [name for name in swap.names_bound_to_ours() if _is_worth_showing(name)]
     lines = [f"bound to drivetrain: {', '.join(names) or 'nothing (uninstall() was called)'}"]
     lines.append(f"wrapped: {'; '.join(ddp.constructed)}" if ddp.constructed else _NOTHING_WRAPPED)
-    if with_optimizers or optim.constructed:
-        lines.append(f"optimizers: {'; '.join(optim.constructed) or 'none was built'}")
+    if with_optimizers or base.constructed:
+        lines.append(f"optimizers: {'; '.join(base.constructed) or 'none was built'}")
     _say("drivetrain run", lines)
 
 
 def of_child(models_before: int, optimizers_before: int) -> None:
     """Reports what a child process built itself, if anything."""
-    models, optimizers = ddp.constructed[models_before:], optim.constructed[optimizers_before:]
+    models, optimizers = ddp.constructed[models_before:], base.constructed[optimizers_before:]
     lines = [f"wrapped: {'; '.join(models)}"] if models else []
     if optimizers:
         lines.append(f"optimizers: {'; '.join(optimizers)}")

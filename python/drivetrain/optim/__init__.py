@@ -3,11 +3,10 @@
 from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
-from .base import constructed
 from .lamb import LAMB
 from .lion import Lion
 from .muon import Muon
 from .rmsprop import RMSprop
 from .sgd import SGD
 
-__all__ = ["LAMB", "SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "RMSprop", "constructed"]
+__all__ = ["LAMB", "SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "RMSprop"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, learning_rate
 
@@ -29,10 +30,63 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     in torch's form: means instead of sums, eps1 in the update and not in the factors, no first moment. Where `eps[0]`
     is None it is the resolution of the dtype of the group's first parameter.
 
+    Args:
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        beta2_decay: Decay exponent of the second moment: beta2 is 1 - step**beta2_decay.
+        eps: Lower bounds of the denominator and of the parameter's RMS. None takes the resolution of the dtype.
+        d: Limits the RMS of an update.
+        weight_decay: Decoupled weight decay.
+        foreach: Accepted for compatibility, without effect.
+        maximize: Maximize the objective instead of minimizing it.
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
+
     Raises:
         ValueError: as torch, for hyper-parameters out of range.
         RuntimeError: at a step with complex parameters or sparse gradients.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            beta2_decay=beta2_decay,
+            eps=eps,
+            d=d,
+            weight_decay=weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
 
     def _why_whole(self, param: Tensor) -> str | None:
         return (

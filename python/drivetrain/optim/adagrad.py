@@ -4,22 +4,82 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, learning_rate
 
 
 class Adagrad(FusedOptimizer, torch.optim.Adagrad):
-    """torch.optim.Adagrad, constructor and state included, stepped in one pass over all parameters.
+    """Adagrad: torch.optim.Adagrad with a native step over all parameters.
 
-    Dtypes and devices as in :class:`drivetrain.optim.Adam`. `foreach` and `fused` are accepted and change nothing.
-    `max_grad_norm` and `zero_grads_in_step` as in every class here.
+    The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
+    and devices.
 
     Source: Duchi et al. 2011, section 1.1, in torch's form.
 
+    Args:
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        lr_decay: Divides the learning rate by 1 + (step - 1) * lr_decay.
+        weight_decay: L2 penalty.
+        initial_accumulator_value: Value of every sum of squares before the first step.
+        eps: Added to the denominator.
+        foreach: Accepted for compatibility, without effect.
+        fused: Accepted for compatibility, without effect: the step is always fused.
+        maximize: Maximize the objective instead of minimizing it.
+        differentiable: Must be False.
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
+
     Raises:
-        NotImplementedError: `differentiable=True`.
-        ValueError: as torch, for hyper-parameters out of range.
+        NotImplementedError: `differentiable` is True.
+        ValueError: A hyperparameter is out of range, as under torch.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "adagrad"

@@ -471,9 +471,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             NotImplementedError: the group sets `differentiable`, or has a DTensor that the rule cannot step: one that
                 is a sum yet to be reduced; one that is split between ranks, where the rule needs the whole.
             ValueError: an option or a hyper-parameter of the group is out of range, or not finite.
-            TypeError: a hyper-parameter is no number.
+            TypeError: a hyper-parameter is no number, or the group is no dict.
             In every case the optimizer has the groups that it had.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")  # torch's words
         refuse_unsupported(type(self).__name__, param_group)
         for option, value in self._precision.items():
             param_group.setdefault(option, value)

@@ -62,21 +62,68 @@ class LAMB(FusedOptimizer, _LAMBArguments):
     Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", algorithm 2.
 
     Args:
-        params: parameters, or dicts with their groups.
-        lr: learning rate, a float or a tensor of one element.
-        betas: how much of the means of gradients and of their squares is kept.
-        eps: added to the root of the mean of squares.
-        weight_decay: part of the direction, and so of what is scaled.
-        bias_correction: divides the means by what they have seen of their weight yet.
-        grad_averaging: gradients enter their mean with 1 - beta1; False: with 1.
-        always_adapt: scales groups without weight decay too. By default those take plain steps of Adam's direction, as
-            the authors leave biases and the scales of normalisations out of both.
-        trust_clip: the ratio |x| / |u| is at most 1.
-        maximize: climbs instead of descending.
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay rates of the means of gradients and of their squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Added to the direction before the trust ratio is taken.
+        bias_correction: Applies Adam's bias correction (1 - beta**step).
+        grad_averaging: Weighs a gradient with 1 - beta1 in the mean; False weighs it with 1.
+        always_adapt: Applies the trust ratio to groups without weight decay, too. By default they take plain Adam
+            steps, as the authors do for biases and normalization.
+        trust_clip: Limits the trust ratio to 1.
+        maximize: Maximize the objective instead of minimizing it.
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
         ValueError: hyper-parameters out of range.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        always_adapt: bool = False,
+        trust_clip: bool = False,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            grad_averaging=grad_averaging,
+            always_adapt=always_adapt,
+            trust_clip=trust_clip,
+            maximize=maximize,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
 
     def _why_whole(self, param: Tensor) -> str | None:
         return (

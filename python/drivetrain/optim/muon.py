@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, learning_rate
 
@@ -26,15 +27,72 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; `adjust_lr_fn` after Liu et
     al. 2025, "Muon is Scalable for LLM Training", section 2.2; in torch's form.
 
+    Args:
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        weight_decay: Decoupled weight decay.
+        momentum: Momentum factor.
+        nesterov: Uses Nesterov's momentum.
+        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
+        eps: Lower bound of the norm that matrices are divided by.
+        ns_steps: Number of Newton-Schulz iterations.
+        adjust_lr_fn: Scales the learning rate by the shape: "original" (also None) or "match_rms_adamw".
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
+
     Raises:
         ValueError: as torch, for hyper-parameters out of range and parameters that are not matrices; eps negative,
             ns_steps not from 0 to 99, ns_coefficients not three finite numbers.
         RuntimeError: at a step with complex parameters or sparse gradients.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every class here, and refuses parameters that are not matrices."""
-        _check(self.defaults | param_group)
+        if isinstance(param_group, dict):
+            _check(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, param in enumerate(group["params"]):

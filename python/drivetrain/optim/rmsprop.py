@@ -4,22 +4,85 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, learning_rate
 
 
 class RMSprop(FusedOptimizer, torch.optim.RMSprop):
-    """torch.optim.RMSprop, constructor and state included, stepped in one pass over all parameters.
+    """RMSprop: torch.optim.RMSprop with a native step over all parameters.
 
-    Dtypes and devices as in :class:`drivetrain.optim.Adam`. `foreach` is accepted and changes nothing. `max_grad_norm`
-    and `zero_grads_in_step` as in every class here.
+    The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
+    and devices.
 
     Source: Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, equations 38 to 41; in torch's form.
 
+    Args:
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        alpha: Decay rate of the mean of squares.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty.
+        momentum: Momentum factor.
+        centered: Divides by the gradients' estimated standard deviation.
+        foreach: Accepted for compatibility, without effect.
+        capturable: Accepted for compatibility, without effect: every step on CUDA can be captured.
+        maximize: Maximize the objective instead of minimizing it.
+        differentiable: Must be False.
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
+
     Raises:
-        NotImplementedError: `differentiable=True`.
-        ValueError: as torch, for hyper-parameters out of range.
+        NotImplementedError: `differentiable` is True.
+        ValueError: A hyperparameter is out of range, as under torch.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            alpha=alpha,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            centered=centered,
+            capturable=capturable,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
 
     def _rule(self, group: dict[str, Any]) -> str:
         centered, momentum = bool(group["centered"]), bool(group["momentum"] > 0)

@@ -4,20 +4,80 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, learning_rate
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
-    """torch.optim.SGD, constructor and state included, stepped in one pass over all parameters.
+    """Stochastic gradient descent: torch.optim.SGD with a native step over all parameters.
 
-    Momentum, dampening, Nesterov, weight decay (L2) and maximize as in torch; dtypes and devices as in
-    :class:`drivetrain.optim.Adam`. `foreach` and `fused` are accepted and change nothing.
+    The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
+    and devices.
+
+    Args:
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        momentum: Momentum factor.
+        dampening: Reduces the weight of a gradient in the momentum.
+        weight_decay: L2 penalty.
+        nesterov: Uses Nesterov's momentum; needs a momentum and no dampening.
+        maximize: Maximize the objective instead of minimizing it.
+        foreach: Accepted for compatibility, without effect.
+        fused: Accepted for compatibility, without effect: the step is always fused.
+        differentiable: Must be False.
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
-        NotImplementedError: `differentiable=True`.
-        ValueError: as torch, for hyper-parameters out of range.
+        NotImplementedError: `differentiable` is True.
+        ValueError: A hyperparameter is out of range, as under torch.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "sgd_momentum" if group["momentum"] else "sgd"

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import drivetrain
 from drivetrain import _C, _build_info
-from drivetrain.cli import main
+from drivetrain.cli import differences, main
 from drivetrain.cli.doctor import covers, driver_problem
 
 TIMEOUT_S = 60
@@ -46,12 +47,59 @@ def _cli(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess
     return _python("-m", "drivetrain", *arguments, cwd=cwd, **environ)
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("bench",), ("doctor",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("run",), ("bench",), ("doctor",), ("env",), ("completion",)], ids=" ".join)
 def test_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out.startswith(" ".join(("usage: drivetrain", *command)))
+
+
+def test_help_shows_a_first_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "torchrun --nproc-per-node 2 -m drivetrain run train.py" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"drivetrain {drivetrain.__version__}\n"
+
+
+def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_TRANSPORT", "torch")
+    assert main(["env"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert torch.__version__ in lines["torch"]
+    assert lines["DRIVETRAIN_TRANSPORT"].strip() == "torch"
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["DRIVETRAIN_TRANSPORT"] == "torch"
+    assert drivetrain.__version__ in facts["drivetrain"]
+
+
+def test_differences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--differences"]) == 0
+    assert capsys.readouterr().out.strip() == differences.as_markdown()
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    done = _cli("completion", "bash")
+    assert done.returncode == 0, done.stderr
+    script = tmp_path / "completion.bash"
+    ask = "; ".join(
+        (
+            "COMP_WORDS=(drivetrain bench --js)",
+            "COMP_CWORD=2",
+            "$(complete -p drivetrain | sed -E 's/.*-F ([^ ]+).*/\\1/') drivetrain --js bench",
+            'echo "${COMPREPLY[@]}"',
+        )
+    )
+    script.write_text(f"{done.stdout}\n{ask}\n")
+    completed = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert completed.stdout.split() == ["--json"], completed.stderr
 
 
 def test_unknown_command() -> None:
@@ -287,7 +335,18 @@ def test_doctor_on_a_healthy_machine() -> None:
     done = _cli("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
-    assert list(lines) == ["python", "torch", "cuda", "nccl", "isa", "build", "libstdc++", "gloo", "launch"]
+    assert list(lines) == [
+        "python",
+        "torch",
+        "cuda",
+        "nccl",
+        "isa",
+        "build",
+        "libstdc++",
+        "gloo",
+        "differences",
+        "launch",
+    ]
     assert all(line.startswith(("OK ", "-- ")) for line in lines.values())
     assert torch.__version__ in lines["torch"]
     assert "baseline" in lines["isa"]

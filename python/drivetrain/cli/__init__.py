@@ -1,4 +1,4 @@
-"""The command line `drivetrain run | bench | doctor`, also `python -m drivetrain`."""
+"""The command line `drivetrain run | bench | doctor | env | completion`, also `python -m drivetrain`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, cast
 
 # The modules are imported when their command is the one asked for, so that the others stay fast.
@@ -13,7 +14,15 @@ _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
     "doctor": ("drivetrain.cli.doctor", "check torch, CUDA, NCCL, the build and the process group"),
+    "env": ("drivetrain.cli.environment", "print versions and settings for a bug report"),
+    "completion": ("drivetrain.cli.completion", "print a script that completes commands in a shell"),
 }
+_EXAMPLES = """examples:
+  torchrun --nproc-per-node 2 -m drivetrain run train.py           replace DistributedDataParallel in a script
+  torchrun --nproc-per-node 2 -m drivetrain run --optim train.py   and the optimizers
+  drivetrain doctor                                                find out what is wrong with an installation
+  drivetrain bench optim                                           compare optimizer steps with torch's
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,26 +35,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
 
     Raises:
-        SystemExit: `--help` was asked for, the arguments are wrong, or the script that `run` runs exits.
+        SystemExit: `--help` or `--version` was asked for, the arguments are wrong, or the script that `run` runs exits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    args = _parser(command).parse_args(arguments)
+    args = _parser([command] if command else []).parse_args(arguments)
     handler = cast(Callable[[argparse.Namespace], int], _command_module(args.command).run)
     return handler(args)
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Builds the parser with the arguments of every command, which imports all of them."""
+    return _parser(_COMMANDS)
 
 
 def _command_module(command: str) -> Any:
     return import_module(_COMMANDS[command][0])
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
+def _parser(with_arguments: Sequence[str] | dict[str, tuple[str, str]]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="drivetrain", description="DistributedDataParallel and optimizers for existing PyTorch scripts."
+        prog="drivetrain",
+        description="DistributedDataParallel and optimizers for existing PyTorch scripts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | bench | doctor")
+    parser.add_argument("--version", action="version", version=f"drivetrain {version('drivetrain')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(_COMMANDS))
     for command, (_, summary) in _COMMANDS.items():
         subparser = commands.add_parser(command, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        if command == chosen:
+        if command in with_arguments:
             _command_module(command).add_arguments(subparser)
     return parser

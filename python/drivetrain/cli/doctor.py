@@ -23,6 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import drivetrain
 from drivetrain import _C, _build_info, libstdcxx
+from drivetrain.cli import differences
 from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.ranks import GLOO_CURE, Meeting
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Under torchrun (torchrun ... -m drivetrain doctor) rank 0 prints for all ranks."
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument(
+        "--differences", action="store_true", help="list what differs from torch on purpose, and check nothing"
+    )
+    parser.add_argument(
         "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
     )
 
@@ -47,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         1 when something is wrong (on rank 0: on any rank), else 0.
     """
+    if args.differences:
+        print(differences.as_markdown())
+        return 0
     findings = [check() for check in _CHECKS]
     launch, launch_findings = read_launch(os.environ, args.timeout)
     findings += launch_findings
@@ -225,4 +232,19 @@ def _gloo() -> Finding:
     return ok("gloo", "available, finds a network interface")
 
 
-_CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _cuda, _nccl, _isa, _build, _libstdcxx, _gloo)
+def _differences() -> Finding:
+    count = len(differences.DIFFERENCES)
+    return ok("differences", f"{count} from torch, on purpose; `drivetrain doctor --differences` lists them")
+
+
+_CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _cuda,
+    _nccl,
+    _isa,
+    _build,
+    _libstdcxx,
+    _gloo,
+    _differences,
+)

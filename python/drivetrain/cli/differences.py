@@ -1,0 +1,100 @@
+"""Lists what differs from torch on purpose: `drivetrain doctor --differences` and the table of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One intended difference.
+
+    Attributes:
+        topic: The object or behavior that differs.
+        torch: The behavior of torch's class.
+        drivetrain: The behavior of drivetrain's class.
+        reason: The reason for the difference, and the argument that restores torch's behavior if there is one.
+    """
+
+    topic: str
+    torch: str
+    drivetrain: str
+    reason: str
+
+
+DIFFERENCES: Sequence[Difference] = (
+    Difference(
+        "Number and size of buckets",
+        "Caps of 1 MiB and 25 MiB.",
+        "On the CPU, planned after four steps from measured times.",
+        "Less communication stays exposed. `bucket_cap_mb=25` keeps torch's sizes.",
+    ),
+    Difference(
+        "Memory of `.grad`",
+        "Copies of the buckets, or views with `gradient_as_bucket_view=True`.",
+        "Always views of one flat gradient buffer, which exists from construction on.",
+        "No second copy of the gradients exists. `zero_grad()` therefore frees no memory.",
+    ),
+    Difference(
+        "Tensors kept over a `.grad`",
+        "Keep their values, except with `gradient_as_bucket_view=True`.",
+        "The same; they get their own memory before the next write. Arrays from `.numpy()` do not.",
+        "A NumPy array holds no reference that the buffer could see.",
+    ),
+    Difference(
+        "Forward under `no_sync()`, backward outside",
+        "Each rank keeps its own gradients.",
+        "The gradients are reduced when the backward pass ends.",
+        "Replicas would diverge without an error.",
+    ),
+    Difference(
+        "Hook that consumes a gradient before its reduction",
+        "The optimizer uses local gradients.",
+        "An error names the parameter.",
+        "Replicas would diverge without an error.",
+    ),
+    Difference(
+        "Transport between CPU ranks of one host",
+        "The process group.",
+        "Shared memory.",
+        'It is faster. `transport="torch"` uses the process group.',
+    ),
+    Difference(
+        "Divisor over NCCL",
+        "Gradients are divided before the sum.",
+        "The same, and the sum is sent as a plain sum.",
+        "`ncclAvg` disables NCCL's symmetric kernels and NVLS.",
+    ),
+    Difference(
+        "Error texts",
+        "Name the rank or the index of a parameter.",
+        "Name parameters, modules, files and lines; the exception types are torch's.",
+        "A message should say what to change.",
+    ),
+    Difference(
+        "Adam's update",
+        "Divides twice per element.",
+        "Divides once per element.",
+        "It is faster. The update is the same up to its last bits.",
+    ),
+    Difference(
+        "Dtype of loaded optimizer states",
+        "Casts states to the parameter's dtype.",
+        "Keeps the stored dtype.",
+        "A state of 8 or 32 bits must survive `load_state_dict()`.",
+    ),
+    Difference(
+        "Memory of the C library on the CPU",
+        "Returns large freed blocks to the system.",
+        "Lets glibc keep up to 64 MiB for the next gradients.",
+        "Fresh pages cost time in every step. `MALLOC_TRIM_THRESHOLD_` overrides it.",
+    ),
+)
+
+
+def as_markdown() -> str:
+    """Formats the differences as the table of docs/limitations.md."""
+    rows = ["| Topic | torch | drivetrain | Reason |", "| --- | --- | --- | --- |"]
+    rows += [f"| {each.topic} | {each.torch} | {each.drivetrain} | {each.reason} |" for each in DIFFERENCES]
+    return "\n".join(rows)

@@ -112,3 +112,50 @@ def test_framework_trains_on_ours_as_on_torchs(script: str, training: str, repor
     assert [len(rank["collected"]) for rank in (first, second)] == [0 if training == "manual" else 15] * 2
     assert all(torch.equal(*gradients) for gradients in zip(first["reduced"], second["reduced"], strict=True))
     assert not any(torch.equal(*gradients) for gradients in zip(first["collected"], second["collected"], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the framework about its own calls
+@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_lightning_clips_under_mixed_precision(precision: str, clip: str) -> None:
+    """Lightning refuses to clip the gradients of an optimizer that says it unscales them itself."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from drivetrain import optim
+
+    class Module(pl.LightningModule):
+        def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.cls = torch.nn.Linear(4, 4, bias=False), cls
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(batch).float().square().sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.cls(self.parameters(), lr=0.1)
+
+    def train(cls: type[torch.optim.Optimizer]) -> torch.Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if precision == "16-mixed" else None
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_steps=2,
+            gradient_clip_val=0.5,
+            gradient_clip_algorithm=clip,
+            plugins=[MixedPrecision(precision, "cpu", scaler)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Module(cls)
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+        return module.net.weight.detach()
+
+    for name in optim.__all__:
+        weight = train(getattr(optim, name))
+        if hasattr(torch.optim, name):
+            torch.testing.assert_close(weight, train(getattr(torch.optim, name)), rtol=1e-4, atol=1e-5)

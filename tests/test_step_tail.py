@@ -289,6 +289,32 @@ def test_a_users_own_grad_scale_is_multiplied_in(device: str) -> None:
     assert_same([param], [twin], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_step_pre_hooks_see_what_they_see_under_torch(options: dict[str, bool], device: str) -> None:
+    seen = []
+    for cls in (optim.SGD, torch.optim.SGD):
+        param = torch.ones(3, requires_grad=True)
+        optimizer, scaler = cls([param], lr=1.0, **options), torch.amp.GradScaler(device, init_scale=8.0)
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.tolist())
+        )
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+    assert seen[0] == seen[1]
+
+
+def test_who_unscales_follows_max_grad_norm(device: str) -> None:
+    param = torch.ones(3, requires_grad=True)
+    optimizer, scaler = optim.SGD([param], lr=1.0), GradScaler(device)
+    assert not optimizer._step_supports_amp_scaling  # Lightning refuses to clip otherwise
+    optimizer.max_grad_norm = 1.0
+    assert optimizer._step_supports_amp_scaling
+    optimizer.max_grad_norm = None
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert not optimizer._step_supports_amp_scaling
+
+
 def test_an_error_in_a_scaled_step_leaves_nothing_behind(device: str) -> None:
     param = torch.ones(3, requires_grad=True)
     optimizer, scaler = optim.SGD([param], lr=1.0), GradScaler(device)

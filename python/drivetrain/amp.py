@@ -58,6 +58,16 @@ class GradScaler(torch.amp.GradScaler):
         """Whether an overflow was found before the last update(), so that a step was left out. Waits for the device."""
         return self._found_inf is not None and bool(self._found_inf > 0)
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps the optimizer unless a gradient overflowed. Optimizers of drivetrain unscale in their step."""
+        if not isinstance(optimizer, FusedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._announce_scaling(by_our_scaler=True)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._announce_scaling()
+
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The search that torch's step() makes unless unscale_() has made it."""
         if not (isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling):

@@ -95,6 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     found_inf: float | Tensor
 
     zero_grads_in_step: bool = False
+    _step_supports_amp_scaling: bool  # read by torch's GradScaler and by frameworks
     _max_grad_norm: float | None = None
     _result: _C.StepResult | sharded.Measured | None = None  # of the last step
     _shards: sharded.Shards | None = None  # None: no parameter was a DTensor yet
@@ -132,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if type(self) in in_place_of.values():  # see _stay_torchs
             return
         self._place_step_counters()
-        self._step_supports_amp_scaling = self._scales_in_step
+        self._announce_scaling()
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         constructed.append(f"{type(self).__name__} ({count} parameters in {groups})")
@@ -148,6 +149,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if value is not None and self.in_backward is not None:
             raise NotImplementedError(f"max_grad_norm is {value}, but {WHY_NOT_CLIPPED}")
         self._max_grad_norm = value
+        if hasattr(self, "param_groups"):
+            self._announce_scaling()
 
     @property
     def grad_norm(self) -> float | None:
@@ -171,9 +174,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         return all(param.device.type == "cpu" for group in self.param_groups for param in group["params"])
 
     @property
-    def _scales_in_step(self) -> bool:
-        """Whether GradScaler leaves unscaling to the step: where all gradients are in one place."""
+    def _can_scale_in_step(self) -> bool:
+        """Whether a step can unscale gradients itself: all of them must be on one device."""
         return len({param.device for group in self.param_groups for param in group["params"]}) <= 1
+
+    def _announce_scaling(self, *, by_our_scaler: bool = False) -> None:
+        """Tells a GradScaler whether to leave unscaling to the step.
+
+        torch's classes do so with fused=True alone. Frameworks refuse to clip the gradients of an optimizer that does,
+        and step pre-hooks then see scaled gradients. So plain optimizers must not, although the step could.
+        """
+        is_asked = by_our_scaler or self.max_grad_norm is not None or bool(self.defaults.get("fused"))
+        self._step_supports_amp_scaling = is_asked and self._can_scale_in_step
 
     def _rule(self, group: dict[str, Any]) -> str:
         """The native rule for this group, by its name in csrc/optim/rules.h."""
@@ -491,7 +503,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         except (NotImplementedError, TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._step_supports_amp_scaling = self._scales_in_step
+        self._announce_scaling()
 
     def _stay_torchs(self, reason: str) -> None:
         """Becomes one of torch's class, in whose place this one was made: code that asked for that gets it.
@@ -505,6 +517,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise NotImplementedError(reason)
         warnings.warn(f"torch.optim.{original.__name__} is torch's here: {reason}", stacklevel=2)
         self.__class__ = original
+        self._step_supports_amp_scaling = bool(self.defaults.get("fused"))
         self._patch_step_function()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -515,7 +528,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Takes torch's state, whichever of its implementations wrote it: step counters go to their place."""
         super().__setstate__(state)
         self._reader = None  # what it knows of the last step is not about these states
-        self._step_supports_amp_scaling = self._scales_in_step
+        self._announce_scaling()
         for group in self.param_groups:
             for option, value in self._precision.items():
                 group.setdefault(option, value)

@@ -1,6 +1,7 @@
 """drivetrain.accumulate against one big batch: the same steps, whatever the micro-batches, ranks and weights."""
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -541,3 +542,64 @@ def test_a_backward_that_fails_on_one_rank(on_ranks: OnRanks) -> None:
 
 def test_the_step_of_a_window_is_that_of_ranks_together(on_ranks: OnRanks) -> None:
     on_ranks(windows_on_ranks, [[4, 2, 1], [3, 3, 3]], {"check_replicas_every": 1}, True)
+
+
+def test_a_leftover_scheduler_step_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with drivetrain.accumulate(model, optimizer, 1, scheduler=scheduler) as window:
+        window.backward(model(torch.ones(3)).sum())
+        scheduler.step()
+        loss = model(torch.ones(3)).sum()
+        with pytest.raises(RuntimeError, match=r"take scheduler\.step\(\) out of the loop"):
+            window.backward(loss)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the framework about its own calls
+@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="accelerate is not installed")
+def test_accelerates_optimizer_and_scheduler() -> None:
+    import accelerate
+
+    weights = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = drivetrain.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if wraps:
+            accelerator = accelerate.Accelerator(cpu=True)
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        with drivetrain.accumulate(model, optimizer, 2, scheduler=scheduler, max_grad_norm=0.5) as window:
+            for i in range(4):
+                window.backward(model(torch.full((3,), 1.0 + i)).sum(), weight=1 + i)
+        assert scheduler.get_last_lr() == pytest.approx([0.001])
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the framework about its own calls
+@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
+def test_fabrics_optimizer() -> None:
+    import lightning
+
+    weights = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.1)
+        if wraps:
+            model, optimizer = lightning.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+        with drivetrain.accumulate(model, optimizer, 2, max_grad_norm=0.5) as window:
+            for i in range(4):
+                window.backward(model(torch.full((3,), 1.0 + i)).sum(), weight=1 + i)
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_a_wrapped_optimizer_with_a_scaler_needs_it_passed() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.scaler = torch.amp.GradScaler("cpu")  # as Accelerate's wrapper has it
+    with pytest.raises(ValueError, match=r"pass scaler=accelerator\.scaler"):
+        drivetrain.accumulate(model, optimizer, 2)

@@ -55,20 +55,27 @@ def accumulate(
 
     Args:
         model: the module, wrapped into drivetrain's DistributedDataParallel or not at all.
-        optimizer: the one that is stepped, or several.
+        optimizer: The optimizer to step, or several. Wrappers of Accelerate and Lightning Fabric are taken off.
         steps: micro-batches per step, 1 or more. Ranks may give different ones.
         scaler: a GradScaler: scales the loss, steps, is updated.
-        scheduler: stepped after every step.
+        scheduler: Learning-rate scheduler to step after every step of the optimizer.
         max_grad_norm: clips the 2-norm of all the optimizers' gradients together, unscaled, before a step. An
             optimizer of drivetrain.optim that is alone does it inside its step.
 
     Raises:
-        ValueError: steps is below 1.
-        TypeError: optimizer is none.
+        ValueError: steps is below 1, or an optimizer of Accelerate has a scaler that is not passed.
+        TypeError: An optimizer is not a torch.optim.Optimizer.
         NotImplementedError: the model is wrapped into another parallel class than drivetrain's; an optimizer steps in
             backward, and there is a wrapper, a scaler or max_grad_norm.
     """
     return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
+
+
+def _unwrapped(given: Any, name: str, kind: type[Any]) -> Any:
+    """Takes a framework's wrappers off, which hold the original under that name. They step when they see fit."""
+    while isinstance(inner := getattr(given, name, None), kind):
+        given = inner
+    return given
 
 
 class Window:
@@ -87,14 +94,22 @@ class Window:
         if steps < 1:
             raise ValueError(f"steps is {steps}, expected a number of micro-batches per step, 1 or more")
         check_max_grad_norm(max_grad_norm)
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        for index, one in enumerate(self._optimizers):
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        for index, one in enumerate(given):
             if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(f"optimizer[{index}] is a {type(one).__name__}, expected a torch.optim.Optimizer")
+            if scaler is None and getattr(one, "scaler", None) is not None:
+                raise ValueError(
+                    f"scaler is None, but optimizer[{index}] is a {type(one).__name__} with a GradScaler: pass "
+                    "scaler=accelerator.scaler, which accumulate() then uses."
+                )
+        self._optimizers = [_unwrapped(one, "optimizer", torch.optim.Optimizer) for one in given]
         self._ddp = wrapper_in(model, "drivetrain.accumulate()")
         self._steps = steps
         self._scaler = scaler
-        self._scheduler = scheduler
+        # A framework's scheduler steps only where the framework has seen its own optimizer step.
+        self._scheduler = _unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
+        self._scheduler_steps = getattr(self._scheduler, "_step_count", None)
         self._max_grad_norm = max_grad_norm
         self._entered = self._is_open = False
         self._handles: list[Any] = []  # hooks on the model and the optimizers, while the block lasts
@@ -122,6 +137,7 @@ class Window:
                 "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
                 "the with block."
             )
+        self._scheduler_steps = getattr(self._scheduler, "_step_count", None)
         self._entered = self._is_open = True
         self._handles = [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in self._optimizers]
         if self._ddp is not None:
@@ -285,6 +301,7 @@ class Window:
             self._scaler.update()
         if self._scheduler is not None:
             self._scheduler.step()
+            self._scheduler_steps = getattr(self._scheduler, "_step_count", None)
         for optimizer in self._optimizers:
             if not getattr(optimizer, "zero_grads_in_step", False):
                 optimizer.zero_grad()
@@ -298,7 +315,7 @@ class Window:
         first = self._optimizers[0]
         if len(self._optimizers) > 1 or not isinstance(first, FusedOptimizer):
             return None
-        return first if first._step_supports_amp_scaling else None
+        return first if first._can_scale_in_step else None
 
     def _step_fused(self, optimizer: FusedOptimizer, divisor: float) -> None:
         norm_before, scale_before = optimizer.max_grad_norm, getattr(optimizer, "grad_scale", None)
@@ -373,6 +390,11 @@ class Window:
         self._seen = None if chosen is None else (chosen, grad, 0 if grad is None else grad._version)
 
     def _check_untouched(self) -> None:
+        if getattr(self._scheduler, "_step_count", None) != self._scheduler_steps:
+            raise RuntimeError(
+                "scheduler.step() was called inside of drivetrain.accumulate(), which steps the scheduler after every "
+                "step of the optimizer: take scheduler.step() out of the loop."
+            )
         if self._seen is None:
             return
         param, grad, version = self._seen

@@ -21,7 +21,7 @@ from drivetrain.bench import gpu, optim_gpu
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_check import gates, jobs, outcomes, parts, readme, report, run_tests, tools  # noqa: E402
+from gpu_check import gates, jobs, outcomes, page, parts, report, run_tests, tools  # noqa: E402
 from gpu_check.checks import findings  # noqa: E402
 from gpu_check.checks import ranks as check_ranks  # noqa: E402
 from gpu_check.checks import steps as check_steps  # noqa: E402
@@ -345,34 +345,34 @@ def broken_both_ways(device_type: str, transport: str) -> dict[bool, tuple[float
     return {False: check_ranks._train_both(device_type, transport, False)}
 
 
-def test_the_readme_is_in_step_with_the_results(repository: Path) -> None:
-    text = (repository / "README.md").read_text()
-    assert readme.rewritten(text, readme.newest(repository / "benchmarks" / "results")) == text
+def test_the_page_is_in_step_with_the_results(repository: Path) -> None:
+    text = (repository / "docs" / "benchmarks.md").read_text()
+    assert page.rewritten(text, page.newest(repository / "benchmarks" / "results")) == text
 
 
-def test_the_readmes_table(tmp_path: Path) -> None:
-    assert readme.newest(tmp_path) is None
+def test_the_pages_table(tmp_path: Path) -> None:
+    assert page.newest(tmp_path) is None
     row = {"what": "AdamW", "unit": "ms", "torch": 2.0, "ours": 1.0, "ratio": 0.5, "low": 0.4, "high": 0.6}
     job = {"part": "bench", "name": "optim", "status": "timed out", "seconds": 1.0, "note": "late"}
     job |= {"tables": {"Steps": [row, {**row, "what": "  against foreach"}]}}
     found = {"dry_run": False, "begun": "2026-11-22T07:00:00+00:00", "seconds": 9.0, "deadline_seconds": 530.0}
     found |= {"machine": {"gpu": "NVIDIA X1 80GB", "torch": "2.11.0", "commit": "abc", "dirty": None}, "jobs": [job]}
-    page = report.write(found, tmp_path)
-    assert page.name == "nvidia-x1-80gb-2026-11-22.md"
-    assert "**timed out** after 9 s, of 530" in page.read_text()
+    written = report.write(found, tmp_path)
+    assert written.name == "nvidia-x1-80gb-2026-11-22.md"
+    assert "**timed out** after 9 s, of 530" in written.read_text()
     report.write({**found, "begun": "2026-11-21T07:00:00+00:00", "jobs": []}, tmp_path)
     report.write({**found, "begun": "2026-11-23T07:00:00+00:00", "dry_run": True}, tmp_path)
-    assert readme.newest(tmp_path) == found
-    text = readme.rewritten(f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow", found)
+    assert page.newest(tmp_path) == found
+    text = page.rewritten(f"above\n{page.BEGIN}\nold\n{page.END}\nbelow", found)
     assert text.startswith(
-        f"above\n{readme.BEGIN}\nMeasured on NVIDIA X1 80GB with torch 2.11.0 at commit abc on 2026-11-22"
+        f"above\n{page.BEGIN}\nMeasured on NVIDIA X1 80GB with torch 2.11.0 at commit abc on 2026-11-22"
     )
-    assert text.endswith(f"{readme.END}\nbelow")
+    assert text.endswith(f"{page.END}\nbelow")
     assert "* bench, optim: timed out. late" in text
     assert "| AdamW | 2.00 ms | 1.00 ms | 0.50 [0.40, 0.60] |" in text
     assert "foreach" not in text
-    with pytest.raises(ValueError, match=r"README\.md needs the lines"):
-        readme.rewritten("no marks", found)
+    with pytest.raises(ValueError, match=r"docs/benchmarks\.md needs the lines"):
+        page.rewritten("no marks", found)
 
 
 def test_parts_run_one_by_one_make_one_report(tmp_path: Path) -> None:

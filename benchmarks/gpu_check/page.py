@@ -1,4 +1,4 @@
-"""Writes the README's table of GPU figures from the newest result; without any, says that nothing is measured."""
+"""Writes the GPU figures of docs/benchmarks.md from the newest result; without any, says that nothing is measured."""
 
 import argparse
 import json
@@ -42,28 +42,28 @@ def section(found: report.Report | None) -> str:
 
 
 def _stands(row: report.Report) -> bool:
-    """Whether it is for the README: what is indented explains the row above, shares and memory apart."""
+    """Whether the page shows the row: indented rows explain the one above, except for shares and memory."""
     return not row["what"].startswith(" ") or row["unit"] in ("%", "MiB")
 
 
-def rewritten(readme: str, found: report.Report | None) -> str:
-    """The README with that section in place of what is there."""
-    before, begin, rest = readme.partition(BEGIN)
+def rewritten(page: str, found: report.Report | None) -> str:
+    """Returns the page with that section in place of the current one."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"README.md needs the lines {BEGIN!r} and {END!r}, in this order")
+        raise ValueError(f"docs/benchmarks.md needs the lines {BEGIN!r} and {END!r}, in this order")
     return f"{before}{BEGIN}\n{section(found)}\n{END}{after}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make gpu-table", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the README is not in step")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not in step")
     args = parser.parse_args()
-    path = REPOSITORY / "README.md"
+    path = REPOSITORY / "docs" / "benchmarks.md"
     text = path.read_text()
     new = rewritten(text, newest(REPOSITORY / "benchmarks" / "results"))
     if args.check and new != text:
-        print("README.md is not in step with benchmarks/results: run `make gpu-table`", file=sys.stderr)
+        print("docs/benchmarks.md is not in step with benchmarks/results: run `make gpu-table`", file=sys.stderr)
         return 1
     if not args.check:
         path.write_text(new)

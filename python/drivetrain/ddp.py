@@ -64,61 +64,63 @@ def _with_defaults(init: Callable[P, R]) -> Callable[P, R]:
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):
-    """torch.nn.parallel.DistributedDataParallel with its constructor, over a reducer of our own.
+    """torch.nn.parallel.DistributedDataParallel over drivetrain's own reducer.
 
-    Gradients live in one persistent flat arena in bucket order: after a backward each `.grad` is a view of it, so that
-    no second copy exists, whatever `gradient_as_bucket_view` says. Buckets are all-reduced while backward runs, from
-    the first step on. `.grad` is the mean over ranks, as with torch. A tensor that a script keeps over a `.grad`
-    (`p.grad.flatten()`) gets memory of its own before the next gradient is written, as long as
-    `gradient_as_bucket_view` is False. An array that `.numpy()` made of it does not: copy that one.
+    Gradients live in one flat buffer in bucket order. After a backward pass each `.grad` is a view of it and holds the
+    mean over ranks. Buckets are all-reduced while the backward pass runs. A tensor that a script keeps over a `.grad`,
+    such as `p.grad.flatten()`, gets its own memory before the next gradient is written. Arrays made by `.numpy()` do
+    not; copy them.
 
-    Every backward of this wrapper outside `no_sync()` ends with the mean over ranks in `.grad`, or raises: also a
-    second one after the first, and one whose forward ran under `no_sync()`. These two are reduced when backward ends,
-    and are known by the tensors in forward's output. Any other backward (through `.module`, of a penalty on parameters)
-    stays this rank's own, as with torch. What would let replicas part in silence (a hook that steps on a gradient
-    before it is reduced) raises and names the parameter.
+    A backward pass through this wrapper's outputs and outside `no_sync()` ends with the mean over ranks in `.grad`, or
+    raises. This includes a second backward pass, and one whose forward pass ran under `no_sync()`. Every other backward
+    pass stays on its rank, as under torch: through `module`, for example, or of a penalty on parameters. A hook that
+    consumes a gradient before its reduction raises an error that names the parameter.
 
     Args:
-        ...: as torch's, by position and by keyword. An argument that the installed torch does not know may be given its
-            default only. `batched_grad_copy` is accepted and changes nothing.
-        transport: keyword only. What carries the gradients: "torch" (the process group), "shm" (shared memory between
-            the CPU ranks of a host, the process group between hosts), "nccl" (for CUDA parameters on one device per
-            process: an NCCL communicator of our own, with registered memory), or "auto", which takes the environment
-            variable DRIVETRAIN_TRANSPORT if that is set, else "shm" for CPU parameters over gloo where ranks share a
-            host, else "torch" ("nccl" has not been measured yet). Where memory cannot be shared, rank 0 warns and the
-            process group is used. When a rank is lost, "nccl" raises in the call after the one under way, whose
-            gradients are undefined.
-        check_replicas_every: keyword only. Compare a checksum of all parameters over ranks in every so many
-            synchronised backwards (0: never), and raise RuntimeError naming the first parameter that differs and where.
-        report_hang_after: keyword only. Once this rank has waited so many seconds for others (0 or infinity: never),
-            log a warning, to the logger "drivetrain", that names what waits, for which ranks, and where those were last
-            seen: module, file and line. Again at growing intervals. None: what the environment variable
-            DRIVETRAIN_REPORT_HANG_AFTER says, else 30. Waits of a GPU's stream are not reported. But where one over the
-            process group lasts as long and the process of another rank on this host has ended, the group is aborted,
-            and the thread that built the module gets a RuntimeError that names the rank.
-        wire_dtype: keyword only. torch.bfloat16 (or its name): between hosts, and with transport="torch" between all
-            ranks, float32 (and complex64) gradients travel as bfloat16, half the bytes, and are added up in float32:
-            two roundings per element, of each rank's value and of the sum, however many ranks there are; every rank
-            gets the same bits. Shared memory rounds nothing: among the ranks of one host it changes nothing. Other
-            dtypes, sparse gradients, weights, counts and checksums go as they are. On the CPU over gloo only; not with
-            communication hooks, which carry gradients themselves, and so not with what torch does by such hooks.
-        reuse_norm: keyword only. Once a drivetrain optimizer with `max_grad_norm`, or `drivetrain.clip_grad_norm_`, has
-            asked for the norm of just the gradients that this module's parameters have, the reduction adds up their
-            squares while it has them in hand, and they are not read again for it. For shared memory within one host.
-            The sum holds as long as the same tensors have seen no write since backward. Of writes through `.data` or a
-            pointer (`.numpy()`) only those are seen that change one of 16 elements per gradient: so False by default,
-            and True is for scripts that make none. Its order is that of the buckets, so that the norm's last bit of 53
-            may differ from that of a read.
+        module: The module to train.
+        device_ids: None, or the one CUDA device of the module.
+        output_device: Accepted as under torch.
+        dim: Accepted as under torch.
+        broadcast_buffers: Broadcasts rank 0's buffers before a forward pass. None means True.
+        init_sync: Broadcasts rank 0's parameters and buffers at construction and compares the ranks' arguments.
+        process_group: Process group for gradients and buffers. None takes the default group.
+        bucket_cap_mb: Size of a bucket in MiB. None plans buckets from measured times on the CPU, and takes 25 on CUDA.
+        find_unused_parameters: Allows parameters that take no part in a forward pass.
+        check_reduction: Deprecated by torch, without effect.
+        gradient_as_bucket_view: True permits the next backward pass to overwrite tensors kept over a `.grad`.
+        static_graph: Promises that every step uses the same parameters.
+        delay_all_reduce_named_params: Parameters whose all-reduce is delayed, as under torch.
+        param_to_hook_all_reduce: Parameter whose gradient starts the delayed all-reduce.
+        mixed_precision: torch's policy for parameters and gradients of fewer bits.
+        device_mesh: One-dimensional mesh, in place of `process_group`.
+        skip_all_reduce_unused_params: Skips buckets that no rank uses.
+        bucket_cap_mb_list: Sizes of the first buckets in MiB.
+        batched_grad_copy: Accepted, without effect: gradients are views.
+        forward_sync_buffers: Whether a forward pass synchronizes buffers, in releases of torch that know it.
+        transport: Carrier of the gradients. "torch" is the process group. "shm" is shared memory between the CPU ranks
+            of a host. "nccl" is a separate NCCL communicator with registered memory. "auto" takes the environment
+            variable DRIVETRAIN_TRANSPORT if it is set. Otherwise it takes "shm" for CPU parameters over gloo where
+            ranks share a host, else "torch".
+        check_replicas_every: Number of synchronized backward passes between comparisons of a checksum of all
+            parameters over ranks. 0 compares never.
+        report_hang_after: Seconds of waiting after which a warning names the missing ranks and where they were last
+            seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA, where a stream waits
+            instead of the host, it is the time after which a group is aborted if another rank's process has ended.
+        wire_dtype: torch.bfloat16 or its name: float32 and complex64 gradients travel between hosts as bfloat16, and
+            are summed in float32. Each element is rounded twice, and every rank gets the same bits. Requires gloo on
+            the CPU and no communication hook.
+        reuse_norm: Sums the squares of gradients during the reduction, so that clipping reads no gradient. Only for
+            shared memory within a host. Writes to `.grad` through `.data` or `.numpy()` are seen only where they change
+            one of 16 sampled elements of a gradient; set it to True for scripts that make none.
 
     Raises:
-        ValueError: no process group is initialised, parameters are on devices of several types, or the module is on
-            the CPU and has a SyncBatchNorm or `device_ids`; transport or wire_dtype is unknown, or check_replicas_every
-            or report_hang_after negative.
-        RuntimeError: nothing requires a gradient, the ranks' parameters differ (on every rank, naming the first), or
-            transport is "nccl" and some rank has no CUDA parameters or no NCCL (on every rank, saying which and why).
-        TypeError: an argument that the installed torch does not know.
-        NotImplementedError: wire_dtype with parameters that are not on the CPU, a process group that is not gloo there,
-            or reductions that pass by the reducer.
+        ValueError: No process group is initialized, parameters are on devices of several types, or the module is on
+            the CPU and has a SyncBatchNorm or `device_ids`. Also for an unknown transport or wire_dtype, and a negative
+            check_replicas_every or report_hang_after.
+        RuntimeError: Nothing requires a gradient, or the ranks' parameters differ. Also if transport is "nccl" and a
+            rank has no CUDA parameters or no NCCL; every rank raises and says which rank and why.
+        TypeError: The installed torch does not know an argument that has another value than its default.
+        NotImplementedError: wire_dtype with CUDA parameters, another backend than gloo, or reductions past the reducer.
     """
 
     reducer: Reducer  # type: ignore[assignment]  # torch's wrapper wants its methods, not its type

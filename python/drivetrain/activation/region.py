@@ -49,8 +49,9 @@ def checkpoint(
     own: `verify=True` sees what comes of them.
 
     Args:
-        function: what to call, a module for instance; called again in backward.
-        *args, **kwargs: its arguments.
+        function: Function or module to call. The backward pass calls it again.
+        *args: Positional arguments of the function.
+        **kwargs: Keyword arguments of the function.
         use_reentrant: None or False: this. True: torch's own reentrant variant is called instead.
         context_fn: other than the default (selective checkpointing): torch's own is called instead.
         determinism_check: "default" compares number, shape, dtype and device of what is recomputed, and looks for

@@ -1,4 +1,4 @@
-"""`python -m drivetrain bench`: the README's speed and memory tables, measured against torch in the same process."""
+"""`drivetrain bench`: the tables of docs/benchmarks.md, measured against torch in one process."""
 
 import argparse
 import json

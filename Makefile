@@ -20,7 +20,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train test test-fake-cuda fake-cuda-defects faults compare accuracy bench gpu-check gpu-wheels gpu-table
-.PHONY: check-cuda-build check-kernels doctor format lint sanitize clean
+.PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -67,13 +67,23 @@ gpu-check: ## on a machine with an NVIDIA GPU: builds, tests, sanitizes and meas
 gpu-wheels: $(ENV)/bin/python ## download what gpu-check may miss on a machine without a network, into .wheels
 	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.tools --wheels .wheels
 
-gpu-table: $(ENV)/bin/python ## write the README's table of GPU figures anew, from the newest of benchmarks/results
-	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.readme
+gpu-table: $(ENV)/bin/python ## write the GPU figures of docs/benchmarks.md from the newest of benchmarks/results
+	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.page
 
 # The oldest and the newest torch that is supported; === because a registry may offer a CPU build under the same number.
 CUDA_TORCHES ?= torch===2.11.0 torch===2.14.1
 check-cuda-build: $(ENV)/bin/python ## with nvcc and no GPU: build, link and import against CUDA builds of torch (6 GB each)
 	tests/check_cuda_build.sh $(ENV)/bin/python $(CUDA_TORCHES)
+
+# The variable silences an advertisement of the theme.
+docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors (half a minute)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
+
+picture: $(STAMPS)/test-tools ## draw the README's chart from benchmarks/results/cpu
+	$(PYTHON) benchmarks/picture.py $(ARGS)
+
+wheel: $(STAMPS)/build-tools ## write a wheel and an sdist to dist/, and test the wheel in a fresh environment (five minutes)
+	tests/wheel.sh $(PYTHON) $(ARGS)
 
 doctor: $(STAMPS)/built ## check this environment
 	$(PYTHON) -m drivetrain doctor $(ARGS)
@@ -93,7 +103,7 @@ sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## the native tests, and the pack
 	tests/sanitize.sh $(ENV)/bin/python
 
 clean: ## remove builds and the environment made here
-	rm -rf build .venv .venv-fake-cuda
+	rm -rf build dist site .venv .venv-fake-cuda
 
 $(ENV)/bin/python:
 	python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "drivetrain needs Python 3.10 or newer; python3 is $$(python3 --version)." >&2; exit 1; }
@@ -106,7 +116,7 @@ $(STAMPS)/torch: | $(ENV)/bin/python
 	touch $@
 
 $(STAMPS)/build-tools: $(STAMPS)/torch
-	$(PYTHON) -m pip install --quiet $(BUILD_TOOLS) "rich>=13"
+	$(PYTHON) -m pip install --quiet $(BUILD_TOOLS) "rich>=13" "shtab>=1.7"
 	touch $@
 
 # Editable, so that a change of Python needs nothing and a change of csrc/ only what it touches.
@@ -130,6 +140,10 @@ $(STAMPS)/test-tools: pyproject.toml $(STAMPS)/built
 # The disassembler.
 $(STAMPS)/kernel-tools: $(STAMPS)/torch
 	$(PYTHON) -m pip install --quiet nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	touch $@
+
+$(STAMPS)/docs-tools: pyproject.toml $(STAMPS)/built
+	$(PYTHON) -m pip install --quiet "drivetrain[docs]"
 	touch $@
 
 $(STAMPS)/dev-tools: pyproject.toml $(STAMPS)/built

@@ -1,0 +1,56 @@
+"""Checks an installed wheel: it imports from site-packages, steps an optimizer, and trains on two ranks."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import drivetrain
+from drivetrain import _C
+
+TRAIN = """
+import torch, torch.distributed as dist
+from drivetrain import DistributedDataParallel as DDP
+from drivetrain.optim import AdamW
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = AdamW(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(60):
+    inputs = torch.randn(32, 8)
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert loss.item() < 0.1, loss.item()
+weights = [torch.empty_like(model.module.weight) for _ in range(2)]
+dist.all_gather(weights, model.module.weight.detach())
+assert torch.equal(*weights)
+dist.destroy_process_group()
+"""
+
+
+def main() -> None:
+    folder = Path(_C.__file__).parent
+    assert "site-packages" in str(folder), f"{folder} is not an installed package"
+    assert (folder / "py.typed").exists()
+    libraries = sorted(path.name for path in folder.rglob("*.so*"))
+    assert len(libraries) == 1, f"expected the module alone, found {libraries}"
+    param = torch.nn.Parameter(torch.ones(300))
+    param.grad = torch.ones(300)
+    drivetrain.optim.AdamW([param], lr=0.5, weight_decay=0.0).step()
+    torch.testing.assert_close(param.detach(), torch.full((300,), 0.5))
+    with tempfile.TemporaryDirectory() as work:
+        script = Path(work) / "train.py"
+        script.write_text(TRAIN)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        subprocess.run(launch, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "drivetrain", "doctor"], check=True, timeout=120)
+    print(f"drivetrain {drivetrain.__version__} works, installed in {folder}")
+
+
+if __name__ == "__main__":
+    main()

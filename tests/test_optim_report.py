@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -91,8 +92,49 @@ def test_lost_updates_follow_the_state() -> None:
     assert optimizer.state[param]["step"] == state["step"] + 1
 
 
-def test_without_gradients() -> None:
-    report = optim.AdamW([torch.zeros(3).requires_grad_()]).report()
-    assert report.num_elements == report.bytes_moved == 0
-    assert report.share_of_bandwidth is None
-    assert "0 elements" in str(report)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"state_bits": 8, "min_8bit_size": 300},
+    {"state_bits": 16},
+    {"state_bits": 8, "master_bits": 24, "min_8bit_size": 0},
+    {"master_bits": 32},
+    {"rounding": "kahan"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", optim.__all__)
+def test_before_the_first_step_and_after_zero_grad(
+    name: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The expected sizes are those that the step then makes."""
+    monkeypatch.setattr(optim.report, "_triad_bandwidth", lambda: 1.0)  # takes a while, and is not what is tested
+    torch.manual_seed(0)
+    params = [torch.randn(33, 20).to(dtype).requires_grad_()]
+    if name != "Muon":
+        params.append(torch.randn(7).to(dtype).requires_grad_())
+    optimizer = getattr(optim, name)(params, **options)
+    before = optimizer.report()
+    assert before.num_elements == sum(param.numel() for param in params)
+    assert "gradients" in before.expected
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    made = optimizer.report()
+    assert not made.expected
+    assert (before.bytes, before.bytes_moved) == (made.bytes, made.bytes_moved)
+    optimizer.zero_grad()
+    after = optimizer.report()
+    assert after.expected == {"gradients"}
+    assert (after.bytes, after.num_elements) == (made.bytes, made.num_elements)
+    assert "gradients" in str(after)
+    assert "MiB (expected)" in str(after)
+
+
+def test_in_a_notebook() -> None:
+    optimizer = optim.AdamW([("<weight>", torch.zeros(3).requires_grad_())])
+    report = optimizer.report()
+    assert repr(report) == str(report)
+    assert report._repr_html_().count("<tr>") == 1 + len(report.bytes)
+    assert "<weight>" not in report._repr_html_()

@@ -111,6 +111,7 @@ void register_state(py::module_& m) {
       .def("new_extra", &Conversions::new_extra, py::arg("param"), py::arg("before"), py::arg("dtype"))
       .def("new_counter", &Conversions::new_counter, py::arg("device"), py::arg("dtype"))
       .def("run", &Conversions::run, py::call_guard<py::gil_scoped_release>());
+  m.def("optim_block_size", [] { return kBlock; });
   m.def("optim_extra_names", [] { return std::vector<std::string>(std::begin(kExtraNames), std::end(kExtraNames)); });
 }
 

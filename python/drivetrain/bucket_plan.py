@@ -4,8 +4,10 @@ import statistics
 from dataclasses import dataclass
 
 from . import _C
+from .notebook import html_table
 
 _NAMES_SHOWN = 2
+_HEADER = ("bucket", "MiB", "ready ms", "start ms", "end ms", "parameters")
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class PlannedBucket:
     end_ms: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BucketPlan:
     """The buckets in the order in which they are reduced."""
 
@@ -31,18 +33,33 @@ class BucketPlan:
     measured_exposed_ms: float | None  # the same, median of up to 64 steps with these buckets; None: no step yet
 
     def __str__(self) -> str:
+        rows = [_HEADER, *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+        return "\n".join([*self._head(), *lines])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._head(), _HEADER, self._rows())
+
+    def _head(self) -> list[str]:
         measured = "no step yet" if self.measured_exposed_ms is None else f"{self.measured_exposed_ms:.2f} ms"
         count = f"{len(self.buckets)} {'bucket' if len(self.buckets) == 1 else 'buckets'}"
         if self.why_not:
-            head = [f"{count}, not planned from measurement: {self.why_not}"]
-            head += [f"exposed communication per step: measured {measured}"]
-        else:
-            head = [
-                f"{count}, planned from measurement: latency {self.latency_ms:.3f} ms, "
-                f"bandwidth {self.bandwidth_gb_per_s:.2f} GB/s",
-                f"exposed communication per step: expected {self.expected_exposed_ms:.2f} ms, measured {measured}",
+            return [
+                f"{count}, not planned from measurement: {self.why_not}",
+                f"exposed communication per step: measured {measured}",
             ]
-        rows: list[tuple[str, ...]] = [("bucket", "MiB", "ready ms", "start ms", "end ms", "parameters")]
+        return [
+            f"{count}, planned from measurement: latency {self.latency_ms:.3f} ms, "
+            f"bandwidth {self.bandwidth_gb_per_s:.2f} GB/s",
+            f"exposed communication per step: expected {self.expected_exposed_ms:.2f} ms, measured {measured}",
+        ]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
         for index, bucket in enumerate(self.buckets):
             times = [
                 "" if time is None else f"{time:.2f}" for time in (bucket.ready_ms, bucket.start_ms, bucket.end_ms)
@@ -51,9 +68,7 @@ class BucketPlan:
             if (more := len(bucket.names) - _NAMES_SHOWN) > 0:
                 names += f" and {more} more"
             rows.append((str(index), f"{bucket.bytes / 2**20:.2f}", *times, names))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
-        return "\n".join([*head, *lines])
+        return rows
 
 
 def describe_plan(reducer: _C.Reducer, why_not: str) -> BucketPlan:

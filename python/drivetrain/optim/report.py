@@ -1,5 +1,6 @@
 """What an optimizer keeps, moves and loses: the answer of `optimizer.report()`."""
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import sharded
+from .. import _C
+from ..notebook import html_table
+from . import precision, sharded
 
 MIB = 2**20
 
@@ -35,13 +38,16 @@ class Counts:
             self.clipped += grad_norm > max_grad_norm
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """Figures of one optimizer; `print(report)` shows them.
 
     Attributes:
-        num_elements: of all parameters that have a gradient (others take no part in a step).
-        bytes: what they, their gradients and each entry of the state take, by name.
+        num_elements: Elements of all parameters that have a gradient or a state. Where none has, as before the first
+            backward pass, all parameters that require a gradient.
+        bytes: Bytes of them, their gradients and each entry of the state, by name. Gradients that are None, and states
+            that the next step makes or converts, count with the size that they will have.
+        expected: Names of the entries of `bytes` that are not there now, or not in that format, at least in part.
         bytes_moved: by a step: what it must read and write at the least, and the gradients again where it clips.
         step_s: seconds of the last step; None: none was made, or it was on a GPU, where it goes on after step().
         bandwidth: bytes per second of an in-place triad on this machine, measured for the report; None on a GPU.
@@ -57,6 +63,7 @@ class Report:
     bandwidth: float | None
     counts: Counts
     lost_updates: dict[str, float] = field(default_factory=dict)
+    expected: frozenset[str] = frozenset()
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -71,8 +78,26 @@ class Report:
         return self.bytes_moved / self.step_s / self.bandwidth
 
     def __str__(self) -> str:
-        lines = [f"{self.num_elements:,} elements, {self.bytes_per_parameter:.2f} bytes each:"]
-        lines += [f"  {name:24} {size / MIB:10.1f} MiB" for name, size in self.bytes.items()]
+        first, *others = self._lines()
+        entries = [f"  {name:24} {size:>10} MiB{mark}" for name, size, mark in self._entries()]
+        return "\n".join([f"{first}:", *entries, *others])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            self._lines(), ("entry", "MiB"), [(name + mark, size) for name, size, mark in self._entries()]
+        )
+
+    def _entries(self) -> list[tuple[str, str, str]]:
+        return [
+            (name, f"{size / MIB:.1f}", " (expected)" if name in self.expected else "")
+            for name, size in self.bytes.items()
+        ]
+
+    def _lines(self) -> list[str]:
+        lines = [f"{self.num_elements:,} elements, {self.bytes_per_parameter:.2f} bytes each"]
         moved = f"a step moves {self.bytes_moved / MIB:.1f} MiB"
         if self.step_s:
             moved += f"; the last took {self.step_s * 1e3:.2f} ms"
@@ -84,43 +109,81 @@ class Report:
         lines += [f"  {name}: {share:.1%} of the updates are lost to rounding" for name, share in worst[:10]]
         if worst and worst[0][1] > 0.1:
             lines.append("  (master_bits=24, rounding='kahan' or 'stochastic' keep them)")
-        return "\n".join(lines)
+        return lines
 
 
 def report_of(optimizer: Any, counts: Counts) -> Report:
     """What :meth:`FusedOptimizer.report` returns."""
     sizes: dict[str, int] = {}
+    expected: set[str] = set()
     num_elements = moved = 0
     on_cpu = optimizer.is_on_cpu
     lost = {}
-    for label, param, grad, group, state in _with_gradient(optimizer):
+    for label, param, grad, group, state in _stepped(optimizer):
         num_elements += param.numel()
-        entries = {"parameters": param, "gradients": grad, **state}
-        entries.pop("step", None)
-        for name, tensor in entries.items():
-            size = tensor.numel() * tensor.element_size()
+        entries = {"parameters": _size(param)}
+        if grad is None:
+            entries["gradients"] = param.numel() * (param.grad_dtype or param.dtype).itemsize
+            expected.add("gradients")
+        else:
+            entries["gradients"] = _size(grad)
+        there = {name: _size(entry) for name, entry in state.items()}
+        made = _states_of_step(optimizer, param, group)
+        expected |= {name for name, size in made.items() if there.get(name) != size}
+        entries |= made
+        for name, size in entries.items():
             sizes[name] = sizes.get(name, 0) + size
             moved += size if name == "gradients" else 2 * size
         # Beyond that one read: once more for the norm, and written where the step leaves zeros.
         passes = (optimizer.max_grad_norm is not None) + bool(optimizer.zero_grads_in_step)
-        moved += passes * grad.numel() * grad.element_size()
-        if param.dtype in (torch.bfloat16, torch.float16) and "param_remainder" not in state:
+        moved += passes * entries["gradients"]
+        if grad is not None and param.dtype in (torch.bfloat16, torch.float16) and "param_remainder" not in state:
             share = _lost_share(optimizer, param, grad, group, state)
             if share is not None:
                 lost[label] = share
     bandwidth = _triad_bandwidth() if on_cpu and num_elements else None
-    return Report(num_elements, sizes, moved, counts.seconds or None if on_cpu else None, bandwidth, counts, lost)
+    seconds = counts.seconds or None if on_cpu else None
+    return Report(num_elements, sizes, moved, seconds, bandwidth, counts, lost, frozenset(expected))
 
 
-def _with_gradient(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any], dict[str, Any]]]:
-    """Label, parameter, gradient, group and state; of DTensors this rank's part."""
-    for g, group in enumerate(optimizer.param_groups):
-        for i, param in enumerate(group["params"]):
-            if param.grad is not None:
-                names = group.get("param_names")
-                label = names[i] if names else f"param_groups[{g}] {i}"
-                state = sharded.local_values(param, optimizer.state.get(param, {}))
-                yield label, sharded.local_part(param), sharded.local_part(param.grad), group, state
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[str, Any], dict[str, Any]]]:
+    """Yields label, parameter, gradient, group and state of what a step is about; of DTensors this rank's part.
+
+    Parameters that have neither a gradient nor a state take no part, unless that holds for all.
+    """
+    params = [
+        (f"param_groups[{g}] {i}" if group.get("param_names") is None else group["param_names"][i], param, group)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+    ]
+    begun = [each for each in params if each[1].grad is not None or optimizer.state.get(each[1])]
+    for label, param, group in begun or [each for each in params if each[1].requires_grad]:
+        state = sharded.local_values(param, optimizer.state.get(param, {}))
+        grad = None if param.grad is None else sharded.local_part(param.grad)
+        yield label, sharded.local_part(param), grad, group, state
+
+
+def _states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
+    """Computes the bytes of each state as the next step leaves it: made, or converted to what the group asks for."""
+    asked = precision.of(group)
+    sizes = {}
+    for name, kind in _C.optim_states(optimizer._rule(group)):
+        shape = _C.optim_state_shape(param, kind)
+        if shape is None:
+            continue
+        numel, dtype = math.prod(shape), _C.optim_state_dtype(asked, param, kind)
+        if dtype is not None and dtype.itemsize == 1:
+            sizes[precision.codes_name(name)] = numel
+            sizes[precision.scales_name(name)] = 4 * -(-numel // _C.optim_block_size())
+        else:
+            sizes[name] = numel * (dtype or param.dtype).itemsize
+    if (extra := _C.optim_param_extra(asked, param)) is not None:
+        sizes[extra[0]] = param.numel() * extra[1].itemsize
+    return sizes
 
 
 def _lost_share(

@@ -1,0 +1,26 @@
+"""HTML for what notebooks show: the `_repr_html_` of reports and plans."""
+
+from collections.abc import Sequence
+from html import escape
+
+
+def html_table(lines: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Formats a table below lines of text. The first and the last column are text, the others numbers.
+
+    Args:
+        lines: Text above the table; it is escaped.
+        header: Names of the columns.
+        rows: Cells of each row; they are escaped.
+    """
+    text_columns = {0, len(header) - 1} if len(header) > 2 else {0}
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        aligned = ("left" if column in text_columns else "right" for column in range(len(values)))
+        return "".join(
+            f'<{tag} style="text-align: {align}">{escape(value)}</{tag}>'
+            for align, value in zip(aligned, values, strict=True)
+        )
+
+    text = "<br>".join(map(escape, lines))
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<p>{text}</p><table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"

@@ -46,6 +46,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 from drivetrain import optim
+from drivetrain.amp import GradScaler
 from test_muon import assert_updates_agree
 
 CLASSES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor")
@@ -305,15 +306,93 @@ def test_differentiable_is_refused(name: str) -> None:
         classes(name)[0](make_params(), differentiable=True)
 
 
+SPARSE = {
+    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}],
+    "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"maximize": True}],
+}
+
+
 @names
 def test_sparse_gradients_are_refused(name: str) -> None:
+    if name in SPARSE:
+        return
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = classes(name)[0](embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
     before = embedding.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="has a sparse gradient, which drivetrain's optimizers do not support"):
+    with pytest.raises(RuntimeError, match="has a sparse gradient, which this optimizer does not support"):
         optimizer.step()
     assert torch.equal(embedding.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, about itself
+@pytest.mark.parametrize("coalesced", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(name, one, id=f"{name}-{one}") for name in SPARSE for one in SPARSE[name]]
+)
+def test_sparse_gradients_are_stepped_as_by_torch(name: str, options: dict[str, Any], coalesced: bool) -> None:
+    """A recommender's shape: one table with sparse gradients, one with dense ones, and a layer; some steps of both."""
+    outcomes = []
+    for cls in classes(name)[:2]:
+        torch.manual_seed(0)
+        table, dense, layer = nn.Embedding(9, 4, sparse=True), nn.Embedding(5, 4), nn.Linear(4, 3)
+        params = [*table.named_parameters("table"), *dense.named_parameters("dense"), *layer.named_parameters("layer")]
+        optimizer = cls(params, lr=0.1, **options)
+        for step in range(4):
+            rows = torch.tensor([1, 1, 3 + step, 8])  # with a repeated one, whose gradients are to be added up
+            (layer(table(rows)) + layer(dense(rows % 5))).square().sum().backward()
+            if coalesced:
+                table.weight.grad = table.weight.grad.coalesce()
+            if step == 2:
+                layer.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append([param.detach() for _, param in params])
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_gradient_that_cannot_be_stepped_changes_nothing(name: str) -> None:
+    ours = classes(name)[0]
+    for options, error, says in (
+        (
+            {"weight_decay": 0.1},
+            RuntimeError,
+            "parameter 'table.weight' has a sparse gradient, with which weight_decay",
+        ),
+        ({"state_bits": 8}, NotImplementedError, "parameter 'table.weight' has a sparse gradient, which state_bits=8"),
+        ({"max_grad_norm": 1.0}, NotImplementedError, "a gradient is sparse, which neither max_grad_norm"),
+    ):
+        table, layer = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+        params = [*table.named_parameters("table"), *layer.named_parameters("layer")]
+        optimizer = ours(params, lr=0.1, **options)
+        layer(table(torch.tensor([1, 2]))).sum().backward()
+        before = [param.detach().clone() for _, param in params]
+        with pytest.raises(error, match=says):
+            optimizer.step()
+        assert all(torch.equal(param, value) for (_, param), value in zip(params, before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, about itself
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_under_a_scaler(name: str, scaler_class: type[torch.amp.GradScaler]) -> None:
+    outcomes = []
+    for cls, scaler in (
+        (classes(name)[0], scaler_class("cpu", 8.0)),
+        (classes(name)[1], torch.amp.GradScaler("cpu", 8.0)),
+    ):
+        torch.manual_seed(0)
+        table = nn.Embedding(9, 4, sparse=True)
+        optimizer = cls(table.parameters(), lr=0.1)
+        for _ in range(2):
+            scaler.scale(table(torch.tensor([1, 2])).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        outcomes.append(table.weight.detach())
+    torch.testing.assert_close(*outcomes)
 
 
 # ---- Which parameters are stepped.

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from .optim import sparse
 from .optim.base import FusedOptimizer
 
 
@@ -61,6 +62,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer unless a gradient overflowed. Optimizers of drivetrain unscale in their step."""
         if not isinstance(optimizer, FusedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if optimizer._step_sparse is not None and sparse.has_any(optimizer.param_groups):
             return super().step(optimizer, *args, **kwargs)
         optimizer._announce_scaling(by_our_scaler=True)
         try:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, learning_rate
@@ -13,7 +14,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     """Adagrad: torch.optim.Adagrad with a native step over all parameters.
 
     The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
-    and devices.
+    and devices. Sparse gradients are stepped by torch's function.
 
     Source: Duchi et al. 2011, section 1.1, in torch's form.
 
@@ -80,6 +81,13 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
+
+    def _step_sparse(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        sums, steps = ([self.state[param][name] for param in params] for name in ("sum", "step"))
+        names = ("lr", "weight_decay", "lr_decay", "eps", "maximize")
+        options = {name: group[name] for name in names}
+        adagrad(params, grads, sums, steps, has_sparse_grad=True, foreach=False, **options)
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "adagrad"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
-from . import precision, sharded
+from . import precision, sharded, sparse
 from .arguments import check_max_grad_norm
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .report import Counts, Report, report_of
@@ -103,6 +103,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict is about
     _reader: _C.StepReader | None = None
     in_backward: StepInBackward | None = None  # what step_in_backward() returned, until that is removed
+    _may_be_sparse: bool = False  # whether a gradient was sparse before
+    # Steps parameters with sparse gradients, given their group and them; None: torch's class takes no such gradients.
+    _step_sparse: Callable[[dict[str, Any], list[Tensor]], None] | None = None
     _overflow_flag: Tensor | None = None  # where drivetrain.amp.GradScaler wants to be told of the next step's
 
     def __init__(
@@ -281,7 +284,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 since the last step; the message names the parameter. A hyper-parameter is no number.
             ValueError: a gradient's shape or device does not fit its parameter; two parameters, or the gradients of
                 two where the step writes them, share memory; a group lacks a hyper-parameter, or has one out of range.
-            RuntimeError: a gradient is sparse; the first step, which makes states, is captured into a CUDA graph.
+            RuntimeError: a gradient is sparse, and the rule is not SGD's or Adagrad's; the first step, which makes
+                states, is captured into a CUDA graph.
             NotImplementedError: the parameters are on a device for which this build has no kernels, or on several
                 where max_grad_norm or a GradScaler needs them on one, or are tensor subclasses that wrap others
                 (but DTensors).
@@ -365,7 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._reader is None:  # copies and pickles come without one
             self._reader = _C.StepReader()
         begin = time.perf_counter()
-        result = self.step_groups(self.param_groups, self._reader, self._options(overflow_flag))
+        result = self._step_all(self._reader, self._options(overflow_flag), overflow_flag is not None)
         self._result = result
         counts: Counts = self.__dict__.setdefault("_counts", Counts())  # copies and pickles come without any
         seconds = time.perf_counter() - begin
@@ -382,6 +386,40 @@ class FusedOptimizer(torch.optim.Optimizer):
                 stacklevel=3,
             )
         return loss
+
+    def _step_all(
+        self, reader: _C.StepReader, options: _C.StepOptions, is_searching: bool
+    ) -> _C.StepResult | sharded.Measured:
+        """Steps dense gradients natively, and sparse ones by torch's functions where torch's class takes them.
+
+        Args:
+            is_searching: Whether a GradScaler has left the search for overflows to this step.
+        """
+        if not self._may_be_sparse:
+            try:
+                return self.step_groups(self.param_groups, reader, options)
+            except RuntimeError:
+                # Nothing has changed. Looking for sparse gradients in every step would take time for each parameter.
+                if self._step_sparse is None or not sparse.has_any(self.param_groups):
+                    raise
+                self._may_be_sparse = True
+        assert self._step_sparse is not None
+        dense_groups, sparse_groups = sparse.split(self.param_groups, sharded.label_of)
+        is_any_sparse = any(group["params"] for group in sparse_groups)
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if is_any_sparse and (self.max_grad_norm is not None or scaled or is_searching):
+            raise NotImplementedError(
+                f"drivetrain.optim.{type(self).__name__}: a gradient is sparse, which neither max_grad_norm nor an "
+                "unscaling step takes: leave max_grad_norm and fused=True out, and use torch.amp.GradScaler."
+            )
+        result = self.step_groups(dense_groups, reader, options)
+        with torch.no_grad():
+            for group in sparse_groups:
+                if group["params"]:
+                    self._step_sparse(group, group["params"])
+                for param in group["params"] if self.zero_grads_in_step else []:
+                    param.grad.zero_()
+        return result
 
     @torch.no_grad()
     def step_groups(
@@ -646,8 +684,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What the optimizer keeps, moves and loses: bytes per parameter, bytes moved by a step and its share of the
         memory's bandwidth, updates lost to rounding, steps clipped and left out. Print it, or read its attributes.
 
-        To be called with gradients in place, between backward() and zero_grad(): it makes a step on copies of 16-bit
-        parameters, one at a time, and measures the bandwidth, some hundred milliseconds in all.
+        Works at any time. Before the first step, and after `zero_grad()`, it gives expected sizes.
+        Updates lost to rounding need gradients: the report makes a step on copies of 16-bit parameters, one at a time.
+        It measures the bandwidth, too, which takes some hundred milliseconds.
         """
         return report_of(self, self.__dict__.get("_counts", Counts()))
 

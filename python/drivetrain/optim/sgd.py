@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
 
 from .base import FusedOptimizer, learning_rate
 
@@ -13,7 +14,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     """Stochastic gradient descent: torch.optim.SGD with a native step over all parameters.
 
     The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
-    and devices.
+    and devices. Sparse gradients are stepped by torch's function.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
@@ -78,6 +79,15 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
+
+    def _step_sparse(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        buffers: list[Tensor | None] = [self.state[param].get("momentum_buffer") for param in params]
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        sgd(params, grads, buffers, has_sparse_grad=True, foreach=False, **{name: group[name] for name in names})
+        if group["momentum"]:
+            for param, buffer in zip(params, buffers, strict=True):
+                self.state[param]["momentum_buffer"] = buffer
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "sgd_momentum" if group["momentum"] else "sgd"

@@ -435,7 +435,7 @@ def test_a_rank_that_does_not_come(on_ranks: OnRanks, fakes: Path) -> None:
     message = on_ranks(alone, fakes, 0)[0]
     assert "ncclCommInitRankConfig (meeting the other ranks) did not end within the timeout of 0.5 s" in message
     message = on_ranks(alone, fakes, 1)[1]
-    assert "rank 1 did not get rank 0's NCCL id from the process group's store within 0.5 s" in message
+    assert "rank 1 did not get the NCCL id of rank 0 from the process group's store within 0.5 s" in message
 
 
 def failing_step(fakes: Path, fault: str) -> tuple[str, list[str]]:

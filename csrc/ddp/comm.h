@@ -35,9 +35,28 @@ constexpr uint64_t tag_of(int64_t step, Purpose purpose, uint64_t bucket = 0) {
 }
 std::string describe_tag(uint64_t tag);  // "bucket 3 in synchronised step 7"
 
+// The ranks of a process group as the whole job numbers them.
+class Ranks {
+ public:
+  Ranks() = default;  // the job's own
+  explicit Ranks(std::vector<int64_t> global) : global_(std::move(global)) {}
+  int64_t global(int rank) const { return global_.empty() ? rank : global_.at(rank); }
+  // "rank 5 (rank 1 of its group)"
+  std::string name(int rank) const {
+    const std::string number = std::to_string(global(rank));
+    return "rank " + number + (global(rank) == rank ? "" : " (rank " + std::to_string(rank) + " of its group)");
+  }
+
+ private:
+  std::vector<int64_t> global_;  // [ranks of the group]; empty: the same
+};
+
 class Comm {
  public:
+  explicit Comm(Ranks ranks) : ranks_(std::move(ranks)) {}
   virtual ~Comm() = default;
+  // For errors and records; all that is given to a transport, and comes from it, is numbered as in its group.
+  const Ranks& ranks() const { return ranks_; }
   // Of the collectives that are started from now on.
   void set_tag(uint64_t tag) { tag_ = tag; }
   uint64_t tag() const { return tag_; }
@@ -71,11 +90,12 @@ class Comm {
   virtual void broadcast(const at::Tensor& values) = 0;
 
  private:
+  const Ranks ranks_;
   uint64_t tag_ = 0;
 };
 
 // Over any torch process group, by the name that torch registered it under, for tensors on that kind of device.
-std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device);
+std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks = Ranks());
 
 // Over a gloo process group, float32 values as bfloat16 on the wire and added up in float32: each rank sums the piece
 // of a tensor that is its own, in rank order, and all get the same bits. Other types go as they are. Its tensors must
@@ -88,7 +108,7 @@ std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::Device
 // largest, becomes infinite.
 //
 // returning: a process group of the same ranks for this transport alone, in which the sums go back.
-std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning);
+std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, Ranks ranks);
 
 // Through shared memory between the ranks of one host, through other transports between hosts.
 struct ShmOptions {
@@ -97,6 +117,7 @@ struct ShmOptions {
   std::shared_ptr<Comm> group;    // over all ranks: for what cannot be shared
   std::shared_ptr<Comm> leaders;  // over every host's first rank; null with one host, and for other ranks
   double timeout_s = 0;
+  Ranks ranks;
 };
 
 // Every rank of the group must call it. Where memory cannot be shared on any rank, all agree on the transport over all
@@ -118,6 +139,7 @@ struct NcclOptions {
   c10::Device device;
   double timeout_s = 0;
   std::function<void()> release_cache;  // gives what torch's allocator keeps unused back to the device
+  Ranks ranks = {};
 };
 
 // The bytes of device memory that NCCL transports of this process hold now, and the most that they have held. No

@@ -58,7 +58,7 @@ std::string next_key(const std::string& group_name) {
 }
 
 // Rank 0's, for everyone.
-ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::string& group_name,
+ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::string& group_name, const Ranks& ranks,
                       std::chrono::milliseconds timeout) {
   const auto store = group.getStore();
   if (!store) throw EnvironmentError(text("the process group '", group_name, "' has no store to meet through"));
@@ -78,35 +78,34 @@ ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::
     store->wait({key}, timeout);
     shared = store->get(key);
   } catch (const std::exception& error) {
-    throw EnvironmentError(text("rank ", group.getRank(),
-                                " did not get rank 0's NCCL id from the process group's store "
-                                "within ",
-                                timeout.count() / 1000., " s: ", error.what()));
+    throw EnvironmentError(text(ranks.name(group.getRank()), " did not get the NCCL id of ", ranks.name(0),
+                                " from the process group's store within ", timeout.count() / 1000.,
+                                " s: ", error.what()));
   }
   if (shared.size() != sizeof(id.internal)) {
-    throw EnvironmentError(text("rank 0's NCCL id in the process group's store (", key, ") has ", shared.size(),
-                                " bytes, expected ", sizeof(id.internal)));
+    throw EnvironmentError(text("the NCCL id of ", ranks.name(0), " in the process group's store (", key, ") has ",
+                                shared.size(), " bytes, expected ", sizeof(id.internal)));
   }
   std::copy(shared.begin(), shared.end(), id.internal);
   return id;
 }
 
 // Any rank's failure, or "" if none has one. Ranks tell each other through the store, which needs no device memory.
-std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& group_name, const std::string& failure,
-                                std::chrono::milliseconds timeout) {
+std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& group_name, const Ranks& ranks,
+                                const std::string& failure, std::chrono::milliseconds timeout) {
   if (group.getSize() == 1) return failure;
   const auto store = group.getStore();
   const std::string key = next_key(group_name), first = key + "/failure", all = key + "/all";
   const auto bytes_of = [](const std::string& words) { return std::vector<uint8_t>(words.begin(), words.end()); };
   try {
-    if (!failure.empty()) store->set(first, bytes_of(text("rank ", group.getRank(), ": ", failure)));
+    if (!failure.empty()) store->set(first, bytes_of(text(ranks.name(group.getRank()), ": ", failure)));
     if (store->add(key + "/told", 1) == group.getSize()) store->set(all, bytes_of("told"));
     store->wait({all}, timeout);
     if (!store->check({first})) return "";
     const std::vector<uint8_t> words = store->get(first);
     return {words.begin(), words.end()};
   } catch (const std::exception& error) {
-    throw EnvironmentError(text("rank ", group.getRank(), " did not learn from the process group's store within ",
+    throw EnvironmentError(text(ranks.name(group.getRank()), " did not learn from the process group's store within ",
                                 timeout.count() / 1000.,
                                 " s whether every rank has memory for its gradients: ", error.what()));
   }
@@ -126,14 +125,15 @@ void without_gil(Body&& body) {
 class NcclComm final : public Comm {
  public:
   explicit NcclComm(const NcclOptions& options)
-      : api_(options.api),
+      : Comm(options.ranks),
+        api_(options.api),
         group_name_(options.group_name),
         group_(c10d::resolve_process_group(options.group_name)),
         device_(options.device),
         timeout_(static_cast<int64_t>(options.timeout_s * 1e3)),
         release_cache_(options.release_cache) {
     const c10::DeviceGuard guard(device_);
-    const ncclUniqueId id = share_id(*api_, *group_, group_name_, timeout_);
+    const ncclUniqueId id = share_id(*api_, *group_, group_name_, ranks(), timeout_);
     communicator_ = std::make_unique<NcclCommunicator>(NcclCommunicator::Options{
         api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout_});
   }
@@ -163,7 +163,7 @@ class NcclComm final : public Comm {
     const auto allocated = communicator_->allocate(static_cast<size_t>(bytes), release_cache_, failure);
     if (!allocated && failure.empty()) return at::zeros({bytes}, options);  // NCCL is too old to have memory
     // Registration waits for every rank, so that all must know whether one cannot come.
-    why_not_ = failure_of_any_rank(*group_, group_name_, failure, timeout_);
+    why_not_ = failure_of_any_rank(*group_, group_name_, ranks(), failure, timeout_);
     if (!why_not_.empty()) return at::zeros({bytes}, options);
     std::shared_ptr<void> memory = communicator_->register_memory(allocated);
     void* const data = memory.get();
@@ -174,7 +174,7 @@ class NcclComm final : public Comm {
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided) {
       // NCCL has no sparse tensors; over gloo the process group reduces them.
-      if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type());
+      if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
       return sparse_->start_sum(flat);
     }
     return hold_back(flat, ncclSum);

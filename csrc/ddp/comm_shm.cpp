@@ -115,7 +115,7 @@ class MeanOfSum final : public PendingReduce {
 class ShmComm final : public Comm {
  public:
   explicit ShmComm(const ShmOptions& options)
-      : torch_(options.group), group_(c10d::resolve_process_group(options.group_name)) {
+      : Comm(options.ranks), torch_(options.group), group_(c10d::resolve_process_group(options.group_name)) {
     const int rank = group_->getRank();
     if (static_cast<int>(options.hosts.size()) != group_->getSize()) {
       throw UserError(text("hosts has ", options.hosts.size(), " entries, expected one for each of the group's ",
@@ -143,7 +143,7 @@ class ShmComm final : public Comm {
     exchange.link = link_.get();
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
     exchange.spin = num_cores() >= num_places();
-    for (int other : host_) exchange.rank_names.push_back(text("rank ", other));
+    for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
     exchange.is_dead = [this](int place) {
       pollfd process = {processes_[place].get(), POLLIN, 0};
@@ -321,7 +321,7 @@ class ShmComm final : public Comm {
   bool agree(const std::vector<Announcement>& all) {
     for (int rank = 0; rank < size(); ++rank) {
       if (all[rank].error[0] == '\0') continue;
-      why_not_ = text("rank ", rank, ": ", all[rank].error);
+      why_not_ = text(ranks().name(rank), ": ", all[rank].error);
       return false;
     }
     return true;
@@ -354,7 +354,7 @@ class ShmComm final : public Comm {
         const Announcement& other = all[host_[place]];
         if (other.bytes != bytes) {
           throw EnvironmentError(
-              text("allocates ", bytes, " bytes where rank ", host_[place], " allocates ", other.bytes));
+              text("allocates ", bytes, " bytes where ", ranks().name(host_[place]), " allocates ", other.bytes));
         }
         if (place != place_) arena->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
         arena->base.push_back(place == place_ ? arena->own->data() : arena->others.back().data());

@@ -27,8 +27,8 @@ void TorchReduce::wait() {
 }
 
 // A group may have several backends ("cpu:gloo,cuda:nccl"): what counts is the one for the gradients' device.
-TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device)
-    : group_(std::move(group)), backend_(group_->getBackend(device)->getBackendName()) {}
+TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device, Ranks ranks)
+    : Comm(std::move(ranks)), group_(std::move(group)), backend_(group_->getBackend(device)->getBackendName()) {}
 
 // Possibly the group's last owner: its end joins its threads, which may be waiting for the GIL to free a tensor.
 TorchComm::~TorchComm() {
@@ -81,8 +81,8 @@ std::string describe_tag(uint64_t tag) {
   return "a purpose that was not given";
 }
 
-std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device) {
-  return std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), device);
+std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks) {
+  return std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), device, std::move(ranks));
 }
 
 }  // namespace drivetrain::ddp

@@ -30,7 +30,7 @@ class TorchReduce final : public PendingReduce {
 
 class TorchComm final : public Comm {
  public:
-  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device);
+  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device, Ranks ranks);
   ~TorchComm() override;
 
   int size() const override { return group_->getSize(); }

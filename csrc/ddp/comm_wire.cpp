@@ -198,9 +198,10 @@ class WireReduce final : public PendingReduce {
 
 class WireComm final : public Comm {
  public:
-  WireComm(const std::string& group_name, const std::string& returning)
-      : group_(c10d::resolve_process_group(group_name), c10::DeviceType::CPU),
-        returning_(c10d::resolve_process_group(returning), c10::DeviceType::CPU),
+  WireComm(const std::string& group_name, const std::string& returning, const Ranks& ranks)
+      : Comm(ranks),
+        group_(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks),
+        returning_(c10d::resolve_process_group(returning), c10::DeviceType::CPU, ranks),
         chain_(std::make_shared<Chain>(returning_)) {
     DT_INVARIANT(group_.size() == returning_.size() && group_.rank() == returning_.rank());
   }
@@ -241,8 +242,8 @@ class WireComm final : public Comm {
 
 }  // namespace
 
-std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning) {
-  return std::make_unique<WireComm>(group_name, returning);
+std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, Ranks ranks) {
+  return std::make_unique<WireComm>(group_name, returning, ranks);
 }
 
 }  // namespace drivetrain::ddp

@@ -83,17 +83,21 @@ void add_end_callback(Reducer& reducer, py::function callback) {
   });
 }
 
-std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& device) {
-  return make_torch_comm(process_group, c10::Device(device).type());
+std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& device,
+                                 std::vector<int64_t> ranks) {
+  return make_torch_comm(process_group, c10::Device(device).type(), Ranks(std::move(ranks)));
 }
 
-std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning) {
-  return make_wire_comm(process_group, returning);
+std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning,
+                                std::vector<int64_t> ranks) {
+  return make_wire_comm(process_group, returning, Ranks(std::move(ranks)));
 }
 
 std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int64_t> hosts,
-                               std::shared_ptr<Comm> group, std::shared_ptr<Comm> leaders, double timeout_s) {
-  return make_shm_comm({process_group, std::move(hosts), std::move(group), std::move(leaders), timeout_s});
+                               std::shared_ptr<Comm> group, std::shared_ptr<Comm> leaders, double timeout_s,
+                               std::vector<int64_t> ranks) {
+  return make_shm_comm(
+      {process_group, std::move(hosts), std::move(group), std::move(leaders), timeout_s, Ranks(std::move(ranks))});
 }
 
 std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
@@ -101,10 +105,10 @@ std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
 }
 
 std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::string& device, double timeout_s,
-                                const std::string& fallback) {
+                                const std::string& fallback, std::vector<int64_t> ranks) {
   const c10::Device on(device);
   const auto release_cache = [on] { c10::getDeviceAllocator(on.type())->emptyCache(); };
-  return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache});
+  return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache, Ranks(std::move(ranks))});
 }
 
 void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
@@ -176,13 +180,15 @@ void register_ddp(py::module_& m) {
           },
           py::arg("bytes"), py::arg("device") = "cpu", no_gil())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil());
-  m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"), no_gil());
-  m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"), no_gil());
+  m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"),
+        py::arg("ranks") = std::vector<int64_t>(), no_gil());
+  m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"),
+        py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("group"), py::arg("leaders").none(),
-        py::arg("timeout_s"), no_gil());
+        py::arg("timeout_s"), py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
-        no_gil());
+        py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("nccl_memory_bytes", &nccl_memory_bytes);
   py::class_<Reducer::Times>(m, "Times")
       .def_readonly("forward_start", &Reducer::Times::forward_start)

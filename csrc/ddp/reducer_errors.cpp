@@ -114,10 +114,11 @@ void Reducer::fail_incomplete() const {
           "outputs that `forward` returned (which may hold tensors in lists, tuples, dicts and dataclasses).";
     }
   }
+  const std::string rank = comm_->ranks().name(comm_->rank());
   throw EnvironmentError(
       text("Expected to have finished reduction in the prior iteration before starting a new one. ", cause,
-           "\nParameter indices which did not receive grad for rank ", comm_->rank(), ": ", indices,
-           "\nParameters which did not receive grad for rank ", comm_->rank(), ": ", names,
+           "\nParameter indices which did not receive grad for ", rank, ": ", indices,
+           "\nParameters which did not receive grad for ", rank, ": ", names,
            "\n(For torch's own log of the step, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
            "DETAIL.)"));
 }
@@ -177,11 +178,11 @@ void Reducer::check_tags(const Bucket& bucket) {
     if (is_same) continue;
     const std::string
         what = "the all-reduce of " + *bucket.label,
-        reason =
-            text("the ranks reduce different things: rank ", comm_->rank(), " bucket ", &bucket - buckets_.data(),
-                 " in synchronised step ", steps_ + 1, ", rank ", rank, " something else, which looks like bucket ",
-                 std::round(theirs[kTagDigits - 1] * factor), " in step ", step,
-                 ". They have taken different ways through the script: another number of backwards, another model");
+        reason = text(
+            "the ranks reduce different things: ", comm_->ranks().name(comm_->rank()), " bucket ",
+            &bucket - buckets_.data(), " in synchronised step ", steps_ + 1, ", ", comm_->ranks().name(rank),
+            " something else, which looks like bucket ", std::round(theirs[kTagDigits - 1] * factor), " in step ", step,
+            ". They have taken different ways through the script: another number of backwards, another model");
     forget_step();
     fail_collective(what, reason);
   }
@@ -217,7 +218,7 @@ void Reducer::compare_replicas() {
     const int64_t* values = each.data_ptr<int64_t>() + i;
     if (!differs(values, count)) continue;
     std::map<int64_t, std::vector<std::string>> groups;
-    for (int64_t r = 0; r < ranks; ++r) groups[values[r * count]].push_back(std::to_string(r));
+    for (int64_t r = 0; r < ranks; ++r) groups[values[r * count]].push_back(std::to_string(comm_->ranks().global(r)));
     std::string who;
     for (const auto& [hash, members] : groups) who += (who.empty() ? "ranks {" : ", {") + joined(members) + "}";
     throw EnvironmentError(text(

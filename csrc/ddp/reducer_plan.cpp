@@ -284,7 +284,7 @@ void Reducer::check_same_everywhere(const std::vector<BucketPlan>& plans) {
   const auto all = gather_over_ranks({static_cast<double>(hash_of(plans))}, "the buckets' checksums");
   for (int rank = 1; rank < comm_->size(); ++rank) {
     if (all[rank].data_ptr<double>()[0] == all[0].data_ptr<double>()[0]) continue;
-    throw EnvironmentError(text("ranks 0 and ", rank,
+    throw EnvironmentError(text(comm_->ranks().name(0), " and ", comm_->ranks().name(rank),
                                 " make different buckets of the same plan: their parameters differ in number, size, "
                                 "dtype or order. Build the same model on every rank; with init_sync=True "
                                 "DistributedDataParallel says where they differ."));
@@ -385,7 +385,8 @@ void Reducer::rebuild_from_measurement() {
   const std::vector<at::Tensor> all_ready = gather_over_ranks(mine, "the gradients' times");
   for (int rank = 0; rank < comm_->size(); ++rank) {
     const double* values = all_ready[rank].data_ptr<double>();
-    if (values[0] != 0) plan_report_.why_not = text("on rank ", rank, " ", kObstacles[static_cast<int64_t>(values[0])]);
+    if (values[0] != 0)
+      plan_report_.why_not = text("on ", comm_->ranks().name(rank), " ", kObstacles[static_cast<int64_t>(values[0])]);
     for (size_t i = 0; i < count; ++i) ready[i] = std::max(ready[i], values[1 + i]);
   }
   if (!plan_report_.why_not.empty()) return;

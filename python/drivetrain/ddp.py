@@ -648,7 +648,7 @@ def _check_same_on_all_ranks(
     for what in dict.fromkeys(what for facts in by_rank for what in facts):
         found = [facts.get(what, "not there") for facts in by_rank]
         if len(set(found)) > 1:
-            ranks = "; ".join(f"rank {rank}: {fact}" for rank, fact in enumerate(found))
+            ranks = "; ".join(f"{transports.rank_name(rank, group)}: {fact}" for rank, fact in enumerate(found))
             raise RuntimeError(
                 "DistributedDataParallel needs the same model and arguments on every rank, but "
                 f"{what} differs: {ranks}."

@@ -47,6 +47,12 @@ def requested_wire_dtype(argument: torch.dtype | str | None) -> torch.dtype | No
     raise ValueError(f"wire_dtype is {argument!r}, expected torch.bfloat16 or None.")
 
 
+def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
+    """What errors call a group's rank: as the whole job numbers it, and then as the group does where that differs."""
+    everywhere = dist.get_global_rank(group, rank) if group is not None else rank
+    return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its group)"
+
+
 def make_comm(
     choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None = None
 ) -> _C.Comm:
@@ -96,6 +102,7 @@ def make_comm(
         group=over_group,
         leaders=over_leaders,
         timeout_s=_timeout(group, device).total_seconds(),
+        ranks=dist.get_process_group_ranks(group),
     )
 
 
@@ -125,12 +132,13 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
         dist.all_gather_object(reasons, why_not, group=group)
     for rank, reason in enumerate(reasons):
         if reason:
-            raise RuntimeError(f"transport 'nccl' cannot be used, on rank {rank}: {reason}")
+            raise RuntimeError(f"transport 'nccl' cannot be used, on {rank_name(rank, group)}: {reason}")
     return _C.nccl_comm(
         process_group=group.group_name,
         device=str(device),
         timeout_s=_timeout(group, device).total_seconds(),
         fallback=library,
+        ranks=dist.get_process_group_ranks(group),
     )
 
 
@@ -172,8 +180,8 @@ def _hosts(
         return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
     facts: list[Any] = [None] * size
     dist.all_gather_object(facts, (choice, wire_dtype, _host_identity()), group=group)
-    _check_same("transport", [fact[0] for fact in facts], f", or set {VARIABLE} everywhere")
-    _check_same("wire_dtype", [fact[1] for fact in facts])
+    _check_same(group, "transport", [fact[0] for fact in facts], f", or set {VARIABLE} everywhere")
+    _check_same(group, "wire_dtype", [fact[1] for fact in facts])
     if choice == "torch":
         return [], ""
     identities = [fact[2] for fact in facts]
@@ -182,9 +190,9 @@ def _hosts(
     return [identities.index(identity) for identity in identities], ""
 
 
-def _check_same(what: str, values: list[Any], or_else: str = "") -> None:
+def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else: str = "") -> None:
     if len(set(values)) > 1:
-        by_rank = "; ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+        by_rank = "; ".join(f"{rank_name(rank, group)}: {value!r}" for rank, value in enumerate(values))
         raise RuntimeError(
             f"DistributedDataParallel needs the same {what} on every rank, but it differs: {by_rank}. Pass the same "
             f"one everywhere{or_else}."
@@ -253,8 +261,9 @@ def _as_many_groups(count: int) -> Iterator[None]:
 
 def _comm_over(group: dist.ProcessGroup, device: torch.device, returning: dist.ProcessGroup | None) -> _C.Comm:
     """The transport over the process group; with bfloat16 on the wire if there is a group for its sums to return in."""
+    ranks = dist.get_process_group_ranks(group)
     if returning is None:
-        return _C.torch_comm(process_group=group.group_name, device=str(device))
+        return _C.torch_comm(process_group=group.group_name, device=str(device), ranks=ranks)
     if group not in _wire_comms:
-        _wire_comms[group] = _C.wire_comm(process_group=group.group_name, returning=returning.group_name)
+        _wire_comms[group] = _C.wire_comm(group.group_name, returning.group_name, ranks)
     return _wire_comms[group]

@@ -21,6 +21,7 @@
 #include "base/torch_text.h"
 #include "ddp/comm.h"
 #include "ddp/nccl_communicator.h"
+#include "ddp/recorded.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -177,29 +178,38 @@ class NcclComm final : public Comm {
       if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
       return sparse_->start_sum(flat);
     }
-    return hold_back(flat, ncclSum);
+    return recording_collective("nccl:all_reduce", tag(), flat, [&] { return hold_back(flat, ncclSum); });
   }
 
-  void broadcast(const at::Tensor& values) override { hold_back(values, std::nullopt)->wait(); }
+  void broadcast(const at::Tensor& values) override {
+    recording_collective("nccl:broadcast", tag(), values, [&] { return hold_back(values, std::nullopt); })->wait();
+  }
 
   void flush() override {
     std::vector<NcclCommunicator::Collective> collectives;
     std::vector<std::shared_ptr<Started>> started;
+    int64_t numel = 0;
     for (auto& [collective, weak] : held_back_) {
       const std::shared_ptr<Started> one = weak.lock();
       if (!one) continue;  // nobody waits for it any more: its step was given up
+      numel += static_cast<int64_t>(collective.count);
       collectives.push_back(std::move(collective));
       started.push_back(one);
     }
     held_back_.clear();
     if (collectives.empty()) return;
     const c10::DeviceGuard guard(device_);
-    const auto group = communicator_->start(std::move(collectives), stream());
+    const char* const what = !collectives[0].op        ? "broadcast"
+                             : collectives.size() == 1 ? "allreduce"
+                                                       : "allreduce_coalesced";
+    const auto group = recording_launch(*group_, ranks(), what, ++num_launched_, numel, started[0]->dtype,
+                                        [&] { return communicator_->start(std::move(collectives), stream()); });
     for (const auto& one : started) one->group = group;
   }
 
  private:
   struct Started {
+    at::ScalarType dtype;
     std::shared_ptr<NcclCommunicator::Group> group;  // null: held back
   };
 
@@ -239,7 +249,7 @@ class NcclComm final : public Comm {
     // The values alone: a tensor that Python knows asks for the GIL when it goes, and a thread that asks for it while
     // Python ends takes the process with it.
     collective.keep = std::make_shared<c10::Storage>(flat.storage());
-    auto started = std::make_shared<Started>();
+    auto started = std::make_shared<Started>(Started{flat.scalar_type(), nullptr});
     held_back_.emplace_back(std::move(collective), started);
     return std::make_unique<NcclReduce>(*this, std::move(started));
   }
@@ -261,6 +271,7 @@ class NcclComm final : public Comm {
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<Comm> sparse_;
   std::vector<std::pair<NcclCommunicator::Collective, std::weak_ptr<Started>>> held_back_;
+  int64_t num_launched_ = 0;
 };
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include "base/check.h"
 #include "ddp/comm.h"
+#include "ddp/recorded.h"
 #include "ddp/shm_exchange.h"
 #include "ddp/shm_segment.h"
 
@@ -116,6 +117,7 @@ class ShmComm final : public Comm {
  public:
   explicit ShmComm(const ShmOptions& options)
       : Comm(options.ranks), torch_(options.group), group_(c10d::resolve_process_group(options.group_name)) {
+    title_ = group_->getBackend(c10::DeviceType::CPU)->getBackendName() + ":all_reduce";
     const int rank = group_->getRank();
     if (static_cast<int>(options.hosts.size()) != group_->getSize()) {
       throw UserError(text("hosts has ", options.hosts.size(), " entries, expected one for each of the group's ",
@@ -293,15 +295,22 @@ class ShmComm final : public Comm {
       if (offset < 0 || offset + bytes > arena->bytes) continue;
       for (char* base : arena->base) operation.values.push_back(base + offset);
       operation.memory = arena;
-      return std::make_unique<ShmReduce>(*this, exchange_->start(std::move(operation)), at::Tensor());
+      return std::make_unique<ShmReduce>(*this, give(flat, std::move(operation)), at::Tensor());
     }
     if (bytes > kStagingBytes || staging_state_->is_awaited) return nullptr;
     // One that was given up: others may still be adding it up.
     if (!exchange_->is_done(staging_state_->number)) exchange_->wait(staging_state_->number);
     std::memcpy(staging(place_), begin, bytes);
     for (int place = 0; place < num_places(); ++place) operation.values.push_back(staging(place));
-    *staging_state_ = {exchange_->start(std::move(operation)), true};
+    *staging_state_ = {give(flat, std::move(operation)), true};
     return std::make_unique<ShmReduce>(*this, staging_state_->number, flat);
+  }
+
+  uint64_t give(const at::Tensor& flat, ShmExchange::Operation operation) {
+    return recording_collective(title_, tag(), flat, [&] {
+      return recording_launch(*group_, ranks(), "allreduce", ++num_begun_, flat.numel(), flat.scalar_type(),
+                              [&] { return exchange_->start(std::move(operation)); });
+    });
   }
 
   std::vector<Announcement> gather(const Announcement& mine) {
@@ -388,6 +397,8 @@ class ShmComm final : public Comm {
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::weak_ptr<Arena>> arenas_;  // as long as their tensors, or operations on them, exist
   bool wants_square_sums_ = false;
+  int64_t num_begun_ = 0;
+  std::string title_;  // what records call its all-reduces
   std::optional<ShmExchange> exchange_;
   std::string why_not_;
 };

@@ -591,9 +591,9 @@ void Reducer::start(Bucket& bucket) {
 }
 
 void Reducer::reduce(Bucket& bucket) {
-  RECORD_FUNCTION("drivetrain::all_reduce", std::vector<c10::IValue>());
-  ++now_.buckets_reduced;
   const size_t index = &bucket - buckets_.data();
+  RECORD_FUNCTION("drivetrain::all_reduce", (std::vector<c10::IValue>{bucket.flat, static_cast<int64_t>(index)}));
+  ++now_.buckets_reduced;
   // Hooks may wait in here, and so does a transport that has too many buckets under way.
   const Progress::Wait wait(*progress_, bucket.label, place_of(index));
   const Stopwatch stopwatch(now_.exposed);
@@ -752,6 +752,7 @@ void Reducer::wait_for_buckets() {
   for (size_t i = next_to_hand_over_; i < buckets_.size(); ++i) {
     const Bucket& bucket = buckets_[i];
     if (!bucket.reduce) continue;
+    RECORD_FUNCTION("drivetrain::wait", std::vector<c10::IValue>{static_cast<int64_t>(i)});
     wait_for(*bucket.reduce, bucket.label, place_of(i));
     check_tags(bucket);
   }

@@ -16,14 +16,7 @@ class Difference(NamedTuple):
     fails_at: str
 
 
-_SHARED_MEMORY = Difference(
-    "looks for the process group's all-reduce in a profile: on one host ours goes through shared memory instead, "
-    "which shows as drivetrain::all_reduce",
-    "self.assertEqual(event_count, num_iters)",
-)
 EXCEPTIONS = {
-    "test_ddp_profiling_autograd_profiler": _SHARED_MEMORY,
-    "test_ddp_profiling_torch_profiler": _SHARED_MEMORY,
     "test_skip_all_reduce_unused_parameters": Difference(
         "counts buckets: torch first fills them in registration order, which leaves the unused small layer alone in "
         "one; ours are filled in the expected order of gradients, where it shares the large layer's",

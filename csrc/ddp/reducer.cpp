@@ -262,6 +262,7 @@ void Reducer::reset() {
     bucket.missing = bucket.params.size();
     bucket.phase = Phase::kFilling;
     bucket.hooked = nullptr;
+    bucket.kept = at::Tensor();
     bucket.reduce.reset();
     if (bucket.sparse) bucket.flat = at::Tensor();
   }
@@ -629,7 +630,11 @@ std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) 
   if (bucket.sparse) {
     bucket.flat = no_rows(first.tensor);
   } else {
-    for (size_t i : bucket.params) leave_to_holders(params_[i]);
+    for (size_t i : bucket.params) {
+      const at::Tensor& grad = params_[i].tensor.grad();
+      if (!bucket.kept.defined() && grad.defined() && is_in_place(params_[i], grad)) bucket.kept = bucket.flat.clone();
+      leave_to_holders(params_[i]);
+    }
     bucket.flat.zero_();
   }
   scaling_ = Scaling{1, as_sum || !comm_->averages()};
@@ -641,7 +646,10 @@ void Reducer::wait_for_zeros(size_t index, PendingReduce& reduce) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   noting_errors([&] {
     wait_for(reduce, buckets_.at(index).label, place_of(index));
-    check_tags(buckets_[index]);
+    Bucket& bucket = buckets_[index];
+    check_tags(bucket);
+    if (bucket.kept.defined()) bucket.flat.copy_(bucket.kept);  // its own of the last step, as with torch
+    bucket.kept = at::Tensor();
   });
 }
 
@@ -650,12 +658,19 @@ bool Reducer::shares_used_map() const {
   return graph_ == Graph::kDynamic ? options_.find_unused_parameters : steps_ == 0;
 }
 
+// As torch's: what this rank's last step found used, on whichever rank, it goes on calling used, so that the others'
+// .grad of such a parameter is their mean even if none of them uses it any more.
 void Reducer::shadow_used_map() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!shares_used_map()) return;
-  at::Tensor used = at::zeros_like(local_used_, params_[0].tensor.device());
+  const at::Device device = params_[0].tensor.device();
+  const bool repeats = graph_ == Graph::kDynamic && global_used_.defined();
+  at::Tensor used = repeats ? global_used_.clamp_max(1).to(device) : at::zeros_like(local_used_, device);
   wait_for(*start_sum(used, Purpose::kUsedMap), kUsedMap, place_of_all());
-  if (graph_ == Graph::kDynamic) return;
+  if (graph_ == Graph::kDynamic) {
+    global_used_ = used;
+    return;
+  }
   used = used.cpu();
   for (size_t i = 0; i < params_.size(); ++i) params_[i].used_somewhere = used.data_ptr<int32_t>()[i] > 0;
 }

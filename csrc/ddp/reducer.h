@@ -245,6 +245,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     // On a transport that wants tags: [ranks * kTagDigits] after flat, each rank's digits at its place, which the
     // sum leaves as they are; and all that is reduced, with flat. Else undefined.
     at::Tensor tags, tagged;
+    at::Tensor kept;  // what .grad shows there, while a rank without inputs reduces zeros; undefined: nothing
     size_t missing = 0;
     Phase phase = Phase::kFilling;
     std::unique_ptr<PendingReduce> reduce;  // null: there is nothing to wait for
@@ -427,7 +428,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // steps_ at the first
-  bool was_joining_ = false;   // in between
+  bool was_joining_ = false;   // in between: of a step that no backward of this rank brought
   std::vector<double> ready_;  // [kMeasuredSteps][params], seconds from the first gradient
   PlanReport plan_report_;
   bool began_ = false;  // a synchronised forward or backward has begun

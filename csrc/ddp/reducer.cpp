@@ -229,7 +229,7 @@ void Reducer::set_comm(std::shared_ptr<Comm> comm) {
   comm_ = std::move(comm);
   for (const auto& [device, arena] : arenas_) keep_for_streams(arena);
   arenas_.clear();
-  is_rebuilt_ = is_measuring_ = was_joining_ = false;
+  is_rebuilt_ = is_measuring_ = misses_times_ = false;
   fired_.clear();
   build_arena(plan(registration_order()));
   if (on_moved_) on_moved_(gradient_places());
@@ -502,7 +502,7 @@ void Reducer::reduce_collected() {
 
 // What is in .grad, as a step of its own.
 void Reducer::reduce_gradients() {
-  was_joining_ = was_joining_ || is_measuring_;  // no gradient's time is seen here
+  misses_times_ = misses_times_ || is_measuring_;  // no gradient's time is seen here
   reset();
   begin_backward();
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -677,7 +677,7 @@ void Reducer::shadow_used_map() {
 
 void Reducer::count_shadowed_step() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  was_joining_ = was_joining_ || is_measuring_;
+  misses_times_ = misses_times_ || is_measuring_;
   ++steps_;
   reset();
 }
@@ -872,7 +872,7 @@ void Reducer::finalize() {
   kept_weight_ = at::Tensor();
   divisor_ = 0;
   forwards_ = 0;
-  was_joining_ = was_joining_ || (is_joining_ && is_measuring_);
+  misses_times_ = misses_times_ || (is_joining_ && is_measuring_);
   is_joining_ = false;
   progress_->end_step();
   if (const auto stream = stream_on(params_[0].tensor.device())) {

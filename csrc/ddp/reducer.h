@@ -428,7 +428,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // steps_ at the first
-  bool was_joining_ = false;   // in between: of a step that no backward of this rank brought
+  bool misses_times_ = false;  // in between: of a step that no backward of this rank brought: of a step that no
+                               // backward of this rank brought
   std::vector<double> ready_;  // [kMeasuredSteps][params], seconds from the first gradient
   PlanReport plan_report_;
   bool began_ = false;  // a synchronised forward or backward has begun

@@ -343,7 +343,7 @@ void Reducer::rebuild_in_order() {
 // An index into kObstacles.
 int64_t Reducer::obstacle_to_planning() const {
   if (comm_hook_) return 1;
-  if (was_joining_) return 2;
+  if (misses_times_) return 2;
   return are_views_held() ? 3 : 0;
 }
 

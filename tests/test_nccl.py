@@ -141,6 +141,32 @@ def test_life_of_a_model(on_ranks: OnRanks, fakes: Path) -> None:
     assert without_rank[0] == without_rank[1]
 
 
+def profiled(fakes: Path) -> None:
+    with faked(fakes):
+        model = DDP(make_net(), **SMALL_BUCKETS)
+        for _ in range(6):
+            model(inputs()).pow(2).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(inputs()).pow(2).sum().backward()
+        path = fakes / f"trace-{os.getpid()}.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+        path.unlink()
+    buckets = model.reducer.buckets()
+    all_reduces = [event for event in profile.events() if event.name == "nccl:all_reduce"]
+    assert len(all_reduces) == len(buckets) > 1
+    assert all(event.is_async for event in all_reduces)
+    # What begins together is one launch, whose kernels the profiler of a device finds under it.
+    (comms,) = (event["args"] for event in events if event.get("name") == "record_param_comms")
+    assert comms["Collective name"] == "allreduce_coalesced"
+    assert comms["Process Group Ranks"] == "[0, 1]"
+    assert 4 * comms["In msg nelems"] >= sum(bucket.bytes for bucket in buckets)
+
+
+def test_the_profiler_sees_buckets_and_launches(on_ranks: OnRanks, fakes: Path) -> None:
+    on_ranks(profiled, fakes)
+
+
 def large_and_small_buckets(fakes: Path) -> list[str]:
     """Buckets of 400 KiB and of a few bytes: a small one begins with the next that makes it worth while."""
     with faked(fakes) as log:

@@ -384,11 +384,13 @@ def test_a_cast_between_steps_is_refused(on_ranks: Run) -> None:
 def _refusals() -> None:
     mesh = mesh_of(2)
     split = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    for name in ("Muon", "Adafactor", "LAMB"):
+    low = nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # a rank has no row
+    for name, param in (("Muon", split), ("Adafactor", low)):
         with pytest.raises(
-            NotImplementedError, match=r"parameter 'w' is a DTensor with placements \(Shard\(dim=1\),\)"
+            NotImplementedError,
+            match=r"parameter 'w' is a DTensor with placements .*gathers for its step, and state_bits=8",
         ):
-            getattr(optim, name)([("w", split)])
+            getattr(optim, name)([("w", param)], state_bits=8)
     partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
     with pytest.raises(NotImplementedError, match=r"parameter 0 of param_groups\[0\].*redistribute it"):
         optim.AdamW([partial])
@@ -413,31 +415,29 @@ def test_what_is_not_supported_is_refused_at_construction(on_ranks: Run) -> None
 
 def _installed() -> None:
     # The names of this module are torch's classes, wherever install() finds them.
-    torchs, torch_adafactor = torch.optim.Muon, torch.optim.Adafactor
+    torchs = torch.optim.SGD
     mesh = mesh_of(2)
     drivetrain.install(optim=True)
     try:
         params = make(mesh, [Shard(0)])
-        with pytest.warns(UserWarning, match="torch.optim.Adafactor is torch's here: parameter 0 of.*placements"):
-            assert type(torch.optim.Adafactor(params)) is torch_adafactor
-        with pytest.warns(UserWarning, match="torch.optim.Muon is torch's here"):
-            optimizer = torch.optim.Muon(param for param in params[:2])
+        partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+        twin = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+        with pytest.warns(UserWarning, match="torch.optim.SGD is torch's here: parameter 0 of.*placements"):
+            optimizer = torch.optim.SGD(param for param in [partial])
         assert type(optimizer) is torchs
         calls = []
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
-        twins = make(mesh, [Shard(0)])[:2]
-        twin = torchs(twins)
-        for one in (params[:2], twins):
-            set_grads(one, 0)
-        optimizer.step()
-        twin.step()
-        assert_equal(params[:2], twins)
+        for param, sgd in ((partial, optimizer), (twin, torchs([twin]))):
+            param.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+            sgd.step()
+        assert_equal([partial], [twin])
         assert calls == [1]
-        assert type(torch.optim.AdamW(params)) is optim.AdamW
+        assert type(torch.optim.Adafactor(params)) is optim.Adafactor
+        assert type(torch.optim.Muon(params[:2])) is optim.Muon
     finally:
         drivetrain.uninstall()
     with pytest.raises(NotImplementedError, match="placements"):
-        optim.Muon(params[:1])
+        optim.SGD([partial])
 
 
 def test_installed_classes_stay_torchs_where_ours_cannot_step(on_ranks: Run) -> None:
@@ -459,6 +459,104 @@ def _whole_rules(name: str) -> None:
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB"])
 def test_rules_of_whole_parameters_step_replicated_ones(on_ranks: Run, name: str) -> None:
     on_ranks(_whole_rules, name)
+
+
+# Matrices of several units of Adafactor's sums, with uneven parts, and with ranks that have no row.
+SUMMED = [(600, 300), (8, 6), (5, 3), (1, 4), (1,), (3, 6, 4), (16,)]
+
+
+def _summed_rules(layouts: list[tuple[tuple[int, ...], list[Any]]]) -> None:
+    """Rules that add up over whole parameters, on parts: against those of whole ones, and against torch's."""
+    for sizes, placements in layouts:
+        mesh = mesh_of(*sizes)
+        for name, options in (("LAMB", {"weight_decay": 0.1}), ("Adafactor", {"weight_decay": 0.1}), ("Muon", {})):
+            shapes = [s for s in SUMMED if all(getattr(p, "dim", 0) < len(s) for p in placements)]
+            if name == "Muon":
+                shapes = [s for s in shapes if len(s) == 2 and max(s) < 100]
+
+            def parameters(shapes: list[tuple[int, ...]] = shapes) -> list[nn.Parameter]:
+                return [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(shapes)]
+
+            sharded = [nn.Parameter(distribute_tensor(p.data, mesh, placements)) for p in parameters()]
+            plain, theirs = parameters(), parameters()
+            groups = [{"params": sharded[1:]}, {"params": sharded[:1], "lr": 3e-3}]
+            ours = getattr(optim, name)(groups, lr=1e-2, max_grad_norm=2.0, **options)
+            whole_groups = [{"params": plain[1:]}, {"params": plain[:1], "lr": 3e-3}]
+            unsharded = getattr(optim, name)(whole_groups, lr=1e-2, max_grad_norm=2.0, **options)
+            their_groups = [{"params": theirs[1:]}, {"params": theirs[:1], "lr": 3e-3}]
+            torchs = None if name == "LAMB" else getattr(torch.optim, name)(their_groups, lr=1e-2, **options)
+            for step in range(3):
+                for params in (sharded, plain, theirs):
+                    set_grads(params, step)
+                torch.nn.utils.clip_grad_norm_(theirs, 2.0)
+                for optimizer in (ours, unsharded, torchs):
+                    if optimizer is not None:
+                        optimizer.step()
+            for mine, param, their in zip(sharded, plain, theirs, strict=True):
+                where = f"{name}, {tuple(param.shape)}, {placements}"
+                tolerance = {"rtol": 1e-5, "atol": 1e-6, "msg": lambda text, where=where: f"{where}: {text}"}
+                torch.testing.assert_close(whole(mine).detach(), param.detach(), **tolerance)
+                torch.testing.assert_close(whole(mine.grad), param.grad, **tolerance)
+                if torchs is not None:
+                    rough = {"rtol": 1e-2, "atol": 1e-3} if name == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
+                    torch.testing.assert_close(whole(mine).detach(), their.detach(), **rough)
+                for entry, value in unsharded.state[param].items():
+                    if entry == "step":
+                        assert ours.state[mine][entry] == value
+                        continue
+                    found = ours.state[mine][entry]
+                    assert isinstance(found, DTensor), where
+                    assert found.shape == value.shape, where
+                    torch.testing.assert_close(whole(found), value, **tolerance)
+                    for dim, place in enumerate(found.placements):  # what ranks have alike is the same
+                        if isinstance(place, Replicate):
+                            local = found.to_local().clone()
+                            dist.broadcast(local, dist.get_global_rank(mesh.get_group(dim), 0), mesh.get_group(dim))
+                            torch.testing.assert_close(found.to_local(), local, rtol=0, atol=0)
+            before = [whole(param).detach().clone() for param in sharded]
+            set_grads(sharded, 0)
+            if dist.get_rank() % 2 == 0:  # in all copies of a part
+                sharded[1].grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
+            with pytest.warns(UserWarning, match="the step was left out"):
+                ours.step()
+            assert_equal(sharded, before)
+
+
+def test_rules_that_add_up_over_parameters_step_parts(on_ranks: Run) -> None:
+    on_ranks(_summed_rules, [((2,), [Shard(0)]), ((2,), [Shard(1)])])
+
+
+def test_rules_that_add_up_over_parameters_on_four_ranks(on_four_ranks: Run) -> None:
+    layouts = [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]]
+    on_four_ranks(_summed_rules, [((2, 2), placements) for placements in layouts])
+
+
+def _save_sums(folder: str, name: str) -> list[Tensor]:
+    net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = getattr(optim, name)(net.parameters(), lr=1e-2)
+    _train(net, optimizer, range(3))
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    _train(net, optimizer, range(3, 5))
+    return [whole(param).detach() for param in net.parameters()]
+
+
+def _load_sums(folder: str, name: str) -> list[Tensor]:
+    net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = getattr(optim, name)(net.parameters(), lr=1e-2)
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    net.load_state_dict(state["model"])
+    set_optimizer_state_dict(net, optimizer, state["optim"])
+    _train(net, optimizer, range(3, 5))
+    return [whole(param).detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("name", ["LAMB", "Adafactor"])
+def test_checkpoint_of_sums_goes_on_at_four_ranks(on_ranks: Run, on_four_ranks: Run, tmp_path: Any, name: str) -> None:
+    expected = on_ranks(_save_sums, str(tmp_path / "saved"), name)[0]
+    for a, b in zip(on_four_ranks(_load_sums, str(tmp_path / "saved"), name)[0], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def _deepcopy() -> None:

@@ -25,6 +25,20 @@ RuleArgs fitted(const StepJob& job, const ParamJob& param) {
   return RuleArgs::of(args);
 }
 
+void add_up(const StepJob& job, const Factored& of) {
+  const auto sums = for_chosen_isa(baseline::adafactor_sums_cpu, avx2::adafactor_sums_cpu, avx512::adafactor_sums_cpu);
+  const int64_t count = num_units(of);
+  in_parallel(count, job.params[of.param].numel / count, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) sums(job, of, unit);
+  });
+}
+
+void update(const StepJob& job, const Factored& of) {
+  const auto updated =
+      for_chosen_isa(baseline::adafactor_update_cpu, avx2::adafactor_update_cpu, avx512::adafactor_update_cpu);
+  in_parallel(of.matrices, of.rows + of.columns, [&](int64_t begin, int64_t end) { updated(job, of, begin, end); });
+}
+
 void step_matrices(StepJob job, ParamJob param, Adapt adapt) {
   const RuleArgs args = fitted(job, param);
   param.rule = 0;
@@ -37,16 +51,8 @@ void step_matrices(StepJob job, ParamJob param, Adapt adapt) {
   Factoring factoring = factoring_of(&param, 1);
   const auto memory = std::make_unique_for_overwrite<double[]>(factoring.num_doubles);
   place_factors(factoring, &param, memory.get());
-  const Factored& matrices = factoring.matrices.front();
-
-  const auto sums = for_chosen_isa(baseline::adafactor_sums_cpu, avx2::adafactor_sums_cpu, avx512::adafactor_sums_cpu);
-  in_parallel(factoring.num_units, param.numel / factoring.num_units, [&](int64_t begin, int64_t end) {
-    for (int64_t unit = begin; unit < end; ++unit) sums(job, matrices, unit);
-  });
-  const auto update =
-      for_chosen_isa(baseline::adafactor_update_cpu, avx2::adafactor_update_cpu, avx512::adafactor_update_cpu);
-  in_parallel(matrices.matrices, matrices.rows + matrices.columns,
-              [&](int64_t begin, int64_t end) { update(job, matrices, begin, end); });
+  add_up(job, factoring.matrices.front());
+  update(job, factoring.matrices.front());
   run_layers(job, adapt);
 }
 
@@ -71,6 +77,25 @@ void run_adafactor(const StepJob& job, Adapt adapt) {
   rest.num_params = static_cast<int32_t>(vectors.size());
   rest.total = end;
   run_layers(rest, adapt);
+}
+
+void run_shared_adafactor(const StepJob& shared, const Factoring& factoring, Adapt adapt, const Between& between) {
+  std::vector<ParamJob> params(shared.params, shared.params + shared.num_params);
+  std::vector<RuleArgs> rules;
+  rules.reserve(params.size());
+  for (ParamJob& param : params) {
+    rules.push_back(param.rows > 0 ? fitted(shared, param) : shared.rules[param.rule]);
+    param.rule = static_cast<int32_t>(rules.size()) - 1;
+  }
+  StepJob job = shared;
+  job.params = params.data();
+  job.rules = rules.data();
+  job.num_rules = static_cast<int32_t>(rules.size());
+  for (const Factored& of : factoring.matrices) add_up(job, of);
+  between.factor_sums();
+  for (const Factored& of : factoring.matrices) update(job, of);
+  between.row_factors();
+  run_shared_layers(job, adapt, between);
 }
 
 }  // namespace drivetrain::optim

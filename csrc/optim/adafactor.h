@@ -24,4 +24,8 @@ void place_factors(Factoring& factoring, ParamJob* params, double* memory);
 // set and the device.
 void run_adafactor(const StepJob& job, Adapt adapt);
 
+// The same where other ranks have parts of the parameters. params: the job's, whose matrices `factoring` has and whose
+// first states it has placed.
+void run_shared_adafactor(const StepJob& job, const Factoring& factoring, Adapt adapt, const Between& between);
+
 }  // namespace drivetrain::optim

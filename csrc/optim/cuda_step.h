@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "optim/adafactor_pass.h"
+#include "optim/share.h"
 #include "optim/step.h"
 #include "optim/step_plan.h"
 #include "optim/treatment.h"
@@ -67,11 +68,12 @@ void start_cuda(const StepStart& start, void* stream);
 // Of Adafactor's matrices: takes gradients into the states of rows and columns, and fills what the parameters' first
 // states point to. All pointers are of the device; `rules` have been started.
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
-                 int64_t num_blocks, void* stream);
+                 int64_t num_blocks, void* stream, const Between* between = nullptr);
 
 // Of a rule that asks for norms (layer.h): takes the sums over all chunks, for which there must be memory, and adapts
 // `rules`, which are the job's. Writes nothing else.
-void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream);
+void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
+                const Between* between = nullptr);
 
 // One launch of a plan (step_plan.h), whose records and items are all of the plan's.
 void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,

@@ -18,7 +18,8 @@ using grad::kChunk;
 // unless a single parameter is larger.
 constexpr int64_t kWave = 1 << 18;
 
-void adapt_all(StepJob& job, std::vector<RuleArgs>& rules, int32_t first, int32_t last, Adapt adapt) {
+// Of the parameters from `first` to before `last`.
+std::vector<LayerSums> sums_of_layers(const StepJob& job, int32_t first, int32_t last) {
   const auto sums_of = for_chosen_isa(baseline::layer_sums_cpu, avx2::layer_sums_cpu, avx512::layer_sums_cpu);
   struct Chunk {
     int32_t param;
@@ -36,6 +37,7 @@ void adapt_all(StepJob& job, std::vector<RuleArgs>& rules, int32_t first, int32_
       sums[i] = sums_of(job, param, chunks[i].begin, std::min(chunks[i].begin + kChunk, param.numel));
     }
   });
+  std::vector<LayerSums> totals;
   for (size_t i = 0; i < chunks.size();) {
     const int32_t param = chunks[i].param;
     grad::Total params, directions;
@@ -43,33 +45,51 @@ void adapt_all(StepJob& job, std::vector<RuleArgs>& rules, int32_t first, int32_
       params.add(sums[i].param);
       directions.add(sums[i].direction);
     }
-    adapt(rules[param], {params.get(), directions.get()}, job.params[param].numel);
+    totals.push_back({params.get(), directions.get()});
   }
+  return totals;
 }
+
+// A job in which every parameter has a rule of its own.
+struct OwnRules {
+  explicit OwnRules(const StepJob& shared) : params(shared.params, shared.params + shared.num_params), job(shared) {
+    rules.reserve(params.size());
+    for (ParamJob& param : params) {
+      rules.push_back(shared.rules[param.rule]);
+      param.rule = static_cast<int32_t>(rules.size()) - 1;
+    }
+    job.params = params.data();
+    job.rules = rules.data();
+    job.num_rules = static_cast<int32_t>(rules.size());
+  }
+
+  std::vector<ParamJob> params;
+  std::vector<RuleArgs> rules;
+  StepJob job;
+};
 
 }  // namespace
 
 void run_layers(const StepJob& shared, Adapt adapt) {
-  // Every parameter gets a rule of its own.
-  std::vector<ParamJob> params(shared.params, shared.params + shared.num_params);
-  std::vector<RuleArgs> rules;
-  rules.reserve(params.size());
-  for (ParamJob& param : params) {
-    rules.push_back(shared.rules[param.rule]);
-    param.rule = static_cast<int32_t>(rules.size()) - 1;
-  }
-  StepJob job = shared;
-  job.params = params.data();
-  job.rules = rules.data();
-  job.num_rules = static_cast<int32_t>(rules.size());
+  OwnRules own(shared);
+  const StepJob& job = own.job;
   for (int32_t first = 0; first < job.num_params;) {
     int32_t last = first + 1;
-    const int64_t begin = params[first].begin;
-    while (last < job.num_params && params[last].begin + params[last].numel - begin <= kWave) ++last;
-    adapt_all(job, rules, first, last, adapt);
-    run_step_cpu(job, begin, last < job.num_params ? params[last].begin : job.total);
+    const int64_t begin = job.params[first].begin;
+    while (last < job.num_params && job.params[last].begin + job.params[last].numel - begin <= kWave) ++last;
+    const std::vector<LayerSums> sums = sums_of_layers(job, first, last);
+    for (int32_t i = first; i < last; ++i) adapt(own.rules[i], sums[i - first], job.params[i].numel);
+    run_step_cpu(job, begin, last < job.num_params ? job.params[last].begin : job.total);
     first = last;
   }
+}
+
+void run_shared_layers(const StepJob& shared, Adapt adapt, const Between& between) {
+  OwnRules own(shared);
+  std::vector<LayerSums> sums = sums_of_layers(own.job, 0, own.job.num_params);
+  between.norms(sums.data());
+  for (int32_t i = 0; i < own.job.num_params; ++i) adapt(own.rules[i], sums[i], own.params[i].numel);
+  run_step_cpu(own.job, 0, own.job.total);
 }
 
 }  // namespace drivetrain::optim

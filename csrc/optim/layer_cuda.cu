@@ -72,22 +72,25 @@ __global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const Layer
 }
 
 template <template <class> class RuleOf>
-void adapt(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream) {
+void adapt(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
+           const Between* between) {
   const auto read = job.in_double ? layer_sums<RuleOf, double> : layer_sums<RuleOf, float>;
   launch_cuda("launching the norms of parameters", read, (num_chunks + kWarps - 1) / kWarps, kThreads, stream, job,
               num_chunks, sums);
+  if (between != nullptr) between->norms(sums);
   launch_cuda("launching what norms make of a step", adapt_rules<RuleOf>, job.num_params, kThreads, stream, job, sums,
               rules);
 }
 
 }  // namespace
 
-void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream) {
+void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
+                const Between* between) {
   if (num_chunks == 0) return;
   switch (job.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return adapt<Rule>(job, num_chunks, sums, rules, stream);
+    return adapt<Rule>(job, num_chunks, sums, rules, stream, between);
     DT_LAYER_RULES(DT_CASE)
 #undef DT_CASE
     default:  // no other asks for norms

@@ -28,8 +28,10 @@ void treat_cuda(const TreatmentAsked&, const TreatmentScalars&, const double*, i
   say_there_is_none();
 }
 void start_cuda(const StepStart&, void*) { say_there_is_none(); }
-void factor_cuda(const StepJob&, const Factored*, int32_t, int64_t, int64_t, void*) { say_there_is_none(); }
-void adapt_cuda(const StepJob&, int64_t, LayerSums*, RuleArgs*, void*) { say_there_is_none(); }
+void factor_cuda(const StepJob&, const Factored*, int32_t, int64_t, int64_t, void*, const Between*) {
+  say_there_is_none();
+}
+void adapt_cuda(const StepJob&, int64_t, LayerSums*, RuleArgs*, void*, const Between*) { say_there_is_none(); }
 void step_cuda(const StepJob&, void*) { say_there_is_none(); }
 void step_kernel_cuda(const StepLaunch&, const StepRecord*, const StepItem*, const StepJob&, void*) {
   say_there_is_none();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/held_function.h"
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
 #include "optim/adafactor.h"
@@ -20,6 +21,7 @@
 #include "optim/layer.h"
 #include "optim/muon.h"
 #include "optim/run_cuda.h"
+#include "optim/run_shared.h"
 #include "optim/state.h"
 #include "optim/step_reader.h"
 #include "optim/treatment.h"
@@ -30,7 +32,7 @@ namespace drivetrain::optim {
 namespace {
 
 // What has been read and checked, done: counters, versions, launches. Needs no GIL. on_device: see StepJob.
-void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* on_device) {
+void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* on_device, const Share& share) {
   const bool writes_grads = on_device != nullptr || treatment.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 64;  // parameters that are worth a thread
   at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
@@ -47,7 +49,8 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
     }
   });
   for (Batch& batch : read.batches) {
-    if (batch.total == 0) continue;
+    const bool is_shared = share && batch.rule->adapt != nullptr;
+    if (batch.total == 0 && !is_shared) continue;
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
@@ -58,7 +61,9 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    if (batch.device.is_cuda()) {
+    if (is_shared) {
+      run_shared(batch, read.written, job, share);
+    } else if (batch.device.is_cuda()) {
       run_on_device(batch, job);
     } else if (job.kind == RuleKind::kAdafactor) {
       run_adafactor(job, batch.rule->adapt);
@@ -99,6 +104,7 @@ struct StepOptions {
   bool check_finite = false;  // as max_grad_norm does: nothing is updated if a gradient is not finite
   bool zero_grads = false;
   std::optional<at::Tensor> overflow;  // the same: gets 1 if a gradient is not finite, else 0
+  Share share;                         // where parameters are parts of whole ones
 
   bool measures() const { return max_grad_norm || check_finite; }
   // On CUDA what the treatment depends on is known to the device alone.
@@ -188,12 +194,12 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
     result.on_device = treat_on_device(on_device, asked, placed.scalars());
-    run(reader, {}, static_cast<const GradTreatment*>(result.on_device.const_data_ptr()));
+    run(reader, {}, static_cast<const GradTreatment*>(result.on_device.const_data_ptr()), options.share);
     return;
   }
   result.treatment = treatment_of(asked, asked.measures ? sum_of_squares(reader) : 0);
   if (!result.treatment.skips) {
-    run(reader, result.treatment, nullptr);
+    run(reader, result.treatment, nullptr, options.share);
   } else if (asked.zeroes) {  // else the next backward would add to what is not finite
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
@@ -253,6 +259,15 @@ StepResult step(StepReader& reader, const py::list& groups, const std::vector<st
   return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options);
 }
 
+Share as_share(std::optional<py::function> share) {
+  if (!share) return nullptr;
+  return [held = hold(std::move(*share))](const std::string& stage, bool in_double,
+                                          const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& sums) {
+    const py::gil_scoped_acquire gil;
+    (*held)(stage, in_double, params, sums);
+  };
+}
+
 }  // namespace
 
 void register_optim(py::module_& m) {
@@ -261,12 +276,13 @@ void register_optim(py::module_& m) {
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
                        std::optional<double> max_grad_norm, bool check_finite, bool zero_grads,
-                       std::optional<at::Tensor> overflow) {
-             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite, zero_grads, overflow};
+                       std::optional<at::Tensor> overflow, std::optional<py::function> share) {
+             return StepOptions{grad_scale, found_inf, max_grad_norm,  check_finite,
+                                zero_grads, overflow,  as_share(share)};
            }),
            py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
            py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false,
-           py::arg("overflow") = std::nullopt)
+           py::arg("overflow") = std::nullopt, py::arg("share") = std::nullopt)
       .def_readonly("grad_scale", &StepOptions::grad_scale)
       .def_readonly("found_inf", &StepOptions::found_inf)
       .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)

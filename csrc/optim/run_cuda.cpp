@@ -85,7 +85,7 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
   return treatment;
 }
 
-void run_on_device(Batch& batch, StepJob job) {
+void run_on_device(Batch& batch, StepJob job, const Between* between) {
   const c10::DeviceGuard guard(batch.device);
   void* const stream = current_stream(batch.device);
   const bool is_muon = job.kind == RuleKind::kMuonMomentum;
@@ -115,11 +115,12 @@ void run_on_device(Batch& batch, StepJob job) {
   }
   const Factoring& factoring = batch.factoring;
   factor_cuda(job, batch.placed.factored, static_cast<int32_t>(factoring.matrices.size()), factoring.num_units,
-              factoring.num_blocks, stream);
+              factoring.num_blocks, stream, between);
+  if (between != nullptr && job.kind == RuleKind::kAdafactor) between->row_factors();
   at::Tensor sums;
   if (batch.rule->adapt != nullptr) {
     sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(LayerSums)));
-    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()), of_params, stream);
+    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()), of_params, stream, between);
   }
   step_cuda(job, stream);
   batch.factors.reset();

@@ -20,6 +20,7 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
 // One launch for the rules' scalars and the step counters; two between for rules that ask for norms, and three before
 // those for Adafactor's matrices; one for the step, or one for each set of formats that has a kernel of its own. Of
 // Muon two for each of its batches, and its matrix products.
-void run_on_device(Batch& batch, StepJob job);
+// between: of a rule that asks for norms, null: nobody wants to know.
+void run_on_device(Batch& batch, StepJob job, const Between* between = nullptr);
 
 }  // namespace drivetrain::optim

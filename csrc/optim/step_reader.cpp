@@ -304,6 +304,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool treats
   has_wrappers = false;
   for (Batch& batch : batches) {
     batch.params.clear();
+    batch.written_of.clear();
     batch.copies.clear();
     batch.total = batch.num_chunks = 0;
     batch.starts.clear();
@@ -605,7 +606,10 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   batch.total += job.numel;
   job.first_chunk = batch.num_chunks;
   batch.num_chunks += grad::num_chunks(job.numel);
-  if (job.numel > 0) batch.params.push_back(job);
+  if (job.numel > 0) {
+    batch.params.push_back(job);
+    batch.written_of.push_back(static_cast<uint32_t>(written.size()));
+  }
   written.push_back({reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter()});
   entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
 }

@@ -67,6 +67,8 @@ struct Batch {
   int64_t total = 0;
   int64_t num_chunks = 0;  // of gradients (grad/lanes.h)
 
+  std::vector<uint32_t> written_of = {};  // of `params`, in the same order: indices into StepReader::written
+
   // On CUDA the step is started there: what of, and where there all of it lies.
   std::vector<ParamStart> starts = {};        // of `params`, in the same order
   std::vector<ParamStart> empty_starts = {};  // of parameters without elements, which only count

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from . import sharded
 from .base import FusedOptimizer, learning_rate
+from .mesh_sums import smallest_part
 
 
 class Adafactor(FusedOptimizer, torch.optim.Adafactor):
@@ -88,11 +90,12 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
             rounding=rounding,
         )
 
-    def _why_whole(self, param: Tensor) -> str | None:
-        return (
-            "Adafactor averages over whole rows and columns: redistribute it to Replicate(), leave it out of "
-            "fully_shard() (ignored_params), or use AdamW with state_bits=8"
-        )
+    def _gathers(self, param: Any) -> bool:
+        # A rank without rows or columns of a matrix could not keep the others' states.
+        if param.ndim < 2:
+            return False
+        sizes = [[param.device_mesh.size(at) for at in sharded.dims_that_split(param, dim)] for dim in (-2, -1)]
+        return any(smallest_part(n, parts) == 0 for n, parts in zip(param.shape[-2:], sizes, strict=True))
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "adafactor"

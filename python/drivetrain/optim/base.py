@@ -1,5 +1,6 @@
 """What every optimizer here shares: torch's Optimizer contract around one native step."""
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from .. import _C
 from . import precision, sharded, sparse
 from .arguments import check_max_grad_norm
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
+from .mesh_sums import MeshSums
 from .report import Counts, Report, report_of
 
 # Hyper-parameters that older state dicts of torch's classes lack, and those by which another class' state is known.
@@ -84,7 +86,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     loads them on any number of ranks. Three things go by the part and not by the whole: the blocks of 8-bit states,
     which are plain tensors of this rank in `state`; `min_8bit_size`; and the element's number in stochastic rounding.
     `max_grad_norm` clips the norm over all ranks' parts, each distinct one counted once; gradients of other placements
-    than their parameter's, partial sums say, are given those, in `.grad`.
+    than their parameter's, partial sums say, are given those, in `.grad`. LAMB's norms, and what Adafactor averages,
+    are summed over the ranks; Muon's matrices are gathered, one at a time.
 
     A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`). The
     arithmetic, and the names of each rule's states, are in csrc/optim/rules.h.
@@ -198,9 +201,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The group's numbers, by the names that the native rule reads; a learning rate on CUDA stays there."""
         raise NotImplementedError
 
-    def _why_whole(self, param: Tensor) -> str | None:
-        """Why the rule cannot step a part of a parameter, and what to do instead; None: it can."""
-        return None
+    def _gathers(self, param: Any) -> bool:
+        """Whether the rule steps the whole of a DTensor that is split between ranks; else each rank its part."""
+        return False
 
     def _initial_value(self, group: dict[str, Any]) -> float:
         """Every value of a state before the first step."""
@@ -441,7 +444,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not result.has_wrappers:
                 return result
             self._shards = sharded.Shards()
-        return self._shards.step(groups, self.state, options, self._why_whole, run)
+        sums = functools.partial(MeshSums, hypers=self._hypers)
+        return self._shards.step(groups, self.state, options, self._gathers, sums, run)
 
     def _step_plain(
         self,
@@ -519,7 +523,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: the group sets `differentiable`, or has a DTensor that the rule cannot step: one that
-                is a sum yet to be reduced; one that is split between ranks, where the rule needs the whole.
+                is a sum yet to be reduced; one that it gathers, in a storage that only parts can have.
             ValueError: an option or a hyper-parameter of the group is out of range, or not finite.
             TypeError: a hyper-parameter is no number, or the group is no dict.
             In every case the optimizer has the groups that it had.
@@ -534,7 +538,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         index = len(self.param_groups) - 1
         try:
             for place, param in enumerate(self.param_groups[index]["params"]):
-                if (reason := sharded.why_not(param, self._why_whole)) is not None:
+                if (reason := sharded.why_not(param, self.param_groups[index], self._gathers)) is not None:
                     self._stay_torchs(f"{sharded.label_of(self.param_groups[index], index, place)} {reason}.")
                     return
             _C.optim_check_hypers(self._asked_by(self.param_groups[index], index)[2], index)

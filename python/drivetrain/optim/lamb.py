@@ -125,12 +125,6 @@ class LAMB(FusedOptimizer, _LAMBArguments):
             rounding=rounding,
         )
 
-    def _why_whole(self, param: Tensor) -> str | None:
-        return (
-            "LAMB needs the norm of whole parameters: redistribute it to Replicate(), leave it out of "
-            "fully_shard() (ignored_params), or use AdamW"
-        )
-
     def _rule(self, group: dict[str, Any]) -> str:
         return "lamb"
 

@@ -104,11 +104,8 @@ class Muon(FusedOptimizer, torch.optim.Muon):
                     f"(parameter {name!r} of param_groups[{len(self.param_groups)}]): use AdamW for it"
                 )
 
-    def _why_whole(self, param: Tensor) -> str | None:
-        return (
-            "Muon makes whole matrices orthogonal: redistribute it to Replicate(), leave it out of fully_shard() "
-            "(ignored_params), or give it to AdamW"
-        )
+    def _gathers(self, param: Any) -> bool:
+        return True
 
     def _rule(self, group: dict[str, Any]) -> str:
         return "muon"

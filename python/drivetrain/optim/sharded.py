@@ -21,9 +21,11 @@ from . import precision
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
     from typing_extensions import TypeIs
 
 Group = dict[str, Any]
+Share = Callable[[str, bool, list[Tensor], list[Tensor]], None]  # see csrc/optim/run_shared.h
 
 
 def is_dtensor(value: object) -> "TypeIs[DTensor]":
@@ -46,12 +48,53 @@ def split_dims(tensor: "DTensor") -> tuple[int, ...]:
     return tuple(dim for dim, place in enumerate(tensor.placements) if not place.is_replicate() and mesh.size(dim) > 1)
 
 
+def dims_that_split(param: "DTensor", dim: int) -> tuple[int, ...]:
+    """Those of the mesh that cut up that dimension of the tensor, counted from its last: -1."""
+    return tuple(at for at in split_dims(param) if getattr(param.placements[at], "dim", None) == param.ndim + dim)
+
+
 def as_shard_of(param: "DTensor", local: Tensor) -> Tensor:
     """A DTensor that has the parameter's placements, of which this rank has the part `local`."""
     from torch.distributed.tensor import DTensor  # not before there is one: the import takes a while
 
     shape, stride = (param.shape, param.stride()) if local.shape == param.to_local().shape else (None, None)
     return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+# Adafactor's states of matrices, which have one row or one column: by the dimension that they lack.
+_FACTORS = {"row_var": -1, "col_var": -2}
+
+
+def _placements_of(param: "DTensor", name: str) -> tuple["Placement", ...]:
+    """Those of a state: the parameter's, but replicated where the dimension is cut up that the state lacks."""
+    from torch.distributed.tensor import Replicate
+
+    if name not in _FACTORS or param.ndim < 2:
+        return tuple(param.placements)
+    split = dims_that_split(param, _FACTORS[name])
+    return tuple(Replicate() if dim in split else place for dim, place in enumerate(param.placements))
+
+
+def _as_factor_of(param: "DTensor", name: str, local: Tensor) -> Tensor:
+    """A state that has one row or column as a DTensor, of which this rank has the part `local`."""
+    from torch.distributed.tensor import DTensor
+
+    shape = list(param.shape)
+    shape[_FACTORS[name]] = 1
+    strides = torch.empty(shape, device="meta").stride()
+    placements = _placements_of(param, name)
+    return DTensor.from_local(
+        local, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+def _part_of(whole: Tensor, param: "DTensor") -> "DTensor":
+    """A tensor that every rank has, as a DTensor of the parameter's placements; without communication."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = param.device_mesh
+    replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicas.redistribute(placements=param.placements)
 
 
 def replicated(value: Tensor, like: "DTensor") -> Tensor:
@@ -62,20 +105,22 @@ def replicated(value: Tensor, like: "DTensor") -> Tensor:
     return DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def placed_as(param: "DTensor", value: "DTensor", what: str) -> "DTensor":
-    """`value`, moved between ranks if its placements are not the parameter's: a partial sum is reduced then.
+def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") -> "DTensor":
+    """`value`, moved between ranks if its placements are not the parameter's, or what those mean for that state: a
+    partial sum is reduced then.
 
     Raises:
         ValueError: it is on another mesh.
     """
     found, wanted = value._spec, param._spec
-    if found is wanted or (found.mesh is wanted.mesh and found.placements == wanted.placements):
+    if found is wanted:
         return value
     if found.mesh != wanted.mesh:
         raise ValueError(f"{what} is on {found.mesh}, but its parameter on {wanted.mesh}")
-    if found.placements == wanted.placements or value.shape != param.shape:
+    placements = _placements_of(param, state)
+    if found.placements == placements or (value.shape != param.shape and state not in _FACTORS):
         return value
-    return value.redistribute(placements=param.placements)
+    return value.redistribute(placements=placements)
 
 
 def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
@@ -94,18 +139,24 @@ def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
         param.grad = placed
 
 
-WhyWhole = Callable[[Tensor], str | None]  # why a rule needs the whole of a parameter; None: it does not
+_NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # storages that only parts have
+Gathers = Callable[["DTensor"], bool]  # whether a rule needs the whole of a parameter
 
 
-def why_not(param: Tensor, why_whole: WhyWhole) -> str | None:
+def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     """Why an optimizer here cannot step the parameter, or None."""
     if not is_dtensor(param):
         return None
     where = f"is a DTensor with placements {tuple(param.placements)}"
     if any(place.is_partial() for place in param.placements):
         return f"{where}, a sum that is not reduced: redistribute it to Replicate() or Shard(dim) before training"
-    if split_dims(param) and (reason := why_whole(param)) is not None:
-        return f"{where}, and {reason}"
+    asked = [f"{name}={group[name]!r}" for name in _NOT_GATHERED if group.get(name) not in (None, "nearest")]
+    if asked and split_dims(param) and gathers(param):
+        return (
+            f"{where}, which this optimizer gathers for its step, and {', '.join(asked)} is for parts only: leave it "
+            "out for this group, redistribute the parameter to Replicate(), or leave it out of fully_shard() "
+            "(ignored_params)"
+        )
     return None
 
 
@@ -127,7 +178,7 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
     for (mesh, dims), grads in parts.items():
         squares = local_sum_of_squares(grads)
         if mesh is not None:
-            squares = _summed(squares, mesh, dims)
+            squares = summed(squares, mesh, dims)
         total = squares if total is None else total.to(squares.device) + squares
     return torch.zeros((), dtype=torch.float64) if total is None else total
 
@@ -141,12 +192,21 @@ def local_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum()
 
 
-def _summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
+def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
     """Over those dimensions of a mesh. The values may be elsewhere than its process groups work: offloaded ones are."""
     there = values.to(mesh.device_type)
     for dim in dims:
         dist.all_reduce(there, group=mesh.get_group(dim))
     return there.to(values.device)
+
+
+@dataclass
+class Part:
+    """A parameter that is split, this rank's part as the native step knows it, and its group."""
+
+    param: "DTensor"
+    plain: Tensor
+    group: Group
 
 
 @dataclass
@@ -192,18 +252,22 @@ class Shards:
         groups: list[Group],
         state: dict[Tensor, Any],
         options: _C.StepOptions,
-        why_whole: WhyWhole,
+        gathers: Gathers,
+        sums: Callable[[list[Part], dict[Tensor, Any]], Share],
         run: Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]],
     ) -> "_C.StepResult | Measured":
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
         Args:
-            why_whole: see why_not().
+            gathers: see why_not(); the step of such a parameter is made of the whole on every rank, one by one.
+            sums: makes what shares the step's sums over whole parameters with the other ranks.
             run: the step of plain tensors; returns whether it has made or taken out states, too.
         """
         aliases: dict[int, _Alias] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
         local_groups: list[Group] = []
+        parts: list[Part] = []
+        gathered: list[tuple[Group, int, DTensor]] = []
         try:
             for index, group in enumerate(groups):
                 plain = []
@@ -211,21 +275,33 @@ class Shards:
                     plain.append(param)
                     if is_dtensor(param):
                         label = functools.partial(label_of, group, index, place)
-                        alias = aliases[id(param)] = self._alias(param, state, why_whole, label)
+                        alias = aliases[id(param)] = self._alias(param, group, state, gathers, label)
                         plain[-1] = alias.plain
                         settle_gradient(param, label)
+                        is_split = param.grad is not None and bool(split_dims(param))
+                        if is_split and gathers(param):
+                            gathered.append((group, place, param))
+                            plain.pop()
+                            continue
                         _set_grad(alias.plain, param.grad)
+                        if is_split:
+                            parts.append(Part(param, alias.plain, group))
                     if param in state:
                         local_state[plain[-1]] = local_values(param, state[param])
                 local_groups.append({**group, "params": plain})
             self._aliases = aliases
             norm, options = self._treated(groups, options)
             stepped = [param for group in groups for param in group["params"] if param.grad is not None]
-            result, has_new_states = run(local_groups, local_state, options)
+            share = sums(parts, local_state) if parts else None
+            result, has_new_states = run(local_groups, local_state, _with_share(options, share))
             if result.has_wrappers:
                 _refuse_wrappers(local_groups)
             if has_new_states:
-                self._write_back(state, local_state, groups, local_groups)
+                self._write_back(state, local_state, aliases, groups)
+            for group, place, param in gathered:
+                of_whole = _step_whole(group, place, param, state, options, run)
+                if not any(local_group["params"] for local_group in local_groups):
+                    result = of_whole
             if not result.is_on_device and result.skipped:
                 return result if norm is None else Measured(result, norm)
             torch.autograd.graph.increment_version([param for param in stepped if is_dtensor(param)])
@@ -235,7 +311,7 @@ class Shards:
                 alias.plain.grad = None
 
     def _alias(
-        self, param: "DTensor", state: dict[Tensor, Any], why_whole: WhyWhole, label: Callable[[], str]
+        self, param: "DTensor", group: Group, state: dict[Tensor, Any], gathers: Gathers, label: Callable[[], str]
     ) -> _Alias:
         """That of the step before, if it still is one."""
         local, before = local_part(param), self._aliases.get(id(param))
@@ -247,7 +323,7 @@ class Shards:
                     f"{label()} is {local.dtype} but was {before.local.dtype} in the step before: cast it back, or "
                     "make a new optimizer for it (the state can be taken along with load_state_dict)."
                 )
-        if (reason := why_not(param, why_whole)) is not None:
+        if (reason := why_not(param, group, gathers)) is not None:
             raise NotImplementedError(f"{label()} {reason}.")
         return _Alias(param, local, local.detach())
 
@@ -277,12 +353,13 @@ class Shards:
     def _write_back(
         state: dict[Tensor, Any],
         local_state: dict[Tensor, Any],
+        aliases: dict[int, _Alias],
         groups: list[Group],
-        local_groups: list[Group],
     ) -> None:
         """Takes over what the step has made or taken out of the states."""
-        for group, local_group in zip(groups, local_groups, strict=True):
-            for param, plain in zip(group["params"], local_group["params"], strict=True):
+        for group in groups:
+            for param in group["params"]:
+                plain = aliases[id(param)].plain if id(param) in aliases else param
                 if plain not in local_state:
                     continue
                 local_values = local_state[plain]
@@ -295,6 +372,52 @@ class Shards:
                 for name, value in local_values.items():
                     if name not in values or _local_value(values[name]) is not value:
                         values[name] = _shared_value(param, name, value)
+
+
+def _with_share(options: _C.StepOptions, share: "Share | None") -> _C.StepOptions:
+    return _C.StepOptions(
+        grad_scale=options.grad_scale,
+        found_inf=options.found_inf,
+        max_grad_norm=options.max_grad_norm,
+        check_finite=options.check_finite,
+        zero_grads=options.zero_grads,
+        overflow=options.overflow,
+        share=share,
+    )
+
+
+def _step_whole(
+    group: Group,
+    place: int,
+    param: "DTensor",
+    state: dict[Tensor, Any],
+    options: _C.StepOptions,
+    run: Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]],
+) -> _C.StepResult:
+    """The step of a parameter that every rank gathers; each keeps its part of the parameter, its gradient and state."""
+    assert is_dtensor(param.grad)
+    detached: Any = param.detach()
+    whole: Tensor = detached.full_tensor()
+    _set_grad(whole, param.grad.full_tensor())
+    values = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.get(param, {}).items()}
+    wholes: dict[Tensor, Any] = defaultdict(dict, {whole: values} if values else {})
+    alone = {**group, "params": [whole]}
+    if "param_names" in group:
+        alone["param_names"] = [group["param_names"][place]]
+    result, _ = run([alone], wholes, options)
+    if not result.is_on_device and result.skipped:
+        if options.zero_grads:
+            param.grad.zero_()
+        return result
+    local_part(param).copy_(local_part(_part_of(whole, param)))
+    assert whole.grad is not None
+    local_part(param.grad).copy_(local_part(_part_of(whole.grad, param)))
+    for name, value in wholes[whole].items():
+        if isinstance(value, Tensor) and name != "step":
+            # A part that were a view would keep the whole.
+            value = _part_of(value, param).clone() if value.shape == whole.shape else replicated(value, param)
+        state[param][name] = value
+    return result
 
 
 def label_of(group: Group, index: int, place: int) -> str:
@@ -334,13 +457,15 @@ def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
         return values
     for name, value in values.items():
         if is_dtensor(value):
-            values[name] = placed_as(param, value, f"a state {name!r}")
+            values[name] = placed_as(param, value, f"a state {name!r}", name)
     return {name: _local_value(value) for name, value in values.items()}
 
 
 def _shared_value(param: "DTensor", name: str, value: Any) -> Any:
     """A state entry as a DTensor, if it is one value per element. Blocks of 8-bit codes are cut out of this rank's
     part and mean nothing to another one."""
+    if name in _FACTORS and isinstance(value, Tensor):
+        return _as_factor_of(param, name, value)
     is_local = name == "step" or precision.is_of_blocks(name)
     return value if is_local or not isinstance(value, Tensor) else as_shard_of(param, value)
 

@@ -143,11 +143,10 @@ def test_copies_back_start_where_the_plan_says() -> None:
     )
     seen = []
     x = torch.full((1000,), 0.1, requires_grad=True)
-    recorder.enter()
-    y = x.exp()
-    z = y.exp()
-    w = z.exp()
-    recorder.leave()
+    with _C.ActivationScope(recorder):
+        y = x.exp()
+        z = y.exp()
+        w = z.exp()
     assert not recorder.divergence
     assert pool.num_copies == 2
     z.register_hook(lambda grad: seen.append(pool.num_copies))

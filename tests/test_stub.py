@@ -27,6 +27,8 @@ def stub_names() -> dict[str, list[str] | None]:
                 if isinstance(member, ast.Expr) and node.body == [member]:  # `...`: nothing of its own
                     continue
                 assert isinstance(member, ast.FunctionDef)
+                if member.name.startswith("__") and member.name != "__init__":  # Python's own words have no others
+                    continue
                 is_property = any(getattr(d, "id", "") == "property" for d in member.decorator_list)
                 names[f"{node.name}.{member.name}"] = None if is_property else arguments(member)
     return names

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "activation/activation.h"
+#include "activation/call.h"
 #include "activation/hooks.h"
 #include "base/check.h"
 #include "base/hash.h"
@@ -111,9 +112,58 @@ bool passes(const c10::OperatorHandle& op, const OpTraits& traits, c10::Dispatch
   return backend == c10::BackendComponent::InvalidBit || !has_kernel(op, backend);
 }
 
+// The pass that this thread records.
+struct Recorded {
+  std::shared_ptr<Tape> tape;
+  PyObject* pack = nullptr;  // the hook, which the thread's stack of them owns
+
+  ~Recorded() {
+    if (tape) tape->close();  // the thread ends inside of the pass
+  }
+};
+
+Recorded& recorded_here() {
+  static thread_local Recorded recorded;
+  return recorded;
+}
+
+// Takes the pass's hooks from among this thread's, wherever they are: what is above them is not ours.
+void remove_hooks(PyObject* pack) {
+  const PyObject* top = at::SavedTensorDefaultHooks::get_tls_state().stack.empty()
+                            ? nullptr
+                            : at::SavedTensorDefaultHooks::get_tls_state().stack.top().first.ptr(getPyInterpreter());
+  if (top == pack) {
+    at::SavedTensorDefaultHooks::pop_hooks();
+    return;
+  }
+  at::impl::SavedTensorDefaultHooksTLS state = at::SavedTensorDefaultHooks::get_tls_state();
+  std::vector<std::pair<c10::SafePyObject, c10::SafePyObject>> others;
+  for (; !state.stack.empty(); state.stack.pop()) {
+    if (state.stack.top().first.ptr(getPyInterpreter()) != pack) others.push_back(state.stack.top());
+  }
+  for (; !others.empty(); others.pop_back()) state.stack.push(others.back());
+  at::SavedTensorDefaultHooks::set_tls_state(state);
+}
+
+// From now on this thread's operations are not recorded; gives the tape of those that were.
+std::shared_ptr<Tape> end_here() {
+  c10::impl::tls_set_dispatch_key_included(kRecorderKey, false);
+  Tape::current() = nullptr;
+  Recorded& recorded = recorded_here();
+  if (!recorded.tape) return nullptr;
+  remove_hooks(std::exchange(recorded.pack, nullptr));
+  recorded.tape->close();
+  return std::exchange(recorded.tape, nullptr);
+}
+
 void on_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Tape* tape = Tape::current();
-  if (tape != nullptr) {
+  if (tape == nullptr || tape->is_closed()) {
+    // Nobody records (any more): somebody has put this thread's keys back as they were in a pass, or has ended it from
+    // outside.
+    const std::shared_ptr<Tape> ended = end_here();
+    if (ended) ended->end();
+  } else {
     const OpTraits& traits = traits_of(op);
     if (!passes(op, traits, keys)) {
       tape->record(op, traits, keys, stack);
@@ -223,11 +273,7 @@ Recorder::Recorder(Purpose purpose)
   std::call_once(once, &let_pass);
 }
 
-Recorder::~Recorder() {
-  if (depth_ == 0) return;
-  depth_ = 1;
-  leave();
-}
+Recorder::~Recorder() { stop(); }
 
 void Recorder::set_plans(std::vector<TapePlan> plans) {
   plans_.clear();
@@ -248,59 +294,82 @@ void Recorder::reset() {
   for (const auto& plan : plans_) plan->seconds.assign(plan->ops.size(), 0);
 }
 
-bool Recorder::enter() {
-  if (depth_ > 0) {
-    if (thread_ != std::this_thread::get_id()) return false;
-    ++depth_;
-    return true;
+bool Recorder::is_mine() const { return tape_ && Tape::current() == tape_.get(); }
+
+Recorder::Entry Recorder::enter() {
+  if (is_mine()) return {Place::kInside, nullptr};
+  if (tape_ && !tape_->is_closed()) return {Place::kRefused, nullptr};
+  if (Tape::current() != nullptr) {
+    if (!Tape::current()->is_closed()) return {Place::kInside, nullptr};
+    end_here();
   }
-  if (Tape::current() != nullptr) {  // somebody else's, whose budget is for all that is inside
-    ++depth_of_others_;
-    return true;
+  for (std::vector<std::weak_ptr<Tape>>* tapes : {&waiting_, &failed_}) {
+    std::erase_if(*tapes, [](const std::weak_ptr<Tape>& tape) {
+      const auto alive = tape.lock();
+      return !alive || !alive->is_in_use();
+    });
   }
-  thread_ = std::this_thread::get_id();
-  std::erase_if(waiting_, [](const std::weak_ptr<Tape>& tape) {
-    const auto alive = tape.lock();
-    return !alive || !alive->is_in_use();
-  });
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
   tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_);
   ledger_->open(tape_);
   push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
+  recorded_here().tape = tape_;
+  recorded_here().pack = at::SavedTensorDefaultHooks::get_tls_state().stack.top().first.ptr(getPyInterpreter());
   Tape::current() = tape_.get();
   c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
-  ++depth_;
-  return true;
+  return {Place::kOutermost, tape_};
 }
 
-void Recorder::leave(bool is_whole) {
-  if (depth_of_others_ > 0) {
-    --depth_of_others_;
+void Recorder::leave(const Entry& entry, bool is_whole) {
+  if (entry.place != Place::kOutermost || recorded_here().tape != entry.tape) return;  // or stop() has ended it
+  end_here();
+  end(entry.tape, is_whole);
+}
+
+void Recorder::end(const std::shared_ptr<Tape>& tape, bool is_whole) {
+  if (tape_ == tape) tape_.reset();
+  if (!is_whole) {
+    failed_.push_back(tape);
+    try {
+      tape->end();
+    } catch (...) {  // the exception that has ended the pass is the one to tell
+      tape->abandon();
+    }
     return;
   }
-  if (depth_ == 0 || --depth_ > 0) return;
-  c10::impl::tls_set_dispatch_key_included(kRecorderKey, false);
-  Tape::current() = nullptr;
-  pop_hooks();
-  const std::shared_ptr<Tape> tape = std::move(tape_);
   tape->end();
   divergence_ = tape->divergence();
   waiting_.push_back(tape);
-  if (purpose_ == Purpose::kPlan || !is_whole) return;
+  if (purpose_ == Purpose::kPlan) return;
   profiled_.push_back(tape);
   if (purpose_ != Purpose::kTimings) tape->rehearse();
 }
 
-void Recorder::abandon() {
-  profiled_.clear();
-  for (const std::weak_ptr<Tape>& waiting : waiting_) {
-    if (const auto tape = waiting.lock()) tape->abandon();
+void Recorder::stop() {
+  if (!tape_) return;
+  if (is_mine()) {
+    end_here();
+    end(std::exchange(tape_, nullptr), false);
+  } else {
+    tape_->close();
+    tape_.reset();
   }
 }
 
+void Recorder::abandon() {
+  profiled_.clear();
+  for (const std::vector<std::weak_ptr<Tape>>* tapes : {&waiting_, &failed_}) {
+    for (const std::weak_ptr<Tape>& waiting : *tapes) {
+      if (const auto tape = waiting.lock()) tape->abandon();
+    }
+  }
+}
+
+int32_t Recorder::module() const { return is_mine() ? tape_->module() : -1; }
+
 void Recorder::set_module(int32_t module) {
-  if (tape_) tape_->set_module(module);
+  if (is_mine()) tape_->set_module(module);
 }
 
 std::vector<std::shared_ptr<Tape>> Recorder::take_tapes() { return std::exchange(profiled_, {}); }
@@ -329,8 +398,6 @@ void register_record(py::module_& m) {
             recorder.set_plans(std::move(made));
           },
           py::arg("plans"))
-      .def("enter", &Recorder::enter)
-      .def("leave", &Recorder::leave, py::arg("is_whole") = true)
       .def(
           "set_forms",
           [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<HostPool> pool, int64_t budget_bytes) {
@@ -338,7 +405,7 @@ void register_record(py::module_& m) {
           },
           py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
       .def("abandon", &Recorder::abandon)
-      .def("set_module", &Recorder::set_module, py::arg("module"))
+      .def("stop", &Recorder::stop)
       .def("take_tapes",
            [](Recorder& recorder) {
              py::list tapes;
@@ -373,6 +440,7 @@ void register_record(py::module_& m) {
       .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.ledger().num_replayed(); })
       .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.ledger().replay_seconds(); })
       .def_property_readonly("divergence", &Recorder::divergence);
+  register_calls(m);
   m.def("activation_recorder_key", [] { return std::string(c10::toString(kRecorderKey)); });
 }
 

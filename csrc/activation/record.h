@@ -1,9 +1,10 @@
 // The recorder: while a forward pass is between enter() and leave(), every operation of this thread goes on a tape.
+// Whoever enters leaves in a destructor: Python's own cleanup does not run to its end when an exception comes from
+// outside (an interrupt, a signal handler, another thread).
 #pragma once
 
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "activation/tape.h"
@@ -22,10 +23,22 @@ class Recorder {
   std::vector<std::vector<double>> seconds_by_op() const;
   void reset();
 
-  // False: another thread's pass is being recorded, and this one's is not.
-  bool enter();
-  // Where a pass has failed, nothing is learned from it.
-  void leave(bool is_whole = true);
+  enum class Place {
+    kOutermost,  // a pass begins
+    kInside,     // a pass of this recorder or another one, whose budget is for all that is inside
+    kRefused,    // another thread's pass is being recorded, and this one's is not
+  };
+  struct Entry {
+    Place place;
+    std::shared_ptr<Tape> tape;  // of the pass that has begun
+  };
+  Entry enter();
+  // Where a pass has failed (`is_whole` is false) nothing is learned from it, and this does not throw.
+  void leave(const Entry& entry, bool is_whole);
+  // Ends the pass that is being recorded, whoever should have: another thread's with its next operation.
+  void stop();
+  // Which module the operations of this thread's pass are noted for; -1: none.
+  int32_t module() const;
   void set_module(int32_t module);
 
   // Nobody will run the backward of the passes that wait for it: what they keep goes.
@@ -43,13 +56,14 @@ class Recorder {
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<Forms> forms_;
   std::vector<std::shared_ptr<TapePlan>> plans_;
-  std::shared_ptr<Tape> tape_;  // between enter() and leave()
+  bool is_mine() const;  // the pass that is being recorded: this thread's
+  void end(const std::shared_ptr<Tape>& tape, bool is_whole);
+
+  std::shared_ptr<Tape> tape_;  // of the pass that is being recorded
   std::vector<std::weak_ptr<Tape>> waiting_;
+  std::vector<std::weak_ptr<Tape>> failed_;  // whose graphs somebody may have
   std::vector<std::shared_ptr<Tape>> profiled_;
   std::string divergence_;
-  int depth_ = 0;
-  std::thread::id thread_;   // that has entered
-  int depth_of_others_ = 0;  // inside a pass that another recorder records
 };
 
 }  // namespace drivetrain::activation

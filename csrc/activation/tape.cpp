@@ -482,6 +482,11 @@ std::shared_ptr<Tape::Saved> Tape::save(const at::Tensor& tensor) {
     saved->ref.direct = tensor.detach();
     return saved;
   }
+  if (is_closed_) {
+    describe(tensor, saved->ref);
+    saved->ref.direct = alias_of(tensor);
+    return saved;
+  }
   if (is_running_) {
     // It may be a result, which is not known yet, or an argument that is about to be one: rrelu_with_noise's noise is
     // saved before it is drawn.
@@ -521,6 +526,8 @@ void Tape::resolve(Saved& saved, const at::Tensor& tensor) {
 }
 
 void Tape::end() {
+  is_closed_ = true;
+  written_.clear();  // an operation that failed leaves them
   order_writes_after_copies_out();
   known_.clear();
   has_ended_ = true;
@@ -697,9 +704,7 @@ at::Tensor Tape::checked(const TensorRef& ref) const {
 at::Tensor Tape::take(const Saved& saved) {
   const Locked lock(mutex_);
   if (saved.ref.value < 0) return checked(saved.ref);
-  if (is_abandoned_) {
-    throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
-  }
+  check_usable();
   if (is_profile_) uses_.push_back({saved.ref.value, false, ledger_->next_use()});
   if (is_timed_in_backward_) rehearse_value(saved.ref.value);
   materialise(saved.ref.value);
@@ -707,6 +712,15 @@ at::Tensor Tape::take(const Saved& saved) {
   prefetch_before(saved.ref.value);
   check_unwritten(saved.ref);
   return view_of(values_[saved.ref.value].held, saved.ref);
+}
+
+void Tape::check_usable() const {
+  if (is_abandoned_) {
+    throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
+  }
+  if (is_broken_) {
+    throw_checkpoint_error("an earlier backward through this graph failed while it recomputed: run forward again.");
+  }
 }
 
 // Whoever else has it, as a result of the model for instance, may write to it once the pass is over.
@@ -810,6 +824,7 @@ void Tape::replay(int32_t index) {
     if (!has_ended_ || values_[read].num_users > 1) return copy_of(values_[read].held);
     const at::Tensor taken = values_[read].held;
     let_go(read);
+    is_broken_ = true;  // until the call has made of it what it should
     return taken;
   });
   const std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
@@ -818,6 +833,7 @@ void Tape::replay(int32_t index) {
     return view_of(found == written.end() ? values_[ref.value].held : found->second, ref);
   });
   written.clear();
+  is_broken_ = false;
   const double seconds = now() - begin;
   if (plan_ && static_cast<size_t>(index) < plan_->seconds.size()) plan_->seconds[index] += seconds;
   ledger_->note_replay(seconds);

@@ -169,7 +169,12 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::shared_ptr<Saved> save(const at::Tensor& tensor);
   at::Tensor take(const Saved& saved);
 
+  int32_t module() const { return module_; }
   void set_module(int32_t module) { module_ = module; }
+
+  // Nothing more is recorded, and what autograd saves from now on it has as without a tape: of a pass that has ended.
+  void close() { is_closed_ = true; }
+  bool is_closed() const { return is_closed_; }
   // Where the pass left the plan: "operation 12 is aten::mul, the plan has aten::add"; empty: nowhere.
   const std::string& divergence() const { return divergence_; }
   bool is_in_use() const { return num_saved_ > 0; }
@@ -279,6 +284,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   bool is_asked_for(const Op& op) const;
   void forget_arguments(Op& op) const;
   void drop_user(int32_t value);
+  void check_usable() const;
   void materialise(int32_t value);
   void replay(int32_t op);
   // Calls the operation with the given memory for each value that it reads; gives what is in its slots.
@@ -301,8 +307,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   bool is_running_ = false;             // an operation
   std::vector<at::Tensor> written_;     // by it: in the order of those references whose argument is written
   std::vector<Unresolved> unresolved_;  // saved by it
+  std::atomic<bool> is_closed_ = false;
   bool has_ended_ = false;
   bool is_abandoned_ = false;
+  bool is_broken_ = false;  // an operation was interrupted when it was called again
   int32_t num_saved_ = 0;
   int32_t module_ = -1;
   std::shared_ptr<const Autocast> autocast_;

@@ -154,7 +154,7 @@ def activation_budget(
     return made
 
 
-class ActivationPlan:
+class ActivationPlan(_C.ActivationScope):
     """What a model keeps for backward, in force until `remove()`.
 
     Attributes:
@@ -177,13 +177,14 @@ class ActivationPlan:
         regions: CompiledRegions,
         pool: _C.OffloadPool | None = None,
     ) -> None:
+        self._recorder = _C.ActivationRecorder()
+        super().__init__(self._recorder)
         self._model = model
         self._regions = regions
         self._pool = pool
         self.host_link: HostLink | None = None if pool is None else link_of(model)
         self._trace = trace
         self._choice: Choice | None = None
-        self._recorder = _C.ActivationRecorder()
         self._recording: Recording | None = None
         self.unplanned_bytes = unplanned_bytes
         self.budget_bytes = 0
@@ -247,19 +248,14 @@ class ActivationPlan:
         self._recorder.reset()
 
     def remove(self) -> None:
-        """The model keeps what it kept before; passes that wait for their backward still get it. Safe to call twice."""
+        """The model keeps what it kept before; passes that wait for their backward still get it. Safe to call twice.
+
+        A pass that is being recorded ends here, in whichever thread it is.
+        """
         if self._recording is not None:
             self._recording.__exit__()
             self._recording = None
         self._regions.remove()
-
-    def __enter__(self) -> "ActivationPlan":
-        if not self._recorder.enter():
-            raise RuntimeError("another thread is in a forward pass of this plan: one at a time can have its budget")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.leave()
 
     def step(self, step_fn: Callable[[], Any]) -> Any:
         """Runs a training step; if it runs out of memory, makes the plan a tenth tighter and runs it once more.

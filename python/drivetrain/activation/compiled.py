@@ -1,6 +1,5 @@
 """Compiled regions of a model: torch's own memory budget for them, driven by the bytes that they are seen to save."""
 
-import contextlib
 import copy
 import functools
 import math
@@ -229,17 +228,12 @@ class _Region:
         self._found = getattr(module, attribute)
         self._compiled = self._found
         self._backend: _Backend | None = None
-        self._around: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._found(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for before, after in self._around:
-                before()
-                stack.callback(after)
-            with torch._C._ExcludeDispatchKeyGuard(_recorders_key()):
-                return self._compiled(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_recorders_key()):
+            return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._found, memo)
@@ -251,27 +245,12 @@ class _Region:
         if getattr(self._module, self._attribute, None) is self:
             setattr(self._module, self._attribute, self._found)
 
-    def around(self, before: Callable[[], None], after: Callable[[], None]) -> "_Around":
-        """Calls the two before and after each call: hooks on a module that was `compile()`d would be compiled, too."""
-        self._around.append((before, after))
-        return _Around(self._around, (before, after))
-
     def set_ratio(self, ratio: float | None, scope: int | None) -> None:
         if self._backend is not None:
             self._backend.is_in_use = False
         self._compiled, self._backend = (
             (self._found, None) if ratio is None else _compiled_at(self._found, ratio, scope)
         )
-
-
-class _Around:
-    """Has the interface of a hook's handle."""
-
-    def __init__(self, pairs: list[Any], pair: Any) -> None:
-        self._pairs, self._pair = pairs, pair
-
-    def remove(self) -> None:
-        self._pairs.remove(self._pair)
 
 
 class _Backend:
@@ -327,20 +306,22 @@ def anything_is_compiled() -> bool:
     return any(weak() is not None for weak in convert_frame.output_codes.seen)
 
 
-def region_of(module: nn.Module) -> _Region | None:
-    """The region that a call of this module is, hooks included, if `CompiledRegions` is on it."""
-    found = getattr(module, "_compiled_call_impl", None)
-    return found if isinstance(found, _Region) else None
-
-
 def _find(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if _compiled_call_of(module) is not None:
         yield module, "_compiled_call_impl"
     elif _is_compiled(module.__dict__.get("forward")):  # a module that torch.compile returned has it there, too
         yield module, "forward"
     else:
         for child in module.children():
             yield from _find(child)
+
+
+def _compiled_call_of(module: nn.Module) -> Any:
+    """What `module.compile()` made of its calls, under what records them; None if it is not compiled."""
+    found = getattr(module, "_compiled_call_impl", None)
+    while isinstance(found, _C.ActivationCall):
+        found = found.inner
+    return found
 
 
 def _is_compiled(function: Any) -> bool:

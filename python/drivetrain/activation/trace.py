@@ -5,21 +5,15 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message
 
 from .. import _C
-from ..frames import self_of, stack_of
 from . import compiled
 from .retry import Undo, first_line, is_out_of_memory
-
-_CALL = nn.Module._call_impl.__code__
 
 _DOES_NOT_TRAIN = (
     "step_fn did not call the model with gradients on, or ran no backward: it must run forward, loss and backward of "
@@ -264,7 +258,7 @@ def _recorded(
 ) -> Iterator[_C.ActivationRecorder]:
     recorder = _C.ActivationRecorder(purpose)
     recorder.set_forms(forms, pool, 0)
-    with Recording(model, recorder), _Naming(model, recorder):
+    with _Naming(model, recorder), Recording(model, recorder):
         try:
             yield recorder
         except BaseException:
@@ -277,103 +271,35 @@ class Recording:
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
         self._recorder = recorder
-        self._model = model
-        self._handles: list[Any] = []
-        self._of_thread = threading.local()
+        self._call = _C.ActivationCall(recorder, model)
 
     def __enter__(self) -> "Recording":
-        region = compiled.region_of(self._model)
-        if region is not None:
-            self._handles = [region.around(self._before, self._after)]
-            return self
-        self._handles = [
-            self._model.register_forward_pre_hook(self._before, prepend=True),
-            self._model.register_forward_hook(self._after, always_call=True),
-        ]
+        self._call.install()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Inert, ()  # a model that is saved, or sent to another process, goes without
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Recording":
-        return self  # a copy of the model has the hooks, too; they know whose pass it is by their own stack
-
-    def _before(self, *_: object) -> None:
-        if torch.compiler.is_compiling():  # inside of a function that is compiled: dynamo traces this, too
-            return
-        entered = self._entered()
-        if entered:  # a pass around this one, or one that was interrupted (KeyboardInterrupt) and has not called _after
-            frames = stack_of(sys._getframe(1))
-            depth = sum(frame.f_code is _CALL and self_of(frame) is self._model for frame in frames)
-            while len(entered) >= max(depth, 1):
-                self._leave(is_whole=False)
-        # torch.func's transforms know no hooks on what is saved.
-        has_hooks = _saved_tensors_hooks_get_disabled_error_message() is None
-        enters = torch.is_grad_enabled() and has_hooks
-        entered.append(enters and self._recorder.enter())
-
-    def _after(self, *called: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        has_result = bool(called) and called[-1] is not None
-        self._leave(is_whole=has_result or sys.exc_info()[1] is None)
-
-    def _leave(self, is_whole: bool) -> None:
-        entered = self._entered()
-        if entered and entered.pop():
-            self._recorder.leave(is_whole)
-
-    def _entered(self) -> list[bool]:
-        """This thread's passes, the innermost last."""
-        if not hasattr(self._of_thread, "entered"):
-            self._of_thread.entered = []
-        entered: list[bool] = self._of_thread.entered
-        return entered
-
-
-class _Inert:
-    """A Recording's hooks, which do nothing any more."""
-
-    def _before(self, *_: object) -> None:
-        pass
-
-    def _after(self, *_: object) -> None:
-        pass
+        self._call.remove()
+        self._recorder.stop()
 
 
 class _Naming:
     """Tells the recorder in which module each operation is."""
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
-        self._model = model
-        self._recorder = recorder
-        self._stack: list[int] = []
-        self._handles: list[Any] = []
+        inside = compiled.regions_inside(model)
+        self._calls = [
+            _C.ActivationCall(recorder, module, index)
+            for index, module in enumerate(model.modules())
+            if module not in inside
+        ]
 
     def __enter__(self) -> None:
-        inside = compiled.regions_inside(self._model)
-        for index, module in enumerate(self._model.modules()):
-            if module in inside:
-                continue
-            self._handles.append(module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
-            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        for call in self._calls:
+            call.install()
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, index: int) -> None:
-        self._stack.append(index)
-        self._recorder.set_module(index)
-
-    def _leave(self) -> None:
-        self._stack.pop()
-        self._recorder.set_module(self._stack[-1] if self._stack else -1)
+        for call in self._calls:
+            call.remove()
 
 
 def _largest(tapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

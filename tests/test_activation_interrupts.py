@@ -347,6 +347,24 @@ def test_a_backward_that_fails_while_it_recomputes_says_so_when_it_is_run_again(
     assert_clean()
 
 
+def test_an_interrupt_while_a_recomputation_ends_is_told() -> None:
+    """It comes while the function's frames are left, in the place of what ends it."""
+    is_recomputed = False
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal is_recomputed
+        try:
+            return x.exp().sin().clone()
+        finally:
+            if is_recomputed:
+                raise KeyboardInterrupt
+            is_recomputed = True
+
+    loss = drivetrain.checkpoint(function, torch.ones(4, requires_grad=True)).sum()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+
+
 @pytest.mark.parametrize("thread", ["this", "another"])
 def test_removing_ends_what_nobody_else_does(thread: str, model: Model, step: Step) -> None:
     plan = drivetrain.activation_budget(model, step, "60%")

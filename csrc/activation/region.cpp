@@ -35,6 +35,12 @@ py::object current_group() {
   return get->is_none() ? py::none() : (*get)();
 }
 
+// No Exception in Python's sense, so that the function's own handlers let it pass.
+PyObject* recomputation_stopped() {
+  static PyObject* const type = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
+  return type;
+}
+
 }  // namespace
 
 uint64_t hash_of(const at::Tensor& tensor) {
@@ -123,9 +129,7 @@ PyObject* Region::Recomputation::pack(PyObject* recomputation, PyObject* tensor)
   auto& self = *value_in<std::shared_ptr<Recomputation>>(recomputation, kRecomputation);
   const at::Tensor kept = self.take(THPVariable_Unpack(tensor));
   if (!self.is_stopped_) return THPVariable_Wrap(kept);
-  // No Exception in Python's sense, so that the function's own handlers let it pass.
-  static PyObject* const stop = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
-  PyErr_SetNone(stop);
+  PyErr_SetNone(recomputation_stopped());
   return nullptr;
   END_HANDLE_TH_ERRORS
 }
@@ -223,7 +227,8 @@ void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& 
   const auto result =
       py::reinterpret_steal<py::object>(PyObject_Call(region_->function_.ptr(), args.ptr(), kwargs.ptr()));
   if (result) return;
-  if (!is_stopped_) throw py::error_already_set();
+  // While the function's frames were left, an interrupt may have come instead.
+  if (!is_stopped_ || !PyErr_ExceptionMatches(recomputation_stopped())) throw py::error_already_set();
   PyErr_Clear();
 }
 

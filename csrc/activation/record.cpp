@@ -30,6 +30,11 @@ namespace {
 constexpr const char* kTape = "drivetrain.Tape";
 constexpr const char* kSaved = "drivetrain.TapeSaved";
 
+// Passes whose replays compare what they read: it takes another look at every byte. Whoever writes unseen mostly does
+// in each step; of micro-batches, each comes to its turn.
+constexpr int64_t kFirstChecked = 8;
+constexpr int64_t kCheckedEvery = 31;
+
 template <size_t N>
 bool is_one_of(std::string_view name, const std::array<std::string_view, N>& names) {
   return std::find(names.begin(), names.end(), name) != names.end();
@@ -277,6 +282,7 @@ Recorder::~Recorder() { stop(); }
 
 void Recorder::set_plans(std::vector<TapePlan> plans) {
   plans_.clear();
+  num_passes_ = 0;
   for (TapePlan& plan : plans) {
     plan.seconds.assign(plan.ops.size(), 0);
     plans_.push_back(std::make_shared<TapePlan>(std::move(plan)));
@@ -311,7 +317,10 @@ Recorder::Entry Recorder::enter() {
   }
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
-  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_);
+  const bool is_checked =
+      purpose_ == Purpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
+  ++num_passes_;
+  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_, is_checked, model_);
   ledger_->open(tape_);
   push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
   recorded_here().tape = tape_;
@@ -384,14 +393,14 @@ void register_record(py::module_& m) {
       .def(
           "set_plans",
           [](Recorder& recorder,
-             const std::vector<std::vector<std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>,
-                                                      std::vector<bool>, std::vector<std::vector<PlannedWrite>>>>>&
-                 plans) {
+             const std::vector<std::vector<
+                 std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>, std::vector<bool>,
+                            std::vector<std::vector<PlannedWrite>>, std::string>>>& plans) {
             std::vector<TapePlan> made;
             for (const auto& plan : plans) {
               std::vector<PlannedOp>& ops = made.emplace_back().ops;
-              for (const auto& [name, forms, is_replayed, unhooked_arguments, unhooked, prefetches] : plan) {
-                ops.push_back({name, forms, is_replayed, unhooked_arguments, unhooked, prefetches});
+              for (const auto& [name, forms, is_replayed, unhooked_arguments, unhooked, prefetches, module] : plan) {
+                ops.push_back({name, forms, is_replayed, unhooked_arguments, unhooked, prefetches, module});
                 ops.back().unhooked.resize(forms.size());
               }
             }
@@ -406,6 +415,13 @@ void register_record(py::module_& m) {
           py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
       .def("abandon", &Recorder::abandon)
       .def("stop", &Recorder::stop)
+      .def(
+          "set_model",
+          [](Recorder& recorder, const py::object& model) {
+            recorder.set_model(
+                std::make_shared<const c10::SafePyObject>(py::weakref(model).release().ptr(), getPyInterpreter()));
+          },
+          py::arg("model"))
       .def("take_tapes",
            [](Recorder& recorder) {
              py::list tapes;

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "activation/tape.h"
@@ -18,6 +19,9 @@ class Recorder {
 
   // One for each forward pass that is under way or waits for its backward when the next begins.
   void set_plans(std::vector<TapePlan> plans);
+
+  // A weak reference of Python's to the module whose passes these are.
+  void set_model(WeakModule model) { model_ = std::move(model); }
 
   // Of each operation of each plan, since reset().
   std::vector<std::vector<double>> seconds_by_op() const;
@@ -64,6 +68,8 @@ class Recorder {
   std::vector<std::weak_ptr<Tape>> failed_;  // whose graphs somebody may have
   std::vector<std::shared_ptr<Tape>> profiled_;
   std::string divergence_;
+  WeakModule model_;
+  int64_t num_passes_ = 0;  // under these plans
 };
 
 }  // namespace drivetrain::activation

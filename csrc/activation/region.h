@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/SafePyObject.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/Storage.h>
 #include <c10/core/SymIntArrayRef.h>
@@ -96,6 +97,10 @@ uint64_t hash_of(const at::Tensor& tensor);
 
 // "in mlp.act (model.py:88 in forward)": where Python code is now, for errors.
 std::string place_now();
+
+// "parameter 'mlp.up.weight'": whose memory the tensor is of, in the module that a weak reference of Python's is to;
+// empty: nobody's there.
+std::string owner_in(const c10::SafePyObject& module, const at::Tensor& tensor);
 
 bool is_running_statistic(const at::Tensor& tensor);
 

@@ -1,5 +1,6 @@
 // What is said when a region cannot be recomputed as it was; see region.h.
 #include <c10/util/Type.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "activation/region.h"
@@ -30,6 +31,11 @@ std::string description(const Saved& saved) {
 }  // namespace
 
 std::string place_now() { return place_py("here")().cast<std::string>(); }
+
+std::string owner_in(const c10::SafePyObject& module, const at::Tensor& tensor) {
+  const py::object alive = py::handle(module.ptr(getPyInterpreter()))();
+  return alive.is_none() ? "" : place_py("owner_in")(alive, tensor).cast<std::string>();
+}
 
 bool is_running_statistic(const at::Tensor& tensor) { return place_py("is_running_statistic")(tensor).cast<bool>(); }
 

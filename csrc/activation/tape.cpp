@@ -116,13 +116,15 @@ Tape*& Tape::current() {
 }
 
 Tape::Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::shared_ptr<const Forms> forms,
-           Purpose purpose)
+           Purpose purpose, bool is_checked, WeakModule model)
     : ledger_(std::move(ledger)),
       plan_(std::move(plan)),
       forms_(std::move(forms)),
       is_profile_(purpose != Purpose::kPlan),
       is_frugal_(purpose == Purpose::kFrugalProfile),
       is_timed_in_backward_(purpose == Purpose::kTimings),
+      is_checked_(is_checked),
+      model_(std::move(model)),
       begin_(ledger_->num_uses()),
       num_hooks_(num_hooks() + 1) {
   if (!plan_) return;
@@ -344,6 +346,7 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
   const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed);
   if (may_be_replayed || traits.changes_arguments()) {
     keep_arguments(op, *stack, may_be_replayed);
+    if (is_checked_ && planned != nullptr && planned->is_replayed) note_checksums(op, *stack);
   } else {
     note_arguments(handle, *stack);
   }
@@ -376,6 +379,21 @@ void Tape::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10
     saved->ref.direct = unresolved.tensor;
   }
   written_.clear();
+}
+
+// Of what replaying it will read in memory that others may have, too.
+void Tape::note_checksums(Op& op, const torch::jit::Stack& stack) const {
+  const size_t begin = stack.size() - op.handle.schema().arguments().size();
+  for (TensorRef& ref : op.refs) {
+    if (op.traits->writes[ref.arg] && op.traits->only_writes) continue;
+    if (ref.value < 0 && !ref.direct.defined()) continue;
+    if (ref.value >= 0) {
+      const Value& value = values_[ref.value];
+      const bool is_remade = value.form >= kAsBits || (value.form == kForgotten && value.is_replayable);
+      if (is_remade || value.is_torn || value.is_uninitialised) continue;
+    }
+    ref.checksum = hash_of_elements(tensor_in(stack[begin + ref.arg], ref.element));
+  }
 }
 
 bool Tape::can_replay(const Op& op) const {
@@ -617,6 +635,7 @@ void Tape::let_go(int32_t index) {
 void Tape::bring_back(int32_t index) {
   Value& value = values_[index];
   const int64_t form_bytes = value.held_bytes;
+  value.is_remade = value.is_remade || value.packed || value.offloaded;
   if (value.packed) {
     hold(index, unpack(*value.packed));
     value.packed.reset();
@@ -734,6 +753,38 @@ void Tape::check_unwritten(const TensorRef& ref) const {
            "budget, too: writes between forward's beginning and end, or inside `with plan:`, are known."));
 }
 
+void Tape::check_checksums(const Op& op) const {
+  for (const TensorRef& ref : op.refs) {
+    if (!ref.checksum || (ref.value >= 0 && (values_[ref.value].is_remade || values_[ref.value].is_torn))) continue;
+    if (hash_of_elements(ref.value < 0 ? checked(ref) : view_of(values_[ref.value].held, ref)) == ref.checksum)
+      continue;
+    throw_checkpoint_error(text(
+        name_of(op, ref), ", which ", op.traits->name, place_of(static_cast<int32_t>(&op - ops_.data())),
+        " read in the forward pass, has other values when backward computes that again, though nothing that counts "
+        "writes has written it: gradients would be those of other values. Usually x.numpy(), DLPack or an operator of "
+        "your own gave its memory to somebody who reuses it: write to a clone, or after backward."));
+  }
+}
+
+// " in 'blocks.0.mlp'"
+std::string Tape::place_of(int32_t op) const {
+  if (!plan_ || op < 0 || static_cast<size_t>(op) >= plan_->ops.size() || plan_->ops[op].module.empty()) return "";
+  return text(" in '", plan_->ops[op].module, "'");
+}
+
+std::string Tape::name_of(const Op& op, const TensorRef& ref) const {
+  const std::string shape = text(c10::IntArrayRef(ref.sizes), " ", ref.dtype);
+  if (ref.value >= 0) {
+    const int32_t made_by = values_[ref.value].op;
+    return made_by < 0 ? text("a tensor of ", shape, " that no operation was seen to make")
+                       : text("what ", ops_[made_by].traits->name, place_of(made_by), " gave (", shape, ")");
+  }
+  const std::string owner = model_ ? owner_in(*model_, ref.direct) : "";
+  if (!owner.empty()) return text(owner, " (", shape, ")");
+  return text("a tensor of ", shape, " that the model was given (argument '",
+              op.handle.schema().arguments()[ref.arg].name(), "')");
+}
+
 void Tape::release(const Saved& saved) {
   const Locked lock(mutex_);
   --num_saved_;
@@ -818,6 +869,7 @@ void Tape::replay(int32_t index) {
   for (const TensorRef& ref : op.refs) {
     if (ref.value >= 0) check_unwritten(ref);
   }
+  if (is_checked_) check_checksums(op);
   const double begin = now();
   std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
     // Its memory is taken over where nobody else needs it.
@@ -845,6 +897,7 @@ void Tape::replay(int32_t index) {
                                   value.bytes, " in the forward pass."));
     }
     hold(op.writes[i].value, results[i]);
+    value.is_remade = true;
   }
   if (!has_ended_) return;
   for (const Slot& slot : op.writes) {

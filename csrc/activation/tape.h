@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -58,6 +59,7 @@ struct PlannedOp {
   std::vector<bool> unhooked;  // of what it writes: whether such an operation saves it
   // Per value that it writes: the offloaded ones whose copy back starts once backward has taken that value.
   std::vector<std::vector<PlannedWrite>> prefetches;
+  std::string module;  // that it is called in, for errors
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
@@ -71,6 +73,9 @@ struct Forms {
   // Bytes that prefetching must not go beyond.
   int64_t budget_bytes = INT64_MAX;
 };
+
+// A weak reference of Python's to the module whose passes are recorded, for errors; null: none.
+using WeakModule = std::shared_ptr<const c10::SafePyObject>;
 
 // What the recorder knows of an operation from its schema, for every call of it.
 struct OpTraits {
@@ -137,8 +142,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
     int32_t value;
   };
 
+  // is_checked: replays compare what they read with what forward's operations read, for writes that nobody counts.
   Tape(std::shared_ptr<Ledger> ledger, std::shared_ptr<TapePlan> plan, std::shared_ptr<const Forms> forms,
-       Purpose purpose);
+       Purpose purpose, bool is_checked = false, WeakModule model = nullptr);
   ~Tape();
 
   // The calling thread's, while its forward pass is recorded.
@@ -197,6 +203,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
     bool is_overwritten = false;
     bool is_seen = false;      // how it was made
     bool is_torn = false;      // see tear()
+    bool is_remade = false;    // what is held is not forward's memory
     bool is_unhooked = false;  // autograd keeps it without our hooks, and the ledger looks whether it still does
     int32_t replaces = -1;
     int32_t num_saved = 0;
@@ -261,6 +268,10 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
   const PlannedOp* planned_next(const OpTraits& traits) const;
   void plan_values(int32_t op);
+  void note_checksums(Op& op, const torch::jit::Stack& stack) const;
+  void check_checksums(const Op& op) const;
+  std::string name_of(const Op& op, const TensorRef& ref) const;
+  std::string place_of(int32_t op) const;
   bool can_replay(const Op& op) const;
   void resolve(Saved& saved, const at::Tensor& tensor);
 
@@ -298,7 +309,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<TapePlan> plan_;
   const std::shared_ptr<const Forms> forms_;
-  const bool is_profile_, is_frugal_, is_timed_in_backward_;
+  const bool is_profile_, is_frugal_, is_timed_in_backward_, is_checked_;
+  const WeakModule model_;
   const int64_t begin_;
   std::recursive_mutex mutex_;  // backward runs on a thread for each device; see Locked
   std::vector<Value> values_;

@@ -11,6 +11,15 @@
 
 namespace drivetrain::activation {
 
+namespace {
+
+// A transform or mode that the pass is in would have copies of ours for itself.
+constexpr c10::DispatchKeySet kOthersKeys =
+    kPythonKeys | c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                       c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+
+}  // namespace
+
 bool is_plain(const at::Tensor& tensor) {
   if (!tensor.defined()) return false;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -61,11 +70,26 @@ uint64_t hash_of_storage(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   const auto num_bytes = static_cast<int64_t>(storage.nbytes());
   if (tensor.is_cpu()) return hash_bytes(storage.data(), num_bytes);
-  // A transform or mode that the pass is in would have the copy for itself.
-  const c10::impl::ExcludeDispatchKeyGuard no_others(
-      kPythonKeys | c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                         c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+  const c10::impl::ExcludeDispatchKeyGuard no_others(kOthersKeys);
   return hash_bytes(bytes_of(tensor).cpu().const_data_ptr(), num_bytes);
+}
+
+std::optional<uint64_t> hash_of_elements(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return std::nullopt;
+  if (tensor.numel() == 0) return 0;
+  TensorRef ref;
+  describe(tensor, ref);
+  for (size_t dim = ref.sizes.size(); dim-- > 0;) {
+    if (ref.strides[dim] != 0) continue;  // expanded: shows the same elements again
+    ref.sizes.erase(ref.sizes.begin() + static_cast<std::ptrdiff_t>(dim));
+    ref.strides.erase(ref.strides.begin() + static_cast<std::ptrdiff_t>(dim));
+  }
+  at::Tensor elements = view_of(tensor, ref);
+  if (!elements.is_non_overlapping_and_dense()) {
+    const c10::impl::ExcludeDispatchKeyGuard no_others(kOthersKeys);
+    elements = elements.clone(at::MemoryFormat::Contiguous);
+  }
+  return hash_bytes(elements.const_data_ptr(), static_cast<int64_t>(elements.nbytes()));
 }
 
 at::Tensor copy_of(const at::Tensor& tensor) {

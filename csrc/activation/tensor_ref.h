@@ -6,6 +6,7 @@
 #include <c10/util/DimVector.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace drivetrain::activation {
 
@@ -23,6 +24,7 @@ struct TensorRef {
   int64_t offset = 0;
   c10::DispatchKeySet keys;
   caffe2::TypeMeta dtype;
+  std::optional<uint64_t> checksum;  // of what the operation read, where that is to be checked
 };
 
 // Whether its values are those of a storage, seen through sizes and strides.
@@ -43,6 +45,8 @@ at::Tensor flat_of(const at::Tensor& tensor, caffe2::TypeMeta dtype);
 at::Tensor bytes_of(const at::Tensor& tensor);
 at::Tensor copy_of(const at::Tensor& tensor);
 uint64_t hash_of_storage(const at::Tensor& tensor);
+// Of what the tensor shows, whatever lies between; none: not in the CPU's memory.
+std::optional<uint64_t> hash_of_elements(const at::Tensor& tensor);
 bool has_bytes_of(const at::Tensor& one, const at::Tensor& other);  // of all of their storages
 bool is_all_zero(const at::Tensor& tensor);
 

@@ -67,10 +67,16 @@ def activation_budget(
     backward are taken for the step's largest. Ranks that wait for each other in `step_fn` must all fit or none: profile
     under `no_sync()`.
 
-    Parameters must not change between a forward and its backward; a write that torch does not know of (its own fused
-    optimizers count none) is not seen. One thread at a time has the budget. What passes that wait for the same backward
-    share (a cache) counts for each; what an RNN's cell on the CPU writes piece by piece counts for each piece.
-    torch.func's transforms that differentiate cannot be used inside a pass (torch says so).
+    Parameters, buffers, inputs and results must not change between a forward and its backward. Writes that torch counts
+    raise. Writes that it does not count (through `.numpy()` or DLPack, by its own fused optimizers, by an operator of
+    your own without a version bump) are seen in the first 8 forward passes under a plan and in every 31st: backward
+    compares every byte that a recomputation reads with what forward read, and names what differs. Not seen are such
+    writes in the passes between, any on a GPU, those to what autograd saved itself (there torch's own gradients are
+    wrong, too), and those to what is kept in another form (packed, or on the host), which they cannot harm.
+
+    One thread at a time has the budget. What passes that wait for the same backward share (a cache) counts for each;
+    what an RNN's cell on the CPU writes piece by piece counts for each piece. torch.func's transforms that
+    differentiate cannot be used inside a pass (torch says so).
 
     Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
     a ratio: it is found by bisection, with at most 6 recompilations, of which the last may be at

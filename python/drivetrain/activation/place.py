@@ -38,12 +38,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def owner_of(tensor: Tensor) -> str:
     """Which parameter or buffer of the modules that are being called has the tensor's storage; "" if none."""
-    storage = tensor.untyped_storage().data_ptr()
     for module in reversed(_modules_called()):
-        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-            for name, owned in named:
-                if owned.untyped_storage().data_ptr() == storage:
-                    return f"{kind} {name!r} of {type(module).__name__}"
+        owner = owner_in(module, tensor)
+        if owner:
+            return f"{owner} of {type(module).__name__}"
+    return ""
+
+
+def owner_in(module: nn.Module, tensor: Tensor) -> str:
+    """Which parameter or buffer of the module has the tensor's storage: "parameter 'up.weight'"; "" if none."""
+    storage = tensor.untyped_storage().data_ptr()
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, owned in named:
+            if owned.untyped_storage().data_ptr() == storage:
+                return f"{kind} {name!r}"
     return ""
 
 

@@ -30,6 +30,7 @@ class PlannedOp(NamedTuple):
     unhooked: Sequence[bool] = ()  # which values that it makes are saved by such operations; empty: none
     # Per value that it makes: the offloaded ones, by operation and result, whose copy back starts when it is taken.
     prefetches: Sequence[Sequence[tuple[int, int]]] = ()
+    module: str = ""  # that it is called in, for errors
 
 
 @dataclasses.dataclass
@@ -80,6 +81,7 @@ class Choice:
                         one.arguments[index] if index in saved else None,
                         [write in unhooked for write in op[4]],
                         [[made_by[value - begin] for value in started_by.get(begin + write, ())] for write in op[4]],
+                        trace.modules[op[1]] if op[1] >= 0 else "",
                     )
                     for index, op in enumerate(one.ops)
                 ]

@@ -271,6 +271,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
         self._recorder = recorder
+        recorder.set_model(model)
         self._call = _C.ActivationCall(recorder, model)
 
     def __enter__(self) -> "Recording":

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import ctypes
 import gc
+import io
+import itertools
 import pickle
 import random
 import signal
@@ -16,16 +18,19 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import _C
+from drivetrain.activation import progress
 from drivetrain.activation.plan import FORGET, PlannedOp
 from drivetrain.activation.trace import Recording, profile
 
 Step = Callable[[], object]
 NUM_MOMENTS = {"forward": 90, "with": 30, "backward": 40, "planning": 40}  # 200
 WAIT_SECONDS = 60
+AFTERWARDS = {drivetrain.activation_budget.__code__}  # what is left of it after planning: to return the plan
 
 
 class Twice(torch.autograd.Function):
@@ -83,7 +88,7 @@ class Moments:
         self.count = 0
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        if event != "c_call":
+        if event != "c_call" and frame.f_code not in AFTERWARDS:
             self.count += 1
             if self.count == self.at:
                 raise KeyboardInterrupt
@@ -131,13 +136,15 @@ def hooks_on(weight: Tensor) -> bool:
         return True
 
 
+# While a generator is freed, Python prints an exception and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("where", NUM_MOMENTS)
 def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
     x = torch.randn(16, 32)
     expected = gradients(model, step)
     plan = drivetrain.activation_budget(model, step, "60%")
 
-    def forward() -> object:
+    def forward() -> Tensor:
         torch.manual_seed(1)
         return model(x)
 
@@ -145,31 +152,20 @@ def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
         with plan:
             (model(x) + model.up(x).sin().sum()).backward()
 
-    def backward() -> None:
-        loss = forward()
-
-        def interrupted() -> None:
-            loss.backward()
-
-        run_until(at, interrupted)
-
-    def planning() -> None:
-        drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%")
-
-    choose = random.Random(20)
-    if where == "backward":
-        loss = forward()
-        num_moments = run_until(0, lambda: loss.backward())
-    else:
-        twin = copy.deepcopy(model)
-        run = {"forward": forward, "with": forward_in_with, "planning": planning}[where]
-        num_moments = run_until(0, run)
-    for at in sorted(choose.choices(range(1, num_moments + 1), k=NUM_MOMENTS[where])):
+    def run(at: int) -> int:
         if where == "backward":
-            backward()
-        else:
+            loss = forward()
+            return run_until(at, lambda: loss.backward())
+        if where == "planning":
             twin = copy.deepcopy(model)
-            run_until(at, run)
+            return run_until(at, lambda: drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%"))
+        return run_until(at, forward if where == "forward" else forward_in_with)
+
+    run(0)  # modules are imported
+    num_moments = run(0)
+    choose = random.Random(20)
+    for at in sorted(choose.choices(range(1, num_moments + 1), k=NUM_MOMENTS[where])):
+        run(at)
         assert_clean(plan)
     found = gradients(model, step)
     for one, other in zip(found, expected, strict=True):
@@ -180,6 +176,131 @@ def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
     plan.reset_peak()
     step()
     assert plan.peak_bytes == 0
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that planning may change, by name."""
+    state: dict[str, Any] = {"random": torch.get_rng_state()}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        state[name] = (id(tensor), tensor._version, tensor.detach().clone())
+        grad = tensor.grad
+        state[f"grad of {name}"] = None if grad is None else (id(grad), grad._version, grad.clone())
+    for name, module in model.named_modules():
+        state[f"attributes of {name}"] = set(vars(module))
+        state[f"hooks of {name}"] = [len(hooks) for key, hooks in vars(module).items() if "hooks" in key]
+    return state
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, tuple):
+            assert value[:2] == other[name][:2], name
+            assert torch.equal(value[2], other[name][2]), name
+        else:
+            assert torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name], name
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_planning_that_is_interrupted_leaves_the_model_as_it_was(has_grads: bool, model: Model) -> None:
+    x = torch.randn(16, 32)
+
+    def step() -> None:
+        model(x).backward()
+
+    plans: list[drivetrain.activation.ActivationPlan] = []
+
+    def planning() -> None:
+        plans.append(drivetrain.activation_budget(model, step, "60%"))
+
+    twin = copy.deepcopy(model)
+    drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%").remove()  # modules are imported
+    num_moments = run_until(0, lambda: drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%"))
+    if has_grads:
+        step()
+    else:
+        model.zero_grad()
+    model.train()
+    before = state_of(model)
+    choose = random.Random(21)
+    for at in choose.choices(range(1, num_moments), k=20):
+        run_until(at, planning)
+        if plans:  # nothing was raised
+            plans.pop().remove()
+            before = state_of(model)
+        assert_same_state(state_of(model), before)
+        assert_clean()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_step_that_fails_under_the_plan_leaves_the_model_as_it_was(error: type[BaseException], model: Model) -> None:
+    """In the third step, buffers have been written twice."""
+    x, calls = torch.randn(16, 32), itertools.count(1)
+
+    def step() -> None:
+        model(x).backward()
+        if next(calls) == 3:
+            raise error
+
+    before = state_of(model)
+    with pytest.raises(error):
+        drivetrain.activation_budget(model, step, "60%")
+    assert next(calls) == 4
+    assert_same_state(state_of(model), before)
+    assert_clean()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Planning takes long from its beginning. Gives what waits in a step until that is known."""
+    monkeypatch.setattr(progress, "_LONG_SECONDS", 0.0)
+
+    def wait() -> None:
+        line = progress._of_thread.line
+        if line is not None:
+            line._timer.join(WAIT_SECONDS)
+
+    return wait
+
+
+def test_long_planning_says_what_it_is_at(
+    told: Callable[[], None],
+    model: Model,
+    step: Step,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model.when_called = told
+    with caplog.at_level("INFO", logger="drivetrain"):
+        drivetrain.activation_budget(model, step, "60%")
+    messages = [record.getMessage() for record in caplog.records]
+    for said in ("with everything kept", "what backward would recompute", "chooses what to keep", "under the plan"):
+        assert any(said in message for message in messages), said
+    written = io.StringIO()
+    caplog.clear()
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=written, force_terminal=True))
+    with caplog.at_level("INFO", logger="drivetrain"):
+        drivetrain.activation_budget(model, step, "60%")
+    assert "activation_budget: " in written.getvalue()
+    assert not any("runs a step" in record.getMessage() for record in caplog.records)
+    assert progress._of_thread.line is None
+
+
+def test_other_ranks_say_nothing(
+    told: Callable[[], None],
+    model: Model,
+    step: Step,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    model.when_called = lambda: None
+    with caplog.at_level("INFO", logger="drivetrain"), progress.showing():
+        progress.tell("runs a step")
+        assert getattr(progress._of_thread, "line", None) is None
+    assert not caplog.records
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from .. import _C
-from . import table
+from . import progress, table
 from .compiled import CompiledRegions
 from .copies import Copies
 from .host_link import HostLink, link_of
 from .plan import Choice, choose
-from .retry import Undo, first_line, is_out_of_memory
+from .retry import Before, Undo, first_line, is_out_of_memory
 from .sharded import refuse_resharding
 from .trace import FORMS, Recording, Trace, profile
 
@@ -66,6 +66,12 @@ def activation_budget(
     states are put back (gradients that there are already are copied, so best call it with none). The passes before that
     backward are taken for the step's largest. Ranks that wait for each other in `step_fn` must all fit or none: profile
     under `no_sync()`.
+
+    What planning runs is your step: after it, BatchNorm has counted three batches more, and random numbers have been
+    drawn. Planning that ends early (an error, Ctrl-C) leaves the model as it was: buffers, gradients and random states
+    are put back (gradients that there are already are copied for that), and nothing of ours stays on it. Steps that an
+    optimizer took stay. Planning that takes longer than 2 seconds says on rank 0 what it is at: on its terminal, or
+    where standard error is none, at level INFO of the logger "drivetrain".
 
     Parameters, buffers, inputs and results must not change between a forward and its backward. Writes that torch counts
     raise. Writes that it does not count (through `.numpy()` or DLPack, by its own fused optimizers, by an operator of
@@ -117,11 +123,29 @@ def activation_budget(
         torch.OutOfMemoryError: forward does not fit with nothing kept, or the step under the plan and one a tenth
             tighter: profile a part of the batch with that part of the budget. The plan holds for any batch size.
         torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
-            was modified in between, or a result of the model was, or what a backward of your own was given.
+            was modified in between, or a result of the model was, or what a backward of your own was given; or if an
+            earlier backward through the same graph was interrupted while it recomputed in place.
     """
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module  # what the wrapper does besides differs from step to step
     refuse_resharding(model)
+    before = Before(model)
+    try:
+        with progress.showing():
+            return _planned(model, step_fn, budget, plan, offload, lossy)
+    except BaseException:
+        before.put_back()
+        raise
+
+
+def _planned(
+    model: nn.Module,
+    step_fn: Callable[[], object] | None,
+    budget: int | str | None,
+    plan: "str | os.PathLike[str] | dict[str, Any] | None",
+    offload: int | str | None,
+    lossy: str | None,
+) -> "ActivationPlan":
     pool = None if offload is None else _C.OffloadPool(_bytes_of(offload, 0, "offload"))
     if lossy not in (None, "bfloat16", "int8"):
         raise ValueError(f'lossy is {lossy!r}, expected "bfloat16", "int8" or None')
@@ -147,6 +171,7 @@ def activation_budget(
             fitted.is_estimated |= trace.is_estimated  # the peak is
             trace = fitted
             made = ActivationPlan(model, trace, peak, regions, pool)
+            progress.tell("chooses what to keep")
             made._choose(num_bytes)
         made._install()
         try:
@@ -380,6 +405,7 @@ class ActivationPlan(_C.ActivationScope):
         for correction in range(_CORRECTIONS + 1):
             self._recorder.reset()
             planned_for = self.budget_bytes
+            progress.tell("runs a step under the plan")
             self.step(step_fn)
             if self.budget_bytes < planned_for:  # it ran out of memory, and fits now
                 budget = self.budget_bytes

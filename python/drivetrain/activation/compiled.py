@@ -5,16 +5,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import nn
 
 from .. import _C
-from . import plan, table
+from . import plan, progress, table
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -125,12 +122,9 @@ class CompiledRegions:
         fitting: dict[float, Trace] = {}
         possible: dict[float, Trace] = {high: trace} if smallest_bytes <= budget_bytes else {}
         ratio = round(high * share_bytes / own_bytes, 4)
-        with _progress() as tell:
+        with progress.showing():
             for count in range(1, _MAX_RECOMPILATIONS + 1):
-                tell(
-                    f"activation_budget: compiles at memory budget {ratio:.3f} "
-                    f"({count} of at most {_MAX_RECOMPILATIONS})"
-                )
+                progress.tell(f"compiles at memory budget {ratio:.3f} ({count} of at most {_MAX_RECOMPILATIONS})")
                 self.install(ratio)
                 tried, _ = profile()
                 self.measured[ratio] = own_bytes = _unseen_bytes(tried)
@@ -182,8 +176,8 @@ class CompiledRegions:
         count = int((share_bytes - self.measured[ratio]) / max(bytes_per_region, 1.0))
         if not 0 < count < len(self._regions):
             return None
-        with _progress() as tell:
-            tell(f"activation_budget: compiles {count} regions at memory budget {above:.3f}, others at {ratio:.3f}")
+        with progress.showing():
+            progress.tell(f"compiles {count} regions at memory budget {above:.3f}, others at {ratio:.3f}")
             self.install(ratio, (above, count))
             mixed, _ = profile()
         saved_bytes = _unseen_bytes(mixed)
@@ -400,27 +394,3 @@ def _recorders_key() -> Any:
     key = torch._C._parse_dispatch_key(_C.activation_recorder_key())
     assert key is not None, "every torch has it"
     return torch._C.DispatchKeySet(key)
-
-
-class _progress:
-    """A line on a terminal's standard error that says what is compiled now."""
-
-    def __enter__(self) -> Callable[[str], None]:
-        console = Console(stderr=True)
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._bar.start()
-        task = self._bar.add_task("")
-        return lambda text: self._bar.update(task, description=text)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from . import compiled
+from . import compiled, progress
 from .retry import Undo, first_line, is_out_of_memory
 
 _DOES_NOT_TRAIN = (
@@ -197,13 +197,17 @@ def profile(
 def _profile_whole(
     model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None, is_short: bool
 ) -> tuple[Trace, int]:
+    if not is_short:
+        progress.tell("runs a step with everything kept, and its forward once more, operation by operation")
     trace, peak = _profile_step(model, step_fn, forms, pool, "profile")
     if is_short:
         return trace, peak
+    progress.tell("runs a step to time what backward would recompute")
     timed, peak_of_timed = _profile_step(model, step_fn, forms, pool, "timings")
     peak = max(peak, peak_of_timed)
     if trace.has_path_of(timed):
         return _with_times_of(timed, trace), peak
+    progress.tell("runs a step with everything kept again: the two took different paths")
     trace, peak_of_last = _profile_step(model, step_fn, forms, pool, "profile")
     trace.has_one_path = False
     return trace, max(peak, peak_of_last)
@@ -229,6 +233,7 @@ def _profile_step(
 def _profile_frugally(
     model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None
 ) -> tuple[Trace, int]:
+    progress.tell("runs a forward with nothing kept: a step with everything kept did not fit")
     has_ended = False
     with _recorded(model, forms, pool, "frugal profile") as recorder:
         try:

@@ -522,6 +522,16 @@ def test_removing_ends_what_nobody_else_does(thread: str, model: Model, step: St
     assert found == ["clean"]
 
 
+def test_a_pass_that_cannot_begin_is_none(model: Model, step: Step) -> None:
+    plan = drivetrain.activation_budget(model, step, "60%")
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        plan.__enter__()
+    assert_clean(plan)
+    plan.reset_peak()
+    step()
+    assert plan.peak_bytes > 0
+
+
 def test_hooks_that_somebody_leaves_behind_stay(model: Model, step: Step) -> None:
     """As without a budget; ours, which lie below them, go."""
     plan = drivetrain.activation_budget(model, step, "60%")

@@ -320,9 +320,10 @@ Recorder::Entry Recorder::enter() {
   const bool is_checked =
       purpose_ == Purpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
   ++num_passes_;
-  tape_ = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_, is_checked, model_);
-  ledger_->open(tape_);
-  push_hooks(&pack_method, capsule(tape_, kTape), &unpack_method);
+  const auto tape = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_, is_checked, model_);
+  push_hooks(&pack_method, capsule(tape, kTape), &unpack_method);  // may throw: some transforms allow none
+  ledger_->open(tape);
+  tape_ = tape;
   recorded_here().tape = tape_;
   recorded_here().pack = at::SavedTensorDefaultHooks::get_tls_state().stack.top().first.ptr(getPyInterpreter());
   Tape::current() = tape_.get();

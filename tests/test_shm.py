@@ -1,15 +1,21 @@
 """The transport through shared memory on real ranks: values, what it leaves, and its words when it fails."""
 
+import ctypes
+import errno
 import gc
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import _C, transport
 from drivetrain import DistributedDataParallel as DDP
@@ -239,7 +246,8 @@ def leaves_nothing() -> None:
         kept = net.weights[2].grad
         world = dist.get_world_size()
         assert shared_mappings() == mappings + 2 * world  # board and arena of every rank
-        assert len(entries("/proc/self/fd")) == files + world  # a pidfd of every rank; no memory's
+        # A pidfd of every rank; this rank's memory, for forked children; no other's.
+        assert len(entries("/proc/self/fd")) == files + world + 2
         del ours, net
         gc.collect()
         assert shared_mappings() == mappings + 1  # a gradient keeps this rank's arena
@@ -252,6 +260,95 @@ def leaves_nothing() -> None:
 
 def test_leaves_no_memory_and_no_file(on_ranks: OnRanks) -> None:
     on_ranks(leaves_nothing)
+
+
+# Forked children.
+
+
+def gradients_in_forked_children(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    net = nn.Linear(4, 3)
+    model = wrap(net)
+    x = torch.full((1, 4), 1.0 + dist.get_rank())
+    model(x).sum().backward()
+    dist.barrier()
+    assert (net.weight.grad == 1.5).all()
+
+    def read_and_write(depth: int) -> None:
+        assert (net.weight.grad == 1.5 + depth).all()
+        net.weight.grad += 1
+        assert (net.weight.grad == 2.5 + depth).all()
+
+    def in_child() -> None:
+        read_and_write(0)
+        assert status_of_fork(lambda: read_and_write(1)) == 0
+        assert (net.weight.grad == 2.5).all()
+
+    assert status_of_fork(in_child) == 0
+    assert (net.weight.grad == 1.5).all()
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have children now
+    seen = list(DataLoader(WritesGradients(net.weight), num_workers=1, multiprocessing_context="fork"))
+    assert [value.item() for value in seen] == [1.5, 7.0]
+    assert (net.weight.grad == 1.5).all()
+
+    model.zero_grad()
+    model(2 * x).sum().backward()
+    assert (net.weight.grad == 3).all()
+
+
+class WritesGradients(Dataset[float]):
+    """What a data loader's worker sees of a gradient before and after it writes it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight = weight
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        assert self._weight.grad is not None
+        found = self._weight.grad.mean().item()
+        self._weight.grad.fill_(7)
+        return found
+
+
+def status_of_fork(child: Callable[[], None]) -> int:
+    """0 if a forked process runs `child` without an error."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+            os._exit(0)
+        except BaseException:  # everything: the parent goes on, and this process must not
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def shared_ddp(module: nn.Module) -> DDP:
+    return DDP(module, transport="shm")
+
+
+@pytest.mark.parametrize("wrap", [TorchDDP, shared_ddp], ids=["torch", "drivetrain"])
+def test_a_forked_child_has_gradients_of_its_own(on_ranks: OnRanks, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    on_ranks(gradients_in_forked_children, wrap)
+
+
+def reduces_in_a_forked_child() -> None:
+    net = nn.Linear(3, 3)
+    model = DDP(net, transport="shm")
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match=rf"was forked from rank {dist.get_rank()}, and only the process that"):
+            model(torch.ones(1, 3)).sum().backward()
+
+    assert status_of_fork(child) == 0
+    model(torch.ones(1, 3)).sum().backward()
+    assert (net.weight.grad == 1).all()
+
+
+def test_a_forked_child_takes_no_part_in_reductions(on_ranks: OnRanks) -> None:
+    on_ranks(reduces_in_a_forked_child)
 
 
 def deleted_early() -> str:
@@ -381,6 +478,80 @@ def test_falls_back_where_memory_is_limited(on_ranks: OnRanks) -> None:
     assert reasons[0] == reasons[1]
     assert "rank 1: mmap" in reasons[0]
     assert "Cannot allocate memory" in reasons[0]
+
+
+class SocketFilter(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def forbid(system_call: int, code: int) -> None:
+    """From now on that call fails with that code in this thread, as in a sandbox."""
+    load, jump, answer, allowed, failed = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+    program = [(load, 0, 0, 0), (jump, 0, 1, system_call), (answer, 0, 0, failed | code), (answer, 0, 0, allowed)]
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_filter, filter_mode = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_filter, filter_mode, ctypes.byref(SocketFilter(len(program), packed))) == 0
+
+
+def in_a_sandbox(system_call: int, code: int) -> tuple[str, str]:
+    """The transport, and a warning, where rank 1 lacks that call."""
+
+    def train() -> tuple[str, str]:
+        if dist.get_rank() == 1:
+            forbid(system_call, code)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = DDP(nn.Linear(4, 3))
+        model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+        assert (model.module.weight.grad == 1.5).all()
+        return transport_of(model), "".join(str(warning.message) for warning in caught)
+
+    with ThreadPoolExecutor(1) as thread:  # a filter ends with its thread
+        return thread.submit(train).result()
+
+
+PIDFD_OPEN, MEMFD_CREATE = 434, 319  # system calls of x86-64
+
+
+def test_shares_memory_without_pidfd_open(on_ranks: OnRanks) -> None:
+    assert on_ranks(in_a_sandbox, PIDFD_OPEN, errno.ENOSYS) == [("shm", "")] * 2
+
+
+def test_falls_back_without_memfd_create(on_ranks: OnRanks) -> None:
+    (first, warned), second = on_ranks(in_a_sandbox, MEMFD_CREATE, errno.EPERM)
+    assert (first, second) == ("torch", ("torch", ""))
+    assert "not through shared memory: rank 1: memfd_create: Operation not permitted" in warned
+
+
+NO_EXECUTABLE_FILES = """
+    import os, sys, torch, torch.distributed as dist
+    from pathlib import Path
+
+    Path("/proc/sys/vm/memfd_noexec").write_text("2")
+    from drivetrain import DistributedDataParallel as DDP
+
+    torch.set_num_threads(1)
+    child = os.fork()
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[0] + ".store", 2), rank=int(child == 0), world_size=2)
+    print(DDP(torch.nn.Linear(3, 3))._get_ddp_logging_data()["transport"], flush=True)
+    dist.destroy_process_group()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_shares_memory_where_no_file_may_be_executable(tmp_path: Path) -> None:
+    namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    needs_namespaces(*namespace, "sh", "-c", "echo 2 > /proc/sys/vm/memfd_noexec")
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(NO_EXECUTABLE_FILES))
+    run = subprocess.run([*namespace, sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "shm\nshm\n"), run.stdout + run.stderr
 
 
 SEPARATE_RANK = """

@@ -1,13 +1,10 @@
 // The transport through shared memory: shares memory with the ranks of the same host and hands tensors to the exchange.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <poll.h>
 #include <pybind11/pybind11.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -19,6 +16,7 @@
 
 #include "base/check.h"
 #include "ddp/comm.h"
+#include "ddp/peer_process.h"
 #include "ddp/recorded.h"
 #include "ddp/shm_exchange.h"
 #include "ddp/shm_segment.h"
@@ -147,10 +145,7 @@ class ShmComm final : public Comm {
     exchange.spin = num_cores() >= num_places();
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
-    exchange.is_dead = [this](int place) {
-      pollfd process = {processes_[place].get(), POLLIN, 0};
-      return ::poll(&process, 1, 0) > 0;
-    };
+    exchange.is_dead = [this](int place) { return processes_[place].has_ended(); };
     exchange_.emplace(control_->base[0], std::move(exchange));
   }
 
@@ -369,21 +364,13 @@ class ShmComm final : public Comm {
         arena->base.push_back(place == place_ ? arena->own->data() : arena->others.back().data());
       }
     });
-    // Also tells that everybody has opened what it needs.
     if (!agree(gather(mine))) return nullptr;
-    arena->own->close_file();
     return arena;
   }
 
   // Before their memory is opened: that it has the right nonce proves then that the process is still the one meant.
   void watch(const std::vector<Announcement>& all) {
-    for (int rank : host_) {
-      Descriptor process(static_cast<int>(::syscall(SYS_pidfd_open, all[rank].pid, 0)));
-      if (process.get() < 0) {
-        throw EnvironmentError(text("pidfd_open of process ", all[rank].pid, ": ", std::strerror(errno)));
-      }
-      processes_.push_back(std::move(process));
-    }
+    for (int rank : host_) processes_.emplace_back(all[rank].pid);
   }
 
   std::shared_ptr<Comm> torch_;
@@ -391,8 +378,8 @@ class ShmComm final : public Comm {
   std::vector<int> host_;  // the ranks of this host; an index into it is a place
   int place_ = 0;
   std::unique_ptr<TorchLink> link_;
-  std::vector<Descriptor> processes_;  // [places]
-  std::shared_ptr<Arena> control_;     // the board (the first place's) and everyone's staging
+  std::vector<PeerProcess> processes_;  // [places]
+  std::shared_ptr<Arena> control_;      // the board (the first place's) and everyone's staging
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::weak_ptr<Arena>> arenas_;  // as long as their tensors, or operations on them, exist

@@ -16,6 +16,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "ddp/shm_segment.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -116,16 +117,25 @@ ShmExchange::ShmExchange(void* board, Options options)
     : board_(*static_cast<Board*>(board)),
       options_(std::move(options)),
       last_stage_(options_.several_hosts ? kCopy : kSum),
-      creator_(::getpid()) {}
+      creator_(fork_depth()) {}
 
 ShmExchange::~ShmExchange() {
-  if (::getpid() != creator_) return;
+  if (is_forked()) return;
   line_of(board_, options_.rank).state.store(failure_.empty() ? State::kClosed : State::kFailed);
   announce();
 }
 
-uint64_t ShmExchange::start(Operation operation) {
+bool ShmExchange::is_forked() const { return fork_depth() != creator_; }
+
+void ShmExchange::check_usable() const {
   if (!failure_.empty()) throw EnvironmentError(failure_);
+  if (!is_forked()) return;
+  throw EnvironmentError(text("process ", ::getpid(), " was forked from ", options_.rank_names[options_.rank],
+                              ", and only the process that constructed the wrapper takes part in reductions"));
+}
+
+uint64_t ShmExchange::start(Operation operation) {
+  check_usable();
   DT_INVARIANT(static_cast<int>(operation.values.size()) == options_.size);
   const uint64_t number = started_ + 1;
   // Its slot must be free.
@@ -192,7 +202,7 @@ void ShmExchange::keep_square_sum(const Running& running) {
 }
 
 std::optional<double> ShmExchange::take_square_sum(uint64_t number) {
-  if (!is_complete(number)) return std::nullopt;
+  if (is_forked() || !is_complete(number)) return std::nullopt;
   const auto found =
       std::find_if(square_sums_.begin(), square_sums_.end(), [&](const auto& kept) { return kept.first == number; });
   if (found == square_sums_.end()) return std::nullopt;
@@ -312,7 +322,7 @@ bool ShmExchange::relay() {
 }
 
 void ShmExchange::wait(uint64_t number) {
-  if (!failure_.empty()) throw EnvironmentError(failure_);
+  check_usable();
   const auto begin = Clock::now();
   auto next_check = begin + kSleep;
   for (;;) {

@@ -75,7 +75,7 @@ class ShmExchange {
   // passed.
   void wait(uint64_t number);
   // Whether wait() would end at once.
-  bool is_done(uint64_t number) { return !failure_.empty() || is_complete(number); }
+  bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }
   // Of the result of a complete operation, if this rank wanted it and no operation before it is under way; the same on
   // all ranks. To be asked once.
   std::optional<double> take_square_sum(uint64_t number);
@@ -88,6 +88,8 @@ class ShmExchange {
     int64_t chunk_numel;
   };
 
+  bool is_forked() const;
+  void check_usable() const;
   bool is_complete(const Running& running) const;
   bool is_square_sum_wanted(const Running& running) const;
   void keep_square_sum(const Running& running);
@@ -108,7 +110,7 @@ class ShmExchange {
   Board& board_;
   const Options options_;
   const int last_stage_;
-  const int64_t creator_;  // the process; a forked child has the same board and no part in it
+  const uint64_t creator_;  // the process, by its fork_depth(); a forked child has no part in the exchange
   uint64_t started_ = 0;
   std::deque<Running> running_;                          // not known to be complete, by number
   uint64_t compared_ = 0;                                // the last that is known to be the same on all ranks

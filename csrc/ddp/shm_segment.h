@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 namespace drivetrain::ddp {
 
@@ -21,9 +22,17 @@ class Descriptor {
   int fd_ = -1;
 };
 
+// How many forks lie between this process and the one that loaded this library.
+uint64_t fork_depth();
+
+class Mapping;
+
 // A mapped memfd: it has no name, so nothing is left behind even after SIGKILL, and the size of /dev/shm does not
-// matter. Its pages are reserved when it is created, so that a lack of memory is an error then and not a SIGBUS later.
-// Throws EnvironmentError with the call, the code and its meaning.
+// matter. Its pages are reserved when it is created, so that a lack of memory is an error then and not a SIGBUS later;
+// it is sealed, so that no process can take them away. Throws EnvironmentError with the call, the code and its meaning.
+//
+// A forked child has what its parent created as a private copy on write: it reads the parent's values, and what it
+// writes stays its own. Pages that it has not written follow the parent's. What the parent opened is not there for it.
 class Segment {
  public:
   // Zeroed memory of `bytes` bytes.
@@ -37,16 +46,12 @@ class Segment {
 
   char* data() const;
   uint64_t nonce() const;  // random; proves to a peer that it opened what it was meant to
-  int fd() const { return file_.get(); }
-  // The mapping stays. To be called once all peers have opened it.
-  void close_file() { file_.reset(); }
+  int fd() const;          // of memory that this process created; for peers, and for forked children
 
  private:
-  Segment(Descriptor file, int64_t bytes);
+  explicit Segment(std::unique_ptr<Mapping> mapping);
 
-  Descriptor file_;
-  char* mapping_ = nullptr;
-  int64_t mapped_bytes_ = 0;
+  std::unique_ptr<Mapping> mapping_;
 };
 
 }  // namespace drivetrain::ddp

@@ -110,6 +110,7 @@ class _Board:
         self._beats = [0] * len(self.ranks)
         self._heard = [time.monotonic()] * len(self.ranks)
         self.last: list[Record | None] = [None] * len(self.ranks)  # of every rank, as last read
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
@@ -151,8 +152,11 @@ class _Board:
         """Asks the store, until it fails once: then never again. At the end that is usual, as a rank may serve it.
 
         In a thread of its own: a TCPStore's calls wait for a server that stands still, whatever timeout they are given.
-        While one waits nothing else is asked.
+        While one waits nothing else is asked. A forked child asks nothing: the connection is its parent's, and a thread
+        that it does not have may have held the lock.
         """
+        if os.getpid() != self._process:
+            return None
         with self._lock:
             store, answers = self._store, queue.SimpleQueue[R | None]()
             if store is None or (self._asking is not None and self._asking.is_alive()):

@@ -1,13 +1,24 @@
 // The shared-memory transport without torch: the sum kernels, the segments, and the exchange with threads as ranks,
 // where the thread sanitizer sees every access of every rank.
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <csignal>
+#include <cstddef>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -17,6 +28,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "ddp/peer_process.h"
 #include "ddp/shm_exchange.h"
 #include "ddp/shm_reduce.h"
 #include "ddp/shm_segment.h"
@@ -136,6 +148,93 @@ void test_segments() {
     }
     expect(threw, "a segment with another nonce or size is refused");
   }
+}
+
+void test_seals() {
+  ddp::Segment mine = ddp::Segment::create(10000);
+  expect(::ftruncate(mine.fd(), 0) != 0 && ::ftruncate(mine.fd(), 1 << 20) != 0, "a segment keeps its size");
+  const ddp::Descriptor open(::memfd_create("not sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const uint64_t nonce = 7;
+  expect(::pwrite(open.get(), &nonce, sizeof(nonce), 0) == sizeof(nonce) && ::ftruncate(open.get(), 20000) == 0,
+         "a file to be refused");
+  std::string error = "no error";
+  try {
+    ddp::Segment::open(::getpid(), open.get(), nonce, 10000);
+  } catch (const EnvironmentError& thrown) {
+    error = thrown.what();
+  }
+  expect(error.find("not sealed") != std::string::npos, "memory that its process could take away is refused: " + error);
+}
+
+// What `child` says in a forked process: 0 if all is as it should be, else which check failed.
+template <class Child>
+int status_of_fork(Child&& child) {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(child());
+  int status = -1;
+  ::waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 100 + WTERMSIG(status);
+}
+
+void test_forked_segments() {
+  ddp::Segment mine = ddp::Segment::create(10000);
+  auto opened = std::make_unique<ddp::Segment>(ddp::Segment::open(::getpid(), mine.fd(), mine.nonce(), 10000));
+  mine.data()[0] = 1;
+  const int failed = status_of_fork([&] {
+    if (mine.data()[0] != 1) return 1;
+    mine.data()[0] = 2;
+    const int failed_below = status_of_fork([&] {
+      if (mine.data()[0] != 2) return 3;
+      mine.data()[0] = 3;
+      return 0;
+    });
+    if (failed_below != 0) return failed_below;
+    if (mine.data()[0] != 2) return 4;
+    opened.reset();
+    ddp::Segment own = ddp::Segment::create(10000);
+    return own.data()[0] == 0 ? 0 : 5;
+  });
+  expect(failed == 0, text("what a forked child finds, and its own child: failed check ", failed));
+  expect(mine.data()[0] == 1 && opened->data()[0] == 1, "a forked child's writes are its own");
+}
+
+void test_peer_process() {
+  expect(!ddp::PeerProcess(::getpid()).has_ended(), "this process has not ended");
+  const pid_t pid = ::fork();
+  if (pid == 0) ::pause();
+  const ddp::PeerProcess child(pid);
+  const bool had_ended = child.has_ended();
+  ::kill(pid, SIGKILL);
+  // Ended, and not reaped yet: as a rank that nobody waits for.
+  siginfo_t ended;
+  ::waitid(P_PID, pid, &ended, WEXITED | WNOWAIT);
+  expect(!had_ended && child.has_ended(), "a killed process has ended");
+  ::waitpid(pid, nullptr, 0);
+  expect(child.has_ended(), "so has one that is gone");
+  bool threw = false;
+  try {
+    ddp::PeerProcess gone(pid);
+  } catch (const EnvironmentError&) {
+    threw = true;
+  }
+  expect(threw, "a process that is not there is refused");
+}
+
+// In a thread of its own, with which the filter ends.
+void test_peer_process_in_a_sandbox() {
+  std::thread([] {
+    sock_filter program[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog filter = {std::size(program), program};
+    const bool is_set =
+        ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+    expect(is_set && ::syscall(SYS_pidfd_open, ::getpid(), 0) < 0, "pidfd_open is not there");
+    test_peer_process();
+  }).join();
 }
 
 // Memory that all ranks of one host see.
@@ -311,6 +410,26 @@ void test_exchange_errors() {
   }
   {
     Host host(2);
+    ShmExchange exchange(host.board, host.options(0));
+    ShmExchange other(host.board, host.options(1));
+    const int failed = status_of_fork([&] {
+      for (uint64_t number : {0, 1}) {
+        try {
+          number == 0 ? exchange.start(operation) : (exchange.wait(number), number);
+          return 1;
+        } catch (const EnvironmentError& thrown) {
+          if (std::string(thrown.what()).find("was forked from rank 0") == std::string::npos) return 2;
+        }
+      }
+      return exchange.is_done(1) && !exchange.take_square_sum(1) ? 0 : 3;
+    });
+    expect(failed == 0, text("a forked child takes no part: failed check ", failed));
+    const uint64_t number = exchange.start(operation);
+    const std::string error = error_of_wait(other, other.start(operation));
+    expect(error == "no error" && error_of_wait(exchange, number) == "no error", "the parent goes on: " + error);
+  }
+  {
+    Host host(2);
     ShmExchange first(host.board, host.options(0));
     ShmExchange second(host.board, host.options(1));
     const float before = value;
@@ -335,6 +454,10 @@ void test_exchange_errors() {
 void test_shared_memory() {
   test_sums();
   test_segments();
+  test_seals();
+  test_forked_segments();
+  test_peer_process();
+  test_peer_process_in_a_sandbox();
   test_exchange(1, 2);
   test_exchange(1, 3);
   test_exchange(2, 2);

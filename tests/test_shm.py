@@ -5,6 +5,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain import _C, transport
+from drivetrain import _C, processes, transport
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import ddp as ddp_module
 from ranks import dawdle_in_hooks
@@ -554,15 +555,39 @@ def test_shares_memory_where_no_file_may_be_executable(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout) == (0, "shm\nshm\n"), run.stdout + run.stderr
 
 
+# Containers may hide what tells hosts apart.
+
+
+def where_hosts_are_not_told_apart(hidden: list[str]) -> list[str]:
+    saved = {name: getattr(processes, name) for name in hidden}
+    for name in hidden:
+        setattr(processes, name, Path("/nowhere"))
+    try:
+        return [transport_of(DDP(nn.Linear(3, 3), transport=choice)) for choice in ("torch", "auto")]
+    finally:
+        for name, path in saved.items():
+            setattr(processes, name, path)
+
+
+def test_needs_no_boot_id(on_ranks: OnRanks) -> None:
+    assert on_ranks(where_hosts_are_not_told_apart, ["BOOT_ID"]) == [["torch", "shm"]] * 2
+    # Where nothing is known, every rank is a host of its own.
+    assert on_ranks(where_hosts_are_not_told_apart, ["BOOT_ID", "NAMESPACES"]) == [["torch", "torch"]] * 2
+
+
 SEPARATE_RANK = """
     import torch, torch.distributed as dist
+    from drivetrain import transport
     from drivetrain import DistributedDataParallel as DDP
 
     dist.init_process_group("gloo")
-    model = DDP(torch.nn.Linear(3, 3), transport="shm")
-    model(torch.ones(1, 3)).sum().backward()
-    assert (model.module.weight.grad == 1).all()
-    print(model._get_ddp_logging_data()["transport"])
+    for is_mistaken in (False, True):
+        if is_mistaken:  # hosts that look the same
+            transport._host_identity = lambda: ("host",)
+        model = DDP(torch.nn.Linear(3, 3), transport="shm")
+        model(torch.ones(1, 3)).sum().backward()
+        assert (model.module.weight.grad == 1).all()
+        print(model._get_ddp_logging_data()["transport"])
     dist.destroy_process_group()
 """
 
@@ -588,9 +613,12 @@ def test_falls_back_between_containers(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], results
-    assert [out for out, _ in results] == ["torch\n", "torch\n"]
-    assert results[0][1].count("RuntimeWarning") == 1
+    assert [out for out, _ in results] == ["torch\ntorch\n"] * 2
+    assert results[0][1].count("RuntimeWarning") == 2
     assert "no two ranks are on the same host, in the same container" in results[0][1]
+    assert re.search(
+        r"not through shared memory: rank \d: (pidfd_open of process|/proc/|open of /proc/)", results[0][1]
+    )
     assert "RuntimeWarning" not in results[1][1]
 
 

@@ -5,6 +5,9 @@ import os
 from pathlib import Path
 from typing import TypedDict
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NAMESPACES = Path("/proc/self/ns")
+
 
 class Process(TypedDict):
     """Names one process among those of all hosts and of all times."""
@@ -40,8 +43,7 @@ def has_ended(process: Process) -> bool:
 def _host() -> str:
     """The same for processes that see each other's numbers; "" where the kernel does not tell."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        return f"{BOOT_ID.read_text().strip()} {(NAMESPACES / 'pid').readlink()}"
     except OSError:
         return ""
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import socket
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, processes
 
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
@@ -179,7 +181,8 @@ def _hosts(
     if (backend := _cpu_backend(group)) != "gloo":
         return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
     facts: list[Any] = [None] * size
-    dist.all_gather_object(facts, (choice, wire_dtype, _host_identity()), group=group)
+    identity = () if choice == "torch" else _host_identity()
+    dist.all_gather_object(facts, (choice, wire_dtype, identity), group=group)
     _check_same(group, "transport", [fact[0] for fact in facts], f", or set {VARIABLE} everywhere")
     _check_same(group, "wire_dtype", [fact[1] for fact in facts])
     if choice == "torch":
@@ -200,9 +203,18 @@ def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else:
 
 
 def _host_identity() -> tuple[str, ...]:
-    """The same for ranks that can share memory, and different for others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = (str(Path("/proc/self/ns", space).readlink()) for space in ("net", "pid"))
+    """The same for ranks that can share memory, and different for others, as far as can be told.
+
+    Ranks of two hosts that look the same cannot open each other's memory, and all agree on the process group then.
+    """
+    try:
+        spaces = [str((processes.NAMESPACES / space).readlink()) for space in ("net", "pid")]
+    except OSError:
+        return (str(uuid.uuid4()),)  # nothing shows whose memory can be opened
+    try:
+        boot = processes.BOOT_ID.read_text().strip()
+    except OSError:  # some containers hide it
+        boot = socket.gethostname()
     return (boot, *spaces, str(os.getuid()))
 
 

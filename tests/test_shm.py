@@ -650,6 +650,27 @@ def test_choices(on_ranks: OnRanks) -> None:
     on_ranks(choices)
 
 
+# Ranks that are bound to cores before they construct.
+
+
+def spins_on(cores: list[list[int]]) -> bool:
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores[dist.get_rank()])
+    try:
+        return shm_comm().spins
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_ranks_spin_where_each_has_a_core(on_ranks: OnRanks) -> None:
+    first, *others = sorted(os.sched_getaffinity(0))
+    assert on_ranks(spins_on, [[first], [first]]) == [False, False]
+    if not others:
+        pytest.skip("one core alone here")
+    assert on_ranks(spins_on, [[first], others[:1]]) == [True, True]
+    assert on_ranks(spins_on, [[first, others[0]], [first]]) == [True, True]
+
+
 # Two hosts: network namespaces with a wire between them.
 
 TWO_HOSTS = """

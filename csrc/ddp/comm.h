@@ -73,6 +73,8 @@ class Comm {
   // Whether the caller sends tags along with the values. Not over a transport that compares them before anything is
   // added up, nor over NCCL, where the host does not wait for what came.
   virtual bool wants_tags() const { return true; }
+  // Whether a wait for other ranks begins by spinning; it then ends sooner, at the cost of a core.
+  virtual bool spins() const { return false; }
   // Whether what start() began goes on by itself; else the ranks' threads carry it out within start() and wait().
   virtual bool in_background() const { return true; }
   // Begins an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same

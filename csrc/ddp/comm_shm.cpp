@@ -2,7 +2,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -12,10 +11,12 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <type_traits>
 #include <utility>
 
 #include "base/check.h"
 #include "ddp/comm.h"
+#include "ddp/cores.h"
 #include "ddp/peer_process.h"
 #include "ddp/recorded.h"
 #include "ddp/shm_exchange.h"
@@ -52,11 +53,6 @@ at::ScalarType scalar_type(ElementType type) {
     if (element_type(dtype) == type) return dtype;
   }
   return at::kLong;
-}
-
-int num_cores() {
-  cpu_set_t cores;
-  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 // What a rank tells the others when memory is shared.
@@ -142,7 +138,8 @@ class ShmComm final : public Comm {
     exchange.several_hosts = several_hosts;
     exchange.link = link_.get();
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
-    exchange.spin = num_cores() >= num_places();
+    spins_ = is_a_core_for_each(gather_on_host(cores_of_this_thread()));
+    exchange.spin = spins_;
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
     exchange.is_dead = [this](int place) { return processes_[place].has_ended(); };
@@ -167,6 +164,7 @@ class ShmComm final : public Comm {
   std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
   std::string why_not() const override { return why_not_; }
   bool averages() const override { return exchange_.has_value(); }
+  bool spins() const override { return exchange_ && spins_; }
   bool wants_tags() const override { return !exchange_ || num_places() < size(); }
   // Between hosts the leaders' process group works meanwhile.
   bool in_background() const override { return !exchange_ || num_places() < size(); }
@@ -308,17 +306,26 @@ class ShmComm final : public Comm {
     });
   }
 
-  std::vector<Announcement> gather(const Announcement& mine) {
-    std::vector<at::Tensor> input = {at::empty({sizeof(Announcement)}, at::kByte)};
+  // Every rank of the group's, which all must call it.
+  template <class T>
+  std::vector<T> gather(const T& mine) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    std::vector<at::Tensor> input = {at::empty({sizeof(T)}, at::kByte)};
     std::memcpy(input[0].data_ptr(), &mine, sizeof(mine));
     std::vector<std::vector<at::Tensor>> outputs(1);
     for (int rank = 0; rank < size(); ++rank) outputs[0].push_back(at::empty_like(input[0]));
     group_->allgather(outputs, input)->wait();
-    std::vector<Announcement> all(size());
-    for (int rank = 0; rank < size(); ++rank) {
-      std::memcpy(&all[rank], outputs[0][rank].data_ptr(), sizeof(Announcement));
-    }
+    std::vector<T> all(size());
+    for (int rank = 0; rank < size(); ++rank) std::memcpy(&all[rank], outputs[0][rank].data_ptr(), sizeof(T));
     return all;
+  }
+
+  template <class T>
+  std::vector<T> gather_on_host(const T& mine) {
+    const std::vector<T> all = gather(mine);
+    std::vector<T> on_host;
+    for (int rank : host_) on_host.push_back(all[rank]);
+    return on_host;
   }
 
   // Whether no rank reports an error; else why_not_ says which.
@@ -386,6 +393,7 @@ class ShmComm final : public Comm {
   bool wants_square_sums_ = false;
   int64_t num_begun_ = 0;
   std::string title_;  // what records call its all-reduces
+  bool spins_ = false;
   std::optional<ShmExchange> exchange_;
   std::string why_not_;
 };

@@ -173,6 +173,7 @@ void register_ddp(py::module_& m) {
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("why_not", &Comm::why_not)
       .def_property_readonly("averages", &Comm::averages)
+      .def_property_readonly("spins", &Comm::spins)
       .def(
           "allocate",
           [](Comm& comm, int64_t bytes, const std::string& device) {

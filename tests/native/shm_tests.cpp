@@ -28,6 +28,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "ddp/cores.h"
 #include "ddp/peer_process.h"
 #include "ddp/shm_exchange.h"
 #include "ddp/shm_reduce.h"
@@ -235,6 +236,25 @@ void test_peer_process_in_a_sandbox() {
     expect(is_set && ::syscall(SYS_pidfd_open, ::getpid(), 0) < 0, "pidfd_open is not there");
     test_peer_process();
   }).join();
+}
+
+void test_cores() {
+  const auto cores = [](std::vector<std::vector<int>> processes) {
+    std::vector<ddp::CoreSet> sets;
+    for (const auto& process : processes) {
+      sets.emplace_back();
+      for (int core : process) sets.back().add(core);
+    }
+    return sets;
+  };
+  expect(ddp::is_a_core_for_each(cores({{0}, {1}, {200}, {8191}})), "each process has its own core");
+  expect(ddp::is_a_core_for_each(cores({{0, 1}, {0, 1}})), "two processes share two cores");
+  expect(ddp::is_a_core_for_each(cores({{0, 1, 2}, {0, 1}, {0}})), "the first two make room");
+  expect(!ddp::is_a_core_for_each(cores({{3}, {3}, {0, 1, 2}})), "two processes have one core, whatever others have");
+  expect(!ddp::is_a_core_for_each(cores({{0, 1}, {0, 1}, {0, 1}})), "three processes share two cores");
+  expect(!ddp::is_a_core_for_each(cores({{0}, {}})), "a process of which nothing is known");
+  const ddp::CoreSet mine = ddp::cores_of_this_thread();
+  expect(ddp::is_a_core_for_each({mine}), "this process runs on some core");
 }
 
 // Memory that all ranks of one host see.
@@ -458,6 +478,7 @@ void test_shared_memory() {
   test_forked_segments();
   test_peer_process();
   test_peer_process_in_a_sandbox();
+  test_cores();
   test_exchange(1, 2);
   test_exchange(1, 3);
   test_exchange(2, 2);

@@ -341,6 +341,85 @@ def test_a_killed_rank_is_named(tmp_path: Path, killed: int, awaited: str) -> No
     assert time.monotonic() - start < 30
 
 
+# ---- Many hosts.
+
+
+def late_on_another_host() -> list[str]:
+    rank = dist.get_rank()
+    host_name, watch._host_name = watch._host_name, lambda: f"host {rank // 2}"
+    try:
+        model = DDP(blocks(), report_hang_after=LIMIT_S, transport="torch")
+    finally:
+        watch._host_name = host_name
+    with reports() as messages:
+        for step in range(1, 4):
+            model.module[1].sleep_s = LATE_S if step == 3 and rank == 3 else 0
+            step_with(model)
+    return messages
+
+
+def test_names_a_late_rank_of_another_host(on_four_ranks: OnRanks) -> None:
+    *waiting, late = on_four_ranks(late_on_another_host)
+    assert late == []
+    for messages in waiting:
+        assert re.search(r"of step 3 waits for rank 3, last seen in 1 \(tests/test_watch\.py:\d+ in", messages[0])
+
+
+class CountingStore:
+    """A store that counts the values read from it."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.num_read = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.num_read += len(keys)
+        return self._store.multi_get(keys)
+
+
+def record_of(rank: int, beat: int) -> watch.Record:
+    process: watch.Process = {"host": "", "pid": rank, "started": 0}
+    return watch.Record(beat=beat, step=rank, place=3, awaited="", where="at x.py:1", wait_s=0.5, process=process)
+
+
+def boards(num_ranks: int, per_host: int, beat_s: float) -> tuple[CountingStore, list[watch._Board]]:
+    """Those of ranks that have told the others of themselves once."""
+    store = CountingStore()
+    made = [
+        watch._Board(store, "", range(num_ranks), rank, f"host {rank // per_host}", beat_s) for rank in range(num_ranks)
+    ]
+    for rank in reversed(range(num_ranks)):  # so that the last of each host makes the summary
+        made[rank].publish(record_of(rank, 1))
+    for rank in range(num_ranks):
+        made[rank].publish(record_of(rank, 2))
+    return store, made
+
+
+def test_a_waiting_rank_of_1024_reads_its_own_host_and_summaries() -> None:
+    store, made = boards(1024, 8, beat_s=60)
+    board = made[500]
+    assert board.read()
+    assert [seen and seen.step for seen in board.seen] == list(range(1024))
+    assert [rank for rank, record in enumerate(board.last) if record] == list(range(496, 504))
+    store.num_read = 0
+    assert board.read()
+    assert store.num_read == 8 + 127
+
+
+def test_a_summary_whose_maker_has_ended_is_done_without() -> None:
+    _, made = boards(12, 4, beat_s=0)
+    board = made[0]
+    assert board.read()
+    for rank in (8, 9, 10):  # not 11, which makes the summary
+        made[rank].publish(record_of(rank, 3))
+    assert board.read()
+    assert [seen and seen.beat for seen in board.seen[8:]] == [3, 3, 3, 2]
+    assert board.last[8] == record_of(8, 3)
+
+
 # ---- What the thread leaves, and when there is none.
 
 EARLY_EXIT = """

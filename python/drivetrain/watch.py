@@ -1,7 +1,8 @@
 """Says who keeps whom waiting: one thread per process tells other ranks where this one is, and asks when it waits.
 
-Each rank puts a short record of its own (`_Watched.record`) into the process group's store every quarter of the limit.
-A rank that has waited for the limit reads the others' and logs which of them have not come to where it is. Nothing here
+Each rank puts a short record of its own (`Record`) into the process group's store every quarter of the limit, and one
+per host a summary of its ranks' (`Seen`). A rank that has waited for the limit reads its own host's records and the
+others' summaries, and logs which ranks have not come to where it is. Nothing here
 takes the reducer's lock, which a waiting rank holds, and no clock is compared with another host's.
 """
 
@@ -15,12 +16,13 @@ import os
 import queue
 import re
 import select
+import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +40,7 @@ VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 30.0
 
 _BEATS_PER_LIMIT = 4
+_STALE_BEATS = 1.25  # after so many the record itself is read, in place of a summary that is another beat old
 _SILENT_BEATS = 2  # a rank that publishes nothing for so many is called silent
 _SHORTEST_BEAT_S = 0.05
 _LONGEST_STORE_CALL_S = (1.0, 10.0)  # a beat, within these
@@ -47,6 +50,15 @@ _RANKS_NAMED = 4
 _ENDING_S = 0.5
 
 _logger = logging.getLogger("drivetrain")
+
+
+class Seen(NamedTuple):
+    """What is told of a rank to other hosts: see Record."""
+
+    beat: int
+    step: int
+    place: int
+    wait_s: float | None
 
 
 class Record(TypedDict):
@@ -59,6 +71,10 @@ class Record(TypedDict):
     where: str
     wait_s: float | None  # None: no step has ended yet
     process: Process
+
+
+def _seen_in(record: Record) -> Seen:
+    return Seen(record["beat"], record["step"], record["place"], record["wait_s"])
 
 
 def limit_from(argument: float | None) -> float:
@@ -97,49 +113,77 @@ def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
 
 
 class _Board:
-    """The records of a process group's ranks, for one reducer, in the group's store."""
+    """What the ranks of a process group tell each other, for one reducer, in the group's store.
 
-    def __init__(self, group: dist.ProcessGroup, beat_s: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
-        store, number = _store_of(group)
+    A rank reads the records of its own host, and of every other host a summary, which the first rank to come there
+    makes of its records at each beat. It reads another host's records themselves only where it has heard nothing new
+    for a while, as that first rank may have ended, and of ranks that a report names.
+    """
+
+    def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int, host: str, beat_s: float) -> None:
+        """ranks: all of them, for messages; rank: this one's place there; host: its name."""
+        self.rank = rank
+        self.ranks = ranks
         self._store = store
-        self._key = f"drivetrain/watch/{number}/"
+        self._key = key
+        self._host = host
+        self._beat_s = beat_s
         least, most = _LONGEST_STORE_CALL_S
         self._timeout_s = min(max(beat_s, least), most)
-        self._beats = [0] * len(self.ranks)
-        self._heard = [time.monotonic()] * len(self.ranks)
-        self.last: list[Record | None] = [None] * len(self.ranks)  # of every rank, as last read
+        self._heard = [time.monotonic()] * len(ranks)
+        self._place_on_host = 0  # counts from 1, in the order of coming; 0: has not come yet
+        self._on_host: list[int] = []  # the ranks that are known to be here
+        self._hosts: list[str] = []  # all that are known, in the order of coming
+        self._there: set[str] = set()  # keys that were once found
+        self.seen: list[Seen | None] = [None] * len(ranks)  # of every rank, as last read
+        self.last: list[Record | None] = [None] * len(ranks)  # of this host's, and of those fetched
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
     def publish(self, record: Record) -> None:
-        def put(store: Any) -> bool:
+        def put(store: Any) -> list[tuple[int, Record]]:
             store.set(self._key + str(self.rank), json.dumps(record))
-            return True
-
-        self._ask(put)
-
-    def read(self) -> list[Record | None] | None:
-        """Every rank's last record, None for one without; None if the store does not answer. Marks who is heard."""
-
-        def get(store: Any) -> list[Record | None]:
-            keys = [self._key + str(rank) for rank in range(len(self.ranks))]
-            # A key that is not there would be waited for.
-            there = range(len(keys)) if store.check(keys) else [r for r, key in enumerate(keys) if store.check([key])]
-            records: list[Record | None] = [None] * len(keys)
-            for rank, text in zip(there, store.multi_get([keys[rank] for rank in there]), strict=True):
-                records[rank] = json.loads(text)
+            if self._place_on_host == 0:
+                self._place_on_host = self._come(store)
+            if self._place_on_host != 1 or len(self._on_host) == len(self.ranks):
+                return []
+            records = self._records(store, self._find_ranks(store))
+            store.set(self._summary_of(self._host), json.dumps({rank: _seen_in(one) for rank, one in records}))
             return records
 
-        records = self._ask(get)
-        now = time.monotonic()
-        for rank, record in enumerate(records or ()):
-            if record is not None and record["beat"] != self._beats[rank]:
-                self._beats[rank], self._heard[rank] = record["beat"], now
-                self.last[rank] = record
-        return records
+        self._take(self._ask(put) or ())
+
+    def read(self) -> bool:
+        """Looks for what has changed; False if the store does not answer. Marks who is heard."""
+
+        def get(store: Any) -> tuple[list[tuple[int, Record]], dict[int, Seen]]:
+            records = self._records(store, self._find_ranks(store))
+            others = [self._summary_of(host) for host in self._find_hosts(store) if host != self._host]
+            summaries = [json.loads(text) for text in self._values(store, others) if text is not None]
+            seen = {int(rank): Seen(*facts) for summary in summaries for rank, facts in summary.items()}
+            known = {rank for rank, _ in records}
+            stale = [
+                rank
+                for rank in range(len(self.ranks))
+                if rank not in known
+                and (rank not in seen or not self._is_new(rank, seen[rank]))
+                and self.silence_s(rank) >= _STALE_BEATS * self._beat_s
+            ]
+            return records + self._records(store, stale), seen
+
+        found = self._ask(get)
+        if found is None:
+            return False
+        records, seen = found
+        for rank, facts in seen.items():
+            self._take_seen(rank, facts)
+        self._take(records)
+        return True
+
+    def fetch(self, ranks: Sequence[int]) -> None:
+        """Reads those ranks' own records."""
+        self._take(self._ask(lambda store: self._records(store, ranks)) or ())
 
     def begin_listening(self) -> None:
         self._heard = [time.monotonic()] * len(self.ranks)
@@ -147,6 +191,62 @@ class _Board:
     def silence_s(self, rank: int) -> float:
         """How long, as far as reading has shown, that rank has told nothing new."""
         return time.monotonic() - self._heard[rank]
+
+    def _take(self, records: Iterable[tuple[int, Record]]) -> None:
+        for rank, record in records:
+            self.last[rank] = record
+            self._take_seen(rank, _seen_in(record))
+
+    def _take_seen(self, rank: int, facts: Seen) -> None:
+        if self._is_new(rank, facts):
+            self.seen[rank], self._heard[rank] = facts, time.monotonic()
+
+    def _is_new(self, rank: int, facts: Seen) -> bool:
+        seen = self.seen[rank]
+        return seen is None or facts.beat > seen.beat
+
+    # What is in the store.
+
+    def _come(self, store: Any) -> int:
+        """Enters this rank in the lists; its place among its host's."""
+        place = int(store.add(f"{self._key}{self._host}/ranks", 1))
+        store.set(f"{self._key}{self._host}/rank/{place}", str(self.rank))
+        if place == 1:
+            store.set(f"{self._key}host/{store.add(f'{self._key}hosts', 1)}", self._host)
+        return place
+
+    def _find_ranks(self, store: Any) -> list[int]:
+        """This host's ranks, those included that have come since."""
+        if None in self.seen:
+            count = int(store.add(f"{self._key}{self._host}/ranks", 0))
+            keys = [f"{self._key}{self._host}/rank/{place}" for place in range(1, count + 1)]
+            self._on_host = [int(text) for text in self._values(store, keys) if text is not None]
+        return self._on_host
+
+    def _find_hosts(self, store: Any) -> list[str]:
+        if None in self.seen and len(self._on_host) < len(self.ranks):
+            keys = [f"{self._key}host/{i}" for i in range(1, int(store.add(f"{self._key}hosts", 0)) + 1)]
+            self._hosts = [text.decode() for text in self._values(store, keys) if text is not None]
+        return self._hosts
+
+    def _summary_of(self, host: str) -> str:
+        return f"{self._key}{host}/summary"
+
+    def _records(self, store: Any, ranks: Sequence[int]) -> list[tuple[int, Record]]:
+        """Those ranks' records, without those that have none."""
+        texts = self._values(store, [self._key + str(rank) for rank in ranks])
+        return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text is not None]
+
+    def _values(self, store: Any, keys: Sequence[str]) -> list[bytes | None]:
+        """None for a key that is not there, which would be waited for."""
+        new = [key for key in keys if key not in self._there]
+        if new and store.check(new):
+            self._there.update(new)
+        else:
+            self._there.update(key for key in new if store.check([key]))
+        there = [key for key in keys if key in self._there]
+        found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+        return [found.get(key) for key in keys]
 
     def _ask(self, question: Callable[[Any], R]) -> R | None:
         """Asks the store, until it fails once: then never again. At the end that is usual, as a rank may serve it.
@@ -210,6 +310,17 @@ def _has_hung_up(store: Any) -> bool:
     return bool(poll.poll(0))
 
 
+def _board_of(group: dist.ProcessGroup, beat_s: float) -> _Board:
+    """A board of its own for each reducer of the group."""
+    store, number = _store_of(group)
+    ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
+    return _Board(store, f"drivetrain/watch/{number}/", ranks, dist.get_rank(group), _host_name(), beat_s)
+
+
+def _host_name() -> str:
+    return this_process()["host"] or socket.gethostname()
+
+
 # ---- This rank.
 
 
@@ -230,7 +341,7 @@ class Watched:
         self._wrapper = wrapper
         self._progress = progress
         self._limit_s = limit_s
-        self._board = _Board(group, self.beat_s)
+        self._board = _board_of(group, self.beat_s)
         self._group = weakref.ref(group)
         self._device = device
         self._thread = threading.get_ident()  # the one that builds a model trains it
@@ -253,7 +364,7 @@ class Watched:
         """
         now = self._progress.snapshot()
         self._board.publish(self._record(now))
-        if None in self._board.last:  # so that every rank's process is known, should the store end with one
+        if None in self._board.seen:  # so that every rank's process is known, should the store end with one
             self._board.read()
         if self._device is not None and now.seconds >= self._limit_s:
             self._give_up_if_hopeless(self._device)
@@ -266,12 +377,12 @@ class Watched:
             self._board.read()  # what was published before does not count as heard
             self._board.begin_listening()
             self._listening_since = time.monotonic()
-        records = self._board.read()
+        is_answered = self._board.read()
         # Which ranks are silent is known after so long; a thread that had to wait for a core begins late.
         has_listened = time.monotonic() - self._listening_since >= _SILENT_BEATS * self.beat_s
         if now.seconds >= self._next_report_s and has_listened:
             self._next_report_s = 2 * now.seconds
-            report = self._report(now, records)
+            report = self._report(now, is_answered)
             self._progress.set_report(now.step, report)
             _logger.warning("%s", report)
         return max(min(self.beat_s, self._next_report_s - now.seconds), _SHORTEST_BEAT_S)
@@ -327,9 +438,9 @@ class Watched:
 
     def lateness(self) -> list[float]:
         """See DistributedDataParallel.lateness."""
-        records = self._board.read() or [None] * len(self._board.ranks)
-        records[self._board.rank] = self._record(self._progress.snapshot())
-        waits = [record["wait_s"] if record else None for record in records]
+        seen = self._board.seen if self._board.read() else [None] * len(self._board.ranks)
+        waits = [facts.wait_s if facts else None for facts in seen]
+        waits[self._board.rank] = self._record(self._progress.snapshot())["wait_s"]
         longest = max((wait for wait in waits if wait is not None), default=0.0)
         return [math.nan if wait is None else longest - wait for wait in waits]
 
@@ -345,37 +456,46 @@ class Watched:
             "process": this_process(),
         }
 
-    def _report(self, now: _C.ProgressSnapshot, records: list[Record | None] | None) -> str:
+    def _report(self, now: _C.ProgressSnapshot, is_answered: bool) -> str:
         board = self._board
         name = f"rank {board.ranks[board.rank]}"
         step = f"step {now.step} of {self._wrapper}" if len(_watched) > 1 else f"step {now.step}"
         waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of {step} waits"
-        if records is None:
+        if not is_answered:
             return (
                 f"{waits}; for whom is not known, as the process group's store does not answer either (it is served by "
                 "torchrun, or else by rank 0's process)"
             )
-        behind: list[tuple[tuple[int, int], str]] = []
-        for rank, record in enumerate(records):
-            if rank == board.rank:
-                continue
-            place = (record["step"], record["place"]) if record else (0, 0)
-            is_silent = record is None or board.silence_s(rank) >= _SILENT_BEATS * self.beat_s
-            if is_silent or place < (now.step, now.needed):
-                behind.append((place, self._describe(rank, record, is_silent, now.step)))
+        board.fetch([rank for _, rank in self._behind(now)])  # a summary may be older than what it sums up
+        behind = self._behind(now)
         if not behind:
             return f"{waits} although every rank has come to it: what carries it is slow or stands still"
-        behind.sort()  # the furthest behind first: others may wait for it, too
-        named = [text for _, text in behind[:_RANKS_NAMED]]
+        named = [self._describe(rank, now.step) for _, rank in behind[:_RANKS_NAMED]]
         if len(behind) > _RANKS_NAMED:
             named.append(f"{len(behind) - _RANKS_NAMED} more")
         return f"{waits} for {'; for '.join(named)}"
 
-    def _describe(self, rank: int, record: Record | None, is_silent: bool, step: int) -> str:
-        name = f"rank {self._board.ranks[rank]}"
+    def _behind(self, now: _C.ProgressSnapshot) -> list[tuple[tuple[int, int], int]]:
+        """The ranks that have not come to what is awaited, or are silent, each with where it is.
+
+        The furthest behind come first: others may wait for them, too.
+        """
+        places = [(facts.step, facts.place) if facts else (0, 0) for facts in self._board.seen]
+        return sorted(
+            (place, rank)
+            for rank, place in enumerate(places)
+            if rank != self._board.rank and (place < (now.step, now.needed) or self._is_silent(rank))
+        )
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._board.seen[rank] is None or self._board.silence_s(rank) >= _SILENT_BEATS * self.beat_s
+
+    def _describe(self, rank: int, step: int) -> str:
+        name, record = f"rank {self._board.ranks[rank]}", self._board.last[rank]
         if record is None:
             return f"{name}, which has not been heard of at all"
-        facts = [f"which has not been heard of for {_rounded(self._board.silence_s(rank))} s"] if is_silent else []
+        silence = f"which has not been heard of for {_rounded(self._board.silence_s(rank))} s"
+        facts = [silence] if self._is_silent(rank) else []
         facts.append(f"last seen {record['where']}")
         if record["awaited"]:
             facts.append(f"itself waiting for {record['awaited']} of step {record['step']}")

@@ -380,9 +380,10 @@ class CountingStore:
         return self._store.multi_get(keys)
 
 
-def record_of(rank: int, beat: int) -> watch.Record:
+def record_of(rank: int, beat: int, has_failed: bool = False) -> watch.Record:
     process: watch.Process = {"host": "", "pid": rank, "started": 0}
-    return watch.Record(beat=beat, step=rank, place=3, awaited="", where="at x.py:1", wait_s=0.5, process=process)
+    where = {"awaited": "", "where": "at x.py:1", "process": process, "has_failed": has_failed}
+    return watch.Record(beat=beat, step=rank, place=3, wait_s=0.5, **where)
 
 
 def boards(num_ranks: int, per_host: int, beat_s: float) -> tuple[CountingStore, list[watch._Board]]:
@@ -407,6 +408,18 @@ def test_a_waiting_rank_of_1024_reads_its_own_host_and_summaries() -> None:
     store.num_read = 0
     assert board.read()
     assert store.num_read == 8 + 127
+
+
+def test_ranks_that_end_over_another_ranks_end_are_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = boards(8, 8, beat_s=60)
+    for rank in (1, 2, 3, 4, 5, 7):
+        made[rank].publish(record_of(rank, 3, has_failed=True))
+    made[0].read()
+    monkeypatch.setattr(watch, "has_ended", lambda process: True)
+    watched = object.__new__(watch.Watched)
+    watched._board = made[0]
+    assert re.findall(r"Rank (\d) has ended", watched._ended()) == ["6", "1", "2", "3"]
+    assert watched._ended().endswith("3 more have ended.")
 
 
 def test_a_summary_whose_maker_has_ended_is_done_without() -> None:

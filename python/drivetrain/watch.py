@@ -71,6 +71,7 @@ class Record(TypedDict):
     where: str
     wait_s: float | None  # None: no step has ended yet
     process: Process
+    has_failed: bool  # a collective of its has, so that its end is no wonder
 
 
 def _seen_in(record: Record) -> Seen:
@@ -347,6 +348,7 @@ class Watched:
         self._thread = threading.get_ident()  # the one that builds a model trains it
         self._modules = {id(module): (weakref.ref(module), name) for name, module in modules}
         self._beats = 0
+        self._has_failed = False
         self._hang: tuple[int, str] | None = None  # the step and what was awaited there
         self._next_report_s = limit_s
         self._listening_since = 0.0
@@ -399,15 +401,25 @@ class Watched:
         self._board.read()
         while not (ended := self._ended()) and time.monotonic() < deadline:
             time.sleep(_ENDING_S / 20)
-        return ended
+        # For the others, who are to name the rank that ended first, and not those that ended over it.
+        self._has_failed = True
+        self._board.publish(self._record(self._progress.snapshot()))
+        if ended:
+            self._board.read()
+        return self._ended()
 
     def _ended(self) -> str:
+        """Those come first that have told of no error of their own."""
         board = self._board
+        ended = [
+            (record["has_failed"], rank, record)
+            for rank, record in enumerate(board.last)
+            if rank != board.rank and record is not None and has_ended(record["process"])
+        ]
         sentences = [
             f"Rank {board.ranks[rank]} has ended: its process {record['process']['pid']} is gone, last seen "
             f"{record['where']} in step {record['step']}."
-            for rank, record in enumerate(board.last)
-            if rank != board.rank and record is not None and has_ended(record["process"])
+            for _, rank, record in sorted(ended, key=lambda one: one[:2])
         ]
         if len(sentences) > _RANKS_NAMED:
             sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
@@ -454,6 +466,7 @@ class Watched:
             "where": _where(self._thread, self._modules),
             "wait_s": now.wait_s if now.num_waits else None,
             "process": this_process(),
+            "has_failed": self._has_failed,
         }
 
     def _report(self, now: _C.ProgressSnapshot, is_answered: bool) -> str:

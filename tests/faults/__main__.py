@@ -10,20 +10,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .harness import Harness, Outcome, transports
-from .plan import FAULTS
+from .plan import FAULTS, SCALE
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make faults", description="What becomes of the ranks when one fails.")
     parser.add_argument("--rounds", type=int, default=100, help="of each fault (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the first round, the next have the next ones (default: drawn)")
-    parser.add_argument("--fault", action="append", choices=FAULTS, help="this one only; may be repeated")
+    parser.add_argument("--fault", action="append", choices=[*FAULTS, "scale"], help="this one only; may be repeated")
     parser.add_argument("--transport", action="append", choices=transports(), help="this one only; may be repeated")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.ranks < 2:
         parser.error("--rounds must be at least 1, --ranks at least 2")
-    faults, choices = arguments.fault or list(FAULTS), arguments.transport or transports()
+    faults, choices = arguments.fault or [*FAULTS, "scale"], arguments.transport or transports()
+    has_scale = "scale" in faults
+    faults = [fault for fault in faults if fault in FAULTS]
     first = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
     console = Console(width=None if sys.stdout.isatty() else 120)
     seeds = range(first, first + arguments.rounds)
@@ -45,6 +47,13 @@ def main() -> int:
                 if outcome.problems:
                     console.print(outcome.report(), markup=False, highlight=False)
                 bar.advance(task)
+        if has_scale:  # once: it takes a minute or two
+            bar.update(task, description="64 ranks", total=len(todo) * len(seeds) + 1)
+            outcome = harness.run_scale(first)
+            outcomes[("scale", outcome.round.transport)] = [outcome]
+            if outcome.problems:
+                console.print(outcome.report(), markup=False, highlight=False)
+            bar.advance(task)
     console.print(table(outcomes, time.monotonic() - begin))
     for fault, why in skipped.items():
         console.print(f"[yellow]skipped:[/] {fault}: {why}")
@@ -59,7 +68,7 @@ def table(outcomes: dict[tuple[str, str], list[Outcome]], seconds: float) -> Tab
         passed = sum(not outcome.problems for outcome in rounds)
         slowest = max(outcome.seconds for outcome in rounds)
         result.add_row(
-            FAULTS[fault],
+            FAULTS.get(fault, SCALE),
             transport,
             str(len(rounds)),
             f"[{'green' if passed == len(rounds) else 'red'}]{passed}",

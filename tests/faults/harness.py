@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +20,11 @@ from typing import Any
 from drivetrain import DistributedDataParallel
 
 from . import room
-from .plan import Round, clean, draw
+from .hosts import Hosts
+from .plan import Round, clean, draw, draw_scale
 
 START_S = 60.0  # for the zygote to import torch, and for a run without a fault
+RANKS_STARTED_IN_TIME = 8  # as many more ranks as there are, so much longer they take
 # Beyond the process group's timeout, for ranks that share busy cores.
 MARGIN_S = 10.0
 
@@ -49,6 +51,9 @@ class Outcome:
 
     def report(self) -> str:
         """The problems, and how to see them again."""
+        if self.round.ranks_per_host:
+            repeat = f"make faults ARGS='--fault scale --seed {self.round.seed}'"
+            return "\n".join([f"{self.round}", *(f"* {problem}" for problem in self.problems), f"Again: {repeat}"])
         repeat = (
             f"make faults ARGS='--fault {self.round.fault} --seed {self.round.seed} --rounds 1 "
             f"--transport {self.round.transport} --ranks {self.round.ranks}'"
@@ -119,7 +124,20 @@ class Harness:
             outcome.problems += [f"the run {when} it: {problem}" for problem in run.problems]
         return outcome
 
-    def _run(self, outcome: Outcome) -> None:
+    def run_scale(self, seed: int) -> Outcome:
+        """The round of many ranks on many hosts."""
+        outcome = Outcome(draw_scale(seed))
+        plan = outcome.round
+        try:
+            with Hosts(plan.ranks // plan.ranks_per_host) as hosts:
+                self._run(outcome, hosts.names)
+        except PermissionError as error:
+            print(f"{error}; the ranks only take themselves for those of several hosts", file=sys.stderr)
+            self._run(outcome)
+        return outcome
+
+    def _run(self, outcome: Outcome, hosts: Sequence[str] = ()) -> None:
+        """hosts: the names of those that the ranks are spread over; none: all are here."""
         plan, problems = outcome.round, outcome.problems
         shm_before = _files_in_shm()
         with _folder() as folder:
@@ -127,7 +145,8 @@ class Harness:
             ranks: list[int] = []
             try:
                 for rank in range(plan.ranks):
-                    ranks.append(self._fork(folder=str(folder), rank=rank, plan=asdict(plan), room=holder))
+                    host = hosts[rank // plan.ranks_per_host] if hosts else None
+                    ranks.append(self._fork(folder=str(folder), rank=rank, plan=asdict(plan), room=holder, host=host))
                 if plan.fault in ("", "full-shm"):
                     self._check_training(outcome, folder, ranks)
                 else:
@@ -173,7 +192,7 @@ class Harness:
         plan, problems = outcome.round, outcome.problems
         survivors = [rank for rank in range(plan.ranks) if rank != plan.faulty or plan.fault == "extra-parameter"]
         limit = plan.timeout_s + MARGIN_S
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + START_S * max(1, plan.ranks // RANKS_STARTED_IN_TIME)
         while time.monotonic() < deadline:
             if (folder / "fault").exists():  # may be noted anew, later
                 deadline = _noted(folder, "fault")[0] + limit
@@ -283,6 +302,9 @@ def _what_is_wrong_with(error: str, output: str, plan: Round) -> str:
     if plan.fault == "extra-parameter":
         name = f"parameter 'layers.{plan.layer}.extra' differs"
         return "" if name in error and f"rank {plan.faulty}: (3,)" in error else f"expected {name!r}, got {error!r}"
+    if plan.ranks_per_host:
+        is_named = re.search(rf"[Rr]ank {plan.faulty} has (died|ended)", error)
+        return "" if is_named else f"its error does not name rank {plan.faulty}: {error!r}"
     if re.search(OUR_ERROR, error):
         return ""
     if re.search(TORCH_ERROR, error) and any(f", in {call}" in output for call in TORCH_CALLS):

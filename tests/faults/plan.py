@@ -20,6 +20,12 @@ CLEAN_STEPS = 3
 # timeout, which every such round waits for.
 TIMEOUT_S = 20.0
 SHORT_TIMEOUT_S = 2.5
+SCALE_TIMEOUT_S = 120.0  # so many ranks share the cores
+
+SCALE = "SIGKILL of one of 64 ranks"
+SCALE_RANKS = 64
+SCALE_RANKS_PER_HOST = 8
+SCALE_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Round:
     buffers: bool = False  # the model has some, which torch broadcasts in every forward
     find_unused: bool = False
     check_replicas_every: int = 0
+    ranks_per_host: int = 0  # this machine's ranks then take themselves for those of several; 0: for one host's
 
 
 def draw(fault: str, seed: int, transport: str, ranks: int) -> Round:
@@ -75,6 +82,25 @@ def draw(fault: str, seed: int, transport: str, ranks: int) -> Round:
         buffers=fault != "full-shm" and rng.random() < 0.3,
         find_unused=rng.random() < 0.3,
         check_replicas_every=rng.choice((0, 0, 1, 3)),
+    )
+
+
+def draw_scale(seed: int) -> Round:
+    """The round of many ranks on many hosts, one of which is killed once they have trained for a while."""
+    rng = random.Random(f"scale {seed}")
+    return Round(
+        "kill-at-scale",
+        seed,
+        "shm",
+        SCALE_RANKS,
+        timeout_s=SCALE_TIMEOUT_S,
+        steps=1000,
+        faulty=rng.randrange(SCALE_RANKS),
+        step=SCALE_STEPS,
+        point=rng.choice(("forward", "backward", "last bucket", "after the last gradient")),
+        layer=rng.randrange(LAYERS),
+        delay_s=rng.uniform(0, 1e-3),
+        ranks_per_host=SCALE_RANKS_PER_HOST,
     )
 
 

@@ -29,9 +29,14 @@ def hold(size: int, folder: Path) -> None:
 
 def enter(process: int) -> None:
     """Gives this process the /dev/shm that `process` holds. It must not have made a thread yet."""
-    space = os.open(f"/proc/{process}/ns/mnt", os.O_RDONLY)
+    enter_namespace(Path(f"/proc/{process}/ns/mnt"), _CLONE_NEWNS)
+
+
+def enter_namespace(path: Path, kind: int) -> None:
+    """Moves this process, which has one thread, to the namespace of that kind (CLONE_NEW...)."""
+    space = os.open(path, os.O_RDONLY)
     try:
-        _call("setns", space, _CLONE_NEWNS)
+        _call("setns", space, kind)
     finally:
         os.close(space)
 

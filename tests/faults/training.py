@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain import DistributedDataParallel
+from drivetrain import DistributedDataParallel, transport
 
 from . import room
 from .plan import LAYERS, Round
@@ -49,6 +49,8 @@ def note(folder: Path, name: str, text: str = "") -> None:
 def train(plan: Round, rank: int, folder: Path) -> None:
     """Trains as an ordinary script does. An error ends it, and the process, the way it would end a user's."""
     is_faulty = rank == plan.faulty
+    if plan.ranks_per_host:
+        pretend_host(f"host {rank // plan.ranks_per_host}")
     if plan.fault == "full-shm" and is_faulty and plan.step < 0:
         fill_shm(folder)
     dist.init_process_group(
@@ -68,6 +70,12 @@ def train(plan: Round, rank: int, folder: Path) -> None:
     except Exception as error:
         note(folder, f"error-{rank}", str(error))
         raise
+
+
+def pretend_host(name: str) -> None:
+    """Shares memory with the ranks of that host alone, and goes through gloo to the others."""
+    identity = transport._host_identity()
+    transport._host_identity = lambda: (*identity, name)
 
 
 def wrap(plan: Round, net: Net) -> DistributedDataParallel:

@@ -1,8 +1,8 @@
 """A process that has imported torch once and forks ranks, which then start in milliseconds instead of seconds.
 
-Speaks lines of JSON with the harness: takes {"folder", "rank", "plan", "room"}, or {"folder", "room_bytes"} for the
-process that holds a /dev/shm; answers {"pid"}, and later, when that process has ended, {"pid", "code", "ended"}. A rank
-ends as a script does: its exception goes to stderr and the interpreter shuts down.
+Speaks lines of JSON with the harness: takes {"folder", "rank", "plan", "room", "host"}, or {"folder", "room_bytes"} for
+the process that holds a /dev/shm; answers {"pid"}, and later, when that process has ended, {"pid", "code", "ended"}. A
+rank ends as a script does: its exception goes to stderr and the interpreter shuts down.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import torch
 import torch._dynamo  # torch's optimizers import it when they are first used, for more than a second
 import torch.profiler
 
-from faults import room, training
+from faults import hosts, room, training
 from faults.plan import Round
 
 _PR_SET_PDEATHSIG = 1
@@ -78,6 +78,8 @@ def become(request: dict[str, Any]) -> None:
         return
     if request["room"] is not None:
         room.enter(request["room"])
+    if request["host"] is not None:
+        hosts.enter(request["host"])
     training.train(Round(**request["plan"]), request["rank"], folder)
 
 

@@ -1,0 +1,56 @@
+"""Network namespaces that stand for hosts, each with a wire to one bridge: what a round's ranks talk through."""
+
+import os
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+from . import room
+
+INTERFACE = "wire"
+_NAMES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
+
+
+class Hosts:
+    """So many hosts, by their names; gone with the `with` statement. PermissionError where none can be made."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"drivetrain-{os.getpid()}-{i}" for i in range(count)]
+        self._bridge = f"dt{os.getpid() % 1_000_000}"
+
+    def __enter__(self) -> "Hosts":
+        try:
+            _ip("link", "add", self._bridge, "type", "bridge")
+            _ip("link", "set", self._bridge, "up")
+            for i, name in enumerate(self.names):
+                _ip("netns", "add", name)
+                port = f"{self._bridge}p{i}"
+                _ip("link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+                _ip("link", "set", port, "master", self._bridge, "up")
+                _ip("-n", name, "addr", "add", f"10.213.8.{i + 1}/24", "dev", INTERFACE)
+                _ip("-n", name, "link", "set", INTERFACE, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._delete()
+            why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+            raise PermissionError(f"no network namespaces can be made here: {why}") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._delete()
+
+    def _delete(self) -> None:
+        """What is there of them; a wire goes with its namespace."""
+        for command in [["link", "delete", self._bridge], *(["netns", "delete", name] for name in self.names)]:
+            subprocess.run(["ip", *command], capture_output=True, timeout=30, check=False)
+
+
+def enter(name: str) -> None:
+    """Moves this process to that host. It must not have made a thread yet."""
+    room.enter_namespace(_NAMES / name, _CLONE_NEWNET)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)

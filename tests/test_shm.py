@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain import _C, processes, transport
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import ddp as ddp_module
-from ranks import dawdle_in_hooks
+from ranks import RankPool, dawdle_in_hooks
 
 TorchDDP = ddp_module.TorchDistributedDataParallel
 OnRanks = Callable[..., list[Any]]
@@ -648,6 +649,41 @@ def choices() -> None:
 
 def test_choices(on_ranks: OnRanks) -> None:
     on_ranks(choices)
+
+
+# What is resident.
+
+
+def resident_shared_bytes() -> int:
+    """Of this process, as the kernel counts: a page that it shares counts in full."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssShmem:"))
+
+
+def resident_beyond_own() -> list[float]:
+    """In arenas, after steps in which ranks come late by turns, so that each adds up for every other."""
+    rank, world, arena_bytes = dist.get_rank(), dist.get_world_size(), 12 << 20
+    comm = shm_comm()
+    before = resident_shared_bytes()
+    flat = comm.allocate(arena_bytes).view(torch.float32)
+    found = []
+    for step in range(2 * world):
+        if step % world == rank:
+            time.sleep(0.05)
+        flat.fill_(rank + step)
+        comm.all_reduce(flat, mean=False)
+        assert (flat == world * step + world * (world - 1) // 2).all()
+        found.append((resident_shared_bytes() - before) / arena_bytes - 1)
+    return found
+
+
+def test_little_of_other_ranks_memory_is_resident(tmp_path: Path) -> None:
+    pool = RankPool(8, tmp_path)
+    try:
+        for found in pool.run(resident_beyond_own):
+            assert max(found) < 3.1, found  # of seven arenas
+    finally:
+        pool.close()
 
 
 # Ranks that are bound to cores before they construct.

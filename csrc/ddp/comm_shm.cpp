@@ -211,6 +211,7 @@ class ShmComm final : public Comm {
     std::vector<Segment> others;
     std::vector<char*> base;  // [places]
     int64_t bytes;
+    std::optional<Residency> residency;  // of the others
   };
 
   // Who uses the staging place. Shared with the operation in it, which may outlive this transport.
@@ -288,6 +289,8 @@ class ShmComm final : public Comm {
       if (offset < 0 || offset + bytes > arena->bytes) continue;
       for (char* base : arena->base) operation.values.push_back(base + offset);
       operation.memory = arena;
+      operation.residency = &*arena->residency;
+      operation.offset = offset;
       return std::make_unique<ShmReduce>(*this, give(flat, std::move(operation)), at::Tensor());
     }
     if (bytes > kStagingBytes || staging_state_->is_awaited) return nullptr;
@@ -372,6 +375,9 @@ class ShmComm final : public Comm {
       }
     });
     if (!agree(gather(mine))) return nullptr;
+    std::vector<char*> others;
+    for (const Segment& other : arena->others) others.push_back(other.data());
+    arena->residency.emplace(std::move(others), bytes);
     return arena;
   }
 

@@ -47,8 +47,12 @@ constexpr int kSum = 0;
 constexpr int kCopy = 1;
 
 struct alignas(64) Slot {
-  alignas(64) std::atomic<uint64_t> claimed[2];  // per stage
-  alignas(64) std::atomic<uint64_t> done[2];
+  std::atomic<uint64_t> done[2];  // per stage
+};
+
+// How many chunks of a rank's region are taken, per stage.
+struct alignas(64) Claims {
+  std::atomic<uint64_t> word[2];
 };
 
 enum class State : uint32_t { kOpen, kClosed, kFailed };
@@ -58,6 +62,7 @@ struct alignas(64) RankLine {
   std::atomic<State> state;
   alignas(64) std::atomic<uint64_t> kind[kSlots];  // of its operations, written before they are published
   std::atomic<uint64_t> tag[kSlots];               // likewise
+  Claims claims[kSlots];                           // likewise
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::is_always_lock_free);
@@ -156,7 +161,9 @@ uint64_t ShmExchange::start(Operation operation) {
   Slot& slot = slot_of(board_, number);
   for (int stage = 0; stage <= last_stage_; ++stage) {
     move_to(slot.done[stage], number);
-    move_to(slot.claimed[stage], number);
+    // Nobody takes chunks of the slot's last operation any more, which is complete, nor of this one before it is
+    // published.
+    line.claims[number % kSlots].word[stage].store(word_of(number, 0), std::memory_order_relaxed);
   }
   line.published.store(number, std::memory_order_release);
   announce();
@@ -229,7 +236,7 @@ bool ShmExchange::work(uint32_t max_chunks) {
   }
   const uint64_t published = published_by_all();
   const uint64_t shared = board_.shared.load(std::memory_order_acquire);
-  for (const Running& running : running_) {
+  for (Running& running : running_) {
     if (max_chunks == 0 || running.number > published) break;
     if (running.number > compared_) compare_kinds(running);
     worked |= work_on(running, kSum, max_chunks);
@@ -238,18 +245,30 @@ bool ShmExchange::work(uint32_t max_chunks) {
   return worked;
 }
 
-bool ShmExchange::work_on(const Running& running, int stage, uint32_t& max_chunks) {
+// The first chunk of that rank's region, and the end of the one before.
+uint32_t ShmExchange::region_begin(const Running& running, int rank) const {
+  return static_cast<uint32_t>(uint64_t{running.num_chunks} * rank / options_.size);
+}
+
+bool ShmExchange::work_on(Running& running, int stage, uint32_t& max_chunks) {
   Slot& slot = slot_of(board_, running.number);
   bool worked = false;
-  uint64_t claimed = slot.claimed[stage].load(std::memory_order_relaxed);
-  while (max_chunks > 0 && number_of(claimed) == running.number && count_of(claimed) < running.num_chunks) {
-    if (!slot.claimed[stage].compare_exchange_weak(claimed, claimed + 1, std::memory_order_acq_rel)) continue;
-    compute(running, stage, static_cast<uint32_t>(count_of(claimed)));
-    worked = true;
-    --max_chunks;
-    const uint64_t done = slot.done[stage].fetch_add(1, std::memory_order_acq_rel) + 1;
-    if (count_of(done) == running.num_chunks) announce();
-    claimed = slot.claimed[stage].load(std::memory_order_relaxed);
+  for (int& turn = running.turn[stage]; turn < options_.size; ++turn) {
+    const int region = (options_.rank + turn) % options_.size;
+    const uint32_t begin = region_begin(running, region);
+    const uint32_t count = region_begin(running, region + 1) - begin;
+    std::atomic<uint64_t>& claimed = line_of(board_, region).claims[running.number % kSlots].word[stage];
+    uint64_t word = claimed.load(std::memory_order_relaxed);
+    while (number_of(word) == running.number && count_of(word) < count) {
+      if (max_chunks == 0) return worked;
+      if (!claimed.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel)) continue;
+      compute(running, stage, begin + static_cast<uint32_t>(count_of(word)), turn == 0);
+      worked = true;
+      --max_chunks;
+      const uint64_t done = slot.done[stage].fetch_add(1, std::memory_order_acq_rel) + 1;
+      if (count_of(done) == running.num_chunks) announce();
+      word = claimed.load(std::memory_order_relaxed);
+    }
   }
   return worked;
 }
@@ -276,10 +295,15 @@ std::string ShmExchange::describe(uint64_t kind, uint64_t tag) const {
   return describe_kind(kind) + (has_tag ? " for " + options_.describe_tag(tag) : "");
 }
 
-void ShmExchange::compute(const Running& running, int stage, uint32_t chunk) const {
+// is_usual: this rank computes the same chunk in every step.
+void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const {
   const Operation& operation = running.operation;
   const int64_t begin = chunk * running.chunk_numel;
   const int64_t end = std::min(begin + running.chunk_numel, operation.numel);
+  const int64_t element = bytes_of(operation.type);
+  if (operation.residency != nullptr) {
+    operation.residency->touch(operation.offset + begin * element, operation.offset + end * element, is_usual);
+  }
   char* const* values = operation.values.data();
   if (stage == kSum) {
     const int num_outputs = options_.several_hosts ? 1 : options_.size;
@@ -294,7 +318,6 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk) con
     }
     return;
   }
-  const int64_t element = bytes_of(operation.type);
   for (int rank = 1; rank < options_.size; ++rank) {
     std::memcpy(values[rank] + begin * element, values[0] + begin * element, (end - begin) * element);
   }

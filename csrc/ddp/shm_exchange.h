@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ddp/shm_reduce.h"
+#include "ddp/shm_residency.h"
 
 namespace drivetrain::ddp {
 
@@ -30,9 +31,11 @@ class HostLink {
 
 // One rank's side. All ranks start the same operations in the same order; operation n is known by its number. What they
 // share (the board, zeroed before its first use) holds for each rank how many operations it has published, and for each
-// operation under way which chunk is the next to be added up and how many are done. Whoever has time takes chunks: a
-// chunk's values of all ranks are added in rank order and written back to all ranks at once, so that all have the same
-// bits, whoever computed. An operation's memory belongs to the ranks together from start() until wait() returns.
+// operation under way which chunks are the next to be added up and how many are done. Each rank has a region of
+// chunks, which it takes first, so that in every step it touches the same part of the other ranks' memory; whoever has
+// time then takes those of ranks that are late. A chunk's values of all ranks are added in rank order and written back
+// to all ranks at once, so that all have the same bits, whoever computed. An operation's memory belongs to the ranks
+// together from start() until wait() returns.
 //
 // With several hosts a chunk's sum goes to the host's first rank alone; that rank adds up the hosts through its link,
 // and then the chunks are copied to the other ranks, again by whoever has time.
@@ -60,6 +63,8 @@ class ShmExchange {
     bool wants_square_sum = false;           // of floats, within one host
     uint64_t tag = 0;                        // what it is for; the same on all ranks
     std::shared_ptr<void> memory = nullptr;  // keeps the values mapped, until this rank has no part in it any more
+    Residency* residency = nullptr;          // of the other ranks' values; null: not followed
+    int64_t offset = 0;                      // of the values in what it follows, in bytes
   };
 
   static int64_t board_bytes(int size);
@@ -86,6 +91,7 @@ class ShmExchange {
     uint64_t number;
     uint32_t num_chunks;
     int64_t chunk_numel;
+    int turn[2] = {0, 0};  // per stage: the ranks in turn, from this one on, all chunks of whose regions are taken
   };
 
   bool is_forked() const;
@@ -96,10 +102,11 @@ class ShmExchange {
   bool is_complete(uint64_t number);
   uint64_t published_by_all() const;
   bool work(uint32_t max_chunks);
-  bool work_on(const Running& running, int stage, uint32_t& max_chunks);
+  uint32_t region_begin(const Running& running, int rank) const;
+  bool work_on(Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
   std::string describe(uint64_t kind, uint64_t tag) const;
-  void compute(const Running& running, int stage, uint32_t chunk) const;
+  void compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const;
   bool relay();
   void announce();
   void spin_or_sleep(uint32_t event);

@@ -99,8 +99,10 @@ Mapping::Mapping(Descriptor file, int64_t bytes, bool keeps_file) : file_(std::m
   watch_forks();
   // No fork may come between the mapping and its place in the list.
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Populated: page faults at the first step would cost more than here. With MAP_SHARED nothing is copied.
-  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file_.get(), 0);
+  // This process's own is populated: page faults at the first step would cost more than here. A peer's is not, as it
+  // would then count as resident here, too.
+  const int flags = MAP_SHARED | (keeps_file ? MAP_POPULATE : 0);
+  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
   if (address == MAP_FAILED) fail(text("mmap of ", bytes, " bytes of shared memory"), errno);
   begin_ = static_cast<char*>(address);
   if (!keeps_file) file_.reset();

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -32,6 +33,7 @@
 #include "ddp/peer_process.h"
 #include "ddp/shm_exchange.h"
 #include "ddp/shm_reduce.h"
+#include "ddp/shm_residency.h"
 #include "ddp/shm_segment.h"
 #include "native_tests.h"
 #include "optim/tile_cpu.h"
@@ -236,6 +238,30 @@ void test_peer_process_in_a_sandbox() {
     expect(is_set && ::syscall(SYS_pidfd_open, ::getpid(), 0) < 0, "pidfd_open is not there");
     test_peer_process();
   }).join();
+}
+
+void test_residency() {
+  constexpr int64_t kBytes = (12 << 20) + 100;
+  ddp::Segment memory = ddp::Segment::create(kBytes);
+  std::vector<ddp::Segment> others;
+  std::vector<char*> data;
+  for (int i = 0; i < 6; ++i) {
+    others.push_back(ddp::Segment::open(::getpid(), memory.fd(), memory.nonce(), kBytes));
+    data.push_back(others.back().data());
+  }
+  ddp::Residency residency(data, kBytes);
+  constexpr int64_t kStep = 100'000;
+  for (int64_t begin = 0; begin < kBytes; begin += kStep) memory.data()[begin] = static_cast<char>(begin / kStep);
+  bool is_bounded = true, is_same = true;
+  for (int round = 0; round < 3; ++round) {
+    for (int64_t begin = 0; begin < kBytes; begin += kStep) {
+      residency.touch(begin, std::min(begin + kStep, kBytes), /*is_usual=*/begin < kBytes / 3 || round == 2);
+      for (const char* other : data) is_same &= other[begin] == static_cast<char>(begin / kStep);
+      is_bounded &= residency.resident_bytes() <= 3 * kBytes;
+    }
+  }
+  expect(is_bounded && residency.resident_bytes() > 0, "no more is resident than is allowed");
+  expect(is_same, "values are not lost with what is resident");
 }
 
 void test_cores() {
@@ -476,6 +502,7 @@ void test_shared_memory() {
   test_segments();
   test_seals();
   test_forked_segments();
+  test_residency();
   test_peer_process();
   test_peer_process_in_a_sandbox();
   test_cores();

@@ -17,6 +17,7 @@ from rich.progress import track
 from torch import nn
 
 from ..ddp import DistributedDataParallel
+from . import scale
 from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
 from .ranks import BACKENDS, meet, on_ranks
 from .shapes import gpt2_124m
@@ -33,7 +34,7 @@ def run(rounds: int) -> list[Row]:
         memory[engine] = on_ranks(functools.partial(_memory, engine))
     small = on_ranks(functools.partial(_small_parameters, rounds))
     exposed = on_ranks(functools.partial(_exposed_communication, rounds))
-    return [*_memory_rows(memory), *_small_rows(small), _exposed_row(exposed)]
+    return [*_memory_rows(memory), *_small_rows(small), _exposed_row(exposed), *scale.run()]
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:

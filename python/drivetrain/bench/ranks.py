@@ -22,7 +22,9 @@ def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "glo
 
     Over NCCL ranks take GPUs in turn; where there are fewer, several share one, if NCCL lets them.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn" if count <= RANKS else "forkserver")
+    if count > RANKS:  # so many would import torch for a minute each
+        context.set_forkserver_preload(["torch._dynamo", "drivetrain"])
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
         ranks = [context.Process(target=_rank, args=(r, count, backend, folder, measure, queue)) for r in range(count)]

@@ -1,0 +1,151 @@
+"""How DistributedDataParallel's time and memory grow with the number of ranks, on one machine."""
+
+import functools
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import nn
+
+from .. import watch
+from ..ddp import DistributedDataParallel, TorchDistributedDataParallel
+from .measure import Row
+from .ranks import on_ranks
+
+MIB = 2**20
+RESIDENT_RANKS = (2, 4, 8, 16)
+GRADIENTS_MIB = 32
+MOST_RESIDENT = 4.2  # of a rank's gradients: its own, and of others' what a transport may keep, and a step's
+CONSTRUCT_RANKS = (8, 64)
+SIMULATED_RANKS = (8, 64, 1024)
+RANKS_PER_HOST = 8
+
+Memory = dict[str, float]  # MiB, by the kernel's name
+
+
+def run() -> list[Row]:
+    """The rows; raises if memory cannot be shared here."""
+    rows = []
+    for count in track(RESIDENT_RANKS, description="resident memory", transient=True):
+        rows += _resident_rows(count, on_ranks(_resident, count=count))
+    for count in track(CONSTRUCT_RANKS, description="construction", transient=True):
+        rows += _construct_rows(count, on_ranks(_construct, count=count))
+    for count in SIMULATED_RANKS:
+        rows += _bookkeeping_rows(count)
+    return rows
+
+
+def _memory() -> Memory:
+    """Of this process. A page that n processes share counts in full in the first two, and as 1/n in Pss."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text() + Path("/proc/self/smaps_rollup").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {name: int(fields[name].split()[0]) / 1024 for name in ("VmRSS", "RssShmem", "Pss")}
+
+
+def _added(wrap: Callable[[nn.Module], nn.Module], numel: int, steps: int) -> tuple[Memory, float]:
+    """Most memory over all ranks, beyond a module without gradients, after some steps; seconds of construction."""
+    module = nn.Linear(numel, 1, bias=False)
+    dist.barrier()
+    before = _memory()
+    dist.barrier()
+    begin = time.perf_counter()
+    model = wrap(module)
+    construction = time.perf_counter() - begin
+    for _ in range(steps):
+        model(torch.ones(1, numel)).sum().backward()
+    dist.barrier()  # the pages that a rank shares count in full for the others once it has ended
+    after = _memory()
+    dist.barrier()
+    added = torch.tensor([after[name] - before[name] for name in after])
+    slowest = torch.tensor([construction])
+    dist.all_reduce(added, dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(after, added.tolist(), strict=True)), slowest.item()
+
+
+def _shared(module: nn.Module) -> DistributedDataParallel:
+    model = DistributedDataParallel(module, transport="shm")
+    if model._get_ddp_logging_data()["transport"] != "shm":
+        raise RuntimeError("memory cannot be shared here, so there is nothing to measure")
+    return model
+
+
+def _resident() -> dict[str, Memory]:
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "torch": TorchDistributedDataParallel,
+        "drivetrain": _shared,
+    }
+    for wrap in wrappers.values():  # what each imports and allocates once
+        _added(wrap, 1024, 2)
+    return {engine: _added(wrap, GRADIENTS_MIB * MIB // 4, 12)[0] for engine, wrap in wrappers.items()}
+
+
+def _resident_rows(count: int, memory: dict[str, Memory]) -> list[Row]:
+    what = f"beyond a module without gradients, {count} ranks x {GRADIENTS_MIB} MiB of gradients"
+    rows = [Row(f"{name} {what}", "MiB", memory["torch"][name], memory["drivetrain"][name]) for name in memory["torch"]]
+    rows[1].target = f"<= {MOST_RESIDENT * GRADIENTS_MIB:.0f} MiB, whatever the number of ranks"
+    rows[1].met = memory["drivetrain"]["RssShmem"] <= MOST_RESIDENT * GRADIENTS_MIB
+    return rows
+
+
+def _construct() -> dict[str, tuple[Memory, float]]:
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "torch": TorchDistributedDataParallel,
+        "drivetrain": _shared,
+    }
+    results: dict[str, tuple[Memory, float]] = {}
+    for engine, wrap in wrappers.items():
+        _added(wrap, 16, 1)
+        runs = [_added(wrap, 16, 1) for _ in range(3)]
+        results[engine] = (runs[-1][0], statistics.median(seconds for _, seconds in runs))
+    return results
+
+
+def _construct_rows(count: int, results: dict[str, tuple[Memory, float]]) -> list[Row]:
+    (theirs, their_s), (ours, our_s) = results["torch"], results["drivetrain"]
+    return [
+        Row(f"construction, a layer of 16 parameters, {count} ranks", "ms", their_s * 1e3, our_s * 1e3),
+        Row(f"Pss of it and of a step, {count} ranks", "MiB", theirs["Pss"], ours["Pss"]),
+    ]
+
+
+def _bookkeeping_rows(count: int) -> list[Row]:
+    """What a rank keeps of so many others to report hangs, from simulated records of hosts of 8 ranks."""
+    store = dist.HashStore()
+    board_of = functools.partial(watch._Board, store, "", range(count), beat_s=60.0)
+    for rank in range(count):
+        board_of(rank=rank, host=f"host {rank // RANKS_PER_HOST}").publish(_record(rank))
+    for rank in range(0, count, RANKS_PER_HOST):
+        summary = {other: watch._seen_in(_record(other)) for other in range(rank, rank + RANKS_PER_HOST)}
+        store.set(f"host {rank // RANKS_PER_HOST}/summary", json.dumps(summary))
+    tracemalloc.start()
+    board = board_of(rank=0, host="host 0")
+    board.read()
+    if None in board.seen:
+        raise RuntimeError(f"of {count} simulated ranks some were not read")
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    begin = time.perf_counter()
+    board.read()
+    seconds = time.perf_counter() - begin
+    what = f"{count} ranks on hosts of {RANKS_PER_HOST} (simulated)"
+    return [
+        Row(f"a waiting rank's memory of others, {what}", "KiB", 0.0, kept / 1024),
+        Row(f"to read once who has come, {what}", "ms", 0.0, seconds * 1e3),
+    ]
+
+
+def _record(rank: int) -> watch.Record:
+    process: Any = {"host": "", "pid": rank, "started": 0}
+    where = "in layers.3.mlp (train.py:88 in forward)"
+    facts: Any = {"awaited": "", "where": where, "process": process, "has_failed": False}
+    return watch.Record(beat=1, step=rank, place=3, wait_s=0.5, **facts)

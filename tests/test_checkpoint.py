@@ -69,7 +69,11 @@ class Embedded(nn.Module):
         self.table, self.rnn = nn.Embedding(10, 16), nn.LSTM(16, 8, batch_first=True)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        y, (h, _) = self.rnn(self.table(tokens))
+        # Processors without AVX-512 have no LSTM in bfloat16, into which autocast would put this one.
+        with torch.autocast(
+            "cpu", enabled=torch.is_autocast_enabled("cpu") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        ):
+            y, (h, _) = self.rnn(self.table(tokens))
         return y, {"hidden": h, "no tensor": "text", "list": [y.sum(), 3]}
 
 

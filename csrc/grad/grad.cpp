@@ -16,6 +16,7 @@
 #include "grad/main_grads.h"
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
+#include "grad/weight_grad.h"
 #include "optim/storage_torch.h"
 
 namespace py = pybind11;
@@ -51,6 +52,7 @@ std::shared_ptr<MainGrads> make_main_grads(std::vector<at::Tensor> params, std::
 
 void register_grad(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;  // a hook that holds its mutex never waits for the GIL
+  m.def("has_block_products", &has_block_products);
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
   // Hooks of Python's on what backward keeps may raise (those of activation checkpointing do), and torch's errors shall
   // be of torch's kinds.

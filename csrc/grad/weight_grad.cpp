@@ -38,23 +38,6 @@ void multiply_block(int64_t rows, int64_t columns, int64_t tokens, const at::BFl
   at::native::cpublas::brgemm(rows, columns, tokens, tokens, kColumns, ld_c, adds, a, b, c, /*is_vnni=*/true);
 }
 
-// Whether libtorch has block products here: it throws where it has not.
-bool has_block_products() {
-  static const bool found = [] {
-    std::array<at::BFloat16, kTokensStep> a = {};
-    std::array<at::BFloat16, kTokensStep * kColumns> b = {};
-    std::array<float, kColumns> c = {};
-    try {
-      multiply_block(1, kColumns, kTokensStep, a.data(), b.data(), c.data(), kColumns, false);
-    } catch (const c10::Error&) {
-      return false;
-    }
-    at::native::cpublas::brgemm_release();
-    return true;
-  }();
-  return found && at::globalContext().userEnabledMkldnn();
-}
-
 // out[column][row] = in[row][column], 8 by 8.
 void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int64_t ld_out) {
   __m128i pairs[8];  // of rows: of the first and second, the left and the right half of their columns; and so on
@@ -158,6 +141,23 @@ void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const 
 bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 }  // namespace
+
+// libtorch throws where it has none.
+bool has_block_products() {
+  static const bool found = [] {
+    std::array<at::BFloat16, kTokensStep> a = {};
+    std::array<at::BFloat16, kTokensStep * kColumns> b = {};
+    std::array<float, kColumns> c = {};
+    try {
+      multiply_block(1, kColumns, kTokensStep, a.data(), b.data(), c.data(), kColumns, false);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    at::native::cpublas::brgemm_release();
+    return true;
+  }();
+  return found && at::globalContext().userEnabledMkldnn();
+}
 
 bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_residual) {
   const at::ScalarType dtype = weight_grad.left.scalar_type();

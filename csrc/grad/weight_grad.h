@@ -18,6 +18,9 @@ struct WeightGrad {
 // precision of a product that is rounded to its own dtype first and no slower. With a remainder: on the CPU alone.
 bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_residual);
 
+// Whether this processor multiplies blocks of 16-bit values, as can_add() on the CPU needs for bfloat16.
+bool has_block_products();
+
 // grad += left^T * right, or grad = where it starts. grad: contiguous, of the product's shape and device; residual:
 // undefined, or int8 of as many elements beside a bfloat16 grad.
 void add(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts);

@@ -369,7 +369,7 @@ def parameters_of_other_sizes() -> str:
 
 def test_buckets_that_differ_between_ranks_are_found(on_ranks: OnRanks) -> None:
     for message in on_ranks(parameters_of_other_sizes):
-        assert "ranks 0 and 1 make different buckets of the same plan" in message
+        assert "rank 0 and rank 1 make different buckets of the same plan" in message
 
 
 def first_step() -> bool:

@@ -21,9 +21,8 @@ def check(seed: int, num_elements: int) -> None:
     recorder.set_forms([], pool, 1 << 30)
     recorder.set_plans([[PlannedOp("aten::exp", [FORMS["host"]], False)]])
     x = late_device.full_float(1.0, num_elements).requires_grad_()
-    assert recorder.enter()
-    y = x.exp()
-    recorder.leave()
+    with _C.ActivationScope(recorder):
+        y = x.exp()
     assert not recorder.divergence, recorder.divergence
     assert pool.num_copies == 1
     y.detach().zero_()

@@ -558,6 +558,17 @@ def test_the_table_adds_up(gpt: tuple[nn.Module, Step]) -> None:
     text = str(plan)
     assert "recomputed MiB" in text
     assert "blocks.3" in text
+    assert repr(plan) == text
+    assert plan._repr_html_().count("<tr>") == 1 + len(rows) + 1  # the header and the sum
+
+
+def test_measured_times_are_those_of_a_step(gpt: tuple[nn.Module, Step]) -> None:
+    model, step = gpt
+    plan = drivetrain.activation_budget(model, step, "50%")
+    for _ in range(4):
+        step()
+    whole = plan._recorder.replay_seconds  # of the measured step and these four
+    assert math.isclose(sum(row["measured_seconds"] for row in plan.blocks()), whole / 5, rel_tol=1e-6)
 
 
 def test_everything_kept_where_the_budget_allows(gpt: tuple[nn.Module, Step]) -> None:

@@ -291,13 +291,19 @@ void Recorder::set_plans(std::vector<TapePlan> plans) {
 
 std::vector<std::vector<double>> Recorder::seconds_by_op() const {
   std::vector<std::vector<double>> seconds;
-  for (const auto& plan : plans_) seconds.push_back(plan->seconds);
+  for (const auto& plan : plans_) {
+    seconds.push_back(plan->seconds);
+    for (double& one : seconds.back()) one /= static_cast<double>(std::max<int64_t>(1, plan->num_passes));
+  }
   return seconds;
 }
 
 void Recorder::reset() {
   ledger_->reset();
-  for (const auto& plan : plans_) plan->seconds.assign(plan->ops.size(), 0);
+  for (const auto& plan : plans_) {
+    plan->seconds.assign(plan->ops.size(), 0);
+    plan->num_passes = 0;
+  }
 }
 
 bool Recorder::is_mine() const { return tape_ && Tape::current() == tape_.get(); }
@@ -320,7 +326,7 @@ Recorder::Entry Recorder::enter() {
   const bool is_checked =
       purpose_ == Purpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
   ++num_passes_;
-  const auto tape = std::make_shared<Tape>(ledger_, std::move(plan), forms_, purpose_, is_checked, model_);
+  const auto tape = std::make_shared<Tape>(ledger_, plan, forms_, purpose_, is_checked, model_);
   push_hooks(&pack_method, capsule(tape, kTape), &unpack_method);  // may throw: some transforms allow none
   ledger_->open(tape);
   tape_ = tape;
@@ -328,6 +334,7 @@ Recorder::Entry Recorder::enter() {
   recorded_here().pack = at::SavedTensorDefaultHooks::get_tls_state().stack.top().first.ptr(getPyInterpreter());
   Tape::current() = tape_.get();
   c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
+  if (plan) ++plan->num_passes;
   return {Place::kOutermost, tape_};
 }
 

@@ -24,7 +24,7 @@ class Recorder {
   void set_model(WeakModule model) { model_ = std::move(model); }
 
   // Of each operation of each plan, since reset().
-  std::vector<std::vector<double>> seconds_by_op() const;
+  std::vector<std::vector<double>> seconds_by_op() const;  // that replaying takes in a pass, on average
   void reset();
 
   enum class Place {

@@ -63,7 +63,8 @@ struct PlannedOp {
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
-  std::vector<double> seconds;  // that replaying each took, of all passes
+  std::vector<double> seconds;  // that replaying each took, in all passes
+  int64_t num_passes = 0;       // under this plan
 };
 
 // How values may be kept besides as they are, for all tapes of a recorder.

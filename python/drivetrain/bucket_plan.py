@@ -42,7 +42,7 @@ class BucketPlan:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html_table(self._head(), _HEADER, self._rows())
+        return html_table(self._head(), _HEADER, self._rows(), has_text_at_the_end=True)
 
     def _head(self) -> list[str]:
         measured = "no step yet" if self.measured_exposed_ms is None else f"{self.measured_exposed_ms:.2f} ms"

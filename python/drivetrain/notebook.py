@@ -4,15 +4,22 @@ from collections.abc import Sequence
 from html import escape
 
 
-def html_table(lines: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table below lines of text. The first and the last column are text, the others numbers.
+def html_table(
+    lines: Sequence[str],
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    has_text_at_the_end: bool = False,
+) -> str:
+    """Formats a table below lines of text. The first column is text, the others are numbers.
 
     Args:
+        has_text_at_the_end: Whether the last column is text, too.
         lines: Text above the table; it is escaped.
         header: Names of the columns.
         rows: Cells of each row; they are escaped.
     """
-    text_columns = {0, len(header) - 1} if len(header) > 2 else {0}
+    text_columns = {0, len(header) - 1} if has_text_at_the_end else {0}
 
     def cells(tag: str, values: Sequence[str]) -> str:
         aligned = ("left" if column in text_columns else "right" for column in range(len(values)))

@@ -343,12 +343,18 @@ class ActivationPlan(_C.ActivationScope):
 
     def blocks(self) -> list[dict[str, Any]]:
         """The rows of the table: block, kept_bytes, packed_bytes, offloaded_bytes, recomputed_bytes, planned_seconds,
-        and measured_seconds (None before a step was measured)."""
+        and measured_seconds (of a step, on average; None before one was measured)."""
         measured = self._recorder.seconds_by_op() if self.measured_seconds is not None else None
         return table.rows(self._trace, self._chosen, measured)
 
     def __str__(self) -> str:
         return table.render(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return table.html(self)
 
     @property
     def _chosen(self) -> Choice:

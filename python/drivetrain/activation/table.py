@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ..notebook import html_table
 from .plan import FORGET, KEEP, Choice
 from .trace import FORMS, Trace
 
@@ -66,45 +67,61 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
     return [{"block": name, **_sum([found[i] for i in indices])} for name, indices in _blocks(paths, found)]
 
 
+_COLUMNS = ("block", "kept MiB", "packed MiB", "offloaded MiB", "recomputed MiB", "planned ms", "measured ms")
+
+
 def render(plan: "ActivationPlan") -> str:
+    """Formats a plan for a terminal."""
     table = Table(title=None)
-    table.add_column("block")
-    for column in ("kept MiB", "packed MiB", "offloaded MiB", "recomputed MiB", "planned ms", "measured ms"):
-        table.add_column(column, justify="right")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "block" else "right")
+    *blocks, total = _cells(plan)
+    for row in blocks:
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*total)
+    out = Console(file=io.StringIO(), width=120)
+    out.print(table)
+    for line in _lines(plan):
+        out.print(line, highlight=False)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def html(plan: "ActivationPlan") -> str:
+    """Formats a plan for a notebook."""
+    return html_table(_lines(plan), _COLUMNS, _cells(plan))
+
+
+def _cells(plan: "ActivationPlan") -> list[tuple[str, ...]]:
+    """Returns one row per block, and their sum."""
     blocks = plan.blocks()
-    for row in [*blocks, {"block": "all", **_sum(blocks)}]:
-        if row["block"] == "all":
-            table.add_section()
-        table.add_row(
+    return [
+        (
             row["block"],
-            f"{row['kept_bytes'] / 2**20:.1f}",
-            f"{row['packed_bytes'] / 2**20:.1f}",
-            f"{row['offloaded_bytes'] / 2**20:.1f}",
-            f"{row['recomputed_bytes'] / 2**20:.1f}",
+            *(f"{row[name] / 2**20:.1f}" for name in _SUMMED[:4]),
             f"{1e3 * row['planned_seconds']:.1f}",
             "" if row["measured_seconds"] is None else f"{1e3 * row['measured_seconds']:.1f}",
         )
-    out = Console(file=io.StringIO(), width=120)
-    out.print(table)
+        for row in [*blocks, {"block": "all", **_sum(blocks)}]
+    ]
+
+
+def _lines(plan: "ActivationPlan") -> list[str]:
     measured = "" if plan.measured_bytes is None else f", measured {size(plan.measured_bytes)}"
-    out.print(
+    lines = [
         f"peak of what is kept for backward: budget {size(plan.budget_bytes)}, planned {size(plan.planned_bytes)}"
-        f"{measured}, {size(plan.unplanned_bytes)} without; smallest possible {size(plan.smallest_bytes)}",
-        highlight=False,
-    )
+        f"{measured}, {size(plan.unplanned_bytes)} without; smallest possible {size(plan.smallest_bytes)}"
+    ]
     if len(plan.compiled) > 0:
-        out.print(str(plan.compiled), highlight=False)
+        lines.append(str(plan.compiled))
     copies = plan.copies
     if plan.host_link is not None and copies is not None:
-        out.print(
+        lines.append(
             f"offload: measured {plan.host_link}; {copies.num_values} tensors of {size(copies.num_bytes)} are copied "
-            f"out and back, and the step waits {1e3 * copies.exposed_seconds:.1f} ms for that",
-            highlight=False,
+            f"out and back, and the step waits {1e3 * copies.exposed_seconds:.1f} ms for that"
         )
-    for note in plan.notes:
-        out.print(f"note: {note}", highlight=False)
-    assert isinstance(out.file, io.StringIO)
-    return out.file.getvalue()
+    return lines + [f"note: {note}" for note in plan.notes]
 
 
 def _all_bytes(row: dict[str, Any]) -> int:

@@ -89,13 +89,13 @@ doctor: $(STAMPS)/built ## check this environment
 	$(PYTHON) -m drivetrain doctor $(ARGS)
 
 format: $(STAMPS)/dev-tools ## rewrite sources in the project's format
-	$(ENV)/bin/ruff format python tests examples benchmarks notebooks
-	$(ENV)/bin/ruff check --fix python tests examples benchmarks notebooks
+	$(ENV)/bin/ruff format python tests examples benchmarks notebooks tools
+	$(ENV)/bin/ruff check --fix python tests examples benchmarks notebooks tools
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format -i
 
 lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## what CI checks besides the tests
-	$(ENV)/bin/ruff format --check python tests examples benchmarks notebooks
-	$(ENV)/bin/ruff check python tests examples benchmarks notebooks
+	$(ENV)/bin/ruff format --check python tests examples benchmarks notebooks tools
+	$(ENV)/bin/ruff check python tests examples benchmarks notebooks tools
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
 
@@ -120,7 +120,7 @@ $(STAMPS)/build-tools: $(STAMPS)/torch
 	touch $@
 
 # Editable, so that a change of Python needs nothing and a change of csrc/ only what it touches.
-BUILD := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
+BUILD := $(PYTHON) tools/build.py
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
 	$(BUILD) $(if $(wildcard $(STAMPS)/built-with-kernels),-Ccmake.define.DRIVETRAIN_CUDA=on)
 	touch $@

@@ -67,6 +67,12 @@ DIFFERENCES: Sequence[Difference] = (
         "`ncclAvg` disables NCCL's symmetric kernels and NVLS.",
     ),
     Difference(
+        "Gradients in a forked child process",
+        "Show the values at the fork.",
+        "Pages that the child has not written follow the parent's later steps. A backward pass there raises.",
+        "A copy per child would cost the memory of all gradients.",
+    ),
+    Difference(
         "Error texts",
         "Name the rank or the index of a parameter.",
         "Name parameters, modules, files and lines; the exception types are torch's.",

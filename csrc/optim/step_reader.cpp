@@ -737,10 +737,10 @@ void StepReader::check_memory(const Entry& entry, const at::Tensor& tensor, cons
 
 void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const {
   if (grad.layout() != at::kStrided) {
-    throw EnvironmentError(
-        text(label(entry),
-             " has a sparse gradient, which this optimizer does not support: use SGD, Adagrad or torch.optim.SparseAdam "
-             "for it, or sparse=False in its Embedding."));
+    throw EnvironmentError(text(
+        label(entry),
+        " has a sparse gradient, which this optimizer does not support: use SGD, Adagrad or torch.optim.SparseAdam "
+        "for it, or sparse=False in its Embedding."));
   }
   if (grad.device() != param.device()) {
     throw UserError(text(label(entry), " is on ", param.device().str(), " but its gradient is on ", grad.device().str(),

@@ -124,7 +124,8 @@ void test_progress() {
   std::thread watcher([&] {
     while (!ended) {
       const std::optional<ddp::Progress::DeviceLag> lag = progress.device_lag();
-      expect(!lag || (lag->step >= 1 && lag->step <= kSteps && lag->seconds >= 0), "a lag is of a step that was marked");
+      expect(!lag || (lag->step >= 1 && lag->step <= kSteps && lag->seconds >= 0),
+             "a lag is of a step that was marked");
       const ddp::Progress::Snapshot now = progress.snapshot();
       expect(now.awaited.empty() || (now.awaited == *what && now.needed == ddp::Progress::kBackward + 1 &&
                                      now.place >= now.needed && now.step == now.num_waits + 1),

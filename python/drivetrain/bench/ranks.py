@@ -22,7 +22,7 @@ def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "glo
 
     Over NCCL ranks take GPUs in turn; where there are fewer, several share one, if NCCL lets them.
     """
-    context = mp.get_context("spawn" if count <= RANKS else "forkserver")
+    context: Any = mp.get_context("spawn" if count <= RANKS else "forkserver")  # without Any: a base without Process
     if count > RANKS:  # so many would import torch for a minute each
         context.set_forkserver_preload(["torch._dynamo", "drivetrain"])
     with tempfile.TemporaryDirectory() as folder:

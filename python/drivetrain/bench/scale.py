@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from rich.progress import track
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from .. import watch
-from ..ddp import DistributedDataParallel, TorchDistributedDataParallel
+from ..ddp import DistributedDataParallel
 from .measure import Row
 from .ranks import on_ranks
 
@@ -74,7 +75,8 @@ def _added(wrap: Callable[[nn.Module], nn.Module], numel: int, steps: int) -> tu
 
 def _shared(module: nn.Module) -> DistributedDataParallel:
     model = DistributedDataParallel(module, transport="shm")
-    if model._get_ddp_logging_data()["transport"] != "shm":
+    logged = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if logged["transport"] != "shm":
         raise RuntimeError("memory cannot be shared here, so there is nothing to measure")
     return model
 
@@ -120,7 +122,7 @@ def _construct_rows(count: int, results: dict[str, tuple[Memory, float]]) -> lis
 
 def _bookkeeping_rows(count: int) -> list[Row]:
     """What a rank keeps of so many others to report hangs, from simulated records of hosts of 8 ranks."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     board_of = functools.partial(watch._Board, store, "", range(count), beat_s=60.0)
     for rank in range(count):
         board_of(rank=rank, host=f"host {rank // RANKS_PER_HOST}").publish(_record(rank))
@@ -147,5 +149,6 @@ def _bookkeeping_rows(count: int) -> list[Row]:
 def _record(rank: int) -> watch.Record:
     process: Any = {"host": "", "pid": rank, "started": 0}
     where = "in layers.3.mlp (train.py:88 in forward)"
-    facts: Any = {"awaited": "", "where": where, "process": process, "has_failed": False}
-    return watch.Record(beat=1, step=rank, place=3, wait_s=0.5, **facts)
+    return watch.Record(
+        beat=1, step=rank, place=3, awaited="", where=where, wait_s=0.5, process=process, has_failed=False
+    )

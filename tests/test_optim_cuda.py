@@ -151,7 +151,7 @@ def test_numbers_in_tensors_on_the_device_are_read() -> None:
 def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) -> None:
     params = on_gpu(make_params())
     twins = copies(params)
-    ours, theirs = optim.AdamW(params), torch.optim.AdamW(twins, fused=True)
+    ours, theirs = optim.AdamW(params, fused=True), torch.optim.AdamW(twins, fused=True)
     scaler, twin_scaler = (
         cls(DEVICE, init_scale=8.0, growth_interval=2) for cls in (scaler_class, torch.amp.GradScaler)
     )

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -10,39 +9,7 @@ from .arguments import check_arguments
 from .base import FusedOptimizer, learning_rate
 
 
-class _LAMBArguments(torch.optim.Optimizer):
-    """The constructor, as torch would write it."""
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        *,
-        bias_correction: bool = True,
-        grad_averaging: bool = True,
-        always_adapt: bool = False,
-        trust_clip: bool = False,
-        maximize: bool = False,
-    ) -> None:
-        check_arguments(lr, betas, weight_decay, eps)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "grad_averaging": grad_averaging,
-            "always_adapt": always_adapt,
-            "trust_clip": trust_clip,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-
-
-class LAMB(FusedOptimizer, _LAMBArguments):
+class LAMB(FusedOptimizer):
     """LAMB, for large batches: Adam's direction, in steps as long for every parameter, relative to its norm.
 
     With m and v the bias-corrected means of gradients and of their squares, and x the parameter::
@@ -106,17 +73,21 @@ class LAMB(FusedOptimizer, _LAMBArguments):
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
     ) -> None:
+        check_arguments(lr, betas, weight_decay, eps)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging,
+            "always_adapt": always_adapt,
+            "trust_clip": trust_clip,
+            "maximize": maximize,
+        }
         super().__init__(
             params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
-            always_adapt=always_adapt,
-            trust_clip=trust_clip,
-            maximize=maximize,
+            defaults,
             max_grad_norm=max_grad_norm,
             zero_grads_in_step=zero_grads_in_step,
             state_bits=state_bits,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -10,23 +9,7 @@ from .arguments import check_arguments
 from .base import FusedOptimizer, learning_rate
 
 
-class _LionArguments(torch.optim.Optimizer):
-    """The constructor, as torch would write it."""
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        check_arguments(lr, betas, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-
-
-class Lion(FusedOptimizer, _LionArguments):
+class Lion(FusedOptimizer):
     """Lion: steps of one size along the sign of a momentum, with decoupled weight decay; half of Adam's state.
 
     Dtypes and devices as in :class:`drivetrain.optim.Adam`; `max_grad_norm` and `zero_grads_in_step` as in every class
@@ -69,12 +52,16 @@ class Lion(FusedOptimizer, _LionArguments):
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
     ) -> None:
+        check_arguments(lr, betas, weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(
             params,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            maximize=maximize,
+            defaults,
             max_grad_norm=max_grad_norm,
             zero_grads_in_step=zero_grads_in_step,
             state_bits=state_bits,

@@ -98,6 +98,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     found_inf: float | Tensor
 
     zero_grads_in_step: bool = False
+    _can_scale_in_step: bool  # whether all gradients are on one device, as a step that unscales needs them
     _step_supports_amp_scaling: bool  # read by torch's GradScaler and by frameworks
     _max_grad_norm: float | None = None
     _result: _C.StepResult | sharded.Measured | None = None  # of the last step
@@ -139,7 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if type(self) in in_place_of.values():  # see _stay_torchs
             return
         self._place_step_counters()
-        self._announce_scaling()
+        self._find_devices()
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         constructed.append(f"{type(self).__name__} ({count} parameters in {groups})")
@@ -155,7 +156,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if value is not None and self.in_backward is not None:
             raise NotImplementedError(f"max_grad_norm is {value}, but {WHY_NOT_CLIPPED}")
         self._max_grad_norm = value
-        if hasattr(self, "param_groups"):
+        if hasattr(self, "_can_scale_in_step"):  # else the constructor comes to it
             self._announce_scaling()
 
     @property
@@ -179,10 +180,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether all parameters are on the CPU."""
         return all(param.device.type == "cpu" for group in self.param_groups for param in group["params"])
 
-    @property
-    def _can_scale_in_step(self) -> bool:
-        """Whether a step can unscale gradients itself: all of them must be on one device."""
-        return len({param.device for group in self.param_groups for param in group["params"]}) <= 1
+    def _find_devices(self) -> None:
+        """Looks where the parameters are, once per change of the groups: it takes time for each of them."""
+        self._can_scale_in_step = len({param.device for group in self.param_groups for param in group["params"]}) <= 1
+        self._announce_scaling()
 
     def _announce_scaling(self, *, by_our_scaler: bool = False) -> None:
         """Tells a GradScaler whether to leave unscaling to the step.
@@ -372,7 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._reader is None:  # copies and pickles come without one
             self._reader = _C.StepReader()
         begin = time.perf_counter()
-        result = self._step_all(self._reader, self._options(overflow_flag), overflow_flag is not None)
+        result = self._step_all(self._reader, self._options(overflow_flag))
         self._result = result
         counts: Counts = self.__dict__.setdefault("_counts", Counts())  # copies and pickles come without any
         seconds = time.perf_counter() - begin
@@ -390,14 +391,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return loss
 
-    def _step_all(
-        self, reader: _C.StepReader, options: _C.StepOptions, is_searching: bool
-    ) -> _C.StepResult | sharded.Measured:
-        """Steps dense gradients natively, and sparse ones by torch's functions where torch's class takes them.
-
-        Args:
-            is_searching: Whether a GradScaler has left the search for overflows to this step.
-        """
+    def _step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded.Measured:
+        """Steps dense gradients natively, and sparse ones by torch's functions where torch's class takes them."""
         if not self._may_be_sparse:
             try:
                 return self.step_groups(self.param_groups, reader, options)
@@ -410,7 +405,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         dense_groups, sparse_groups = sparse.split(self.param_groups, sharded.label_of)
         is_any_sparse = any(group["params"] for group in sparse_groups)
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
-        if is_any_sparse and (self.max_grad_norm is not None or scaled or is_searching):
+        if is_any_sparse and (options.max_grad_norm is not None or options.check_finite or scaled):
             raise NotImplementedError(
                 f"drivetrain.optim.{type(self).__name__}: a gradient is sparse, which neither max_grad_norm nor an "
                 "unscaling step takes: leave max_grad_norm and fused=True out, and use torch.amp.GradScaler."
@@ -545,7 +540,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         except (NotImplementedError, TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._announce_scaling()
+        self._find_devices()
 
     def _stay_torchs(self, reason: str) -> None:
         """Becomes one of torch's class, in whose place this one was made: code that asked for that gets it.
@@ -570,7 +565,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Takes torch's state, whichever of its implementations wrote it: step counters go to their place."""
         super().__setstate__(state)
         self._reader = None  # what it knows of the last step is not about these states
-        self._announce_scaling()
+        self._find_devices()
         for group in self.param_groups:
             for option, value in self._precision.items():
                 group.setdefault(option, value)

@@ -109,7 +109,7 @@ class Window:
         self._scaler = scaler
         # A framework's scheduler steps only where the framework has seen its own optimizer step.
         self._scheduler = _unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
-        self._scheduler_steps = getattr(self._scheduler, "_step_count", None)
+        self._scheduler_steps: int | None = None  # that were taken when this window last looked
         self._max_grad_norm = max_grad_norm
         self._entered = self._is_open = False
         self._handles: list[Any] = []  # hooks on the model and the optimizers, while the block lasts
@@ -137,7 +137,7 @@ class Window:
                 "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
                 "the with block."
             )
-        self._scheduler_steps = getattr(self._scheduler, "_step_count", None)
+        self._scheduler_steps = self._count_scheduler_steps()
         self._entered = self._is_open = True
         self._handles = [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in self._optimizers]
         if self._ddp is not None:
@@ -301,7 +301,7 @@ class Window:
             self._scaler.update()
         if self._scheduler is not None:
             self._scheduler.step()
-            self._scheduler_steps = getattr(self._scheduler, "_step_count", None)
+            self._scheduler_steps = self._count_scheduler_steps()
         for optimizer in self._optimizers:
             if not getattr(optimizer, "zero_grads_in_step", False):
                 optimizer.zero_grad()
@@ -389,8 +389,11 @@ class Window:
         grad = None if chosen is None else chosen.grad
         self._seen = None if chosen is None else (chosen, grad, 0 if grad is None else grad._version)
 
+    def _count_scheduler_steps(self) -> int | None:
+        return getattr(self._scheduler, "_step_count", None)
+
     def _check_untouched(self) -> None:
-        if getattr(self._scheduler, "_step_count", None) != self._scheduler_steps:
+        if self._count_scheduler_steps() != self._scheduler_steps:
             raise RuntimeError(
                 "scheduler.step() was called inside of drivetrain.accumulate(), which steps the scheduler after every "
                 "step of the optimizer: take scheduler.step() out of the loop."

@@ -4,12 +4,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
-#include "activation/activation.h"
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/cuda_versions.h"
 #include "base/frame_self.h"
 #include "base/heap.h"
+#include "budget/budget.h"
 #include "ddp/ddp.h"
 #include "grad/grad.h"
 #include "optim/optim.h"

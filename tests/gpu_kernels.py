@@ -5,7 +5,7 @@ packing.
     compute-sanitizer --tool memcheck python -m gpu_kernels --captured  (capturing needs the caching allocator)
 
 Says "imported", "the device answers" and "all kernels ran", so that one can tell a device that refuses the tool from an
-error of ours. Rules and storages are those of the tests, which tests/test_gpu_check.py holds against the sources.
+error of ours. Rules and storages are those of the tests, which tests/bench/test_gpu_check.py holds against the sources.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-import drivetrain
-from drivetrain import _C, optim
 from test_adafactor import PRECISIONS as ADAFACTORS_PRECISIONS
 from test_optim import CASES, make_params
 from test_pack import ROUNDED
 from test_precision import PRECISIONS
+from torch import Tensor, nn
+
+import drivetrain
+from drivetrain import _C, optim
 
 SHAPES: list[Any] = [(0,), (1,), (257,), (3, 171)]  # on either side of a block of states
 MATRICES: list[Any] = [(5, 67), (33, 9)]

@@ -34,7 +34,7 @@ REGISTERS = 65536  # of a multiprocessor, given to warps in units of 8 a thread
 MOST_THREADS = 2048
 LEAST_BYTES_UNDER_WAY = 40 << 10  # per multiprocessor
 
-# The values of Format (csrc/optim/storage.h) that kernels are made for, with the bytes of a value and of its extra.
+# The values of Format (csrc/formats/storage.h) that kernels are made for, with the bytes of a value and of its extra.
 FORMATS = {0: ("fp32", 4, 0), 2: ("bf16", 2, 0), 6: ("bf16+16", 2, 2), 7: ("bf16+8", 2, 1), 11: ("8 bit", 1, 0)}
 STATES = {"Adam": 2, "Sgd": 0, "SgdMomentum": 1, "Adagrad": 1, "Rmsprop": 1, "Lion": 1}
 CODES = 11

@@ -5,12 +5,12 @@ set -euo pipefail
 python=$1
 shift
 tests=("$@")
-[ ${#tests[@]} -gt 0 ] || tests=(tests/test_optim.py tests/test_step_tail.py tests/test_ddp.py tests/test_ddp_contract.py tests/test_reduced_norm.py
-  tests/test_accumulate.py tests/test_main_grad.py tests/test_fuse_wgrad.py tests/test_in_backward.py tests/test_checkpoint.py tests/test_activation_budget.py
-  tests/test_pack.py tests/test_offload.py tests/test_shm.py tests/test_plan.py)
+[ ${#tests[@]} -gt 0 ] || tests=(tests/optim/test_optim.py tests/optim/test_step_tail.py tests/ddp/test_ddp.py tests/ddp/test_ddp_contract.py tests/grad/test_reduced_norm.py
+  tests/grad/test_accumulate.py tests/grad/test_main_grads.py tests/grad/test_fuse_wgrad.py tests/optim/test_in_backward.py tests/checkpoint/test_checkpoint.py tests/budget/test_budget.py
+  tests/saved_tensors/test_pack.py tests/saved_tensors/test_offload.py tests/ddp/test_shm.py tests/ddp/test_bucket_planner.py)
 site=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
-"$python" -m pytest tests/test_native.py
+"$python" -m pytest tests/package/test_native.py
 
 declare -A runtime=([address]=libasan.so [undefined]=libubsan.so)
 for sanitizer in address undefined; do

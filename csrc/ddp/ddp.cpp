@@ -12,10 +12,10 @@
 #include "base/check.h"
 #include "base/held_function.h"
 #include "base/torch_text.h"
-#include "ddp/comm.h"
-#include "ddp/plan.h"
+#include "ddp/bucket_planner.h"
 #include "ddp/progress.h"
 #include "ddp/reducer.h"
+#include "ddp/transport/transport.h"
 
 namespace py = pybind11;
 
@@ -241,7 +241,7 @@ void register_ddp(py::module_& m) {
                              })
       .def_readonly("exposed", &Reducer::PlanReport::exposed_s);
   py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
-  // Python's part of it is python/drivetrain/reducer.py.
+  // Python's part of it is python/drivetrain/ddp/reducer.py.
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),

@@ -19,11 +19,11 @@
 #include <utility>
 #include <vector>
 
-#include "ddp/comm.h"
-#include "ddp/comm_hook.h"
+#include "ddp/bucket_planner.h"
 #include "ddp/late_check.h"
-#include "ddp/plan.h"
 #include "ddp/progress.h"
+#include "ddp/transport/comm_hook.h"
+#include "ddp/transport/transport.h"
 #include "grad/reduced_norm.h"
 
 namespace drivetrain::ddp {

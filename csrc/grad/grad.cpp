@@ -12,12 +12,12 @@
 #include "base/grad_accumulator.h"
 #include "base/held_function.h"
 #include "base/torch_text.h"
+#include "formats/storage_torch.h"
 #include "grad/fuse_wgrad.h"
 #include "grad/main_grads.h"
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
 #include "grad/weight_grad.h"
-#include "optim/storage_torch.h"
 
 namespace py = pybind11;
 

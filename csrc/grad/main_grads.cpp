@@ -14,9 +14,9 @@
 #include "base/check.h"
 #include "base/current_stream.h"
 #include "base/grad_accumulator.h"
-#include "grad/accumulate.h"
+#include "formats/storage_torch.h"
+#include "grad/add_micro_grad.h"
 #include "grad/fuse_wgrad.h"
-#include "optim/storage_torch.h"
 
 namespace drivetrain::grad {
 namespace {

@@ -4,7 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "base/cpu_isa.h"
-#include "grad/total.h"
+#include "formats/total.h"
 
 namespace drivetrain::grad {
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "grad/lanes.h"
-#include "optim/storage.h"
+#include "formats/storage.h"
+#include "formats/summation.h"
 
 namespace drivetrain::optim {
 struct ParamJob;
@@ -19,9 +19,9 @@ struct Gradient {
   int64_t numel;
 };
 
-// In double, in the order of lanes.h: the same bits whatever the device, the instruction set and the number of threads.
-// Not finite exactly if an element is not (float64: or if the sum overflows). The gradients must lie
-// in this machine's memory.
+// In double, in the order of summation.h: the same bits whatever the device, the instruction set and the number of
+// threads. Not finite exactly if an element is not (float64: or if the sum overflows). The gradients must lie in this
+// machine's memory.
 double sum_of_squares(const std::vector<Gradient>& gradients);
 
 // Elements [begin, end), at most kChunk of them. One copy per instruction set.

@@ -1,7 +1,7 @@
 // One chunk's sum of squares: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch header.
+#include "formats/square_sum_cpu.h"
+#include "formats/tile_cpu.h"
 #include "grad/norm.h"
-#include "grad/square_sum_cpu.h"
-#include "optim/tile_cpu.h"
 
 namespace drivetrain::grad::DRIVETRAIN_ISA {
 

@@ -4,9 +4,9 @@
 // one fused multiplication and addition: a float's square is exact in double, so that fusing changes no bit.
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
-#include "grad/lanes_cuda.cuh"
+#include "formats/decode_cuda.cuh"
+#include "formats/summation_cuda.cuh"
 #include "grad/norm.h"
-#include "optim/decode_cuda.cuh"
 #include "optim/step.h"
 
 namespace drivetrain::grad {

@@ -17,7 +17,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "grad/accumulate.h"
+#include "grad/add_micro_grad.h"
 
 namespace drivetrain::grad {
 namespace {

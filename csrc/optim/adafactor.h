@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "optim/adafactor_pass.h"
-#include "optim/layer.h"
 #include "optim/step.h"
+#include "optim/trust_ratio.h"
 
 namespace drivetrain::optim {
 

@@ -2,9 +2,9 @@
 // namespace), includes no torch header.
 #include <algorithm>
 
-#include "grad/lanes.h"
+#include "formats/summation.h"
+#include "formats/tile_cpu.h"
 #include "optim/adafactor_pass.h"
-#include "optim/tile_cpu.h"
 
 namespace drivetrain::optim::DRIVETRAIN_ISA {
 namespace {

@@ -1,5 +1,5 @@
-// Adafactor's passes over the matrices of all parameters on CUDA; the others are those of layer_cuda.cu and the step's.
-// See adafactor_pass.h. Includes no torch header.
+// Adafactor's passes over the matrices of all parameters on CUDA; the others are those of trust_ratio_cuda.cu and the
+// step's. See adafactor_pass.h. Includes no torch header.
 //
 // Of an element in float32 factor_sums reads 4 bytes, the norms' pass 8 (gradient and parameter), and the step reads 8
 // and writes 4: 24 bytes in three passes. Sums and factors take 8 bytes or so per row and column of a unit, 1 % of

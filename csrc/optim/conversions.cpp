@@ -15,12 +15,12 @@
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "base/torch_text.h"
+#include "formats/storage_torch.h"
 #include "optim/convert.h"
 #include "optim/device_table.h"
 #include "optim/precision.h"
 #include "optim/step.h"
 #include "optim/step_reader.h"
-#include "optim/storage_torch.h"
 
 namespace drivetrain::optim {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "optim/storage.h"
+#include "formats/storage.h"
 
 namespace drivetrain::optim {
 

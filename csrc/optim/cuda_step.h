@@ -7,10 +7,10 @@
 #include <cstdint>
 
 #include "optim/adafactor_pass.h"
+#include "optim/grad_scaling.h"
 #include "optim/share.h"
 #include "optim/step.h"
 #include "optim/step_plan.h"
-#include "optim/treatment.h"
 
 namespace drivetrain::optim {
 
@@ -70,8 +70,8 @@ void start_cuda(const StepStart& start, void* stream);
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
                  int64_t num_blocks, void* stream, const Between* between = nullptr);
 
-// Of a rule that asks for norms (layer.h): takes the sums over all chunks, for which there must be memory, and adapts
-// `rules`, which are the job's. Writes nothing else.
+// Of a rule that asks for norms (trust_ratio.h): takes the sums over all chunks, for which there must be memory, and
+// adapts `rules`, which are the job's. Writes nothing else.
 void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
                 const Between* between = nullptr);
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "formats/tile_cpu.h"
 #include "optim/step.h"
-#include "optim/tile_cpu.h"
 
 namespace drivetrain::optim {
 inline namespace DRIVETRAIN_ISA {

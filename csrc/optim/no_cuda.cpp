@@ -1,7 +1,7 @@
 // The CUDA step's absence: what a build without nvcc answers.
 #include "base/check.h"
 #include "base/cuda_versions.h"
-#include "grad/accumulate.h"
+#include "grad/add_micro_grad.h"
 #include "grad/norm.h"
 #include "optim/convert.h"
 #include "optim/cuda_step.h"

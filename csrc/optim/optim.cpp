@@ -16,15 +16,15 @@
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
 #include "optim/adafactor.h"
+#include "optim/grad_scaling.h"
 #include "optim/hypers.h"
 #include "optim/launch.h"
-#include "optim/layer.h"
 #include "optim/muon.h"
 #include "optim/run_cuda.h"
 #include "optim/run_shared.h"
 #include "optim/state.h"
 #include "optim/step_reader.h"
-#include "optim/treatment.h"
+#include "optim/trust_ratio.h"
 
 namespace py = pybind11;
 

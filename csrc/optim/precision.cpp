@@ -3,7 +3,7 @@
 
 #include "base/check.h"
 #include "base/torch_text.h"
-#include "optim/storage_torch.h"
+#include "formats/storage_torch.h"
 
 namespace drivetrain::optim {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "optim/storage.h"
+#include "formats/storage.h"
 
 namespace drivetrain::optim {
 

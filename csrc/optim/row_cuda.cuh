@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "base/wide_cuda.cuh"
-#include "grad/lanes_cuda.cuh"
-#include "optim/decode_cuda.cuh"
+#include "formats/decode_cuda.cuh"
+#include "formats/summation_cuda.cuh"
 #include "optim/step.h"
 
 namespace drivetrain::optim {

@@ -4,10 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
-#include "grad/lanes.h"
+#include "formats/summation.h"
 #include "optim/adafactor.h"
-#include "optim/layer.h"
 #include "optim/run_cuda.h"
+#include "optim/trust_ratio.h"
 
 namespace drivetrain::optim {
 namespace {
@@ -17,7 +17,7 @@ at::Tensor over(void* data, at::IntArrayRef sizes, at::ScalarType dtype, c10::De
   return at::from_blob(data, sizes, [](void*) {}, options, device);
 }
 
-// Chunks add up in the order of lanes.h; a parameter's total takes the place of its first chunk's sum.
+// Chunks add up in the order of summation.h; a parameter's total takes the place of its first chunk's sum.
 void share_chunks(const Batch& batch, LayerSums* sums, const std::function<void(const at::Tensor&)>& share) {
   const at::Tensor chunks = over(sums, {batch.num_chunks, 2}, at::kDouble, batch.device);
   const at::Tensor totals = at::empty({static_cast<int64_t>(batch.params.size()), 2}, chunks.options());

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "optim/ranged_float.cuh"
+#include "formats/ranged_float.cuh"
+#include "formats/words_cuda.cuh"
 #include "optim/step_plan.h"
-#include "optim/words_cuda.cuh"
 
 namespace drivetrain::optim {
 

@@ -16,9 +16,9 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/torch_text.h"
-#include "grad/lanes.h"
+#include "formats/storage_torch.h"
+#include "formats/summation.h"
 #include "optim/hypers.h"
-#include "optim/storage_torch.h"
 
 namespace py = pybind11;
 

@@ -14,11 +14,11 @@
 #include "optim/adafactor.h"
 #include "optim/cuda_step.h"
 #include "optim/device_table.h"
-#include "optim/layer.h"
 #include "optim/muon.h"
 #include "optim/precision.h"
 #include "optim/step.h"
 #include "optim/step_plan.h"
+#include "optim/trust_ratio.h"
 
 namespace drivetrain::optim {
 

@@ -7,12 +7,13 @@ from ._torch_version import check_torch
 check_torch()  # before anything touches the native module, whose own complaint would be an undefined symbol
 
 from . import amp, optim  # noqa: E402
-from .accumulate import accumulate  # noqa: E402
-from .activation import activation_budget, checkpoint  # noqa: E402
-from .clip_grad import clip_grad_norm_  # noqa: E402
+from .budget import activation_budget  # noqa: E402
+from .checkpoint import checkpoint  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
-from .fuse_wgrad import fuse_wgrad  # noqa: E402
-from .main_grad import float32_grad, main_grads  # noqa: E402
+from .grad.accumulate import accumulate  # noqa: E402
+from .grad.clip_grad import clip_grad_norm_  # noqa: E402
+from .grad.fuse_wgrad import fuse_wgrad  # noqa: E402
+from .grad.main_grads import float32_grad, main_grads  # noqa: E402
 from .swap import install, uninstall  # noqa: E402
 
 __version__ = version("drivetrain")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain import ddp as _ddp
 from drivetrain import optim as _optim
+from drivetrain.ddp import distributed as _ddp
 from drivetrain.optim import base as _base
 
 

@@ -37,7 +37,7 @@ DEFECTS = [
         "csrc/ddp/reducer_plan.cpp",
         "const at::Tensor all = copied_to(mine, params_[0].tensor.device());",
         "const at::Tensor all = mine;",
-        ("tests/test_nccl.py::test_equals_torchs_class_under_a_pure_nccl_group[2-torch]",),
+        ("tests/ddp/test_nccl.py::test_equals_torchs_class_under_a_pure_nccl_group[2-torch]",),
         (
             r"the all-reduce of the buckets' checksums failed in synchronised step \d+",
             "No backend type associated with device type cpu",
@@ -49,7 +49,7 @@ DEFECTS = [
         "python/drivetrain/optim/base.py",
         "            return\n        self._place_step_counters()\n",
         "            return\n",
-        ("tests/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adagrad]",),
+        ("tests/optim/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adagrad]",),
         (r"its state 'step' is Float of 1 elements on cpu; expected one float32 on cuda:0",),
     ),
     Defect(
@@ -64,10 +64,10 @@ DEFECTS = [
     Defect(
         "5",
         "a call of NCCL counts as finished once it returns success",
-        "csrc/ddp/nccl_communicator.cpp",
+        "csrc/ddp/transport/nccl_communicator.cpp",
         "    while (result == ncclSuccess || result == ncclInProgress) {\n",
         "    if (result == ncclSuccess) return;\n    while (result == ncclSuccess || result == ncclInProgress) {\n",
-        ("tests/test_nccl.py::test_equals_torchs_class_under_a_pure_nccl_group[2-nccl]",),
+        ("tests/ddp/test_nccl.py::test_equals_torchs_class_under_a_pure_nccl_group[2-nccl]",),
         (r"failed with NCCL error 4 .*Attempt to use communicator before the previous operation returned ncclSuccess",),
     ),
     Defect(
@@ -94,25 +94,27 @@ DEFECTS = [
         "python/drivetrain/optim/precision.py",
         "{name: conversions.new_extra(param, before, dtype)}",
         "{name: param.cpu().new_zeros(param.shape, dtype=dtype).to(param.device)}",
-        ("tests/test_optim_cuda.py::test_a_first_step_does_not_wait_for_the_device_either[master_24_state_8-adamw]",),
+        (
+            "tests/optim/test_optim_cuda.py::test_a_first_step_does_not_wait_for_the_device_either[master_24_state_8-adamw]",
+        ),
         (r"called a synchronizing CUDA operation",),
     ),
     Defect(
         "8",
         "what writes to an offloaded tensor does not wait for its copy",
-        "csrc/activation/offload.cpp",
+        "csrc/saved_tensors/offload.cpp",
         "  if (copied_out_) copied_out_->block(current_stream_of(options_.device()));\n",
         "",
-        ("tests/test_offload.py::test_what_comes_back",),
+        ("tests/saved_tensors/test_offload.py::test_what_comes_back",),
         (r"race: .*aten::zero_ .*cudaMemcpyAsync .*: nothing orders the two",),
     ),
     Defect(
         "13a",
         "a test gives CUDA parameters gradients that are on the CPU",
-        "tests/test_precision.py",
+        "tests/optim/test_precision.py",
         "other.grad = grad.to(other.device, other.dtype)",
         "other.grad = grad.to(other.dtype)",
-        ("tests/test_precision.py::test_cuda_gives_the_cpus_bits[dtype0-adamw-state_8]",),
+        ("tests/optim/test_precision.py::test_cuda_gives_the_cpus_bits[dtype0-adamw-state_8]",),
         (r"assigned grad has data of a different type|attempting to assign a gradient",),
     ),
     Defect(
@@ -143,8 +145,8 @@ def no_waiting() -> Iterator[None]:
         yield
 """,
         (
-            "tests/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adamw]",
-            "tests/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adamw_amsgrad]",
+            "tests/optim/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adamw]",
+            "tests/optim/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adamw_amsgrad]",
         ),
         ("Synchronization debug mode is a prototype feature", "called a synchronizing CUDA operation"),
     ),

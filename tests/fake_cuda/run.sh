@@ -39,7 +39,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 if [ $# -gt 0 ]; then
   exec "$layer/bin/python" -m pytest -p fake_cuda_plugin "$@"
 fi
-files=(tests --ignore tests/test_notebooks.py) # which needs Jupyter, and has no test marked gpu
+files=(tests --ignore tests/docs/test_notebooks.py) # which needs Jupyter, and has no test marked gpu
 if [ "${PART:-}" = ci ]; then
   mapfile -t files < <(grep -v '^#' tests/fake_cuda/ci_part.txt)
 fi

@@ -1,5 +1,6 @@
-// The few functions of the CUDA runtime that csrc/ddp/nccl_communicator.cpp calls, on the host: a stream is a thread
-// with a queue. The null stream is the calling thread itself, so that tensors on the CPU stand for those on a device.
+// The few functions of the CUDA runtime that csrc/ddp/transport/nccl_communicator.cpp calls, on the host: a stream is a
+// thread with a queue. The null stream is the calling thread itself, so that tensors on the CPU stand for those on a
+// device.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 

@@ -5,8 +5,8 @@
 #include <cstdlib>
 
 #include "base/current_stream.h"
-#include "ddp/comm.h"
-#include "ddp/nccl_api.h"
+#include "ddp/transport/nccl_api.h"
+#include "ddp/transport/transport.h"
 
 namespace drivetrain {
 

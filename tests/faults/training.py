@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain import DistributedDataParallel, transport
+from drivetrain import DistributedDataParallel
+from drivetrain.ddp import transport
 
 from . import room
 from .plan import LAYERS, Round

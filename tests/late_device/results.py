@@ -8,8 +8,8 @@ import math
 import sys
 
 from drivetrain import _C
-from drivetrain.activation.plan import PlannedOp
-from drivetrain.activation.trace import FORMS
+from drivetrain.budget.plan import PlannedOp
+from drivetrain.budget.trace import FORMS
 
 sys.path.insert(0, sys.argv[1])
 late_device = importlib.import_module("late_device")  # after torch, whose libraries it needs

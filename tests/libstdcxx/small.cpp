@@ -1,4 +1,4 @@
-// A module that needs streams, which tests/test_build.py links in several ways.
+// A module that needs streams, which tests/package/test_build.py links in several ways.
 #include <sstream>
 #include <string>
 

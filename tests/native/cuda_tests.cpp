@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/check.h"
-#include "grad/accumulate.h"
+#include "formats/total.h"
+#include "grad/add_micro_grad.h"
 #include "grad/norm.h"
-#include "grad/total.h"
 #include "native_tests.h"
 #include "optim/adafactor.h"
 #include "optim/cuda_step.h"

@@ -19,7 +19,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "ddp/plan.h"
+#include "ddp/bucket_planner.h"
 #include "ddp/progress.h"
 #include "optim/step.h"
 #include "step_blocks.h"

@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "activation/bits.h"
-#include "activation/pack_cuda.h"
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "native_tests.h"
+#include "saved_tensors/bits.h"
+#include "saved_tensors/pack_cuda.h"
 #include "step_blocks.h"
 
 namespace drivetrain {

@@ -29,14 +29,14 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "ddp/cores.h"
-#include "ddp/peer_process.h"
-#include "ddp/shm_exchange.h"
-#include "ddp/shm_reduce.h"
-#include "ddp/shm_residency.h"
-#include "ddp/shm_segment.h"
+#include "ddp/transport/cores.h"
+#include "ddp/transport/peer_process.h"
+#include "ddp/transport/rank_sum.h"
+#include "ddp/transport/shm_exchange.h"
+#include "ddp/transport/shm_residency.h"
+#include "ddp/transport/shm_segment.h"
+#include "formats/tile_cpu.h"
 #include "native_tests.h"
-#include "optim/tile_cpu.h"
 
 namespace drivetrain {
 namespace {

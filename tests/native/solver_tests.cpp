@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "activation/solver.h"
 #include "base/check.h"
+#include "budget/solver/solver.h"
 #include "native_tests.h"
 
 namespace drivetrain {

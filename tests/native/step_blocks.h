@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "grad/lanes.h"
+#include "formats/summation.h"
 #include "optim/step.h"
 
 namespace drivetrain {

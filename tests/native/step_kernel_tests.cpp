@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/check.h"
+#include "formats/ranged_float.cuh"
 #include "native_tests.h"
 #include "optim/cuda_step.h"
-#include "optim/ranged_float.cuh"
 #include "step_blocks.h"
 
 namespace drivetrain {

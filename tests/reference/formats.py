@@ -1,4 +1,4 @@
-"""Plain twins of csrc/optim/storage.h's formats, in torch's own operations: float32 tensors to codes and back."""
+"""Plain twins of csrc/formats/storage.h's formats, in torch's own operations: float32 tensors to codes and back."""
 
 import torch
 from torch import Tensor

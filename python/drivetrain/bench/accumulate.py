@@ -13,8 +13,8 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..fuse_wgrad import fuse_wgrad
-from ..main_grad import float32_grad, main_grads
+from ..grad.fuse_wgrad import fuse_wgrad
+from ..grad.main_grads import float32_grad, main_grads
 from ..optim import AdamW
 from .measure import Row, interleaved, median_interval, ratio_of_medians
 

@@ -14,7 +14,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ..activation import ActivationPlan, activation_budget
+from ..budget import ActivationPlan, activation_budget
 from . import activation_regions, activation_rivals
 from .activation_memory import allocated, peak_of_alive
 from .activation_models import GPT, VOCABULARY, Case, cases, children_of, num_cases

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..activation import activation_budget
-from ..activation.trace import Recording
+from ..budget import activation_budget
+from ..budget.trace import Recording
 from .activation_models import GPT
 from .measure import Row, interleaved, ratio_row
 

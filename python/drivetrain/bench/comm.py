@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from rich.progress import track
 
-from .. import _C, transport
+from .. import _C
+from ..ddp import transport
 from .measure import Row, Timer, median_interval
 from .ranks import BACKENDS, RANKS, meet, on_ranks
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.progress import track
 from torch import nn
 
-from ..ddp import DistributedDataParallel
+from ..ddp.distributed import DistributedDataParallel
 from . import scale
 from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
 from .ranks import BACKENDS, meet, on_ranks

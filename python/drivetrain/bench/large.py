@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import optim
-from ..activation import activation_budget
+from ..budget import activation_budget
 from .activation_models import GPT, VOCABULARY
 from .measure import Row, interleaved
 

@@ -16,8 +16,8 @@ from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from .. import watch
-from ..ddp import DistributedDataParallel
+from ..ddp import watch
+from ..ddp.distributed import DistributedDataParallel
 from .measure import Row
 from .ranks import on_ranks
 

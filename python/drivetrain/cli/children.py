@@ -16,8 +16,9 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any
 
-from drivetrain import ddp, swap
+from drivetrain import swap
 from drivetrain.cli import report
+from drivetrain.ddp import distributed as ddp
 from drivetrain.optim import base
 
 

@@ -27,7 +27,7 @@ from drivetrain.cli import differences
 from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.ranks import GLOO_CURE, Meeting
-from drivetrain.transport import nccl_package
+from drivetrain.ddp.transport import nccl_package
 
 _STYLES = {"OK": "green", "--": "dim", "WRONG": "bold red"}
 _REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import current_process
 
-from drivetrain import ddp, swap
+from drivetrain import swap
+from drivetrain.ddp import distributed as ddp
 from drivetrain.optim import base
 
 _NOTHING_WRAPPED = (

@@ -1,0 +1,118 @@
+// Checks a trace and turns it into lists.
+#include "budget/solver/trace_index.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/check.h"
+
+namespace drivetrain::activation {
+namespace {
+
+// whose: the parts of its name, which is put together only where something is wrong.
+template <class... Whose>
+void check_seconds(double seconds, const Whose&... whose) {
+  if (seconds >= 0 && std::isfinite(seconds)) return;
+  throw UserError(text(whose..., " takes ", seconds, " seconds: expected a finite number, 0 or more"));
+}
+
+template <class... Whose>
+void check_bytes(int64_t bytes, const Whose&... whose) {
+  if (bytes < 0) throw UserError(text(whose..., " has ", bytes, " bytes: expected 0 or more"));
+}
+
+void check_value(const Trace& trace, int32_t index) {
+  const TraceValue& value = trace.values[index];
+  check_bytes(value.bytes, "value ", index);
+  constexpr size_t kMaxForms = std::numeric_limits<int8_t>::max() - 1;
+  if (value.forms.size() > kMaxForms) {
+    throw UserError(text("value ", index, " has ", value.forms.size(), " forms: expected at most ", kMaxForms));
+  }
+  for (size_t form = 0; form < value.forms.size(); ++form) {
+    check_bytes(value.forms[form].bytes, "form ", form, " of value ", index);
+    check_seconds(value.forms[form].seconds, "form ", form, " of value ", index);
+  }
+  const auto count = static_cast<int64_t>(trace.values.size());
+  if (value.replaces < -1 || value.replaces >= count || value.replaces == index) {
+    throw UserError(text("value ", index, " replaces value ", value.replaces, ": expected another of the ", count,
+                         " values, or -1"));
+  }
+}
+
+template <class... Whose>
+void check_index(const Trace& trace, int32_t index, const Whose&... whose) {
+  if (index >= 0 && index < static_cast<int64_t>(trace.values.size())) return;
+  throw UserError(text(whose..., " value ", index, ": expected one of the ", trace.values.size(), " values"));
+}
+
+}  // namespace
+
+TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
+  const int32_t count = num_values();
+  for (int32_t value = 0; value < count; ++value) check_value(trace, value);
+  writer.assign(count, -1);
+  for (int32_t op = 0; op < num_ops(); ++op) {
+    check_seconds(trace.ops[op].seconds, "op ", op);
+    for (int32_t value : trace.ops[op].writes) {
+      check_index(trace, value, "op ", op, " writes");
+      if (writer[value] >= 0) {
+        throw UserError(text("value ", value, " is written by op ", writer[value], " and by op ", op,
+                             ": expected a value of its own for each"));
+      }
+      writer[value] = op;
+    }
+  }
+  std::vector<int32_t> last_reader(count, -1);
+  takes_over.assign(count, 0);
+  can_be_replayed.assign(count, 0);
+  for (int32_t op = 0; op < num_ops(); ++op) {
+    bool has_all_reads = true;
+    for (int32_t value : trace.ops[op].reads) {
+      check_index(trace, value, "op ", op, " reads");
+      if (writer[value] >= op) {
+        throw UserError(text("op ", op, " reads value ", value, ", which op ", writer[value],
+                             " writes: expected an earlier one to write it"));
+      }
+      if (is_external(value) || last_reader[value] == op) continue;
+      last_reader[value] = op;
+      reads.add(value);
+      has_all_reads = has_all_reads && (trace.values[value].can_keep || can_be_replayed[value]);
+    }
+    reads.end_list();
+    for (int32_t value : trace.ops[op].writes) {
+      writes.add(value);
+      const int32_t replaced = trace.values[value].replaces;
+      takes_over[value] = replaced >= 0 && last_reader[replaced] == op;
+      can_be_replayed[value] = trace.values[value].can_forget && has_all_reads;
+    }
+    writes.end_list();
+  }
+
+  num_tickets.assign(count, 0);
+  is_taken.assign(count, 0);
+  for (int32_t at = num_uses() - 1; at >= 0; --at) {
+    const TraceUse& use = trace.uses[at];
+    check_index(trace, use.value, "use ", at, " is of");
+    if (use.is_release) {
+      ++num_tickets[use.value];
+    } else if (num_tickets[use.value] == 0) {
+      throw UserError(text("use ", at, " takes value ", use.value, ", which is not released after it: expected a ",
+                           "release for each take"));
+    } else {
+      is_taken[use.value] = 1;
+    }
+  }
+
+  may_be_needed = is_taken;
+  may_be_replayed.assign(num_ops(), 0);
+  for (int32_t op = num_ops() - 1; op >= 0; --op) {
+    for (int32_t value : writes[op]) {
+      if (may_be_needed[value] && can_be_replayed[value]) may_be_replayed[op] = 1;
+    }
+    if (!may_be_replayed[op]) continue;
+    for (int32_t value : reads[op]) may_be_needed[value] = 1;
+  }
+}
+
+}  // namespace drivetrain::activation

@@ -1,0 +1,288 @@
+// Forgetting what a function saves, and calling it again; see region.h.
+#include "checkpoint/region.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/resolve_conj.h>
+#include <ATen/ops/resolve_neg.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+#include "base/check.h"
+#include "base/hash.h"
+#include "budget/budget.h"
+#include "checkpoint/hooks.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::activation {
+namespace {
+
+constexpr const char* kRegion = "drivetrain.Region";
+constexpr const char* kTicket = "drivetrain.Ticket";
+constexpr const char* kRecomputation = "drivetrain.Recomputation";
+
+// Those that operations save (RNNs, normalisations) have bytes that nobody wrote.
+bool is_workspace(const at::Tensor& tensor) { return tensor.scalar_type() == at::kByte && tensor.dim() == 1; }
+
+// torch's GraphExecGroup that the current backward belongs to, or None.
+py::object current_group() {
+  static const auto* get = new py::object(
+      py::getattr(py::module_::import("torch._C"), "_get_graph_exec_group", py::none()));  // lives for ever
+  return get->is_none() ? py::none() : (*get)();
+}
+
+// No Exception in Python's sense, so that the function's own handlers let it pass.
+PyObject* recomputation_stopped() {
+  static PyObject* const type = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
+  return type;
+}
+
+}  // namespace
+
+uint64_t hash_of(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
+                              "verify=True cannot hash the values of a saved tensor subclass: checkpoint what works on "
+                              "plain tensors, or leave verify=False");
+  const py::gil_scoped_release no_gil;
+  const at::NoGradGuard no_grad;
+  at::Tensor values = tensor.detach();
+  if (values.layout() != at::kStrided) values = values.to_dense();
+  values = values.resolve_conj().resolve_neg().cpu().contiguous();
+  return hash_bytes(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
+}
+
+Saved::Saved(const at::Tensor& tensor)
+    : sizes(tensor.sym_sizes()),
+      dtype(tensor.scalar_type()),
+      device(tensor.device()),
+      version(tensor._version()),
+      grad_fn(nullptr) {
+  if (tensor.has_storage()) storage = tensor.storage().getWeakStorageImpl();
+  if (const auto& node = tensor.grad_fn()) grad_fn = &typeid(*node);
+}
+
+struct Region::Ticket {
+  Ticket(std::shared_ptr<Region> region, size_t index) : region(std::move(region)), index(index) {}
+  Ticket(Ticket&&) = default;
+  ~Ticket() {
+    if (!region) return;
+    region->saved_[index].is_wanted = false;
+    region->saved_[index].value.reset();
+  }
+
+  std::shared_ptr<Region> region;
+  size_t index;
+};
+
+// One more call of the function, up to the last tensor that its forward saved.
+class Region::Recomputation {
+ public:
+  // Gives the region the values that its graph waits for.
+  static void run(Region& region);
+
+ private:
+  explicit Recomputation(Region& region)
+      : region_(region.shared_from_this()), num_expected_(region.saved_.size()), values_(num_expected_) {}
+
+  static PyObject* pack(PyObject* recomputation, PyObject* tensor);
+  static PyObject* unpack(PyObject* nobody, PyObject* tensor) { return Py_NewRef(tensor); }
+
+  void call_function(const std::shared_ptr<Recomputation>& self);
+  // Returns what the recomputed graph shall save: inside the function that may have a backward of its own. Nothing more
+  // is needed once is_stopped_ is set.
+  at::Tensor take(const at::Tensor& tensor);
+  std::string difference(size_t index, const at::Tensor& tensor) const;
+  [[noreturn]] void fail(std::string failure);
+
+  const std::shared_ptr<Region> region_;
+  const size_t num_expected_;
+  struct Value {
+    at::Tensor tensor;
+    int64_t version = 0;
+  };
+  std::vector<Value> values_;
+  size_t num_taken_ = 0;
+  bool is_stopped_ = false;
+  std::string failure_;
+};
+
+PyObject* Region::pack(PyObject* region, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  return value_in<std::shared_ptr<Region>>(region, kRegion)->save(THPVariable_Unpack(tensor)).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* Region::unpack(PyObject*, PyObject* ticket) {
+  HANDLE_TH_ERRORS
+  const Ticket& of = value_in<Ticket>(ticket, kTicket);
+  const std::shared_ptr<Region> region = of.region;
+  return THPVariable_Wrap(region->value_of(of.index));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* Region::Recomputation::pack(PyObject* recomputation, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  auto& self = *value_in<std::shared_ptr<Recomputation>>(recomputation, kRecomputation);
+  const at::Tensor kept = self.take(THPVariable_Unpack(tensor));
+  if (!self.is_stopped_) return THPVariable_Wrap(kept);
+  PyErr_SetNone(recomputation_stopped());
+  return nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+Region::Region(py::object function, py::tuple args, py::dict kwargs, RegionOptions options)
+    : function_(std::move(function)),
+      inputs_(std::in_place, std::move(args), std::move(kwargs)),
+      options_(options),
+      random_states_(options.preserve_rng_state ? std::optional(RandomStates::now()) : std::nullopt),
+      autocast_(Autocast::now()),
+      group_(py::none()) {}
+
+py::object Region::run(py::object function, py::tuple args, py::dict kwargs, RegionOptions options) {
+  static PyMethodDef pack_method{"pack", &Region::pack, METH_O, nullptr};
+  static PyMethodDef unpack_method{"unpack", &Region::unpack, METH_O, nullptr};
+  const auto region = std::make_shared<Region>(function, args, kwargs, options);
+  py::object result;
+  {
+    const HooksGuard hooks(&pack_method, capsule(region, kRegion), &unpack_method);
+    result = function(*args, **kwargs);
+  }
+  region->end_forward();
+  return result;
+}
+
+py::object Region::save(const at::Tensor& tensor) {
+  Saved saved(tensor);
+  if (options_.verify) {
+    if (!is_workspace(tensor)) saved.hash = hash_of(tensor);
+    saved.place = place_now();
+  }
+  saved_.push_back(std::move(saved));
+  return capsule(Ticket(shared_from_this(), saved_.size() - 1), kTicket);
+}
+
+void Region::end_forward() {
+  if (!saved_.empty()) {  // else nothing will be recomputed
+    const std::string written = inputs_->first_written();
+    if (!written.empty()) failure_ = input_written(written);
+    if (random_states_ && random_states_->num_devices() < RandomStates::num_devices_now()) {
+      failure_ = device_initialised();
+    }
+  }
+  has_ended_ = true;
+  if (failure_.empty()) return;
+  inputs_.reset();  // an argument that was written refers to the graph now, which refers to this
+  throw_checkpoint_error(failure_);
+}
+
+at::Tensor Region::value_of(size_t index) {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  py::object group = current_group();
+  const bool is_same = group.is(group_) && (!group.is_none() || (graph_task == graph_task_ && graph_task != -1));
+  if (!is_same || !saved_[index].value.defined()) {
+    recompute();
+    graph_task_ = graph_task;
+    group_ = std::move(group);
+  }
+  const at::Tensor value = std::move(saved_[index].value);  // gone from here even if the graph is retained
+  DT_INVARIANT(value.defined());
+  if (value._version() != saved_[index].value_version) throw_checkpoint_error(value_written(index));
+  return value;
+}
+
+void Region::recompute() {
+  if (!failure_.empty()) throw_checkpoint_error(failure_);
+  const std::string written = inputs_->first_written();
+  if (!written.empty()) throw_checkpoint_error(input_written(written));
+  Recomputation::run(*this);
+}
+
+void Region::Recomputation::run(Region& region) {
+  const std::shared_ptr<Recomputation> self(new Recomputation(region));
+  self->call_function(self);
+  if (!self->failure_.empty()) throw_checkpoint_error(self->failure_);  // which the function has caught
+  if (self->num_taken_ != self->num_expected_ && region.has_ended_) {
+    throw_checkpoint_error(region.other_number(self->num_taken_));
+  }
+  for (size_t index = 0; index < self->num_expected_; ++index) {
+    Saved& saved = region.saved_[index];
+    if (!saved.is_wanted) continue;
+    saved.value = std::move(self->values_[index].tensor);
+    saved.value_version = self->values_[index].version;
+  }
+}
+
+void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& self) {
+  static PyMethodDef pack_method{"pack", &Recomputation::pack, METH_O, nullptr};
+  static PyMethodDef unpack_method{"unpack", &Recomputation::unpack, METH_O, nullptr};
+  const auto [args, kwargs] = region_->inputs_->get();  // may recompute an outer region
+  const RandomStatesGuard random_states(region_->random_states_ ? &*region_->random_states_ : nullptr);
+  const AutocastGuard autocast(region_->autocast_);
+  const at::AutoGradMode grad_mode(true);
+  const HooksGuard hooks(&pack_method, capsule(self, kRecomputation), &unpack_method);
+  const auto result =
+      py::reinterpret_steal<py::object>(PyObject_Call(region_->function_.ptr(), args.ptr(), kwargs.ptr()));
+  if (result) return;
+  // While the function's frames were left, an interrupt may have come instead.
+  if (!is_stopped_ || !PyErr_ExceptionMatches(recomputation_stopped())) throw py::error_already_set();
+  PyErr_Clear();
+}
+
+at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
+  const size_t index = num_taken_;
+  if (index >= num_expected_) {
+    // More than the forward had saved when it asked for its own backward is as it should be.
+    if (!region_->options_.early_stop && !region_->has_ended_) return tensor.detach();
+    if (!is_stopped_) fail(region_->other_number(index + 1));
+    return {};
+  }
+  ++num_taken_;
+  const at::Tensor value = tensor.requires_grad() ? tensor.detach() : tensor;
+  if (region_->saved_[index].is_wanted) {
+    const std::string difference = this->difference(index, tensor);
+    if (!difference.empty()) fail(difference);
+    values_[index] = {value, value._version()};
+  }
+  is_stopped_ = region_->options_.early_stop && num_taken_ == num_expected_;
+  return value;
+}
+
+// What is not as it was in the forward; empty: nothing.
+std::string Region::Recomputation::difference(size_t index, const at::Tensor& tensor) const {
+  const Saved& before = region_->saved_[index];
+  if (region_->options_.checks_metadata) {
+    const Saved now(tensor);
+    if (now.sizes != before.sizes || now.dtype != before.dtype || now.device != before.device) {
+      return region_->changed(index, tensor);
+    }
+    const bool has_outlived =
+        before.storage && now.storage && before.storage->_unsafe_get_target() == now.storage->_unsafe_get_target();
+    if (has_outlived && before.version != now.version) return region_->outliving_written(index, tensor);
+  }
+  const bool is_same = !before.hash || *before.hash == hash_of(tensor) || is_running_statistic(tensor);
+  return is_same ? "" : region_->changed(index, tensor);
+}
+
+void Region::Recomputation::fail(std::string failure) {
+  failure_ = std::move(failure);
+  throw_checkpoint_error(failure_);
+}
+
+void register_activation(py::module_& m) {
+  m.def(
+      "checkpoint",
+      [](py::object function, py::tuple args, py::dict kwargs, bool preserve_rng_state, bool early_stop,
+         bool checks_metadata, bool verify) {
+        return Region::run(std::move(function), std::move(args), std::move(kwargs),
+                           {preserve_rng_state, early_stop, checks_metadata, verify});
+      },
+      py::arg("function"), py::arg("args"), py::arg("kwargs"), py::arg("preserve_rng_state"), py::arg("early_stop"),
+      py::arg("checks_metadata"), py::arg("verify"));
+  m.def("hash_tensor", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
+}
+
+}  // namespace drivetrain::activation

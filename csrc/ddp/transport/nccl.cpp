@@ -1,0 +1,285 @@
+// The transport through an NCCL communicator of our own: meets the other ranks through the process group's store and
+// hands tensors to the communicator.
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+
+#include "base/check.h"
+#include "base/current_stream.h"
+#include "base/torch_text.h"
+#include "ddp/transport/nccl_communicator.h"
+#include "ddp/transport/profiler_record.h"
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+ncclDataType_t nccl_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    case at::kByte:
+      return ncclUint8;
+    case at::kChar:
+      return ncclInt8;
+    default:
+      throw UnsupportedError(text("transport 'nccl' does not reduce ", dtype, ": use transport='torch'."));
+  }
+}
+
+// A key of the group's store that this process has not used. Ranks ask for a group's keys in the same order, as they
+// make its communicators and their memory.
+std::string next_key(const std::string& group_name) {
+  static std::mutex mutex;
+  static std::map<std::string, int> made;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return text("drivetrain/nccl/", group_name, "/", made[group_name]++);
+}
+
+// Rank 0's, for everyone.
+ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::string& group_name, const Ranks& ranks,
+                      std::chrono::milliseconds timeout) {
+  const auto store = group.getStore();
+  if (!store) throw EnvironmentError(text("the process group '", group_name, "' has no store to meet through"));
+  const std::string key = next_key(group_name);
+  ncclUniqueId id = {};
+  if (group.getRank() == 0) {
+    if (const ncclResult_t result = api.ncclGetUniqueId(&id); result != ncclSuccess) {
+      throw EnvironmentError(text("NCCL ", api.version, ": ncclGetUniqueId failed with NCCL error ",
+                                  static_cast<int>(result), " (", api.ncclGetErrorString(result),
+                                  "): ", api.ncclGetLastError(nullptr)));
+    }
+    store->set(key, std::vector<uint8_t>(id.internal, id.internal + sizeof(id.internal)));
+    return id;
+  }
+  std::vector<uint8_t> shared;
+  try {
+    store->wait({key}, timeout);
+    shared = store->get(key);
+  } catch (const std::exception& error) {
+    throw EnvironmentError(text(ranks.name(group.getRank()), " did not get the NCCL id of ", ranks.name(0),
+                                " from the process group's store within ", timeout.count() / 1000.,
+                                " s: ", error.what()));
+  }
+  if (shared.size() != sizeof(id.internal)) {
+    throw EnvironmentError(text("the NCCL id of ", ranks.name(0), " in the process group's store (", key, ") has ",
+                                shared.size(), " bytes, expected ", sizeof(id.internal)));
+  }
+  std::copy(shared.begin(), shared.end(), id.internal);
+  return id;
+}
+
+// Any rank's failure, or "" if none has one. Ranks tell each other through the store, which needs no device memory.
+std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& group_name, const Ranks& ranks,
+                                const std::string& failure, std::chrono::milliseconds timeout) {
+  if (group.getSize() == 1) return failure;
+  const auto store = group.getStore();
+  const std::string key = next_key(group_name), first = key + "/failure", all = key + "/all";
+  const auto bytes_of = [](const std::string& words) { return std::vector<uint8_t>(words.begin(), words.end()); };
+  try {
+    if (!failure.empty()) store->set(first, bytes_of(text(ranks.name(group.getRank()), ": ", failure)));
+    if (store->add(key + "/told", 1) == group.getSize()) store->set(all, bytes_of("told"));
+    store->wait({all}, timeout);
+    if (!store->check({first})) return "";
+    const std::vector<uint8_t> words = store->get(first);
+    return {words.begin(), words.end()};
+  } catch (const std::exception& error) {
+    throw EnvironmentError(text(ranks.name(group.getRank()), " did not learn from the process group's store within ",
+                                timeout.count() / 1000.,
+                                " s whether every rank has memory for its gradients: ", error.what()));
+  }
+}
+
+// For what waits for a device, or for other threads: they may be waiting for the GIL, to free a tensor.
+template <class Body>
+void without_gil(Body&& body) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    const pybind11::gil_scoped_release no_gil;
+    body();
+  } else {
+    body();
+  }
+}
+
+class NcclComm final : public Comm {
+ public:
+  explicit NcclComm(const NcclOptions& options)
+      : Comm(options.ranks),
+        api_(options.api),
+        group_name_(options.group_name),
+        group_(c10d::resolve_process_group(options.group_name)),
+        device_(options.device),
+        timeout_(static_cast<int64_t>(options.timeout_s * 1e3)),
+        release_cache_(options.release_cache) {
+    const c10::DeviceGuard guard(device_);
+    const ncclUniqueId id = share_id(*api_, *group_, group_name_, ranks(), timeout_);
+    communicator_ = std::make_unique<NcclCommunicator>(NcclCommunicator::Options{
+        api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout_});
+  }
+
+  // Waits for the communicator's thread, and for the group's if this is its last owner.
+  ~NcclComm() override {
+    without_gil([this] { release(); });
+  }
+
+  int size() const override { return group_->getSize(); }
+  int rank() const override { return group_->getRank(); }
+  std::string name() const override {
+    const std::string registration = why_not_.empty() ? communicator_->registration() : "unregistered";
+    return text("nccl ", api_->version, registration.empty() ? "" : ", ", registration);
+  }
+  std::string why_not() const override { return why_not_; }
+  bool wants_tags() const override { return false; }
+
+  at::Tensor allocate(int64_t bytes, c10::Device device) override {
+    if (device != device_) {
+      throw UserError(text("transport 'nccl' has its communicator on ", device_.str(), ", but there are parameters on ",
+                           device.str(), ": have all on one device, or use transport='torch'."));
+    }
+    const c10::DeviceGuard guard(device_);
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+    std::string failure;
+    const auto allocated = communicator_->allocate(static_cast<size_t>(bytes), release_cache_, failure);
+    if (!allocated && failure.empty()) return at::zeros({bytes}, options);  // NCCL is too old to have memory
+    // Registration waits for every rank, so that all must know whether one cannot come.
+    why_not_ = failure_of_any_rank(*group_, group_name_, ranks(), failure, timeout_);
+    if (!why_not_.empty()) return at::zeros({bytes}, options);
+    std::shared_ptr<void> memory = communicator_->register_memory(allocated);
+    void* const data = memory.get();
+    const auto give_back = [memory = std::move(memory)](void*) mutable { without_gil([&] { memory.reset(); }); };
+    return at::from_blob(data, {bytes}, give_back, options, device).zero_();
+  }
+
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
+    if (flat.layout() != at::kStrided) {
+      // NCCL has no sparse tensors; over gloo the process group reduces them.
+      if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
+      return sparse_->start_sum(flat);
+    }
+    return recording_collective("nccl:all_reduce", tag(), flat, [&] { return hold_back(flat, ncclSum); });
+  }
+
+  void broadcast(const at::Tensor& values) override {
+    recording_collective("nccl:broadcast", tag(), values, [&] { return hold_back(values, std::nullopt); })->wait();
+  }
+
+  void flush() override {
+    std::vector<NcclCommunicator::Collective> collectives;
+    std::vector<std::shared_ptr<Started>> started;
+    int64_t numel = 0;
+    for (auto& [collective, weak] : held_back_) {
+      const std::shared_ptr<Started> one = weak.lock();
+      if (!one) continue;  // nobody waits for it any more: its step was given up
+      numel += static_cast<int64_t>(collective.count);
+      collectives.push_back(std::move(collective));
+      started.push_back(one);
+    }
+    held_back_.clear();
+    if (collectives.empty()) return;
+    const c10::DeviceGuard guard(device_);
+    const char* const what = !collectives[0].op        ? "broadcast"
+                             : collectives.size() == 1 ? "allreduce"
+                                                       : "allreduce_coalesced";
+    const auto group = recording_launch(*group_, ranks(), what, ++num_launched_, numel, started[0]->dtype,
+                                        [&] { return communicator_->start(std::move(collectives), stream()); });
+    for (const auto& one : started) one->group = group;
+  }
+
+ private:
+  struct Started {
+    at::ScalarType dtype;
+    std::shared_ptr<NcclCommunicator::Group> group;  // null: held back
+  };
+
+  class NcclReduce final : public PendingReduce {
+   public:
+    NcclReduce(NcclComm& comm, std::shared_ptr<Started> started) : comm_(comm), started_(std::move(started)) {}
+    void wait() override {
+      const c10::DeviceGuard guard(comm_.device_);
+      if (!started_->group) comm_.flush();
+      DT_INVARIANT(started_->group != nullptr);
+      comm_.communicator_->wait(*started_->group, comm_.stream());
+    }
+    bool is_done() override {
+      const c10::DeviceGuard guard(comm_.device_);
+      if (!started_->group) comm_.flush();
+      return comm_.communicator_->is_done(*started_->group);
+    }
+    bool is_held_back() const override { return started_->group == nullptr; }
+
+   private:
+    NcclComm& comm_;
+    std::shared_ptr<Started> started_;
+  };
+
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(current_stream(device_)); }
+
+  std::unique_ptr<PendingReduce> hold_back(const at::Tensor& flat, std::optional<ncclRedOp_t> op) {
+    DT_INVARIANT(flat.is_contiguous());
+    if (flat.device() != device_) {
+      throw UserError(text("tensor is on ", flat.device().str(), ", expected ", device_.str()));
+    }
+    NcclCommunicator::Collective collective;
+    collective.values = flat.data_ptr();
+    collective.count = static_cast<size_t>(flat.numel());
+    collective.type = nccl_type(flat.scalar_type());
+    collective.op = op;
+    // The values alone: a tensor that Python knows asks for the GIL when it goes, and a thread that asks for it while
+    // Python ends takes the process with it.
+    collective.keep = std::make_shared<c10::Storage>(flat.storage());
+    auto started = std::make_shared<Started>(Started{flat.scalar_type(), nullptr});
+    held_back_.emplace_back(std::move(collective), started);
+    return std::make_unique<NcclReduce>(*this, std::move(started));
+  }
+
+  void release() {
+    held_back_.clear();
+    communicator_.reset();
+    sparse_.reset();
+    group_.reset();
+  }
+
+  const std::shared_ptr<const NcclApi> api_;
+  const std::string group_name_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const c10::Device device_;
+  const std::chrono::milliseconds timeout_;
+  const std::function<void()> release_cache_;
+  std::string why_not_;  // gradients lie in torch's memory instead of NCCL's
+  std::unique_ptr<NcclCommunicator> communicator_;
+  std::unique_ptr<Comm> sparse_;
+  std::vector<std::pair<NcclCommunicator::Collective, std::weak_ptr<Started>>> held_back_;
+  int64_t num_launched_ = 0;
+};
+
+}  // namespace
+
+std::pair<int64_t, int64_t> nccl_memory_bytes() {
+  return {NcclCommunicator::memory_bytes(), NcclCommunicator::most_memory_bytes()};
+}
+
+std::unique_ptr<Comm> make_nccl_comm(const NcclOptions& options) { return std::make_unique<NcclComm>(options); }
+
+}  // namespace drivetrain::ddp

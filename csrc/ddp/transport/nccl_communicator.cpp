@@ -1,0 +1,413 @@
+// Bootstrap, groups, registered memory and the watching thread; see nccl_communicator.h.
+#include "ddp/transport/nccl_communicator.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "base/check.h"
+#include "base/check_cuda.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How often the thread looks at what is under way: often against any timeout, seldom against its cost.
+constexpr std::chrono::milliseconds kLook(20);
+// How long the end of a communicator may take before it is an abort.
+constexpr std::chrono::seconds kGoodbye(5);
+// While NCCL works behind the scenes: first without sleeping, as most of it takes microseconds.
+constexpr std::chrono::milliseconds kSpin(1);
+constexpr std::chrono::microseconds kPause(200);
+
+// Of memory that NCCL has given us; see NcclCommunicator::memory_bytes().
+std::atomic<int64_t> bytes_now{0};
+std::atomic<int64_t> most_bytes{0};
+
+double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
+
+void pause(Clock::time_point since) {
+  if (Clock::now() - since < kSpin) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+}  // namespace
+
+class NcclCommunicator::Group {
+ public:
+  Group(std::vector<Collective> collectives, int64_t number, Clock::time_point deadline)
+      : collectives_(std::move(collectives)), number_(number), deadline_(deadline) {
+    check_cuda(cudaEventCreateWithFlags(&end_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  ~Group() { static_cast<void>(cudaEventDestroy(end_)); }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  const std::vector<Collective>& collectives() const { return collectives_; }
+  int64_t number() const { return number_; }
+  Clock::time_point deadline() const { return deadline_; }
+  cudaEvent_t end() const { return end_; }
+
+ private:
+  const std::vector<Collective> collectives_;
+  const int64_t number_;
+  const Clock::time_point deadline_;
+  cudaEvent_t end_ = nullptr;
+};
+
+// The communicator as NCCL knows it, and the error that ended it. Every call on it is made under the mutex; none takes
+// long but settle(), which has a limit.
+class NcclCommunicator::Handle {
+ public:
+  explicit Handle(const Options& options) : options_(options) {}
+
+  std::mutex mutex;
+  ncclComm_t comm = nullptr;
+  std::string error;
+
+  const NcclApi& api() const { return *options_.api; }
+
+  void check() const {
+    if (!error.empty()) throw EnvironmentError(error);
+  }
+
+  // Ends whatever is under way; the first error stays.
+  void fail(const std::string& what) noexcept {
+    abort();
+    if (error.empty()) error = what;
+  }
+
+  void abort() noexcept {
+    if (comm != nullptr) api().ncclCommAbort(comm);
+    comm = nullptr;
+  }
+
+  // Where going on would lose sight of a collective.
+  void check_cuda(cudaError_t status, const char* call) {
+    if (status != cudaSuccess) fail(describe_cuda(status, call));
+    check();
+  }
+
+  std::string describe(ncclResult_t result, const std::string& call) const {
+    const std::string detail = api().ncclGetLastError(comm);  // the thread's own where there is no communicator
+    return text(who(), call, " failed with NCCL error ", static_cast<int>(result), " (",
+                api().ncclGetErrorString(result), ")", detail.empty() ? "" : ": ", detail);
+  }
+
+  std::string describe_timeout(const std::string& what) const {
+    return text(who(), what, " did not end within the timeout of ", seconds(options_.timeout), " s");
+  }
+
+  // Waits for what a call has left to NCCL's own threads; if it fails or does not end in time, so does everything.
+  // Success is no proof that the call has ended: ncclCommWindowRegister (2.28.9) returns it at once, and sets the
+  // window later. Only ncclCommGetAsyncError() tells.
+  void settle(ncclResult_t result, const std::string& call, Clock::time_point deadline) {
+    const Clock::time_point begin = Clock::now();
+    while (result == ncclSuccess || result == ncclInProgress) {
+      ncclResult_t state = ncclSuccess;
+      const ncclResult_t asked = api().ncclCommGetAsyncError(comm, &state);
+      result = asked == ncclSuccess ? state : asked;
+      if (result == ncclSuccess) return;
+      if (result != ncclInProgress) break;
+      if (Clock::now() > deadline) {
+        fail(describe_timeout(call));
+        check();
+      }
+      pause(begin);
+    }
+    fail(describe(result, call));
+    check();
+  }
+
+ private:
+  std::string who() const {
+    return text("NCCL ", api().version, ", rank ", options_.rank, " of ", options_.size, ": ");
+  }
+
+  const Options options_;
+};
+
+class NcclCommunicator::Memory {
+ public:
+  // Null if there is too little memory; `result` is what NCCL says.
+  static std::shared_ptr<Memory> make(std::shared_ptr<Handle> handle, int device, size_t bytes, ncclResult_t& result) {
+    void* data = nullptr;
+    result = handle->api().ncclMemAlloc(&data, bytes);
+    if (result != ncclSuccess || data == nullptr) {
+      static_cast<void>(cudaGetLastError());  // else the next kernel's launch reports this failure as its own
+      return nullptr;
+    }
+    return std::shared_ptr<Memory>(new Memory(std::move(handle), device, data, bytes));
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  // Errors here have nobody to go to: the memory is then the process's until its end.
+  ~Memory() {
+    int device = 0;
+    const bool known = cudaGetDevice(&device) == cudaSuccess;
+    static_cast<void>(cudaSetDevice(device_));
+    static_cast<void>(cudaDeviceSynchronize());  // as cudaFree does: kernels may still be using it
+    {
+      const std::lock_guard<std::mutex> lock(handle_->mutex);
+      deregister();
+    }
+    handle_->api().ncclMemFree(data);
+    bytes_now -= static_cast<int64_t>(bytes);
+    if (known) static_cast<void>(cudaSetDevice(device));
+  }
+
+  void* const data;
+  const size_t bytes;
+  ncclWindow_t window = nullptr;
+  void* registered = nullptr;
+
+ private:
+  Memory(std::shared_ptr<Handle> handle, int device, void* data, size_t bytes)
+      : data(data), bytes(bytes), handle_(std::move(handle)), device_(device) {
+    const int64_t now = bytes_now += static_cast<int64_t>(bytes);
+    int64_t most = most_bytes;
+    while (most < now && !most_bytes.compare_exchange_weak(most, now)) {
+    }
+  }
+
+  // An aborted or ended communicator has done it itself.
+  void deregister() noexcept {
+    if (handle_->comm == nullptr) return;
+    const NcclApi& api = handle_->api();
+    try {
+      if (window != nullptr) {
+        handle_->settle(api.ncclCommWindowDeregister(handle_->comm, window), "ncclCommWindowDeregister",
+                        Clock::now() + kGoodbye);
+      } else if (registered != nullptr) {
+        handle_->settle(api.ncclCommDeregister(handle_->comm, registered), "ncclCommDeregister",
+                        Clock::now() + kGoodbye);
+      }
+    } catch (const EnvironmentError&) {
+      // The handle keeps it, and the communicator's next call throws it.
+    }
+  }
+
+  const std::shared_ptr<Handle> handle_;
+  const int device_;
+};
+
+NcclCommunicator::NcclCommunicator(Options options)
+    : options_(std::move(options)), handle_(std::make_shared<Handle>(options_)) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  {
+    const std::lock_guard<std::mutex> lock(handle_->mutex);
+    const ncclResult_t begun =
+        options_.api->ncclCommInitRankConfig(&handle_->comm, options_.size, options_.id, options_.rank, &config);
+    handle_->settle(begun, "ncclCommInitRankConfig (meeting the other ranks)", Clock::now() + options_.timeout);
+  }
+  try {
+    int least = 0, greatest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority");
+    check_cuda(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    watcher_ = std::thread([this] { watch(); });
+  } catch (...) {
+    say_goodbye();
+    throw;
+  }
+}
+
+NcclCommunicator::~NcclCommunicator() {
+  {
+    const std::lock_guard<std::mutex> lock(handle_->mutex);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  watcher_.join();
+  say_goodbye();
+}
+
+// An abort would take away what slower ranks still need of us, so it comes last.
+void NcclCommunicator::say_goodbye() noexcept {
+  const Clock::time_point begin = Clock::now(),
+                          deadline = begin + std::min<Clock::duration>(kGoodbye, options_.timeout);
+  std::vector<std::shared_ptr<Group>> ended;  // outlives the lock: the end of what they keep needs the mutex
+  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  const auto rest = [&](Clock::time_point until) {
+    for (take_ended(ended); !under_way_.empty() && Clock::now() < until; take_ended(ended)) pause(begin);
+  };
+  rest(deadline);
+  if (under_way_.empty() && handle_->comm != nullptr) {
+    try {
+      handle_->settle(options_.api->ncclCommFinalize(handle_->comm), "ncclCommFinalize", deadline);
+      options_.api->ncclCommDestroy(std::exchange(handle_->comm, nullptr));
+    } catch (const EnvironmentError&) {
+      // It has been aborted, and there is nobody left to tell.
+    }
+  }
+  handle_->abort();
+  rest(Clock::now() + kGoodbye);  // what was aborted leaves the device
+  if (ready_ != nullptr) static_cast<void>(cudaEventDestroy(ready_));
+  if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
+}
+
+std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Collective> collectives,
+                                                                 cudaStream_t stream) {
+  const NcclApi& api = *options_.api;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) {
+    throw UnsupportedError(
+        "transport 'nccl' cannot be captured into a CUDA graph: use transport='torch', or keep backward out of the "
+        "graph.");
+  }
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  std::shared_ptr<Group>
+      group;  // outlives the lock: should a call below throw, the end of what it keeps needs the mutex
+  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  handle_->check();
+  group = std::make_shared<Group>(std::move(collectives), num_groups_ + 1, deadline);
+  handle_->settle(ncclSuccess, "a collective before", deadline);
+
+  handle_->check_cuda(cudaEventRecord(ready_, stream), "cudaEventRecord");
+  handle_->check_cuda(cudaStreamWaitEvent(stream_, ready_, 0), "cudaStreamWaitEvent");
+  ncclResult_t result = api.ncclGroupStart();
+  const char* call = "ncclGroupStart";
+  for (const Collective& collective : group->collectives()) {
+    if (result != ncclSuccess && result != ncclInProgress) break;
+    if (collective.op) {
+      call = "ncclAllReduce";
+      result = api.ncclAllReduce(collective.values, collective.values, collective.count, collective.type,
+                                 *collective.op, handle_->comm, stream_);
+    } else {
+      call = "ncclBroadcast";
+      result = api.ncclBroadcast(collective.values, collective.values, collective.count, collective.type, /*root=*/0,
+                                 handle_->comm, stream_);
+    }
+  }
+  // Also after an error: the group is the thread's, and would swallow the next communicator's calls.
+  const ncclResult_t ended = api.ncclGroupEnd();
+  const bool is_begun = result == ncclSuccess || result == ncclInProgress;
+  handle_->settle(is_begun ? ended : result, call, deadline);
+  handle_->check_cuda(cudaEventRecord(group->end(), stream_), "cudaEventRecord");
+  ++num_groups_;
+  under_way_.push_back(group);
+  changed_.notify_all();
+  return group;
+}
+
+void NcclCommunicator::wait(Group& group, cudaStream_t stream) {
+  const auto check = [&] {
+    const std::lock_guard<std::mutex> lock(handle_->mutex);
+    handle_->check();
+  };
+  check();
+  check_cuda(cudaStreamWaitEvent(stream, group.end(), 0), "cudaStreamWaitEvent");
+  check();  // the call blocks where a stream's queue is full
+}
+
+bool NcclCommunicator::is_done(Group& group) {
+  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  return !handle_->error.empty() || cudaEventQuery(group.end()) != cudaErrorNotReady;
+}
+
+std::shared_ptr<NcclCommunicator::Memory> NcclCommunicator::allocate(size_t bytes,
+                                                                     const std::function<void()>& release_cache,
+                                                                     std::string& failure) {
+  const NcclApi& api = *options_.api;
+  if (api.ncclMemAlloc == nullptr || api.ncclMemFree == nullptr) return nullptr;
+  ncclResult_t result = ncclSuccess;
+  std::shared_ptr<Memory> memory = Memory::make(handle_, options_.device, bytes, result);
+  if (!memory) {
+    release_cache();
+    memory = Memory::make(handle_, options_.device, bytes, result);
+  }
+  if (!memory) {
+    const std::lock_guard<std::mutex> lock(handle_->mutex);
+    handle_->check();
+    failure = handle_->describe(result, text("ncclMemAlloc of ", bytes, " bytes"));
+  }
+  return memory;
+}
+
+std::shared_ptr<void> NcclCommunicator::register_memory(const std::shared_ptr<Memory>& memory) {
+  const NcclApi& api = *options_.api;
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  const std::string size = text(" of ", memory->bytes, " bytes (every rank must register as many)");
+  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  handle_->check();
+  registration_ = "unregistered";
+  if (api.ncclCommWindowRegister != nullptr && api.ncclCommWindowDeregister != nullptr) {
+    handle_->settle(api.ncclCommWindowRegister(handle_->comm, memory->data, memory->bytes, &memory->window,
+                                               NCCL_WIN_COLL_SYMMETRIC),
+                    "ncclCommWindowRegister" + size, deadline);
+    if (memory->window != nullptr) registration_ = "registered window";  // null: these GPUs cannot
+  }
+  if (memory->window == nullptr && api.ncclCommRegister != nullptr && api.ncclCommDeregister != nullptr) {
+    handle_->settle(api.ncclCommRegister(handle_->comm, memory->data, memory->bytes, &memory->registered),
+                    "ncclCommRegister" + size, deadline);
+    if (memory->registered != nullptr) registration_ = "registered buffer";
+  }
+  return {memory, memory->data};
+}
+
+int64_t NcclCommunicator::memory_bytes() { return bytes_now; }
+int64_t NcclCommunicator::most_memory_bytes() { return most_bytes; }
+
+std::string NcclCommunicator::registration() const {
+  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  return registration_;
+}
+
+// In the order in which they were begun, which is that of the stream.
+void NcclCommunicator::take_ended(std::vector<std::shared_ptr<Group>>& ended) {
+  while (!under_way_.empty()) {
+    const cudaError_t status = cudaEventQuery(under_way_.front()->end());
+    if (status == cudaErrorNotReady) break;
+    if (status != cudaSuccess) handle_->fail(describe_cuda(status, "a collective"));
+    ended.push_back(std::move(under_way_.front()));
+    under_way_.pop_front();
+  }
+}
+
+// Also where all has ended: an error may be what ended it.
+void NcclCommunicator::note_failures() {
+  if (handle_->comm == nullptr) return;
+  ncclResult_t result = ncclSuccess;
+  if (const ncclResult_t asked = options_.api->ncclCommGetAsyncError(handle_->comm, &result); asked != ncclSuccess) {
+    result = asked;
+  }
+  if (result != ncclSuccess && result != ncclInProgress) {
+    handle_->fail(handle_->describe(result, "a collective"));
+    return;
+  }
+  if (under_way_.empty()) return;
+  const Group& oldest = *under_way_.front();
+  if (Clock::now() < oldest.deadline()) return;
+  handle_->fail(
+      handle_->describe_timeout(text("group ", oldest.number(), " of collectives (", oldest.collectives().size(),
+                                     " of them, the first of ", oldest.collectives()[0].count, " elements)")));
+}
+
+void NcclCommunicator::watch() {
+  static_cast<void>(cudaSetDevice(options_.device));
+  // So that looking at an event does no harm to a graph that some other thread captures.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+  std::vector<std::shared_ptr<Group>> ended;
+  std::unique_lock<std::mutex> lock(handle_->mutex);
+  while (!stopping_) {
+    changed_.wait(lock, [&] { return stopping_ || !under_way_.empty(); });
+    take_ended(ended);
+    note_failures();
+    lock.unlock();  // the end of what they keep needs the mutex
+    ended.clear();
+    lock.lock();
+    changed_.wait_for(lock, kLook, [&] { return stopping_; });
+  }
+}
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,24 @@
+// The NCCL transport's absence: what a build without nvcc or without nccl.h answers.
+#include "base/check.h"
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+
+struct NcclApi {};
+
+std::shared_ptr<const NcclApi> find_nccl(const std::string&) {
+  throw UnsupportedError(
+      "drivetrain was built without NCCL: put nvcc on PATH, install the header (pip install nvidia-nccl-cu13, or -cu12 "
+      "for a torch with CUDA 12; a CUDA build of torch brings it) and reinstall with \"pip install "
+      "--no-build-isolation --force-reinstall --no-deps .\", or use transport='torch'.");
+}
+
+std::pair<std::string, std::string> path_and_version(const NcclApi&) { return {}; }
+
+std::pair<int64_t, int64_t> nccl_memory_bytes() { return {0, 0}; }
+
+std::unique_ptr<Comm> make_nccl_comm(const NcclOptions&) {
+  throw UnsupportedError("drivetrain was built without NCCL");
+}
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,106 @@
+// The sum over ranks: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no torch header.
+#include <cstring>
+
+#include "ddp/transport/rank_sum.h"
+#include "formats/square_sum_cpu.h"
+#include "optim/loop_cpu.h"
+
+namespace drivetrain::ddp::DRIVETRAIN_ISA {
+namespace {
+
+using optim::Format;
+using optim::kTile;
+
+Format format_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat64:
+      return Format::kFloat64;
+    case ElementType::kBFloat16:
+      return Format::kBFloat16;
+    case ElementType::kFloat16:
+      return Format::kFloat16;
+    default:
+      return Format::kFloat32;
+  }
+}
+
+// A tile of every input is added up in L1 and copied to the outputs: a loop of its own for each number of ranks would
+// only save trips to L1, and memory decides.
+template <class T>
+void sum_floats(const SumJob& job) {
+  const Format format = format_of(job.type);
+  const T scale = static_cast<T>(job.scale);
+  alignas(64) T sum[kTile];
+  alignas(64) T scratch[kTile];
+  grad::DRIVETRAIN_ISA::SquareSum squares;
+  for (int64_t at = job.begin; at < job.end; at += kTile) {
+    const int64_t count = job.end - at < kTile ? job.end - at : kTile;
+    const auto load = [&](int input, T* into) {
+      return optim::load_tile<T>({const_cast<char*>(job.inputs[input]), format}, at, count, into);
+    };
+    const T* first = load(0, sum);
+    if (job.num_inputs == 1) {
+      for (int64_t i = 0; i < count; ++i) sum[i] = first[i] * scale;
+    }
+    for (int input = 1; input < job.num_inputs; ++input) {
+      const T* next = load(input, scratch);
+      if (input + 1 < job.num_inputs) {
+        for (int64_t i = 0; i < count; ++i) sum[i] = first[i] + next[i];
+      } else {
+        for (int64_t i = 0; i < count; ++i) sum[i] = (first[i] + next[i]) * scale;
+      }
+      first = sum;
+    }
+    const optim::Stream own = {job.outputs[0], format_of(job.output_type)};
+    if (optim::is_native<T>(own)) {
+      for (int output = 0; output < job.num_outputs; ++output) {
+        std::memcpy(job.outputs[output] + at * sizeof(T), sum, count * sizeof(T));
+      }
+      if (job.square_sum != nullptr) squares.add(sum, count);
+    } else {
+      optim::store_tile(own, at, count, sum);
+      const int64_t begin = at * sizeof(uint16_t);
+      for (int output = 1; output < job.num_outputs; ++output) {
+        std::memcpy(job.outputs[output] + begin, job.outputs[0] + begin, count * sizeof(uint16_t));
+      }
+      if (job.square_sum != nullptr) squares.add(optim::load_tile<T>(own, at, count, scratch), count);
+    }
+  }
+  if (job.square_sum != nullptr) *job.square_sum = squares.total();
+}
+
+// Unsigned, so that an overflow wraps.
+template <class T>
+void sum_integers(const SumJob& job) {
+  alignas(64) T sum[kTile];
+  for (int64_t at = job.begin; at < job.end; at += kTile) {
+    const int64_t count = job.end - at < kTile ? job.end - at : kTile;
+    std::memcpy(sum, job.inputs[0] + at * sizeof(T), count * sizeof(T));
+    for (int input = 1; input < job.num_inputs; ++input) {
+      const T* next = reinterpret_cast<const T*>(job.inputs[input]) + at;
+      for (int64_t i = 0; i < count; ++i) sum[i] += next[i];
+    }
+    for (int output = 0; output < job.num_outputs; ++output) {
+      std::memcpy(job.outputs[output] + at * sizeof(T), sum, count * sizeof(T));
+    }
+  }
+}
+
+}  // namespace
+
+void sum_range(const SumJob& job) {
+  switch (job.type) {
+    case ElementType::kFloat32:
+    case ElementType::kBFloat16:
+    case ElementType::kFloat16:
+      return sum_floats<float>(job);
+    case ElementType::kFloat64:
+      return sum_floats<double>(job);
+    case ElementType::kInt32:
+      return sum_integers<uint32_t>(job);
+    case ElementType::kInt64:
+      return sum_integers<uint64_t>(job);
+  }
+}
+
+}  // namespace drivetrain::ddp::DRIVETRAIN_ISA

@@ -1,0 +1,411 @@
+// The transport through shared memory: shares memory with the ranks of the same host and hands tensors to the exchange.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <type_traits>
+#include <utility>
+
+#include "base/check.h"
+#include "ddp/transport/cores.h"
+#include "ddp/transport/peer_process.h"
+#include "ddp/transport/profiler_record.h"
+#include "ddp/transport/shm_exchange.h"
+#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+// For small tensors that live elsewhere, such as the map of used parameters.
+constexpr int64_t kStagingBytes = 64 << 10;
+constexpr int64_t kPage = 4096;
+
+std::optional<ElementType> element_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ElementType::kFloat32;
+    case at::kDouble:
+      return ElementType::kFloat64;
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    case at::kHalf:
+      return ElementType::kFloat16;
+    case at::kInt:
+      return ElementType::kInt32;
+    case at::kLong:
+      return ElementType::kInt64;
+    default:
+      return std::nullopt;
+  }
+}
+
+at::ScalarType scalar_type(ElementType type) {
+  for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt}) {
+    if (element_type(dtype) == type) return dtype;
+  }
+  return at::kLong;
+}
+
+// What a rank tells the others when memory is shared.
+struct Announcement {
+  int64_t pid = 0;
+  int64_t fd = -1;
+  uint64_t nonce = 0;
+  int64_t bytes = 0;
+  char error[192] = "";  // why it cannot; "" if it can
+};
+
+// The sum over hosts, by the first rank of each.
+class TorchLink final : public HostLink {
+ public:
+  // owner_of: what keeps the memory at that address mapped; the process group may use it for longer than any rank
+  // waits.
+  TorchLink(std::shared_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
+      : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
+
+  void start(char* values, ElementType type, int64_t numel) override {
+    const auto keep = [owner = owner_of_(values)](void*) {};
+    started_.push_back(leaders_->start_sum(at::from_blob(values, {numel}, keep, at::dtype(scalar_type(type)))));
+  }
+
+  bool finish_oldest() override {
+    if (!started_.front()->is_done()) return false;
+    started_.front()->wait();
+    started_.pop_front();
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Comm> leaders_;
+  std::function<std::shared_ptr<void>(const char*)> owner_of_;
+  std::deque<std::unique_ptr<PendingReduce>> started_;
+};
+
+// A sum by the process group that becomes the mean.
+class MeanOfSum final : public PendingReduce {
+ public:
+  MeanOfSum(std::unique_ptr<PendingReduce> sum, at::Tensor flat, int size)
+      : sum_(std::move(sum)), flat_(std::move(flat)), size_(size) {}
+  bool is_done() override { return sum_->is_done(); }
+  void wait() override {
+    sum_->wait();
+    flat_.div_(size_);
+  }
+
+ private:
+  std::unique_ptr<PendingReduce> sum_;
+  at::Tensor flat_;
+  int size_;
+};
+
+class ShmComm final : public Comm {
+ public:
+  explicit ShmComm(const ShmOptions& options)
+      : Comm(options.ranks), torch_(options.group), group_(c10d::resolve_process_group(options.group_name)) {
+    title_ = group_->getBackend(c10::DeviceType::CPU)->getBackendName() + ":all_reduce";
+    const int rank = group_->getRank();
+    if (static_cast<int>(options.hosts.size()) != group_->getSize()) {
+      throw UserError(text("hosts has ", options.hosts.size(), " entries, expected one for each of the group's ",
+                           group_->getSize(), " ranks"));
+    }
+    bool several_hosts = false;
+    for (int other = 0; other < group_->getSize(); ++other) {
+      several_hosts |= options.hosts[other] != options.hosts[rank];
+      if (options.hosts[other] == options.hosts[rank]) host_.push_back(other);
+    }
+    if (several_hosts && host_[0] == rank) {
+      DT_INVARIANT(options.leaders != nullptr);
+      link_ = std::make_unique<TorchLink>(options.leaders, [this](const char* values) { return owner_of(values); });
+    }
+    while (host_[place_] != rank) ++place_;
+    const int64_t board_bytes = ShmExchange::board_bytes(num_places());
+    staging_offset_ = (board_bytes + kPage - 1) / kPage * kPage;
+    control_ = share(staging_offset_ + kStagingBytes);
+    if (!control_) return;
+
+    ShmExchange::Options exchange;
+    exchange.rank = place_;
+    exchange.size = num_places();
+    exchange.several_hosts = several_hosts;
+    exchange.link = link_.get();
+    exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
+    spins_ = is_a_core_for_each(gather_on_host(cores_of_this_thread()));
+    exchange.spin = spins_;
+    for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
+    exchange.describe_tag = &describe_tag;
+    exchange.is_dead = [this](int place) { return processes_[place].has_ended(); };
+    exchange_.emplace(control_->base[0], std::move(exchange));
+  }
+
+  // Possibly the groups' last owner: their end joins threads that may be waiting for the GIL to free a tensor.
+  ~ShmComm() override {
+    exchange_.reset();
+    unmap_others();
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      const pybind11::gil_scoped_release no_gil;
+      release_groups();
+    } else {
+      release_groups();
+    }
+  }
+
+  int size() const override { return torch_->size(); }
+  int rank() const override { return torch_->rank(); }
+  void broadcast(const at::Tensor& values) override { torch_->broadcast(values); }
+  std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
+  std::string why_not() const override { return why_not_; }
+  bool averages() const override { return exchange_.has_value(); }
+  bool spins() const override { return exchange_ && spins_; }
+  bool wants_tags() const override { return !exchange_ || num_places() < size(); }
+  // Between hosts the leaders' process group works meanwhile.
+  bool in_background() const override { return !exchange_ || num_places() < size(); }
+
+  bool want_square_sums(bool wanted) override {
+    wants_square_sums_ = wanted;
+    return exchange_ && num_places() == size();
+  }
+
+  at::Tensor allocate(int64_t bytes, c10::Device device) override {
+    if (!exchange_ || !device.is_cpu()) return torch_->allocate(bytes, device);
+    std::shared_ptr<Arena> arena = share(bytes);
+    if (!arena) {
+      exchange_.reset();
+      unmap_others();
+      arenas_.clear();
+      control_.reset();
+      processes_.clear();
+      return torch_->allocate(bytes, device);
+    }
+    std::erase_if(arenas_, [](const auto& other) { return other.expired(); });
+    arenas_.push_back(arena);
+    // The tensor owns it, the mappings of the other ranks' memory included as long as this transport exists.
+    const auto keep = [arena](void*) {};
+    return at::from_blob(arena->base[place_], {bytes}, keep, at::dtype(at::kByte));
+  }
+
+  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override {
+    if (!exchange_) return torch_->start_sum(flat);
+    if (auto reduce = start_shared(flat, 1.0 / size())) return reduce;
+    return std::make_unique<MeanOfSum>(torch_->start_sum(flat), flat, size());
+  }
+
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
+    if (!exchange_) return torch_->start_sum(flat);
+    if (auto reduce = start_shared(flat, 1)) return reduce;
+    return torch_->start_sum(flat);
+  }
+
+ private:
+  // The same allocation of all ranks of this host.
+  struct Arena {
+    std::shared_ptr<Segment> own;
+    std::vector<Segment> others;
+    std::vector<char*> base;  // [places]
+    int64_t bytes;
+    std::optional<Residency> residency;  // of the others
+  };
+
+  // Who uses the staging place. Shared with the operation in it, which may outlive this transport.
+  struct Staging {
+    uint64_t number = 0;      // of the last operation there
+    bool is_awaited = false;  // its result is still to be fetched
+  };
+
+  class ShmReduce final : public PendingReduce {
+   public:
+    ShmReduce(ShmComm& comm, uint64_t number, at::Tensor staged)
+        : comm_(comm), number_(number), staged_(std::move(staged)) {
+      if (staged_.defined()) staging_ = comm.staging_state_;
+    }
+    ~ShmReduce() override { leave_staging(); }
+    bool is_done() override { return comm_.exchange_->is_done(number_); }
+    std::optional<double> square_sum() override { return comm_.exchange_->take_square_sum(number_); }
+    void wait() override {
+      comm_.exchange_->wait(number_);
+      if (!staging_) return;
+      std::memcpy(staged_.data_ptr(), comm_.staging(comm_.place_), staged_.nbytes());
+      leave_staging();
+    }
+
+   private:
+    void leave_staging() {
+      if (staging_) staging_->is_awaited = false;
+      staging_.reset();
+    }
+
+    ShmComm& comm_;
+    uint64_t number_;
+    at::Tensor staged_;
+    std::shared_ptr<Staging> staging_;  // while this operation has the place
+  };
+
+  int num_places() const { return static_cast<int>(host_.size()); }
+  char* staging(int place) const { return control_->base[place] + staging_offset_; }
+
+  std::shared_ptr<void> owner_of(const char* values) const {
+    for (const auto& weak : arenas_) {
+      const std::shared_ptr<Arena> arena = weak.lock();
+      if (arena && values >= arena->base[place_] && values < arena->base[place_] + arena->bytes) return arena;
+    }
+    return control_;
+  }
+
+  // Where nothing is added up any more a tensor needs this rank's own memory alone.
+  void unmap_others() {
+    for (const auto& weak : arenas_) {
+      if (const std::shared_ptr<Arena> arena = weak.lock()) arena->others.clear();
+    }
+  }
+
+  void release_groups() {
+    link_.reset();
+    torch_.reset();
+    group_.reset();
+  }
+
+  // Null where it is for the process group: a tensor of another type, or one that lies elsewhere and is large.
+  std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale) {
+    const std::optional<ElementType> type = element_type(flat.scalar_type());
+    if (flat.layout() != at::kStrided) return nullptr;  // sparse: for the process group
+    DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
+    if (!type || !flat.is_cpu()) return nullptr;
+    ShmExchange::Operation operation = {{},    *type,  flat.numel(), scale, wants_square_sums_ && scale != 1,
+                                        tag(), nullptr};
+    char* const begin = static_cast<char*>(flat.data_ptr());
+    const int64_t bytes = static_cast<int64_t>(flat.nbytes());
+    for (const auto& weak : arenas_) {
+      const std::shared_ptr<Arena> arena = weak.lock();
+      if (!arena) continue;
+      const int64_t offset = begin - arena->base[place_];
+      if (offset < 0 || offset + bytes > arena->bytes) continue;
+      for (char* base : arena->base) operation.values.push_back(base + offset);
+      operation.memory = arena;
+      operation.residency = &*arena->residency;
+      operation.offset = offset;
+      return std::make_unique<ShmReduce>(*this, give(flat, std::move(operation)), at::Tensor());
+    }
+    if (bytes > kStagingBytes || staging_state_->is_awaited) return nullptr;
+    // One that was given up: others may still be adding it up.
+    if (!exchange_->is_done(staging_state_->number)) exchange_->wait(staging_state_->number);
+    std::memcpy(staging(place_), begin, bytes);
+    for (int place = 0; place < num_places(); ++place) operation.values.push_back(staging(place));
+    *staging_state_ = {give(flat, std::move(operation)), true};
+    return std::make_unique<ShmReduce>(*this, staging_state_->number, flat);
+  }
+
+  uint64_t give(const at::Tensor& flat, ShmExchange::Operation operation) {
+    return recording_collective(title_, tag(), flat, [&] {
+      return recording_launch(*group_, ranks(), "allreduce", ++num_begun_, flat.numel(), flat.scalar_type(),
+                              [&] { return exchange_->start(std::move(operation)); });
+    });
+  }
+
+  // Every rank of the group's, which all must call it.
+  template <class T>
+  std::vector<T> gather(const T& mine) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    std::vector<at::Tensor> input = {at::empty({sizeof(T)}, at::kByte)};
+    std::memcpy(input[0].data_ptr(), &mine, sizeof(mine));
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (int rank = 0; rank < size(); ++rank) outputs[0].push_back(at::empty_like(input[0]));
+    group_->allgather(outputs, input)->wait();
+    std::vector<T> all(size());
+    for (int rank = 0; rank < size(); ++rank) std::memcpy(&all[rank], outputs[0][rank].data_ptr(), sizeof(T));
+    return all;
+  }
+
+  template <class T>
+  std::vector<T> gather_on_host(const T& mine) {
+    const std::vector<T> all = gather(mine);
+    std::vector<T> on_host;
+    for (int rank : host_) on_host.push_back(all[rank]);
+    return on_host;
+  }
+
+  // Whether no rank reports an error; else why_not_ says which.
+  bool agree(const std::vector<Announcement>& all) {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (all[rank].error[0] == '\0') continue;
+      why_not_ = text(ranks().name(rank), ": ", all[rank].error);
+      return false;
+    }
+    return true;
+  }
+
+  // New memory of every rank of the host, mapped; null if that fails on any rank of any host. Every rank must call it.
+  std::shared_ptr<Arena> share(int64_t bytes) {
+    auto arena = std::make_shared<Arena>();
+    arena->bytes = bytes;
+    Announcement mine;
+    const auto attempt = [&](auto&& what) {
+      try {
+        what();
+      } catch (const std::exception& error) {
+        std::strncpy(mine.error, error.what(), sizeof(mine.error) - 1);
+      }
+    };
+    attempt([&] {
+      arena->own = std::make_shared<Segment>(Segment::create(bytes));
+      mine.pid = ::getpid();
+      mine.fd = arena->own->fd();
+      mine.nonce = arena->own->nonce();
+      mine.bytes = bytes;
+    });
+    const std::vector<Announcement> all = gather(mine);
+    if (!agree(all)) return nullptr;
+    attempt([&] {
+      if (processes_.empty()) watch(all);
+      for (int place = 0; place < num_places(); ++place) {
+        const Announcement& other = all[host_[place]];
+        if (other.bytes != bytes) {
+          throw EnvironmentError(
+              text("allocates ", bytes, " bytes where ", ranks().name(host_[place]), " allocates ", other.bytes));
+        }
+        if (place != place_) arena->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
+        arena->base.push_back(place == place_ ? arena->own->data() : arena->others.back().data());
+      }
+    });
+    if (!agree(gather(mine))) return nullptr;
+    std::vector<char*> others;
+    for (const Segment& other : arena->others) others.push_back(other.data());
+    arena->residency.emplace(std::move(others), bytes);
+    return arena;
+  }
+
+  // Before their memory is opened: that it has the right nonce proves then that the process is still the one meant.
+  void watch(const std::vector<Announcement>& all) {
+    for (int rank : host_) processes_.emplace_back(all[rank].pid);
+  }
+
+  std::shared_ptr<Comm> torch_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<int> host_;  // the ranks of this host; an index into it is a place
+  int place_ = 0;
+  std::unique_ptr<TorchLink> link_;
+  std::vector<PeerProcess> processes_;  // [places]
+  std::shared_ptr<Arena> control_;      // the board (the first place's) and everyone's staging
+  int64_t staging_offset_ = 0;
+  const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
+  std::vector<std::weak_ptr<Arena>> arenas_;  // as long as their tensors, or operations on them, exist
+  bool wants_square_sums_ = false;
+  int64_t num_begun_ = 0;
+  std::string title_;  // what records call its all-reduces
+  bool spins_ = false;
+  std::optional<ShmExchange> exchange_;
+  std::string why_not_;
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> make_shm_comm(const ShmOptions& options) { return std::make_unique<ShmComm>(options); }
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,435 @@
+// Claims, sums and waits; see shm_exchange.h for the protocol.
+#include "ddp/transport/shm_exchange.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "ddp/transport/shm_segment.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kLargestChunk = 128 << 10;  // stays in a core's own cache, for a few ranks
+constexpr int64_t kSmallestChunk = 16 << 10;
+constexpr uint32_t kMostSquareSums = 2048;  // chunks of an operation whose squares are added up: of 256 MiB
+constexpr size_t kMostKept = 4096;          // of operations whose sums nobody has taken
+constexpr uint64_t kSlots = 64;             // operations under way at most; a further one waits for the oldest
+// What a wake-up costs, about: spinning longer cannot win much.
+constexpr std::chrono::microseconds kSpin(100);
+// How soon a death is noticed; a wake-up by other ranks comes at once.
+constexpr std::chrono::milliseconds kSleep(20);
+// The link has nobody to wake us.
+constexpr std::chrono::microseconds kLinkPoll(50);
+
+// A number of an operation and a count of chunks in one word, so that one compare-and-swap sees both: a rank that is
+// late with an old operation cannot touch a new one that has its slot.
+constexpr int kCountBits = 24;
+constexpr uint64_t word_of(uint64_t number, uint64_t count) { return number << kCountBits | count; }
+constexpr uint64_t number_of(uint64_t word) { return word >> kCountBits; }
+constexpr uint64_t count_of(uint64_t word) { return word & ((uint64_t{1} << kCountBits) - 1); }
+
+// Summed within the host; copied from its first rank, where there are several hosts.
+constexpr int kSum = 0;
+constexpr int kCopy = 1;
+
+struct alignas(64) Slot {
+  std::atomic<uint64_t> done[2];  // per stage
+};
+
+// How many chunks of a rank's region are taken, per stage.
+struct alignas(64) Claims {
+  std::atomic<uint64_t> word[2];
+};
+
+enum class State : uint32_t { kOpen, kClosed, kFailed };
+
+struct alignas(64) RankLine {
+  std::atomic<uint64_t> published;  // the number of the rank's last operation
+  std::atomic<State> state;
+  alignas(64) std::atomic<uint64_t> kind[kSlots];  // of its operations, written before they are published
+  std::atomic<uint64_t> tag[kSlots];               // likewise
+  Claims claims[kSlots];                           // likewise
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::is_always_lock_free);
+
+constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
+
+// What must be the same on all ranks, in one word, but for that one wish. The scale itself is not: it is the ranks'
+// number or nothing.
+uint64_t kind_of(const ShmExchange::Operation& operation) {
+  return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.type) << 1 |
+         (operation.scale != 1 ? 1 : 0) | (operation.wants_square_sum ? kWantsSquareSum : 0);
+}
+
+std::string describe_kind(uint64_t kind) {
+  constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
+  return text("the ", kind & 1 ? "mean" : "sum", " of ", (kind & ~kWantsSquareSum) >> 8, " ", kTypes[kind >> 1 & 0x7f]);
+}
+
+void pause() { __builtin_ia32_pause(); }
+
+Slot& slot_of(Board& board, uint64_t number);
+RankLine& line_of(Board& board, int rank);
+
+}  // namespace
+
+// Zeroed bytes are a valid board: operations are numbered from 1.
+struct Board {
+  alignas(64) std::atomic<uint32_t> event;     // moves with everything that somebody may wait for
+  alignas(64) std::atomic<uint32_t> sleepers;  // on `event`; too many where one died asleep, which costs a call
+  alignas(64) std::atomic<uint64_t> shared;    // the last operation whose sum over the hosts has come
+  Slot slots[kSlots];
+  // Of each slot's operation and its chunks, if any rank wants them; written before a chunk counts as done.
+  alignas(64) std::atomic<uint64_t> square_sums_of[kSlots];  // the operation's number
+  std::atomic<double> square_sums[kSlots][kMostSquareSums];
+  // RankLine [size] follow.
+};
+
+namespace {
+
+Slot& slot_of(Board& board, uint64_t number) { return board.slots[number % kSlots]; }
+RankLine& line_of(Board& board, int rank) { return reinterpret_cast<RankLine*>(&board + 1)[rank]; }
+
+// Whoever comes first moves a slot to its new operation.
+void move_to(std::atomic<uint64_t>& word, uint64_t number) {
+  uint64_t now = word.load(std::memory_order_relaxed);
+  while (number_of(now) < number && !word.compare_exchange_weak(now, word_of(number, 0), std::memory_order_acq_rel)) {
+  }
+}
+
+}  // namespace
+
+void sum_range(const SumJob& job) { for_chosen_isa(baseline::sum_range, avx2::sum_range, avx512::sum_range)(job); }
+
+int64_t ShmExchange::board_bytes(int size) { return sizeof(Board) + size * sizeof(RankLine); }
+
+ShmExchange::ShmExchange(void* board, Options options)
+    : board_(*static_cast<Board*>(board)),
+      options_(std::move(options)),
+      last_stage_(options_.several_hosts ? kCopy : kSum),
+      creator_(fork_depth()) {}
+
+ShmExchange::~ShmExchange() {
+  if (is_forked()) return;
+  line_of(board_, options_.rank).state.store(failure_.empty() ? State::kClosed : State::kFailed);
+  announce();
+}
+
+bool ShmExchange::is_forked() const { return fork_depth() != creator_; }
+
+void ShmExchange::check_usable() const {
+  if (!failure_.empty()) throw EnvironmentError(failure_);
+  if (!is_forked()) return;
+  throw EnvironmentError(text("process ", ::getpid(), " was forked from ", options_.rank_names[options_.rank],
+                              ", and only the process that constructed the wrapper takes part in reductions"));
+}
+
+uint64_t ShmExchange::start(Operation operation) {
+  check_usable();
+  DT_INVARIANT(static_cast<int>(operation.values.size()) == options_.size);
+  const uint64_t number = started_ + 1;
+  // Its slot must be free.
+  if (number > kSlots) wait(number - kSlots);
+  started_ = number;
+
+  const int64_t element = bytes_of(operation.type);
+  const int64_t share = operation.numel * element / (2 * options_.size);
+  const int64_t chunk_bytes = std::clamp((share + 63) / 64 * 64, kSmallestChunk, kLargestChunk);
+  const int64_t chunk_numel = chunk_bytes / element;
+  const int64_t num_chunks = (operation.numel + chunk_numel - 1) / chunk_numel;
+  DT_INVARIANT(num_chunks < int64_t{1} << kCountBits);
+  RankLine& line = line_of(board_, options_.rank);
+  line.kind[number % kSlots].store(kind_of(operation), std::memory_order_release);
+  line.tag[number % kSlots].store(operation.tag, std::memory_order_release);
+  running_.push_back({std::move(operation), number, static_cast<uint32_t>(num_chunks), chunk_numel});
+
+  Slot& slot = slot_of(board_, number);
+  for (int stage = 0; stage <= last_stage_; ++stage) {
+    move_to(slot.done[stage], number);
+    // Nobody takes chunks of the slot's last operation any more, which is complete, nor of this one before it is
+    // published.
+    line.claims[number % kSlots].word[stage].store(word_of(number, 0), std::memory_order_relaxed);
+  }
+  line.published.store(number, std::memory_order_release);
+  announce();
+  // A share only: the rank that comes last finds everything ready to be added up, and has the least time for it.
+  work(static_cast<uint32_t>((num_chunks + options_.size - 1) / options_.size));
+  return number;
+}
+
+bool ShmExchange::is_complete(const Running& running) const {
+  const uint64_t done = slot_of(board_, running.number).done[last_stage_].load(std::memory_order_acquire);
+  return number_of(done) > running.number ||
+         (number_of(done) == running.number && count_of(done) == running.num_chunks);
+}
+
+bool ShmExchange::is_complete(uint64_t number) {
+  while (!running_.empty() && is_complete(running_.front())) {
+    keep_square_sum(running_.front());
+    running_.pop_front();
+  }
+  const auto found =
+      std::find_if(running_.begin(), running_.end(), [&](const Running& r) { return r.number == number; });
+  return found == running_.end() || is_complete(*found);
+}
+
+// To be asked while a chunk of it is not done: afterwards another rank's word may be a later operation's.
+bool ShmExchange::is_square_sum_wanted(const Running& running) const {
+  if (options_.several_hosts || running.num_chunks > kMostSquareSums) return false;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const RankLine& line = line_of(board_, rank);
+    if ((line.kind[running.number % kSlots].load(std::memory_order_acquire) & kWantsSquareSum) != 0) return true;
+  }
+  return false;
+}
+
+// Nobody has touched the sums since: a further operation in their slot begins when this rank has started it, too.
+void ShmExchange::keep_square_sum(const Running& running) {
+  const uint64_t slot = running.number % kSlots;
+  if (!running.operation.wants_square_sum || board_.square_sums_of[slot].load() != running.number) return;
+  double sum = 0;
+  for (uint32_t i = 0; i < running.num_chunks; ++i) sum += board_.square_sums[slot][i].load(std::memory_order_relaxed);
+  if (square_sums_.size() == kMostKept) square_sums_.pop_front();
+  square_sums_.emplace_back(running.number, sum);
+}
+
+std::optional<double> ShmExchange::take_square_sum(uint64_t number) {
+  if (is_forked() || !is_complete(number)) return std::nullopt;
+  const auto found =
+      std::find_if(square_sums_.begin(), square_sums_.end(), [&](const auto& kept) { return kept.first == number; });
+  if (found == square_sums_.end()) return std::nullopt;
+  const double sum = found->second;
+  square_sums_.erase(found);
+  return sum;
+}
+
+uint64_t ShmExchange::published_by_all() const {
+  uint64_t least = started_;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    least = std::min(least, line_of(board_, rank).published.load(std::memory_order_acquire));
+  }
+  return least;
+}
+
+// Takes up to so many chunks. Whether there was anything to do.
+bool ShmExchange::work(uint32_t max_chunks) {
+  bool worked = false;
+  try {
+    worked = options_.link != nullptr && relay();
+  } catch (const std::exception& error) {
+    fail(text("between the hosts: ", error.what()));
+  }
+  const uint64_t published = published_by_all();
+  const uint64_t shared = board_.shared.load(std::memory_order_acquire);
+  for (Running& running : running_) {
+    if (max_chunks == 0 || running.number > published) break;
+    if (running.number > compared_) compare_kinds(running);
+    worked |= work_on(running, kSum, max_chunks);
+    if (options_.several_hosts && running.number <= shared) worked |= work_on(running, kCopy, max_chunks);
+  }
+  return worked;
+}
+
+// The first chunk of that rank's region, and the end of the one before.
+uint32_t ShmExchange::region_begin(const Running& running, int rank) const {
+  return static_cast<uint32_t>(uint64_t{running.num_chunks} * rank / options_.size);
+}
+
+bool ShmExchange::work_on(Running& running, int stage, uint32_t& max_chunks) {
+  Slot& slot = slot_of(board_, running.number);
+  bool worked = false;
+  for (int& turn = running.turn[stage]; turn < options_.size; ++turn) {
+    const int region = (options_.rank + turn) % options_.size;
+    const uint32_t begin = region_begin(running, region);
+    const uint32_t count = region_begin(running, region + 1) - begin;
+    std::atomic<uint64_t>& claimed = line_of(board_, region).claims[running.number % kSlots].word[stage];
+    uint64_t word = claimed.load(std::memory_order_relaxed);
+    while (number_of(word) == running.number && count_of(word) < count) {
+      if (max_chunks == 0) return worked;
+      if (!claimed.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel)) continue;
+      compute(running, stage, begin + static_cast<uint32_t>(count_of(word)), turn == 0);
+      worked = true;
+      --max_chunks;
+      const uint64_t done = slot.done[stage].fetch_add(1, std::memory_order_acq_rel) + 1;
+      if (count_of(done) == running.num_chunks) announce();
+      word = claimed.load(std::memory_order_relaxed);
+    }
+  }
+  return worked;
+}
+
+// Before anything is added up: else ranks that reduce different things would get each other's numbers.
+void ShmExchange::compare_kinds(const Running& running) {
+  const uint64_t mine = kind_of(running.operation), tag = running.operation.tag;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const RankLine& line = line_of(board_, rank);
+    const uint64_t theirs = line.kind[running.number % kSlots].load(std::memory_order_acquire);
+    const uint64_t their_tag = line.tag[running.number % kSlots].load(std::memory_order_acquire);
+    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum) && their_tag == tag) continue;
+    if (is_complete(running)) break;  // others have compared and added up; those words are a later operation's by now
+    fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe(mine, tag), ", ",
+              options_.rank_names[rank], " ", describe(theirs, their_tag),
+              ". They have taken different ways through the script: another number of backwards, a weight on some "
+              "ranks only, another model"));
+  }
+  compared_ = running.number;
+}
+
+std::string ShmExchange::describe(uint64_t kind, uint64_t tag) const {
+  const bool has_tag = tag != 0 && options_.describe_tag;
+  return describe_kind(kind) + (has_tag ? " for " + options_.describe_tag(tag) : "");
+}
+
+// is_usual: this rank computes the same chunk in every step.
+void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const {
+  const Operation& operation = running.operation;
+  const int64_t begin = chunk * running.chunk_numel;
+  const int64_t end = std::min(begin + running.chunk_numel, operation.numel);
+  const int64_t element = bytes_of(operation.type);
+  if (operation.residency != nullptr) {
+    operation.residency->touch(operation.offset + begin * element, operation.offset + end * element, is_usual);
+  }
+  char* const* values = operation.values.data();
+  if (stage == kSum) {
+    const int num_outputs = options_.several_hosts ? 1 : options_.size;
+    const bool adds_squares = is_square_sum_wanted(running);
+    double square_sum = 0;
+    sum_range({operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale,
+               adds_squares ? &square_sum : nullptr});
+    if (adds_squares) {
+      const uint64_t slot = running.number % kSlots;
+      board_.square_sums_of[slot].store(running.number);
+      board_.square_sums[slot][chunk].store(square_sum, std::memory_order_relaxed);
+    }
+    return;
+  }
+  for (int rank = 1; rank < options_.size; ++rank) {
+    std::memcpy(values[rank] + begin * element, values[0] + begin * element, (end - begin) * element);
+  }
+}
+
+// The first rank's part between the stages. Whether something moved.
+bool ShmExchange::relay() {
+  bool moved = false;
+  for (const Running& running : running_) {
+    if (running.number <= relayed_ || running.num_chunks == 0) continue;
+    const uint64_t done = slot_of(board_, running.number).done[kSum].load(std::memory_order_acquire);
+    if (done != word_of(running.number, running.num_chunks)) break;
+    options_.link->start(running.operation.values[0], running.operation.type, running.operation.numel);
+    relayed_ = running.number;
+    relaying_.push_back(running.number);
+    moved = true;
+  }
+  while (!relaying_.empty() && options_.link->finish_oldest()) {
+    board_.shared.store(relaying_.front(), std::memory_order_release);
+    relaying_.pop_front();
+    announce();
+    moved = true;
+  }
+  return moved;
+}
+
+void ShmExchange::wait(uint64_t number) {
+  check_usable();
+  const auto begin = Clock::now();
+  auto next_check = begin + kSleep;
+  for (;;) {
+    // Read first: what comes after changes it, and so ends the sleep.
+    const uint32_t event = board_.event.load();
+    const bool worked = work(UINT_MAX);
+    if (is_complete(number)) return;
+    if (worked) continue;
+    spin_or_sleep(event);
+    const auto now = Clock::now();
+    if (now < next_check) continue;
+    next_check = now + kSleep;
+    check_ranks(number);
+    if (now - begin >= options_.timeout) {
+      fail(text("not complete within the process group's timeout of ",
+                std::chrono::duration<double>(options_.timeout).count(), " s", missing_ranks(number)));
+    }
+  }
+}
+
+void ShmExchange::announce() {
+  board_.event.fetch_add(1);
+  if (board_.sleepers.load() > 0) ::syscall(SYS_futex, &board_.event, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Until `event` is no longer the board's, or a while has passed.
+void ShmExchange::spin_or_sleep(uint32_t event) {
+  const auto moved = [&] { return board_.event.load(std::memory_order_acquire) != event; };
+  const bool polls = !relaying_.empty();
+  if (options_.spin && !polls) {
+    const auto end = Clock::now() + kSpin;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        if (moved()) return;
+        pause();
+      }
+      // What is waited for may be waiting for this very core.
+      ::sched_yield();
+    } while (Clock::now() < end);
+  }
+  const std::chrono::nanoseconds sleep = polls ? std::chrono::nanoseconds(kLinkPoll) : kSleep;
+  const timespec limit = {0, sleep.count()};
+  board_.sleepers.fetch_add(1);
+  // Returns at once if the event has moved: the kernel compares.
+  ::syscall(SYS_futex, &board_.event, FUTEX_WAIT, event, &limit, nullptr, 0);
+  board_.sleepers.fetch_sub(1);
+}
+
+void ShmExchange::check_ranks(uint64_t number) {
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (rank == options_.rank) continue;
+    const RankLine& line = line_of(board_, rank);
+    const State state = line.state.load(std::memory_order_acquire);
+    const bool is_dead = state == State::kOpen && options_.is_dead && options_.is_dead(rank);
+    if (state == State::kOpen && !is_dead) continue;
+    // Its last deed may have been what was waited for; and what it published before it closed, others can add up.
+    if (is_complete(number)) return;
+    const bool is_needed = options_.several_hosts && rank == 0;
+    const bool is_published = line.published.load(std::memory_order_acquire) >= number;
+    if (state == State::kClosed && is_published && !is_needed) continue;
+    const std::string& name = options_.rank_names[rank];
+    if (is_dead) fail(text(name, " has died"));
+    if (state == State::kFailed) fail(text(name, " has failed before; see its own error"));
+    fail(text(name, " has already deleted its DistributedDataParallel"));
+  }
+}
+
+void ShmExchange::fail(const std::string& message) {
+  failure_ = message;
+  line_of(board_, options_.rank).state.store(State::kFailed, std::memory_order_release);
+  announce();
+  throw EnvironmentError(message);
+}
+
+std::string ShmExchange::missing_ranks(uint64_t number) const {
+  std::string names;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (line_of(board_, rank).published.load(std::memory_order_acquire) >= number) continue;
+    names += (names.empty() ? "" : ", ") + options_.rank_names[rank];
+  }
+  if (names.empty())
+    return options_.several_hosts ? "; the ranks of this host are all there, another host's are not"
+                                  : "; all ranks are there, one has stopped in the middle of it";
+  return "; not there: " + names;
+}
+
+}  // namespace drivetrain::ddp

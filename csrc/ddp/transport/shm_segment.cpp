@@ -1,0 +1,192 @@
+// memfd and mmap; see shm_segment.h.
+#include "ddp/transport/shm_segment.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+// The nonce has a page of its own before the data, which stays aligned to pages.
+constexpr int64_t kHeaderBytes = 4096;
+constexpr int64_t kReservedAtOnce = 16 << 20;
+
+// Of Linux 6.3; C libraries older than that do not name it.
+constexpr unsigned kNoExecution = 0x0008;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+[[noreturn]] void fail(const std::string& call, int code) {
+  throw EnvironmentError(text(call, ": ", std::strerror(code), " (errno ", code, ")"));
+}
+
+// Under vm.memfd_noexec=2 the kernel refuses a file that might be executed, and an older one does not know the flag.
+Descriptor create_file() {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  Descriptor file(::memfd_create("drivetrain", kFlags | kNoExecution));
+  if (file.get() < 0 && errno == EINVAL) file = Descriptor(::memfd_create("drivetrain", kFlags));
+  if (file.get() < 0) fail("memfd_create", errno);
+  return file;
+}
+
+}  // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (this != &other) {
+    reset();
+    std::swap(fd_, other.fd_);
+  }
+  return *this;
+}
+
+void Descriptor::reset() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+// A file's pages in this process. All of them are in a list, by which a forked child finds its own.
+class Mapping {
+ public:
+  // keeps_file: this process created the file, and a forked child is to have a private copy of it.
+  Mapping(Descriptor file, int64_t bytes, bool keeps_file);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+
+  char* begin() const { return begin_; }
+  int fd() const { return file_.get(); }
+
+  static uint64_t fork_depth() { return fork_depth_.load(std::memory_order_relaxed); }
+
+ private:
+  static void watch_forks();
+  static void before_fork() { mutex_.lock(); }
+  static void after_fork_in_parent() { mutex_.unlock(); }
+  static void after_fork_in_child();
+  void part_from_parent();
+
+  // Neither has a destructor: a process may fork at its very end.
+  static constinit inline std::mutex mutex_;
+  static constinit inline Mapping* newest_ = nullptr;
+  static constinit inline std::atomic<uint64_t> fork_depth_ = 0;
+
+  Descriptor file_;
+  char* begin_ = nullptr;
+  const int64_t bytes_;
+  bool is_private_ = false;
+  Mapping* newer_ = nullptr;
+  Mapping* older_ = nullptr;
+};
+
+void Mapping::watch_forks() {
+  static const int failure = ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+  if (failure != 0) fail("pthread_atfork", failure);
+}
+
+Mapping::Mapping(Descriptor file, int64_t bytes, bool keeps_file) : file_(std::move(file)), bytes_(bytes) {
+  watch_forks();
+  // No fork may come between the mapping and its place in the list.
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // This process's own is populated: page faults at the first step would cost more than here. A peer's is not, as it
+  // would then count as resident here, too.
+  const int flags = MAP_SHARED | (keeps_file ? MAP_POPULATE : 0);
+  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
+  if (address == MAP_FAILED) fail(text("mmap of ", bytes, " bytes of shared memory"), errno);
+  begin_ = static_cast<char*>(address);
+  if (!keeps_file) file_.reset();
+  older_ = newest_;
+  if (older_ != nullptr) older_->newer_ = this;
+  newest_ = this;
+}
+
+Mapping::~Mapping() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  (newer_ != nullptr ? newer_->older_ : newest_) = older_;
+  if (older_ != nullptr) older_->newer_ = newer_;
+  ::munmap(begin_, bytes_);
+}
+
+void Mapping::after_fork_in_child() {
+  fork_depth_.fetch_add(1, std::memory_order_relaxed);
+  for (Mapping* mapping = newest_; mapping != nullptr; mapping = mapping->older_) mapping->part_from_parent();
+  mutex_.unlock();
+}
+
+// Calls the kernel alone, as only that is allowed in the child of a process with several threads.
+void Mapping::part_from_parent() {
+  if (is_private_) return;  // a child's child: what its parent wrote is in its pages
+  is_private_ = true;
+  const bool has_copy = file_.get() >= 0;
+  // Nothing takes the place of a peer's memory until its destructor unmaps that.
+  const int protection = has_copy ? PROT_READ | PROT_WRITE : PROT_NONE;
+  const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | (has_copy ? 0 : MAP_ANONYMOUS);
+  // A write that ends the child does less harm than one to its parent's gradients.
+  if (::mmap(begin_, bytes_, protection, flags, file_.get(), 0) == MAP_FAILED) ::mprotect(begin_, bytes_, PROT_READ);
+}
+
+uint64_t fork_depth() { return Mapping::fork_depth(); }
+
+Segment Segment::create(int64_t bytes) {
+  Descriptor file = create_file();
+  const int64_t all = bytes + kHeaderBytes;
+  if (::ftruncate(file.get(), all) != 0) fail(text("ftruncate of shared memory to ", all, " bytes"), errno);
+  // In parts: a signal undoes the part under way, and one that comes regularly must not undo everything each time.
+  for (int64_t begin = 0; begin < all;) {
+    const int64_t part = std::min(kReservedAtOnce, all - begin);
+    if (::fallocate(file.get(), 0, begin, part) == 0) {
+      begin += part;
+    } else if (errno != EINTR) {
+      fail(text("fallocate of ", all, " bytes of shared memory"), errno);
+    }
+  }
+  if (::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) fail("fcntl F_ADD_SEALS of shared memory", errno);
+  Segment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/true));
+  uint64_t nonce = 0;
+  if (::getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce)) fail("getrandom", errno);
+  std::memcpy(segment.mapping_->begin(), &nonce, sizeof(nonce));
+  return segment;
+}
+
+Segment Segment::open(int64_t pid, int64_t fd, uint64_t nonce, int64_t bytes) {
+  const std::string path = text("/proc/", pid, "/fd/", fd);
+  const std::string not_it = text(path, " is not the memory that its process announced");
+  const int64_t all = bytes + kHeaderBytes;
+  Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (file.get() < 0) fail("open of " + path, errno);
+  struct stat facts = {};
+  if (::fstat(file.get(), &facts) != 0) fail("fstat of " + path, errno);
+  // Beyond a file's end lies SIGBUS, and only a sealed one keeps its end.
+  if (!S_ISREG(facts.st_mode) || facts.st_size < all) throw EnvironmentError(not_it);
+  const int seals = ::fcntl(file.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) throw EnvironmentError(text(not_it, ": it is not sealed"));
+  Segment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/false));
+  if (segment.nonce() != nonce) throw EnvironmentError(not_it);
+  return segment;
+}
+
+Segment::Segment(std::unique_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
+Segment::Segment(Segment&& other) noexcept = default;
+Segment::~Segment() = default;
+
+char* Segment::data() const { return mapping_->begin() + kHeaderBytes; }
+int Segment::fd() const { return mapping_->fd(); }
+
+uint64_t Segment::nonce() const {
+  uint64_t nonce = 0;
+  std::memcpy(&nonce, mapping_->begin(), sizeof(nonce));
+  return nonce;
+}
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,53 @@
+// The transport over any torch process group, for those that build on it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+#include <vector>
+
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+
+class TorchReduce final : public PendingReduce {
+ public:
+  TorchReduce(c10::intrusive_ptr<c10d::Work> work, bool is_gloo) : work_(std::move(work)), is_gloo_(is_gloo) {}
+
+  bool is_done() override { return work_->isCompleted(); }
+  void wait() override;
+  // Completes, with a value or an error, when the work does or a moment before.
+  c10::intrusive_ptr<c10::ivalue::Future> future() const { return work_->getFuture(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  bool is_gloo_;
+};
+
+class TorchComm final : public Comm {
+ public:
+  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device, Ranks ranks);
+  ~TorchComm() override;
+
+  int size() const override { return group_->getSize(); }
+  int rank() const override { return group_->getRank(); }
+  std::string name() const override { return "torch"; }
+  at::Tensor allocate(int64_t bytes, c10::Device device) override;
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
+  void broadcast(const at::Tensor& values) override;
+
+  // Begins to send every rank its part of `sent`, and to put the parts that come one after another into `received`.
+  // Both are bytes [any], with each rank's number of them in counts [size].
+  std::unique_ptr<TorchReduce> start_all_to_all(at::Tensor received, at::Tensor sent,
+                                                std::vector<int64_t> received_counts, std::vector<int64_t> sent_counts);
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::string backend_;
+};
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,150 @@
+// Values of the formats of storage.h out of words as base/wide_cuda.cuh loads them. Includes no torch header.
+#pragma once
+
+#include <cstdint>
+
+#include "base/wide_cuda.cuh"
+#include "formats/storage.h"
+
+namespace drivetrain::optim {
+
+template <int kWords>
+__device__ __forceinline__ double double_of(const uint32_t (&words)[kWords], int k) {
+  return bits_as<double>(static_cast<uint64_t>(words[2 * k + 1]) << 32 | words[2 * k]);
+}
+
+template <int kWords>
+__device__ __forceinline__ float bfloat16_of(const uint32_t (&words)[kWords], int k) {
+  return bits_as<float>(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
+}
+
+// The processor's instruction gives storage.h's bits.
+template <int kWords>
+__device__ __forceinline__ float float16_of(const uint32_t (&words)[kWords], int k) {
+#ifdef __CUDA_ARCH__
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half_of(words, k)));
+  return value;
+#else
+  return float_from_float16(half_of(words, k));
+#endif
+}
+
+// Neighboring values as split8() has them, their halves in words and their remainders in bytes. Without a branch for
+// each: a NaN, which split8() treats otherwise, is looked for in all of them at once.
+template <int kCount>
+__device__ __forceinline__ void split8_into(const float (&values)[kCount], uint32_t (&halves)[kCount / 2],
+                                            uint32_t (&bytes)[kCount / 4]) {
+  static_assert(kCount % 4 == 0);
+  bool has_nan = false;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) has_nan |= values[k] != values[k];
+#pragma unroll
+  for (int k = 0; k < kCount; k += 4) {
+    uint32_t half[4], byte[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // The last byte of the rounded bits is to be cut off: what it holds carries into nothing.
+      const uint32_t bits = bits_as<uint32_t>(values[k + i]), rounded = bits + (0x7fu + ((bits >> 8) & 1u));
+      half[i] = rounded + 0x8000u;
+      byte[i] = rounded >> 8;
+    }
+    if (has_nan) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Split8 parts = split8(values[k + i]);
+        half[i] = static_cast<uint32_t>(parts.half) << 16;
+        byte[i] = static_cast<uint8_t>(parts.remainder);
+      }
+    }
+    halves[k / 2] = half[0] >> 16 | (half[1] & 0xffff0000u);
+    halves[k / 2 + 1] = half[2] >> 16 | (half[3] & 0xffff0000u);
+    bytes[k / 4] = (byte[0] & 0xffu) | (byte[1] & 0xffu) << 8 | (byte[2] & 0xffu) << 16 | byte[3] << 24;
+  }
+}
+
+// Neighboring values of a stream of one format, as they lie in memory: what a thread loads or stores at once.
+template <Format kFormat, int kWidth>
+struct Neighbors {
+  static constexpr int kBytes = bytes_of(kFormat);
+  static constexpr bool kHasByte = kFormat == Format::kBFloat16Remainder8;
+  uint32_t words[kWidth * kBytes / 4];
+  uint32_t extra[kHasByte ? kWidth / 4 : 1];
+
+  // first, end: elements of the stream. kIsWide: all of them are there, and aligned.
+  template <bool kIsWide>
+  __device__ __forceinline__ void load(const Stream& stream, int64_t first, int64_t end) {
+    const char* const from = static_cast<const char*>(stream.data) + first * kBytes;
+    if constexpr (kIsWide) {
+      load_wide(from, words);
+    } else {
+      load_narrow<kBytes>(from, end - first, words);
+    }
+    if constexpr (kHasByte) {
+      const char* const beside = static_cast<const char*>(stream.extra) + first;
+      if constexpr (kIsWide) {
+        load_wide(beside, extra);
+      } else {
+        load_narrow<1>(beside, end - first, extra);
+      }
+    }
+  }
+
+  template <bool kIsWide>
+  __device__ __forceinline__ void store(const Stream& stream, int64_t first, int64_t end) const {
+    char* const to = static_cast<char*>(stream.data) + first * kBytes;
+    if constexpr (kIsWide) {
+      store_wide(to, words);
+    } else {
+      store_narrow<kBytes>(to, end - first, words);
+    }
+    if constexpr (kHasByte) {
+      char* const beside = static_cast<char*>(stream.extra) + first;
+      if constexpr (kIsWide) {
+        store_wide(beside, extra);
+      } else {
+        store_narrow<1>(beside, end - first, extra);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float value(int k) const {
+    if constexpr (kFormat == Format::kFloat64) {
+      return static_cast<float>(double_of(words, k));
+    } else if constexpr (kFormat == Format::kBFloat16) {
+      return bfloat16_of(words, k);
+    } else if constexpr (kFormat == Format::kFloat16) {
+      return float16_of(words, k);
+    } else if constexpr (kHasByte) {
+      return join8(half_of(words, k), static_cast<int8_t>(byte_of(extra, k)));
+    } else {
+      static_assert(kFormat == Format::kFloat32);
+      return bits_as<float>(words[k]);
+    }
+  }
+
+  __device__ __forceinline__ void set(const float (&values)[kWidth]) {
+    if constexpr (kHasByte) {
+      split8_into(values, words, extra);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) set(k, values[k]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set(int k, float value) {
+    if constexpr (kFormat == Format::kFloat64) {
+      const auto bits = bits_as<uint64_t>(static_cast<double>(value));
+      words[2 * k] = static_cast<uint32_t>(bits);
+      words[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
+    } else if constexpr (kFormat == Format::kFloat32) {
+      words[k] = bits_as<uint32_t>(value);
+    } else {
+      const uint32_t half = kFormat == Format::kBFloat16 ? bfloat16_from_float(value) : float16_from_float(value);
+      words[k / 2] = k % 2 == 0 ? half : words[k / 2] | half << 16;
+    }
+  }
+};
+
+}  // namespace drivetrain::optim

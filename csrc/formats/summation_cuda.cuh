@@ -1,0 +1,103 @@
+// The sums of summation.h on CUDA: a warp's part of a chunk, and a block's of the chunks' sums. Includes no torch
+// header.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "formats/summation.h"
+
+namespace drivetrain::grad {
+
+static_assert(kLanes == 32);
+constexpr int kQuad = kSlots / kLanes;  // neighboring slots of a thread
+static_assert(kQuad == 4);
+
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x % kLanes); }
+
+// All threads of the warp call it with their sums; the first gets the sum of all.
+__device__ inline double sum_of_lanes(double sum) {
+  constexpr unsigned kAll = 0xffffffffu;
+#pragma unroll
+  for (int width = kLanes / 2; width > 0; width /= 2) sum += __shfl_down_sync(kAll, sum, width);
+  return sum;
+}
+
+// Adds up a chunk's slots, of which a thread has number lane * kQuad + k; the first thread gets the sum.
+__device__ __forceinline__ double sum_of_slots(double (&slots)[kQuad]) {
+  constexpr unsigned kAll = 0xffffffffu;
+#pragma unroll
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) slots[k] += __shfl_down_sync(kAll, slots[k], width);
+  }
+#pragma unroll
+  for (int half = kQuad / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) slots[k] += slots[k + half];
+  }
+  return slots[0];
+}
+
+// Adds the square of a float, which is exact in double: fusing its multiplication and addition changes no bit.
+__device__ __forceinline__ void add_square(double& slot, float value) {
+  const double exact = value;
+  slot = std::fma(exact, exact, slot);
+}
+__device__ __forceinline__ void add_square(double& slot, double value) { slot += value * value; }
+
+// The sum of value_of(i) for begin <= i < end, in the first thread; all threads of the warp call it. Loads of several
+// values are under way at once, and what is beyond the end adds a 0, which changes no sum of squares.
+template <class ValueOf>
+__device__ double sum_in_lanes(int64_t begin, int64_t end, ValueOf value_of) {
+  constexpr int kUnroll = 16;
+  double sum = 0;
+  for (int64_t base = begin + lane_of_thread(); base < end; base += kUnroll * kLanes) {
+    double values[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t i = base + k * kLanes;
+      values[k] = i < end ? value_of(i) : 0.0;
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) sum += values[k];
+  }
+  return sum_of_lanes(sum);
+}
+
+// The sum of value_of(i) for 0 <= i < count, group by group, in the block's first thread; all of its kThreads call it.
+template <int kThreads, class ValueOf>
+__device__ double sum_in_groups(int64_t count, ValueOf value_of) {
+  constexpr int kWarps = kThreads / kLanes;
+  static_assert(kThreads % kLanes == 0 && kLanes % kWarps == 0, "a lane's groups must all be one warp's");
+  __shared__ double lanes[kLanes];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kLanes;
+  if (thread < kLanes) lanes[thread] = 0;
+  __syncthreads();
+  for (int64_t group = warp; group * kGroup < count; group += kWarps) {
+    const int64_t begin = group * kGroup, end = count < begin + kGroup ? count : begin + kGroup;
+    const double sum = sum_in_lanes(begin, end, value_of);
+    if (lane_of_thread() == 0) lanes[group % kLanes] += sum;
+  }
+  __syncthreads();
+  const double total = warp == 0 ? sum_of_lanes(lanes[thread]) : 0.0;
+  __syncthreads();  // before the lanes are filled again
+  return total;
+}
+
+// last_from() of optim/step.h, all threads of a warp looking at once: two rounds of loads for 1,000 jobs.
+template <class Job>
+__device__ int32_t last_from_in_warp(const Job* jobs, int32_t num_jobs, int64_t Job::* begin, int64_t position) {
+  constexpr unsigned kAll = 0xffffffffu;
+  int32_t low = 0, count = num_jobs;
+  while (count > 1) {
+    const int32_t step = (count + kLanes - 1) / kLanes, offset = lane_of_thread() * step;
+    const bool is_before = offset < count && jobs[low + offset].*begin <= position;
+    const int32_t before = __popc(__ballot_sync(kAll, is_before)), skipped = before > 0 ? (before - 1) * step : 0;
+    low += skipped;
+    count = count - skipped < step ? count - skipped : step;
+  }
+  return low;
+}
+
+}  // namespace drivetrain::grad

@@ -1,0 +1,95 @@
+// Both passes over layers, a few parameters at a time; see trust_ratio.h.
+#include "optim/trust_ratio.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "base/cpu_isa.h"
+#include "formats/total.h"
+#include "optim/launch.h"
+
+namespace drivetrain::optim {
+namespace {
+
+using grad::kChunk;
+// Elements between the two passes: their parameters, gradients and states stay in the cache from one to the other,
+// unless a single parameter is larger.
+constexpr int64_t kWave = 1 << 18;
+
+// Of the parameters from `first` to before `last`.
+std::vector<LayerSums> sums_of_layers(const StepJob& job, int32_t first, int32_t last) {
+  const auto sums_of = for_chosen_isa(baseline::layer_sums_cpu, avx2::layer_sums_cpu, avx512::layer_sums_cpu);
+  struct Chunk {
+    int32_t param;
+    int64_t begin;
+  };
+  std::vector<Chunk> chunks;
+  for (int32_t i = first; i < last; ++i) {
+    for (int64_t begin = 0; begin < job.params[i].numel; begin += kChunk) chunks.push_back({i, begin});
+  }
+  std::vector<LayerSums> sums(chunks.size());
+  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const ParamJob& param = job.params[chunks[i].param];
+      sums[i] = sums_of(job, param, chunks[i].begin, std::min(chunks[i].begin + kChunk, param.numel));
+    }
+  });
+  std::vector<LayerSums> totals;
+  for (size_t i = 0; i < chunks.size();) {
+    const int32_t param = chunks[i].param;
+    grad::Total params, directions;
+    for (; i < chunks.size() && chunks[i].param == param; ++i) {
+      params.add(sums[i].param);
+      directions.add(sums[i].direction);
+    }
+    totals.push_back({params.get(), directions.get()});
+  }
+  return totals;
+}
+
+// A job in which every parameter has a rule of its own.
+struct OwnRules {
+  explicit OwnRules(const StepJob& shared) : params(shared.params, shared.params + shared.num_params), job(shared) {
+    rules.reserve(params.size());
+    for (ParamJob& param : params) {
+      rules.push_back(shared.rules[param.rule]);
+      param.rule = static_cast<int32_t>(rules.size()) - 1;
+    }
+    job.params = params.data();
+    job.rules = rules.data();
+    job.num_rules = static_cast<int32_t>(rules.size());
+  }
+
+  std::vector<ParamJob> params;
+  std::vector<RuleArgs> rules;
+  StepJob job;
+};
+
+}  // namespace
+
+void run_layers(const StepJob& shared, Adapt adapt) {
+  OwnRules own(shared);
+  const StepJob& job = own.job;
+  for (int32_t first = 0; first < job.num_params;) {
+    int32_t last = first + 1;
+    const int64_t begin = job.params[first].begin;
+    while (last < job.num_params && job.params[last].begin + job.params[last].numel - begin <= kWave) ++last;
+    const std::vector<LayerSums> sums = sums_of_layers(job, first, last);
+    for (int32_t i = first; i < last; ++i) adapt(own.rules[i], sums[i - first], job.params[i].numel);
+    run_step_cpu(job, begin, last < job.num_params ? job.params[last].begin : job.total);
+    first = last;
+  }
+}
+
+void run_shared_layers(const StepJob& shared, Adapt adapt, const Between& between) {
+  OwnRules own(shared);
+  std::vector<LayerSums> sums = sums_of_layers(own.job, 0, own.job.num_params);
+  between.norms(sums.data());
+  for (int32_t i = 0; i < own.job.num_params; ++i) adapt(own.rules[i], sums[i], own.params[i].numel);
+  run_step_cpu(own.job, 0, own.job.total);
+}
+
+}  // namespace drivetrain::optim

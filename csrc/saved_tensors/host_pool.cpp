@@ -1,0 +1,155 @@
+// Slabs of host memory; see host_pool.h.
+#include "saved_tensors/host_pool.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <bit>
+#include <iterator>
+#include <utility>
+
+#include "base/check.h"
+
+namespace drivetrain::activation {
+namespace {
+
+constexpr int64_t kAlignment = 512;  // of every piece, for a device's copies
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t power_from(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes))); }
+int64_t power_up_to(int64_t bytes) { return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))); }
+
+void add_uses(Uses& to, const Uses& from) {
+  for (const Use& use : from) {
+    const auto same = std::find_if(to.begin(), to.end(), [&](const Use& other) { return other.stream == use.stream; });
+    if (same == to.end()) {
+      to.push_back(use);
+    } else if (same->turn < use.turn) {
+      *same = use;
+    }
+  }
+}
+
+}  // namespace
+
+HostPool::Memory& HostPool::Memory::operator=(Memory&& other) noexcept {
+  std::swap(pool_, other.pool_);
+  std::swap(slab_, other.slab_);
+  std::swap(offset_, other.offset_);
+  std::swap(size_, other.size_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(uses_, other.uses_);
+  return *this;
+}
+
+HostPool::Memory::~Memory() {
+  if (pool_) pool_->give_back(*this);
+}
+
+std::shared_ptr<HostPool> HostPool::make(int64_t max_bytes, int64_t slab_bytes) {
+  if (max_bytes < 0) throw UserError(text("max_bytes is ", max_bytes, ", expected 0 or more"));
+  if (slab_bytes < kAlignment || !std::has_single_bit(static_cast<uint64_t>(slab_bytes))) {
+    throw UserError(text("slab_bytes is ", slab_bytes, ", expected a power of two from ", kAlignment, " on"));
+  }
+  return std::shared_ptr<HostPool>(new HostPool(max_bytes, slab_bytes));
+}
+
+HostPool::Memory HostPool::get(int64_t bytes, bool pinned) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Memory memory = cut(bytes, pinned);
+  if (!memory.pool_) {
+    reserve(bytes, pinned);
+    memory = cut(bytes, pinned);
+  }
+  return memory;
+}
+
+// Of the smallest free piece that is large enough; nothing if there is none.
+HostPool::Memory HostPool::cut(int64_t bytes, bool pinned) {
+  const int64_t size = std::max(aligned(bytes), kAlignment);
+  Slab* slab = nullptr;
+  std::map<int64_t, Free>::iterator best;
+  for (Slab& candidate : slabs_) {
+    if (candidate.pinned != pinned) continue;
+    for (auto it = candidate.free.begin(); it != candidate.free.end(); ++it) {
+      if (it->second.size < size || (slab != nullptr && it->second.size >= best->second.size)) continue;
+      slab = &candidate;
+      best = it;
+    }
+  }
+  Memory memory;
+  if (slab == nullptr) return memory;
+  memory.slab_ = slab;
+  memory.offset_ = best->first;
+  memory.size_ = size;
+  memory.bytes_ = slab->bytes.narrow(0, memory.offset_, bytes);
+  memory.uses_ = best->second.uses;
+  if (best->second.size > size) {
+    slab->free.emplace(memory.offset_ + size, Free{best->second.size - size, memory.uses_});
+  }
+  slab->free.erase(best);
+  stats_.bytes_in_use += size;
+  stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
+  memory.pool_ = shared_from_this();
+  return memory;
+}
+
+// A new slab with room for that much: a smaller one if the limit leaves no more.
+void HostPool::reserve(int64_t bytes, bool pinned) {
+  const int64_t least = power_from(std::max(aligned(bytes), kAlignment));
+  release_unused(least);
+  const int64_t left = power_up_to(max_bytes_ - stats_.bytes_reserved);
+  if (least > left) {
+    throw UserError(text("offloading ", bytes, " bytes more needs max_bytes to be at least ",
+                         stats_.bytes_reserved + least, ", and it is ", max_bytes_, ": ", stats_.bytes_reserved,
+                         " are reserved, ", stats_.bytes_in_use, " of them in use. Raise the limit, or offload less."));
+  }
+  const int64_t size = std::min(std::max(least, slab_bytes_), left);
+  Slab slab{at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(pinned)), pinned, {}};
+  slab.free.emplace(0, Free{size, {}});
+  slabs_.push_back(std::move(slab));
+  stats_.bytes_reserved += size;
+  ++stats_.num_slabs;
+}
+
+// Where a slab of the wanted size would be beyond the limit. torch's allocator of pinned memory waits for what devices
+// still do with it.
+void HostPool::release_unused(int64_t wanted) {
+  for (auto slab = slabs_.begin(); slab != slabs_.end() && stats_.bytes_reserved + wanted > max_bytes_;) {
+    if (slab->is_unused()) {
+      stats_.bytes_reserved -= slab->bytes.numel();
+      slab = slabs_.erase(slab);
+    } else {
+      ++slab;
+    }
+  }
+}
+
+void HostPool::give_back(Memory& memory) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::map<int64_t, Free>& free = static_cast<Slab*>(memory.slab_)->free;
+  stats_.bytes_in_use -= memory.size_;
+  auto piece = free.emplace(memory.offset_, Free{memory.size_, std::move(memory.uses_)}).first;
+  const auto join_next = [&free](std::map<int64_t, Free>::iterator it) {
+    const auto next = std::next(it);
+    if (next == free.end() || it->first + it->second.size != next->first) return;
+    it->second.size += next->second.size;
+    add_uses(it->second.uses, next->second.uses);
+    free.erase(next);
+  };
+  join_next(piece);
+  if (piece != free.begin()) join_next(std::prev(piece));
+}
+
+void HostPool::count_copy(int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.num_copies;
+  stats_.bytes_copied += bytes;
+}
+
+HostPoolStats HostPool::stats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+}  // namespace drivetrain::activation

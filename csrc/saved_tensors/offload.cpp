@@ -1,0 +1,187 @@
+// Copies to the host and back; see offload.h. Streams and events are those of torch's device-independent interface: no
+// CUDA header, no CUDA library.
+#include "saved_tensors/offload.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "base/check.h"
+#include "base/torch_text.h"
+#include "budget/budget.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::activation {
+namespace {
+
+using c10::impl::VirtualGuardImpl;
+
+class CopyStream {
+ public:
+  explicit CopyStream(c10::Device device)
+      : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)), mutex_(new std::mutex) {}
+
+  const c10::Stream& stream() const { return stream_; }
+
+  // All that is enqueued now.
+  Use use() {
+    const std::lock_guard<std::mutex> lock(*mutex_);  // events come in the order of their turns
+    const auto event = std::make_shared<c10::Event>(stream_.device_type());
+    event->record(stream_);
+    return {stream_, ++turns_, event};
+  }
+
+ private:
+  c10::Stream stream_;
+  std::unique_ptr<std::mutex> mutex_;
+  uint64_t turns_ = 0;
+};
+
+// Of a device. Two: a copy back must not stand behind copies out.
+struct CopyStreams {
+  CopyStream out, in;
+};
+
+CopyStreams& copy_streams(c10::Device device) {
+  static std::mutex mutex;
+  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, CopyStreams> all;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::pair key(device.type(), device.index());
+  const auto known = all.find(key);
+  if (known != all.end()) return known->second;
+  return all.emplace(key, CopyStreams{CopyStream(device), CopyStream(device)}).first->second;
+}
+
+c10::Stream current_stream_of(c10::Device device) { return VirtualGuardImpl(device.type()).getStream(device); }
+
+void wait_for(const c10::Stream& waiting, const c10::Stream& awaited) {
+  c10::Event event(awaited.device_type());
+  event.record(awaited);
+  event.block(waiting);
+}
+
+// Its memory is given to others only after what that stream has enqueued when it is freed.
+void record_use(const at::Tensor& tensor, const c10::Stream& stream) {
+  VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+}  // namespace
+
+Offloaded::Offloaded(std::shared_ptr<HostPool> pool, const at::Tensor& flat)
+    : pool_(std::move(pool)), options_(flat.options()), numel_(flat.numel()) {}
+
+Offloaded Offloaded::begin(const std::shared_ptr<HostPool>& pool, const at::Tensor& flat) {
+  DT_INVARIANT(flat.dim() == 1 && flat.is_contiguous());
+  const at::NoGradGuard no_grad;
+  const c10::Device device = flat.device();
+  Offloaded result(pool, flat);
+  result.memory_ = pool->get(static_cast<int64_t>(flat.nbytes()), /*pinned=*/!device.is_cpu());
+  pool->count_copy(result.nbytes());
+  if (device.is_cpu()) {
+    result.on_host().copy_(flat);
+    return result;
+  }
+  CopyStream& out = copy_streams(device).out;
+  wait_for(out.stream(), current_stream_of(device));
+  for (const Use& use : result.memory_.uses()) use.event->block(out.stream());
+  record_use(flat, out.stream());
+  const c10::StreamGuard guard(out.stream());
+  result.on_host().copy_(flat, /*non_blocking=*/true);
+  const Use use = out.use();
+  result.copied_out_ = use.event;
+  result.memory_.set_last_use(use);
+  return result;
+}
+
+void Offloaded::await_copy_out() const {
+  if (copied_out_) copied_out_->block(current_stream_of(options_.device()));
+}
+
+Offloaded::~Offloaded() {
+  if (!on_device_.defined() || !stream_) return;
+  try {
+    record_use(on_device_, copy_streams(on_device_.device()).in.stream());
+  } catch (...) {  // the device is lost, and its memory with it
+  }
+}
+
+void Offloaded::prefetch() {
+  if (on_device_.defined()) return;
+  const at::NoGradGuard no_grad;
+  const c10::Device device = options_.device();
+  const c10::DeviceGuard device_guard(device);
+  at::Tensor flat = at::empty({numel_}, options_);
+  pool_->count_copy(nbytes());
+  if (device.is_cpu()) {
+    on_device_ = flat.copy_(on_host());
+    return;
+  }
+  CopyStream& in = copy_streams(device).in;
+  const c10::Stream current = current_stream_of(device);
+  wait_for(in.stream(), current);
+  for (const Use& use : memory_.uses()) use.event->block(in.stream());
+  on_device_ = std::move(flat);  // from here on the end of this object knows of the copy
+  stream_ = current;
+  copied_back_.reset();
+  const c10::StreamGuard guard(in.stream());
+  on_device_.copy_(on_host(), /*non_blocking=*/true);
+  const Use use = in.use();
+  copied_back_ = use.event;
+  memory_.set_last_use(use);
+}
+
+at::Tensor Offloaded::take() {
+  prefetch();
+  if (stream_) {
+    DT_INVARIANT(copied_back_);
+    const c10::Stream current = current_stream_of(on_device_.device());
+    copied_back_->block(current);
+    // Freed in the order of its own stream, the memory would be given away without regard to this one.
+    if (current != *stream_) record_use(on_device_, current);
+    stream_.reset();
+  }
+  return std::exchange(on_device_, {});
+}
+
+// As a tensor of its dtype.
+at::Tensor Offloaded::on_host() const { return memory_.bytes().view(c10::typeMetaToScalarType(options_.dtype())); }
+
+void register_offload(py::module_& m) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Offloaded>(m, "Offloaded")
+      .def_property_readonly("nbytes", &Offloaded::nbytes)
+      .def("await_copy_out", &Offloaded::await_copy_out, no_gil())
+      .def("prefetch", &Offloaded::prefetch, no_gil())
+      .def("take", &Offloaded::take, no_gil());
+  const auto statistic = [](int64_t HostPoolStats::* field) {
+    return [field](const HostPool& pool) { return pool.stats().*field; };
+  };
+  py::class_<HostPool, std::shared_ptr<HostPool>>(m, "OffloadPool")
+      .def(py::init(&HostPool::make), py::arg("max_bytes"), py::arg("slab_bytes") = int64_t{64} << 20)
+      .def(
+          "begin",
+          [](const std::shared_ptr<HostPool>& pool, const at::Tensor& tensor) {
+            if (!tensor.is_contiguous()) {
+              throw UserError(text("begin takes contiguous tensors and got one of strides ", tensor.strides()));
+            }
+            return Offloaded::begin(pool, tensor.detach().view({-1}));
+          },
+          py::arg("tensor"), no_gil())
+      .def_property_readonly("max_bytes", &HostPool::max_bytes)
+      .def_property_readonly("bytes_in_use", statistic(&HostPoolStats::bytes_in_use))
+      .def_property_readonly("peak_bytes_in_use", statistic(&HostPoolStats::peak_bytes_in_use))
+      .def_property_readonly("bytes_reserved", statistic(&HostPoolStats::bytes_reserved))
+      .def_property_readonly("num_slabs", statistic(&HostPoolStats::num_slabs))
+      .def_property_readonly("num_copies", statistic(&HostPoolStats::num_copies))
+      .def_property_readonly("bytes_copied", statistic(&HostPoolStats::bytes_copied));
+}
+
+}  // namespace drivetrain::activation

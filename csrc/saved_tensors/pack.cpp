@@ -1,0 +1,269 @@
+// Packs and unpacks on all threads or on the current stream; see pack.h.
+#include "saved_tensors/pack.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+#include "base/check.h"
+#include "base/cpu_isa.h"
+#include "base/current_stream.h"
+#include "base/torch_text.h"
+#include "budget/budget.h"
+#include "formats/storage_torch.h"
+#include "optim/step.h"
+#include "saved_tensors/bits.h"
+#include "saved_tensors/pack_cuda.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::activation {
+namespace {
+
+using optim::Format;
+using optim::Stream;
+
+constexpr int64_t kPiece = 1 << 14;  // elements: a multiple of all blocks
+constexpr int64_t kGrain = 4;        // pieces that are worth a thread
+static_assert(kPiece % optim::kBlock == 0 && kPiece % kBitsBlock == 0);
+
+int64_t num_pieces(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
+int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
+int64_t real_numel_of(at::ScalarType dtype, int64_t numel) { return c10::isComplexType(dtype) ? 2 * numel : numel; }
+
+at::Tensor empty_bytes(int64_t size, c10::Device device) {
+  return at::empty({size}, at::TensorOptions(at::kByte).device(device));
+}
+
+// ---- Bits.
+
+// The two values as threads find them.
+class SharedValues {
+ public:
+  explicit SharedValues(uint64_t first) : values_{{first, first}} {}
+
+  TwoValues get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return values_;
+  }
+
+  // False: the two of a thread are others than another's.
+  bool merge(const TwoValues& found) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!values_.has_second()) values_ = found;
+    return !found.has_second() || found.bits[1] == values_.bits[1];
+  }
+
+ private:
+  std::mutex mutex_;
+  TwoValues values_;
+};
+
+// An element as an integer: its bytes, the rest zeros.
+uint64_t element_bits(const void* element, size_t size) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, element, size);
+  return bits;
+}
+
+// The values of an element of `size` bytes each, as `Packed` keeps them.
+at::Tensor kept(const TwoValues& values, int size) {
+  at::Tensor extra = empty_bytes(2 * size, at::kCPU);
+  auto* bytes = static_cast<char*>(extra.data_ptr());
+  for (int i = 0; i < 2; ++i) std::memcpy(bytes + i * size, &values.bits[i], size);
+  return extra;
+}
+
+std::optional<Packed> pack_bits_cuda(const at::Tensor& flat) {
+  if (flat.scalar_type() != at::kBool) return std::nullopt;
+  const int64_t numel = flat.numel();
+  Packed packed{Packing::kBits, at::kBool, numel, empty_bytes((numel + 7) / 8, flat.device()), kept({{0, 1}}, 1)};
+  pack_bools_cuda(static_cast<const uint8_t*>(flat.const_data_ptr()), numel,
+                  static_cast<uint8_t*>(packed.bytes.data_ptr()), current_stream(flat.device()));
+  return packed;
+}
+
+std::optional<Packed> pack_bits(const at::Tensor& flat) {
+  if (flat.is_cuda()) return pack_bits_cuda(flat);
+  const int64_t numel = flat.numel();
+  const auto size = static_cast<int>(flat.element_size());
+  const void* from = flat.const_data_ptr();
+  // Of bools the first value is false wherever it stands, as on CUDA.
+  const bool is_bool = flat.scalar_type() == at::kBool;
+  SharedValues shared(numel == 0 || is_bool ? 0 : element_bits(from, size));
+  Packed packed{Packing::kBits, flat.scalar_type(), numel, empty_bytes((numel + 7) / 8, flat.device()), {}};
+  auto* to = static_cast<uint8_t*>(packed.bytes.data_ptr());
+  const auto pack_bits_cpu = for_chosen_isa(baseline::pack_bits_cpu, avx2::pack_bits_cpu, avx512::pack_bits_cpu);
+  std::atomic<bool> has_third{false};
+  const auto pack_pieces = [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end && !has_third; ++piece) {
+      TwoValues values = shared.get();
+      const int64_t last = std::min((piece + 1) * kPiece, numel);
+      if (!pack_bits_cpu(from, size, piece * kPiece, last, values, to) || !shared.merge(values)) has_third = true;
+    }
+  };
+  // The first by itself: what has many values shows it there, before threads are asked for.
+  pack_pieces(0, std::min<int64_t>(num_pieces(numel), 1));
+  if (!has_third) at::parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
+  if (has_third) return std::nullopt;
+  TwoValues values = shared.get();
+  if (is_bool && !values.has_second()) values.bits[1] = 1;
+  packed.extra = kept(values, size);
+  return packed;
+}
+
+void unpack_bits(const Packed& packed, const at::Tensor& flat) {
+  const auto* from = static_cast<const uint8_t*>(packed.bytes.const_data_ptr());
+  if (flat.is_cuda()) {
+    return unpack_bools_cuda(from, packed.numel, static_cast<uint8_t*>(flat.data_ptr()), current_stream(flat.device()));
+  }
+  const auto size = static_cast<int>(flat.element_size());
+  const auto* extra = static_cast<const char*>(packed.extra.const_data_ptr());
+  const TwoValues values = {{element_bits(extra, size), element_bits(extra + size, size)}};
+  void* to = flat.data_ptr();
+  const auto unpack_bits_cpu =
+      for_chosen_isa(baseline::unpack_bits_cpu, avx2::unpack_bits_cpu, avx512::unpack_bits_cpu);
+  at::parallel_for(0, num_pieces(packed.numel), kGrain, [&](int64_t begin, int64_t end) {
+    unpack_bits_cpu(from, values, size, begin * kPiece, std::min(end * kPiece, packed.numel), to);
+  });
+}
+
+// ---- Formats of optim/storage.h.
+
+Format packed_format(Packing packing) { return packing == Packing::kInt8 ? Format::kSigned8 : Format::kBFloat16; }
+
+// From another element on; a multiple of a block.
+Stream advanced(Stream stream, int64_t elements) {
+  stream.data = static_cast<char*>(stream.data) + elements * optim::bytes_of(stream.format);
+  if (stream.extra != nullptr) stream.extra = static_cast<float*>(stream.extra) + elements / optim::kBlock;
+  return stream;
+}
+
+void convert(const Stream& from, const Stream& to, int64_t numel, c10::Device device) {
+  if (device.is_cuda()) return convert_cuda(from, to, numel, current_stream(device));
+  const auto convert_cpu =
+      for_chosen_isa(optim::baseline::convert_cpu, optim::avx2::convert_cpu, optim::avx512::convert_cpu);
+  at::parallel_for(0, num_pieces(numel), kGrain, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kPiece, last = std::min(end * kPiece, numel);
+    convert_cpu(advanced(from, first), advanced(to, first), last - first, /*key=*/0);
+  });
+}
+
+Stream packed_stream(const Packed& packed) {
+  return {const_cast<void*>(packed.bytes.const_data_ptr()), packed_format(packed.packing),
+          packed.extra.defined() ? const_cast<void*>(packed.extra.const_data_ptr()) : nullptr};
+}
+
+Stream flat_stream(const at::Tensor& flat) {
+  return {const_cast<void*>(flat.const_data_ptr()), *optim::format_of(flat.scalar_type())};
+}
+
+Packed pack_format(const at::Tensor& flat, Packing packing) {
+  const int64_t numel = optim::real_numel(flat);
+  const int64_t bytes = numel * optim::bytes_of(packed_format(packing));
+  Packed packed{packing, flat.scalar_type(), flat.numel(), empty_bytes(bytes, flat.device()), {}};
+  if (packing == Packing::kInt8) packed.extra = at::empty({num_blocks(numel)}, flat.options().dtype(at::kFloat));
+  convert(flat_stream(flat), packed_stream(packed), numel, flat.device());
+  return packed;
+}
+
+void check_packable(at::ScalarType dtype, Packing packing) {
+  if (is_packable(dtype, packing)) return;
+  const char* takes = packing == Packing::kBits       ? "elements of 1, 2, 4 or 8 bytes"
+                      : packing == Packing::kBFloat16 ? "float32 and float64"
+                                                      : "float32, bfloat16 and float16";
+  throw UserTypeError(text("packing as ", name_of(packing), " takes ", takes, " and got ", dtype));
+}
+
+}  // namespace
+
+int64_t Packed::nbytes() const { return static_cast<int64_t>(bytes.nbytes() + (extra.defined() ? extra.nbytes() : 0)); }
+
+bool is_packable(at::ScalarType dtype, Packing packing) {
+  if (packing == Packing::kBits) return c10::elementSize(dtype) <= sizeof(uint64_t) && !c10::isQIntType(dtype);
+  const std::optional<Format> format = optim::format_of(dtype);
+  if (!format) return false;
+  return packing == Packing::kBFloat16 ? format == Format::kFloat32 || format == Format::kFloat64
+                                       : format != Format::kFloat64;
+}
+
+int64_t packed_bytes(at::ScalarType dtype, int64_t numel, Packing packing) {
+  check_packable(dtype, packing);
+  if (packing == Packing::kBits) return (numel + 7) / 8 + 2 * static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t numbers = real_numel_of(dtype, numel);
+  if (packing == Packing::kBFloat16) return 2 * numbers;
+  return numbers + num_blocks(numbers) * static_cast<int64_t>(sizeof(float));
+}
+
+std::optional<Packed> pack(const at::Tensor& flat, Packing packing) {
+  DT_INVARIANT(flat.dim() == 1 && flat.is_contiguous());
+  check_packable(flat.scalar_type(), packing);
+  if (!flat.is_cpu() && !flat.is_cuda()) {
+    throw UnsupportedError(text("packing is for tensors on cpu and cuda and got one on ", flat.device().str()));
+  }
+  const c10::DeviceGuard guard(flat.device());
+  return packing == Packing::kBits ? pack_bits(flat) : pack_format(flat, packing);
+}
+
+at::Tensor unpack(const Packed& packed) {
+  const c10::DeviceGuard guard(packed.bytes.device());
+  const at::Tensor flat = at::empty({packed.numel}, packed.bytes.options().dtype(packed.dtype));
+  if (packed.packing == Packing::kBits) {
+    unpack_bits(packed, flat);
+  } else {
+    convert(packed_stream(packed), flat_stream(flat), optim::real_numel(flat), flat.device());
+  }
+  return flat;
+}
+
+Packing packing_of(const std::string& name) {
+  for (const Packing packing : {Packing::kBits, Packing::kBFloat16, Packing::kInt8}) {
+    if (name == name_of(packing)) return packing;
+  }
+  throw UserError(text("packing is '", name, "', expected 'bits', 'bfloat16' or 'int8'"));
+}
+
+const char* name_of(Packing packing) {
+  switch (packing) {
+    case Packing::kBits:
+      return "bits";
+    case Packing::kBFloat16:
+      return "bfloat16";
+    case Packing::kInt8:
+      break;
+  }
+  return "int8";
+}
+
+void register_pack(py::module_& m) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Packed>(m, "Packed")
+      .def_property_readonly("nbytes", &Packed::nbytes)
+      .def_property_readonly("bytes", [](const Packed& packed) { return packed.bytes; })
+      .def_property_readonly("extra", [](const Packed& packed) { return packed.extra; });
+  m.def(
+      "pack",
+      [](const at::Tensor& tensor, const std::string& packing) {
+        if (!tensor.is_contiguous()) {
+          throw UserError(text("pack takes contiguous tensors and got one of strides ", tensor.strides()));
+        }
+        return pack(tensor.detach().view({-1}), packing_of(packing));
+      },
+      py::arg("tensor"), py::arg("packing"), no_gil());
+  m.def("unpack", &unpack, py::arg("packed"), no_gil());
+  m.def(
+      "packed_bytes",
+      [](at::ScalarType dtype, int64_t numel, const std::string& packing) {
+        return packed_bytes(dtype, numel, packing_of(packing));
+      },
+      py::arg("dtype"), py::arg("numel"), py::arg("packing"));
+}
+
+}  // namespace drivetrain::activation

@@ -1,0 +1,281 @@
+"""What carries gradients between ranks: the choice, and what a rank must know of the others before it is made."""
+
+import importlib.util
+import os
+import socket
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .. import _C, processes
+
+CHOICES = ("auto", "torch", "shm", "nccl")
+VARIABLE = "DRIVETRAIN_TRANSPORT"
+
+# Per process group, made once however many modules are wrapped: the transport that rounds on the wire, where all must
+# go in one order, and the group in which its sums return.
+_returning: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
+
+
+def requested(argument: str) -> str:
+    """The transport asked for: the argument, or, where that is "auto", the environment variable if it is set."""
+    source, choice = "transport", argument
+    if argument == "auto" and os.environ.get(VARIABLE):
+        source, choice = VARIABLE, os.environ[VARIABLE]
+    if choice not in CHOICES:
+        raise ValueError(f"{source} is {choice!r}, expected one of: {', '.join(map(repr, CHOICES))}.")
+    return choice
+
+
+def requested_wire_dtype(argument: torch.dtype | str | None) -> torch.dtype | None:
+    """The wire_dtype asked for; the command line can only give its name."""
+    if argument is None:
+        return None
+    if argument in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        return torch.bfloat16
+    if argument in (torch.float16, "float16", "torch.float16"):
+        raise ValueError(
+            "wire_dtype is float16, expected torch.bfloat16 or None: gradients may pass float16's largest, 65504."
+        )
+    raise ValueError(f"wire_dtype is {argument!r}, expected torch.bfloat16 or None.")
+
+
+def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
+    """What errors call a group's rank: as the whole job numbers it, and then as the group does where that differs."""
+    everywhere = dist.get_global_rank(group, rank) if group is not None else rank
+    return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its group)"
+
+
+def make_comm(
+    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None = None
+) -> _C.Comm:
+    """The transport for parameters on that device. Every rank of the group must call it.
+
+    Args:
+        choice: what `requested` returned; must be the same on every rank.
+        group: the ranks.
+        device: the parameters'.
+        wire_dtype: what `requested_wire_dtype` returned; must be the same on every rank.
+
+    Raises:
+        RuntimeError: the ranks ask for different transports; or for "nccl", and some rank cannot (raised on all).
+        NotImplementedError: wire_dtype is given, and the parameters are not on the CPU or the group is not gloo there.
+    """
+    size = dist.get_world_size(group)
+    if wire_dtype is not None and (device.type != "cpu" or _cpu_backend(group) != "gloo"):
+        raise NotImplementedError(
+            f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
+            f"is {_cpu_backend(group)!r}: drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
+            "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which adds up in bfloat16 too."
+        )
+    if choice == "nccl":
+        return _nccl_comm(group, device)
+    if size == 1:
+        wire_dtype = None
+    hosts, why_not = _hosts(choice, group, device, wire_dtype)
+    if wire_dtype and group not in _returning:
+        returning = _group_beside(group, list(range(size)))
+        assert returning is not None
+        _returning[group] = returning
+    over_group = _comm_over(group, device, _returning[group] if wire_dtype else None)
+    if not hosts:
+        if choice == "shm" and why_not and dist.get_rank(group) == 0:
+            _warn(why_not)
+        return over_group
+    over_leaders = None
+    if len(set(hosts)) > 1:
+        first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
+        # Anew for every module: two that are reduced at the same time may be summed within hosts in different orders.
+        leaders = _group_beside(group, first_ranks)
+        leaders_returning = _group_beside(group, first_ranks) if wire_dtype else None
+        over_leaders = _comm_over(leaders, device, leaders_returning) if leaders else None
+    return _C.shm_comm(
+        process_group=group.group_name,
+        hosts=hosts,
+        group=over_group,
+        leaders=over_leaders,
+        timeout_s=_timeout(group, device).total_seconds(),
+        ranks=dist.get_process_group_ranks(group),
+    )
+
+
+def nccl_package() -> str:
+    """The path of the NCCL library in the package nvidia-nccl-cu*, which a CUDA build of torch depends on; "": none."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # no package of NVIDIA's
+        spec = None
+    folders = spec.submodule_search_locations if spec else None
+    libraries = [path for folder in folders or () if (path := Path(folder, "lib", "libnccl.so.2")).exists()]
+    return str(libraries[0]) if libraries else ""
+
+
+def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
+    why_not, library = "", nccl_package()
+    if device.type != "cuda":
+        why_not = f"the parameters are on {device}, expected a CUDA device ('shm' and 'torch' are for the CPU)"
+    else:
+        try:
+            _C.nccl_library(library)
+        except RuntimeError as error:
+            why_not = str(error)
+    # Before anybody waits for a rank that cannot come.
+    reasons: list[Any] = [None] * dist.get_world_size(group)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(reasons, why_not, group=group)
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise RuntimeError(f"transport 'nccl' cannot be used, on {rank_name(rank, group)}: {reason}")
+    return _C.nccl_comm(
+        process_group=group.group_name,
+        device=str(device),
+        timeout_s=_timeout(group, device).total_seconds(),
+        fallback=library,
+        ranks=dist.get_process_group_ranks(group),
+    )
+
+
+def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
+    """Warns on rank 0 if gradients do not lie in the memory that was meant for them, once all memory is allocated."""
+    if not comm.why_not or dist.get_rank(group) != 0:
+        return
+    if not comm.name.startswith("nccl"):
+        _warn(comm.why_not)
+        return
+    warnings.warn(
+        "drivetrain: gradients lie in memory of torch's allocator, where NCCL is slower than in its own: "
+        f"{comm.why_not}. Leave more device memory free when DistributedDataParallel is constructed (NCCL rounds sizes "
+        "up, to 512 MiB on some GPUs), or pass transport='torch'.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _warn(why_not: str) -> None:
+    warnings.warn(
+        f"drivetrain: gradients go through the process group, not through shared memory: {why_not}. This is slower and "
+        f"otherwise the same; transport='torch' or {VARIABLE}=torch says that it is meant.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _hosts(
+    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None
+) -> tuple[list[int], str]:
+    """Each rank's host as a number, if memory is to be shared; else nothing, and why not ("": there is no need)."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [], ""
+    if device.type != "cpu":
+        return [], f"the parameters are on {device}, shared memory is for the CPU"
+    if (backend := _cpu_backend(group)) != "gloo":
+        return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
+    facts: list[Any] = [None] * size
+    identity = () if choice == "torch" else _host_identity()
+    dist.all_gather_object(facts, (choice, wire_dtype, identity), group=group)
+    _check_same(group, "transport", [fact[0] for fact in facts], f", or set {VARIABLE} everywhere")
+    _check_same(group, "wire_dtype", [fact[1] for fact in facts])
+    if choice == "torch":
+        return [], ""
+    identities = [fact[2] for fact in facts]
+    if len(set(identities)) == size:
+        return [], "no two ranks are on the same host, in the same container and of the same user"
+    return [identities.index(identity) for identity in identities], ""
+
+
+def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else: str = "") -> None:
+    if len(set(values)) > 1:
+        by_rank = "; ".join(f"{rank_name(rank, group)}: {value!r}" for rank, value in enumerate(values))
+        raise RuntimeError(
+            f"DistributedDataParallel needs the same {what} on every rank, but it differs: {by_rank}. Pass the same "
+            f"one everywhere{or_else}."
+        )
+
+
+def _host_identity() -> tuple[str, ...]:
+    """The same for ranks that can share memory, and different for others, as far as can be told.
+
+    Ranks of two hosts that look the same cannot open each other's memory, and all agree on the process group then.
+    """
+    try:
+        spaces = [str((processes.NAMESPACES / space).readlink()) for space in ("net", "pid")]
+    except OSError:
+        return (str(uuid.uuid4()),)  # nothing shows whose memory can be opened
+    try:
+        boot = processes.BOOT_ID.read_text().strip()
+    except OSError:  # some containers hide it
+        boot = socket.gethostname()
+    return (boot, *spaces, str(os.getuid()))
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> str | None:
+    try:
+        return str(group._get_backend(torch.device("cpu")).name())
+    except RuntimeError:  # torch's word for: none for that device
+        return None
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The group's, for operations on that kind of device."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
+    """A further gloo group of those ranks of the group; None on the others. Every rank of the group must call it."""
+    is_member = dist.get_rank(group) in ranks
+    # All ranks of the job take part in making a group, unless told that only its own do.
+    is_whole_job = dist.get_world_size(group) == dist.get_world_size()
+    alike = nullcontext() if is_whole_job else _as_many_groups(_most_groups(group))
+    if not (is_whole_job or is_member):
+        return None
+    with alike:
+        beside = dist.new_group(
+            [dist.get_global_rank(group, rank) for rank in ranks],
+            timeout=_timeout(group, torch.device("cpu")),
+            backend="gloo",
+            use_local_synchronization=not is_whole_job,
+        )
+    return beside if is_member else None
+
+
+def _most_groups(group: dist.ProcessGroup) -> int:
+    """The number of process groups that the rank knows which knows most."""
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    return int(max(counts))
+
+
+@contextmanager
+def _as_many_groups(count: int) -> Iterator[None]:
+    """As if this rank knew so many process groups. Torch names a group that not all ranks of the job make after its
+    ranks and that number, and ranks that have made different numbers of groups would wait for each other's names.
+    """
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    fillers = [object() for _ in range(count - len(names))]
+    names.update((filler, f"drivetrain/filler/{number}") for number, filler in enumerate(fillers))
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del names[filler]
+
+
+def _comm_over(group: dist.ProcessGroup, device: torch.device, returning: dist.ProcessGroup | None) -> _C.Comm:
+    """The transport over the process group; with bfloat16 on the wire if there is a group for its sums to return in."""
+    ranks = dist.get_process_group_ranks(group)
+    if returning is None:
+        return _C.torch_comm(process_group=group.group_name, device=str(device), ranks=ranks)
+    if group not in _wire_comms:
+        _wire_comms[group] = _C.wire_comm(group.group_name, returning.group_name, ranks)
+    return _wire_comms[group]

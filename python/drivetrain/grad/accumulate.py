@@ -1,0 +1,448 @@
+"""Gradient accumulation: several micro-batches, the exact mean over all that they count, one step of the optimizer."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..ddp import watch
+from ..ddp.distributed import checked_weight, wrapper_in
+from ..optim.arguments import check_max_grad_norm
+from ..optim.base import FusedOptimizer
+from ..optim.in_backward import StepInBackward
+from .clip_grad import clip_grad_norm_
+
+_NOTHING = torch.zeros(())  # a loss that weighs nothing
+
+
+def accumulate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    steps: int,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    scheduler: Any = None,
+    max_grad_norm: float | None = None,
+) -> "Window":
+    """Steps the optimizer once per `steps` micro-batches, with the mean of their gradients over all that they count.
+
+    ::
+
+        with drivetrain.accumulate(model, optimizer, steps=8) as window:
+            for inputs, targets in loader:
+                loss = F.cross_entropy(model(inputs), targets)      # a mean
+                window.backward(loss, weight=targets.numel())       # and what it is a mean of
+
+    Every `steps`-th backward is the one that communicates (under drivetrain's DistributedDataParallel), steps and
+    zeroes the gradients: the loop needs no no_sync(), no optimizer.step(), no zero_grad(), no division of the loss.
+    `window.backward` returns whether that happened. At the end of the block what is left of a last, shorter window is
+    reduced and stepped, too.
+
+    The gradient of a step is the mean over everything that the weights count, in all of the window's micro-batches and
+    on all ranks; without weights, over micro-batches. After a backward that communicates `.grad` is that mean, as
+    torch's is.
+
+    Ranks may have different numbers of micro-batches. One that has come to the end of its block goes on to take part in
+    the others' windows, with nothing of its own, and steps with them until all are at the end; so all must leave the
+    block, and a learning-rate scheduler must be given here for every rank to step it as often.
+
+    An exception that leaves the block, or a backward that raises, drops the gradients collected so far: nothing
+    half-accumulated is stepped.
+
+    Args:
+        model: the module, wrapped into drivetrain's DistributedDataParallel or not at all.
+        optimizer: The optimizer to step, or several. Wrappers of Accelerate and Lightning Fabric are taken off.
+        steps: micro-batches per step, 1 or more. Ranks may give different ones.
+        scaler: a GradScaler: scales the loss, steps, is updated.
+        scheduler: Learning-rate scheduler to step after every step of the optimizer.
+        max_grad_norm: clips the 2-norm of all the optimizers' gradients together, unscaled, before a step. An
+            optimizer of drivetrain.optim that is alone does it inside its step.
+
+    Raises:
+        ValueError: steps is below 1, or an optimizer of Accelerate has a scaler that is not passed.
+        TypeError: An optimizer is not a torch.optim.Optimizer.
+        NotImplementedError: the model is wrapped into another parallel class than drivetrain's; an optimizer steps in
+            backward, and there is a wrapper, a scaler or max_grad_norm.
+    """
+    return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
+
+
+def _unwrapped(given: Any, name: str, kind: type[Any]) -> Any:
+    """Takes a framework's wrappers off, which hold the original under that name. They step when they see fit."""
+    while isinstance(inner := getattr(given, name, None), kind):
+        given = inner
+    return given
+
+
+class Window:
+    """What `accumulate` returns: one `with` block of windows of micro-batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        steps: int,
+        *,
+        scaler: torch.amp.GradScaler | None,
+        scheduler: Any,
+        max_grad_norm: float | None,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps is {steps}, expected a number of micro-batches per step, 1 or more")
+        check_max_grad_norm(max_grad_norm)
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        for index, one in enumerate(given):
+            if not isinstance(one, torch.optim.Optimizer):
+                raise TypeError(f"optimizer[{index}] is a {type(one).__name__}, expected a torch.optim.Optimizer")
+            if scaler is None and getattr(one, "scaler", None) is not None:
+                raise ValueError(
+                    f"scaler is None, but optimizer[{index}] is a {type(one).__name__} with a GradScaler: pass "
+                    "scaler=accelerator.scaler, which accumulate() then uses."
+                )
+        self._optimizers = [_unwrapped(one, "optimizer", torch.optim.Optimizer) for one in given]
+        self._ddp = wrapper_in(model, "drivetrain.accumulate()")
+        self._steps = steps
+        self._scaler = scaler
+        # A framework's scheduler steps only where the framework has seen its own optimizer step.
+        self._scheduler = _unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
+        self._scheduler_steps: int | None = None  # that were taken when this window last looked
+        self._max_grad_norm = max_grad_norm
+        self._entered = self._is_open = False
+        self._handles: list[Any] = []  # hooks on the model and the optimizers, while the block lasts
+        self._is_stepping = False
+        self._in_backward: list[StepInBackward] = []
+        self._check_in_backward()
+        self._micro_steps = 0
+        self._weight = 0.0  # of this rank's micro-batches in the window under way
+        self._begun: Any = None  # the all-reduce that told the other ranks of it
+        self._seen: tuple[Tensor, Tensor | None, int] | None = None  # a parameter, its gradient, that one's version
+
+    @property
+    def micro_steps(self) -> int:
+        """Backwards in the window under way."""
+        return self._micro_steps
+
+    # ---- The block.
+
+    def __enter__(self) -> "Window":
+        if self._entered:
+            raise RuntimeError("this window was used before: call drivetrain.accumulate() for every with block.")
+        self._check_in_backward()
+        if _holds_anything([param.grad for param in self._params() if param.grad is not None]):
+            raise RuntimeError(
+                "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
+                "the with block."
+            )
+        self._scheduler_steps = self._count_scheduler_steps()
+        self._entered = self._is_open = True
+        self._handles = [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in self._optimizers]
+        if self._ddp is not None:
+            self._sync_before = self._ddp.require_backward_grad_sync
+            self._handles.append(self._ddp.register_forward_pre_hook(self._begin_at_forward))
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._complete()
+            else:
+                self._drop()
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._is_open = False
+            for handle in self._handles:
+                handle.remove()
+            if self._ddp is not None:
+                self._ddp.require_backward_grad_sync = self._sync_before
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0, **kwargs: Any) -> bool:
+        """`loss.backward()`, and in the window's last micro-batch the step.
+
+        Args:
+            loss: the mean over this micro-batch, not divided by anything else. One in 16 bits rounds its weight to
+                them: have it in float32.
+            weight: what it is a mean of, a count of tokens or samples: finite and >= 0 (0: the loss, which may be nan,
+                is not looked at). On CUDA a tensor is waited for.
+            **kwargs: for `torch.Tensor.backward`.
+
+        Returns:
+            whether the optimizer was stepped.
+
+        Raises:
+            RuntimeError: outside of the with block; gradients were zeroed or written since the window began.
+            ValueError: the weight is negative or not finite; all weights of a window, on all ranks, sum to 0. What was
+                collected is dropped.
+        """
+        if not self._is_open:
+            raise RuntimeError(
+                "window.backward() was called outside of its block: call it inside of 'with drivetrain.accumulate(...) "
+                "as window:'."
+            )
+        weight = checked_weight(float(weight))
+        self._check_untouched()
+        self._check_in_backward()
+        is_last = self._micro_steps + 1 >= self._steps
+        try:
+            self._announce()
+            if self._scaler is not None:
+                loss = self._scaler.scale(loss)
+            if self._ddp is not None:
+                self._ddp.require_backward_grad_sync = is_last
+                self._ddp.backward(loss, weight, **kwargs)
+            elif weight > 0:
+                with self._stepping_in_backward(weight, is_last):
+                    (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._micro_steps += 1
+            self._weight += weight
+            if is_last:
+                self._step()
+        except BaseException:
+            self._drop()
+            raise
+        if is_last:
+            self._begin()
+        else:
+            self._expect_next()
+        return is_last
+
+    @contextmanager
+    def _stepping_in_backward(self, weight: float, is_last: bool) -> Iterator[None]:
+        """Of optimizers that do so: nothing, or with the mean over the window that this backward completes."""
+        with ExitStack() as stack:
+            for steps in self._in_backward:
+                if is_last:
+                    steps.divisor = self._weight + weight
+                else:
+                    stack.enter_context(steps.no_step())
+            try:
+                yield
+            finally:
+                for steps in self._in_backward:
+                    steps.divisor = 1.0
+
+    def _begin(self) -> None:
+        """A new window."""
+        if self._ddp is not None:
+            # So that the next forward takes rank 0's buffers, on ranks whose window ended without a last forward, too.
+            self._ddp.require_forward_param_sync = True
+        self._begin_anew()
+
+    def _drop(self) -> None:
+        """Forgets what has been collected. To other ranks the window goes on."""
+        for param in [*self._params(), *self._reduced_params()]:
+            param.grad = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._micro_steps = 0
+        self._weight = 0.0
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        """The next forward and backward."""
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = self._micro_steps + 1 >= self._steps
+        self._remember()
+
+    def _complete(self) -> None:
+        """The end of the block: a shorter window, and then those that other ranks still have."""
+        if self._ddp is None:
+            if self._micro_steps > 0:
+                self._step()
+            return
+        if self._micro_steps > 0 or self._begun is not None:
+            self._reduce_and_step()
+        while self._is_any_rank_beginning():
+            if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                self._ddp._sync_buffers()  # as those ranks' forward does
+            self._reduce_and_step()
+
+    def _reduce_and_step(self) -> None:
+        assert self._ddp is not None
+        self._ddp.require_backward_grad_sync = True
+        self._ddp.backward(_NOTHING, weight=0.0)
+        self._step()
+        self._begin()
+
+    # ---- The step.
+
+    def _step(self) -> None:
+        """With the gradients of a window whose last backward is done."""
+        if self._begun is not None:  # it came before the reduction that is over
+            self._begun[0].wait()
+            self._begun = None
+        if self._ddp is None and not self._weight > 0:
+            raise ValueError(f"the weights given to window.backward() sum to {self._weight}, expected a sum above 0.")
+        alone = self._fused_and_alone()
+        divisor = self._weight
+        if alone is None or self._ddp is not None:
+            _divide(self._unreduced_params(), self._weight)
+            divisor = 1.0
+        self._is_stepping = True
+        try:
+            if alone is not None:
+                self._step_fused(alone, divisor)
+            else:
+                self._clip()
+                for optimizer in self._optimizers:
+                    self._step_one(optimizer)
+        finally:
+            self._is_stepping = False
+        if self._scaler is not None:
+            self._scaler.update()
+        if self._scheduler is not None:
+            self._scheduler.step()
+            self._scheduler_steps = self._count_scheduler_steps()
+        for optimizer in self._optimizers:
+            if not getattr(optimizer, "zero_grads_in_step", False):
+                optimizer.zero_grad()
+        stepped = {id(param) for param in self._params()}
+        for param in self._reduced_params():
+            if id(param) not in stepped:
+                param.grad = None
+
+    def _fused_and_alone(self) -> FusedOptimizer | None:
+        """The optimizer, if it can take a divisor and a norm into its step."""
+        first = self._optimizers[0]
+        if len(self._optimizers) > 1 or not isinstance(first, FusedOptimizer):
+            return None
+        return first if first._can_scale_in_step else None
+
+    def _step_fused(self, optimizer: FusedOptimizer, divisor: float) -> None:
+        norm_before, scale_before = optimizer.max_grad_norm, getattr(optimizer, "grad_scale", None)
+        if self._max_grad_norm is not None:
+            optimizer.max_grad_norm = self._max_grad_norm
+        if divisor != 1.0:
+            optimizer.grad_scale = divisor if scale_before is None else scale_before * divisor
+        try:
+            self._step_one(optimizer)
+        finally:
+            optimizer.max_grad_norm = norm_before
+            if scale_before is not None:
+                optimizer.grad_scale = scale_before
+            elif hasattr(optimizer, "grad_scale"):
+                del optimizer.grad_scale
+
+    def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._scaler is not None:
+            self._scaler.step(optimizer)
+        else:
+            optimizer.step()
+
+    def _clip(self) -> None:
+        if self._max_grad_norm is None:
+            return
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        clip_grad_norm_(self._params(), self._max_grad_norm)
+
+    def _params(self) -> list[Tensor]:
+        """Of all optimizers, each once."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return list({id(param): param for group in groups for param in group["params"]}.values())
+
+    def _reduced_params(self) -> list[Tensor]:
+        """Those whose gradients the wrapper reduces, whether an optimizer has them or not."""
+        return [] if self._ddp is None else list(self._ddp._module_parameters)
+
+    def _unreduced_params(self) -> list[Tensor]:
+        """Those of the optimizers whose gradients are sums still."""
+        reduced = {id(param) for param in self._reduced_params()}
+        return [param for param in self._params() if id(param) not in reduced]
+
+    # ---- Mistakes.
+
+    def _check_in_backward(self) -> None:
+        """Finds the optimizers that step in backward."""
+        found = [one.in_backward for one in self._optimizers if isinstance(one, FusedOptimizer)]
+        self._in_backward = [steps for steps in found if steps is not None]
+        if self._in_backward and not (self._ddp is None and self._scaler is None and self._max_grad_norm is None):
+            raise NotImplementedError(
+                "after optimizer.step_in_backward() the gradients of a window are used while its last backward runs. "
+                "drivetrain.accumulate() can then have no scaler and no max_grad_norm, which need all of them first, "
+                "and no DistributedDataParallel, whose ranks know the sum of their weights at the end: use no_sync() "
+                "there, without weights."
+            )
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called inside of drivetrain.accumulate(), which steps when its "
+                "window is full: take the call out of the loop."
+            )
+
+    def _remember(self) -> None:
+        """One gradient, and its version: whoever zeroes or adds to all of them changes it."""
+        params = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        with_grad = (param for group in params for param in group if param.grad is not None)
+        chosen = next(with_grad, next((param for group in params for param in group), None))
+        grad = None if chosen is None else chosen.grad
+        self._seen = None if chosen is None else (chosen, grad, 0 if grad is None else grad._version)
+
+    def _count_scheduler_steps(self) -> int | None:
+        return getattr(self._scheduler, "_step_count", None)
+
+    def _check_untouched(self) -> None:
+        if self._count_scheduler_steps() != self._scheduler_steps:
+            raise RuntimeError(
+                "scheduler.step() was called inside of drivetrain.accumulate(), which steps the scheduler after every "
+                "step of the optimizer: take scheduler.step() out of the loop."
+            )
+        if self._seen is None:
+            return
+        param, grad, version = self._seen
+        if param.grad is not grad or (grad is not None and grad._version != version):
+            raise RuntimeError(
+                "gradients were zeroed or written inside of drivetrain.accumulate(), which collects them from one "
+                "window.backward() to the next and zeroes them after its step: take optimizer.zero_grad() and "
+                "loss.backward() out of the loop."
+            )
+
+    # ---- Agreement with other ranks: in every window each tells the others, before its first forward, that it has
+    # one; or, at the end of its block, that it has none and waits to hear whether any other has.
+
+    def _begin_at_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._announce()
+
+    def _announce(self) -> None:
+        if self._ddp is None or self._begun is not None or dist.get_world_size(self._ddp.process_group) == 1:
+            return
+        flag = torch.ones(1, dtype=torch.int32, device=self._ddp.device)
+        self._begun = dist.all_reduce(flag, group=self._ddp.process_group, async_op=True), flag
+
+    def _is_any_rank_beginning(self) -> bool:
+        assert self._ddp is not None
+        if dist.get_world_size(self._ddp.process_group) == 1:
+            return False
+        flag = torch.zeros(1, dtype=torch.int32, device=self._ddp.device)
+        with watch.waiting(self._ddp.reducer.progress(), "the beginning of another window of accumulate()"):
+            dist.all_reduce(flag, group=self._ddp.process_group)
+        return bool(flag.item() > 0)
+
+
+def _holds_anything(grads: list[Tensor]) -> bool:
+    """Whether any of them has an element that is not 0. The host waits once for each device, not for each gradient."""
+    counts: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        counts.setdefault(grad.device, []).append(values.count_nonzero())
+    return any(bool(torch.stack(on_device).any()) for on_device in counts.values())
+
+
+def _divide(params: Iterable[Tensor], divisor: float) -> None:
+    """By 0: not at all. Then nothing was added to them, and what is there are zeros."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and divisor not in (0.0, 1.0):
+        with torch.no_grad():
+            torch._foreach_div_(grads, divisor)

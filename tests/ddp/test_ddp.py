@@ -1,0 +1,641 @@
+"""DistributedDataParallel on two real ranks against torch's class, and what it says when something is wrong."""
+
+import copy
+import io
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import DistributedDataParallel as DDP
+from drivetrain.ddp import distributed as ddp_module
+from warm import WarmScript
+
+TorchDDP = ddp_module.TorchDistributedDataParallel
+OnRanks = Callable[..., list[Any]]
+SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have several
+
+
+class Net(nn.Module):
+    """A little of everything: a buffer, a layer that not every forward uses, weights of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 37)
+        self.norm = nn.BatchNorm1d(37)
+        self.second = nn.Linear(37, 37, bias=False)
+        self.optional = nn.Linear(37, 37)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(37, 3)
+
+    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
+        x = self.second(self.norm(self.first(x)).relu()) * self.scale
+        if use_optional:
+            x = self.optional(x)
+        return self.last(x)
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[DDP, TorchDDP]:
+    """Ours and torch's around equal models that started differently on every rank."""
+    twin = copy.deepcopy(model)
+    return DDP(model, **options), TorchDDP(twin, **options)
+
+
+def make_net() -> Net:
+    torch.manual_seed(dist.get_rank())
+    return Net()
+
+
+def inputs(count: int = 8) -> Tensor:
+    return torch.randn(count, 10)
+
+
+def assert_equal_grads(ours: nn.Module, theirs: nn.Module) -> None:
+    """Up to the noise of matrix products, whose bits depend on where their operands lie in memory."""
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            assert a.grad.stride() == b.grad.stride(), name
+
+
+def step_alike(ours: nn.Module, theirs: nn.Module, steps: int) -> None:
+    """Both get the same gradients from the same batches."""
+    for _ in range(steps):
+        x = inputs()
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+        assert_equal_grads(ours, theirs)
+
+
+def assert_equal_on_ranks(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, tensor)
+        assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def train(options: dict[str, Any], set_to_none: bool) -> int:
+    ours, theirs = pair(make_net(), **options)
+    assert_equal_on_ranks([p.detach() for p in ours.parameters()])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9) for m in (ours, theirs)]
+    for step in range(6):
+        batches = [inputs() for _ in range(3)]
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if step % 2:
+                with model.no_sync():
+                    for x in batches[1:]:
+                        model(x).pow(2).sum().backward()
+            model(batches[0]).pow(2).sum().backward()
+            optimizer.step()
+        assert_equal_grads(ours, theirs)
+    assert_equal_on_ranks([p.detach() for p in ours.parameters()])
+    for (name, a), (twin_name, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert name == twin_name
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    return len(ours.reducer.buckets())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+)
+def test_trains_as_torch_does(on_ranks: OnRanks, options: dict[str, Any], set_to_none: bool) -> None:
+    buckets = on_ranks(train, options, set_to_none)
+    assert buckets[0] > 1 if "bucket_cap_mb" in options else buckets[0] == 1
+
+
+class Products(nn.Module):
+    """Its gradients are the inputs themselves, so that every bit is the reduction's own doing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(n) for n in (1, 63, 64, 65, 1000)])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return torch.stack([(w * x).sum() for w, x in zip(self.weights, inputs, strict=True)]).sum()
+
+
+def same_bits(set_to_none: bool) -> None:
+    torch.manual_seed(dist.get_rank())
+    ours, theirs = pair(Products(), **SMALL_BUCKETS)
+    for _ in range(4):
+        batches = [[torch.randn(w.shape) for w in ours.module.weights] for _ in range(3)]
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=set_to_none)
+            with model.no_sync():
+                for batch in batches[1:]:
+                    model(*batch).backward()
+            model(*batches[0]).backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_reduces_to_torchs_bits(on_ranks: OnRanks, set_to_none: bool) -> None:
+    on_ranks(same_bits, set_to_none)
+
+
+def unused(set_to_none: bool) -> None:
+    ours, theirs = pair(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
+    uses = [(True, True), (False, False), (True, False), (False, False), (False, True), (True, True)]
+    for step, on_rank in enumerate(uses):
+        x = inputs()
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=set_to_none)
+            if step == 3:  # used only in the part that is not synchronised
+                with model.no_sync():
+                    model(x, use_optional=dist.get_rank() == 1).sum().backward()
+            model(x, use_optional=on_rank[dist.get_rank()]).sum().backward()
+        assert_equal_grads(ours, theirs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_unused_parameters(on_ranks: OnRanks, set_to_none: bool) -> None:
+    on_ranks(unused, set_to_none)
+
+
+def kept_gradient_stays() -> None:
+    ours = DDP(make_net(), find_unused_parameters=True)
+    ours(inputs()).sum().backward()
+    rank_value = float(dist.get_rank() + 1)
+    for grad in (ours.module.optional.weight.grad, ours.module.optional.bias.grad):
+        grad.fill_(rank_value)  # differs between ranks, so that any reduction would show
+    ours(inputs(), use_optional=False).sum().backward()
+    assert (ours.module.optional.weight.grad == rank_value).all()
+    # Used by rank 1 alone: the mean of what both have, as torch does.
+    ours(inputs(), use_optional=dist.get_rank() == 1).sum().backward()
+    assert_equal_on_ranks([ours.module.optional.weight.grad])
+
+
+def test_gradient_of_a_globally_unused_parameter_is_untouched(on_ranks: OnRanks) -> None:
+    on_ranks(kept_gradient_stays)
+
+
+def outputs_outside_the_loss() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(10, 1), nn.Linear(10, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": self.a(x), "b": self.b(x)}
+
+    ours, theirs = pair(TwoHeads(), find_unused_parameters=True)
+    for _ in range(3):
+        x = inputs()
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x)["a"].sum().backward()
+        assert_equal_grads(ours, theirs)
+        assert ours.module.b.weight.grad is None
+
+
+def test_outputs_that_take_no_part_in_the_loss(on_ranks: OnRanks) -> None:
+    on_ranks(outputs_outside_the_loss)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(x)))
+
+
+def tied() -> None:
+    ours, theirs = pair(Tied(), **SMALL_BUCKETS)
+    names = [name for bucket in ours.reducer.buckets() for name in bucket.names]
+    assert sorted(names) == ["embed.weight", "middle.bias", "middle.weight"]
+    for _ in range(3):
+        x = torch.randint(0, 11, (4, 5))
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+        assert_equal_grads(ours, theirs)
+
+
+def test_tied_weights(on_ranks: OnRanks) -> None:
+    on_ranks(tied)
+
+
+class ManyTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(10, 7)
+        self.float64 = nn.Linear(10, 7).double()
+        self.bfloat = nn.Linear(10, 7).bfloat16()
+        self.complex = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        self.strided = nn.Parameter(torch.randn(7, 10).t())
+        self.holes = nn.Parameter(torch.randn(7, 20)[:, ::2])
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.conv(x[:1].view(1, 1, 2, 5).repeat(1, 1, 2, 2)).mean()
+        sums = self.single(x).sum() + self.float64(x.double()).sum().float() + self.bfloat(x.bfloat16()).sum().float()
+        products = (x @ self.strided).sum() + (self.holes * x[:7]).sum() + self.empty.sum()
+        return sums + products + image + (self.complex * self.complex).real.sum()
+
+
+def many_types() -> None:
+    ours, theirs = pair(ManyTypes(), **SMALL_BUCKETS)
+    for _ in range(3):
+        x = inputs()
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).backward()
+        assert_equal_grads(ours, theirs)
+
+
+def test_dtypes_and_strides(on_ranks: OnRanks) -> None:
+    on_ranks(many_types)
+
+
+def in_one_arena() -> None:
+    ours = DDP(make_net(), **SMALL_BUCKETS)
+    addresses = []
+    for step in range(3):
+        ours.zero_grad(set_to_none=step < 2)
+        ours(inputs()).sum().backward()
+        addresses.append([p.grad.data_ptr() for p in ours.parameters()])
+    assert addresses[1] == addresses[2]  # after the first step buckets follow the order of its gradients
+    assert len(set(addresses[0])) == len(addresses[0])
+    assert max(addresses[0]) - min(addresses[0]) < ours.reducer.arena_bytes()
+    gradients = sum(p.grad.nbytes for p in ours.parameters())
+    assert gradients <= ours.reducer.arena_bytes() <= gradients + 64 * len(addresses[0])
+    # Saving one gradient writes that gradient alone.
+    buffer = io.BytesIO()
+    torch.save(ours.module.scale.grad, buffer)
+    assert buffer.tell() < 4096
+    # A gradient that someone replaced, by assignment or through .data, is reduced all the same.
+    twin = copy.deepcopy(ours.module)
+    ours.module.scale.grad = torch.tensor(2.0)
+    ours.module.last.bias.grad.data = torch.ones(3)
+    twin.load_state_dict(ours.module.state_dict())
+    for p, q in zip(ours.module.parameters(), twin.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    theirs = TorchDDP(twin)
+    x = inputs()
+    for model in (ours, theirs):
+        model(x).sum().backward()
+    assert_equal_grads(ours, theirs)
+    assert [p.grad.data_ptr() for p in ours.parameters()] == addresses[1]
+
+
+def test_gradients_live_in_one_arena(on_ranks: OnRanks) -> None:
+    on_ranks(in_one_arena)
+
+
+def overlaps() -> None:
+    ours = DDP(make_net(), bucket_cap_mb=0.0001)
+    seen: list[bool] = []
+
+    def wait_for_the_last_layer(grad: Tensor) -> Tensor:
+        """Runs before the first layer's gradient is handed over; the last layer's must be reduced meanwhile."""
+        deadline = time.monotonic() + 10
+        expected = torch.full((3,), 8 * 1.5)  # the mean of 8 * 1 and 8 * 2
+        while not torch.equal(ours.module.last.bias.grad, expected) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(torch.equal(ours.module.last.bias.grad, expected))
+        return grad
+
+    ours.module.first.weight.register_hook(wait_for_the_last_layer)
+    (ours(inputs()) * float(dist.get_rank() + 1)).sum().backward()
+    assert seen == [True]
+
+
+def test_buckets_are_reduced_while_backward_runs(on_ranks: OnRanks) -> None:
+    on_ranks(overlaps)
+
+
+def survives_copies() -> None:
+    ours = DDP(make_net(), find_unused_parameters=True)
+    x = inputs()
+    ours(x).sum().backward()
+    for clone in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        clone.zero_grad()
+        clone(x).sum().backward()
+        assert_equal_on_ranks([p.grad for p in clone.parameters()])
+    data = ours._get_ddp_logging_data()
+    assert data["module_name"] == "Net"
+    assert data["backend_name"] == "gloo"
+    ours._check_reducer_finalized()
+    ours._remove_autograd_hooks()
+    ours.zero_grad()
+    (ours.module(x) * float(dist.get_rank())).sum().backward()  # collects locally, talks to nobody
+
+
+def test_deepcopy_pickle_and_torchs_private_helpers(on_ranks: OnRanks) -> None:
+    on_ranks(survives_copies)
+
+
+def checkpointed() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
+            return checkpoint(super().forward, x, use_optional, use_reentrant=False)
+
+    torch.manual_seed(dist.get_rank())
+    ours, theirs = pair(Checkpointed(), find_unused_parameters=True)
+    for use in (True, False):
+        x = inputs()
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x, use).sum().backward()
+        assert_equal_grads(ours, theirs)
+
+
+def test_activation_checkpointing(on_ranks: OnRanks) -> None:
+    on_ranks(checkpointed)
+
+
+def ignored_parameters() -> None:
+    net = make_net()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["optional.weight", "norm.running_mean"])
+    ours = DDP(net)
+    (ours(inputs()) * float(dist.get_rank() + 1)).sum().backward()
+    assert "optional.weight" not in [name for bucket in ours.reducer.buckets() for name in bucket.names]
+    assert_equal_on_ranks([net.first.weight.grad, net.optional.bias.grad])
+    ignored = [torch.empty(37, 37) for _ in range(2)]
+    dist.all_gather(ignored, net.optional.weight.grad)
+    assert not torch.equal(*ignored)
+
+
+def test_parameters_that_the_module_asks_to_ignore(on_ranks: OnRanks) -> None:
+    on_ranks(ignored_parameters)
+
+
+def message_of(error: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def different_models() -> list[str]:
+    rank = dist.get_rank()
+    shapes = message_of(RuntimeError, lambda: DDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))))
+    extra = message_of(
+        RuntimeError, lambda: DDP(nn.ModuleDict({"a": nn.Linear(2, 2), **({"b": nn.Linear(1, 1)} if rank else {})}))
+    )
+    dtypes = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2).to(torch.float64 if rank else torch.float32)))
+    names = ("a", "b") if rank else ("b", "a")
+    order = message_of(RuntimeError, lambda: DDP(nn.ModuleDict({name: nn.Linear(2, 2) for name in names})))
+    frozen = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2).requires_grad_(rank == 1)))
+    assert "parameter 'weight' differs: rank 0: not there; rank 1: (2, 2)" in frozen
+    caps = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2), bucket_cap_mb=1 + rank))
+    assert "argument 'bucket_cap_mb' differs: rank 0: 1; rank 1: 2." in caps
+    return [shapes, extra, dtypes, order]
+
+
+def test_ranks_with_different_models_are_told_on_every_rank(on_ranks: OnRanks) -> None:
+    for shapes, extra, dtypes, order in on_ranks(different_models):
+        assert "parameter '1.weight' differs: rank 0: (5, 4) torch.float32, strides (4, 1); rank 1: (6, 4)" in shapes
+        assert "parameter 'b.weight' differs: rank 0: not there; rank 1: (1, 1) torch.float32" in extra
+        assert (
+            "parameter 'weight' differs: rank 0: (2, 2) torch.float32, strides (2, 1); rank 1: (2, 2) torch.float64"
+            in dtypes
+        )
+        assert "different orders" in order
+
+
+def bad_models() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert "doesn't have any parameter that requires a gradient" in message_of(RuntimeError, lambda: DDP(frozen))
+    mixed = nn.ModuleDict({"here": nn.Linear(2, 2), "there": nn.Linear(2, 2, device="meta")})
+    message = message_of(ValueError, lambda: DDP(mixed))
+    assert "'here.weight' on cpu" in message
+    assert "'there.weight' on meta" in message
+    assert "device_ids" in message_of(ValueError, lambda: DDP(nn.Linear(2, 2), device_ids=[0]))
+    sync_bn = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    assert "SyncBatchNorm" in message_of(ValueError, lambda: DDP(sync_bn))
+
+
+def test_modules_that_cannot_be_wrapped(on_ranks: OnRanks) -> None:
+    on_ranks(bad_models)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(
+        ValueError, match="needs a process group and none is initialised: start the script with torchrun"
+    ):
+        DDP(nn.Linear(2, 2))
+
+
+def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {k: v for k, v in ddp_module._TORCH_ARGUMENTS.items() if k != "forward_sync_buffers"}
+    monkeypatch.setattr(ddp_module, "_TORCH_ARGUMENTS", known)
+    with pytest.raises(
+        TypeError, match=r"does not know DistributedDataParallel's argument 'forward_sync_buffers'.*False"
+    ):
+        DDP(nn.Linear(2, 2), forward_sync_buffers=False)
+
+
+def bad_backwards() -> None:
+    ours = DDP(make_net())
+    x = inputs()
+    # A parameter without a gradient, found at the next forward.
+    ours(x, use_optional=False).sum().backward()
+    message = message_of(RuntimeError, lambda: ours(x))
+    assert "Expected to have finished reduction" in message
+    assert "did not receive grad for rank" in message
+    assert message.index("optional.weight, optional.bias") > message.index("Parameters which did not receive grad")
+    assert "find_unused_parameters=True" in message
+    # The same parameter twice.
+    twice = DDP(nn.Linear(10, 10))
+    out = twice(checkpoint(twice.module, x.requires_grad_(), use_reentrant=True))
+    assert "'bias' got a second gradient" in message_of(RuntimeError, lambda: out.sum().backward())
+
+
+def test_backwards_that_go_wrong_name_the_parameter(on_ranks: OnRanks) -> None:
+    on_ranks(bad_backwards)
+
+
+def wrong_grad_dtype() -> None:
+    ours = DDP(nn.Linear(10, 10).bfloat16())
+    ours.module.weight.grad_dtype = torch.float32
+    message = message_of(TypeError, lambda: ours(inputs().bfloat16()).sum().backward())
+    assert "'weight' is Float [10, 10] on cpu, expected BFloat16" in message
+
+
+def test_gradient_of_the_wrong_dtype(on_ranks: OnRanks) -> None:
+    on_ranks(wrong_grad_dtype)
+
+
+DYING_RANK = """
+    import os, sys, time, torch, torch.distributed as dist
+    from datetime import timedelta
+    from torch import nn
+    from drivetrain import DistributedDataParallel as DDP
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), bucket_cap_mb=0.02)
+    for step in range(10_000):
+        def die(grad):
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), SIGNAL)
+            return grad
+        handle = model.module[3].weight.register_hook(die)
+        model(torch.randn(4, 64)).sum().backward()
+        handle.remove()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_in_mid_step(tmp_path: Path, how: signal.Signals) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(textwrap.dedent(DYING_RANK).replace("SIGNAL", str(int(how))))
+    port = str(20_000 + os.getpid() % 20_000)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        _, error = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank in ranks[1:]:
+        rank.communicate(timeout=10)
+    assert ranks[0].returncode not in (0, -signal.SIGKILL)
+    assert "the all-reduce of bucket" in error
+    assert re.search(r"bucket \d+ of \d+ \[\d\.(weight|bias)", error), error
+
+
+def backend_of_the_device() -> None:
+    group = dist.new_group(backend="cpu:gloo")
+    ours, theirs = pair(make_net(), process_group=group)
+    x = inputs()
+    for model in (ours, theirs):
+        model(x).sum().backward()
+    assert_equal_grads(ours, theirs)
+
+
+def test_a_group_with_a_backend_per_device(on_ranks: OnRanks) -> None:
+    on_ranks(backend_of_the_device)
+
+
+def shared_parameters() -> None:
+    """One encoder under two wrappers: both hooks see every gradient, one of them is to reduce it."""
+
+    def build(wrapper: Any) -> list[nn.Module]:
+        torch.manual_seed(dist.get_rank())
+        encoder = nn.Linear(10, 4)
+        return [wrapper(nn.Sequential(encoder)), wrapper(nn.Sequential(encoder, nn.Tanh()))]
+
+    all_ours, all_theirs = build(DDP), build(TorchDDP)
+    for ours, theirs in zip(all_ours, all_theirs, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+        step_alike(ours, theirs, steps=2)
+    # Both in one backward: the first to see a gradient reduces it for both.
+    x = inputs()
+    for models in (all_ours, all_theirs):
+        for model in models:
+            model.zero_grad()
+        sum(model(x).pow(2).sum() for model in models).backward()
+    assert_equal_grads(all_ours[0], all_theirs[0])
+    nested, theirs = pair(nn.Linear(10, 4))
+    twice = DDP(nested)
+    for model in (twice, theirs):
+        model(x).pow(2).sum().backward()
+    assert_equal_grads(nested, theirs)
+
+
+def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:
+    on_ranks(shared_parameters)
+
+
+class Fails(torch.autograd.Function):
+    """In backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("late")
+
+
+def interrupted() -> None:
+    ours = DDP(nn.Linear(10, 3))
+    x = inputs().requires_grad_()
+    message_of(ValueError, lambda: ours(Fails.apply(x)).sum().backward())  # after the last gradient
+    ours.zero_grad()
+    (ours(x) * float(dist.get_rank() + 1)).sum().backward()
+    assert torch.equal(ours.module.bias.grad, torch.full((3,), 12.0))
+
+
+def test_works_on_after_an_exception_late_in_backward(on_ranks: OnRanks) -> None:
+    on_ranks(interrupted)
+
+
+def converted() -> None:
+    ours = DDP(nn.Linear(10, 3))
+    ours.double()
+    assert "parameter 'weight' was changed after" in message_of(RuntimeError, lambda: ours(inputs().double()))
+    lazy = message_of(RuntimeError, lambda: DDP(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))))
+    assert "Run a dummy forward pass" in lazy
+
+
+def test_modules_converted_after_wrapping_and_lazy_ones(on_ranks: OnRanks) -> None:
+    on_ranks(converted)
+
+
+def test_a_graph_may_outlive_the_wrapper(on_ranks: OnRanks) -> None:
+    on_ranks(outlive)
+
+
+def outlive() -> None:
+    net = make_net()
+    ours = DDP(net)
+    loss = ours(inputs()).sum()
+    del ours
+    loss.backward()
+    assert net.first.weight.grad is not None
+
+
+FAULTS = """
+    import resource, torch, torch.distributed as dist
+    from drivetrain import DistributedDataParallel as DDP
+    from drivetrain.bench.ddp import _GPT
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DDP(_GPT())
+    tokens = torch.randint(0, 256, (1, 17))
+    faults = []
+    for step in range(20):
+        model.zero_grad()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model(tokens).backward()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(*faults)
+"""
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer has its own allocator")
+def test_gradients_get_their_memory_back() -> None:
+    """A gradient that has gone to the arena leaves its memory to the next, instead of to the system."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAULTS)], check=True, capture_output=True, text=True, timeout=60
+    )
+    faults = [int(count) for count in done.stdout.split()]
+    assert sum(faults[5:]) < 4000, faults  # every step's gradients have 10,600 pages

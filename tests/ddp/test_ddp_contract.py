@@ -1,0 +1,744 @@
+"""What DistributedDataParallel keeps beyond torch's own DDP tests: no replicas that part in silence, hooks, weights."""
+
+import copy
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from test_ddp import (
+    SMALL_BUCKETS,
+    OnRanks,
+    TorchDDP,
+    assert_equal_grads,
+    assert_equal_on_ranks,
+    inputs,
+    make_net,
+    message_of,
+    pair,
+)
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import DistributedDataParallel as DDP
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def mean_over_ranks(tensors: list[Tensor]) -> list[Tensor]:
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+    return tensors
+
+
+def local_grads(model: DDP, *batches: Tensor) -> list[Tensor]:
+    """This rank's own gradients of the summed losses, without any reduction; the model is left as it was."""
+    with model.no_sync():
+        for x in batches:
+            model.module(x).pow(2).sum().backward()
+    grads = grads_of(model)
+    model.zero_grad()
+    return grads
+
+
+def assert_means(model: DDP, expected: list[Tensor]) -> None:
+    for got, want in zip(grads_of(model), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert_equal_on_ranks(grads_of(model))
+
+
+def linear_chain() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+# ---- Which backward is reduced.
+
+
+def flag_set_after_forward() -> None:
+    """As in build-nanogpt: the last micro-step's flag is set between its forward and its backward."""
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    for _ in range(2):
+        batches = [inputs() for _ in range(3)]
+        expected = mean_over_ranks(local_grads(model, *batches))
+        for i, x in enumerate(batches):
+            loss = model(x).pow(2).sum()
+            model.require_backward_grad_sync = i == len(batches) - 1
+            loss.backward()
+        assert_means(model, expected)
+        model.zero_grad()
+
+
+def forward_alone_under_no_sync() -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x, y = inputs(), inputs()
+    expected = mean_over_ranks(local_grads(model, x, y))
+    with model.no_sync():
+        loss = model(x).pow(2).sum()
+    loss.backward()
+    assert_equal_on_ranks(grads_of(model))
+    model(y).pow(2).sum().backward()
+    assert_means(model, expected)
+
+
+def several_backwards() -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x, y = inputs(), inputs()
+    expected = mean_over_ranks(local_grads(model, x, y))
+    losses = [model(x).pow(2).sum(), model(y).pow(2).sum()]
+    for loss in losses:
+        loss.backward()
+    assert_means(model, expected)
+    # And one backward over the same graph twice.
+    model.zero_grad()
+    expected = mean_over_ranks(local_grads(model, x, x))
+    loss = model(x).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_means(model, expected)
+
+
+def several_backwards_with_unused_parameters() -> None:
+    model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
+    model.eval()  # so that batch norm adds no noise of its own
+    for _ in range(3):
+        x, y = inputs(), inputs()
+        with model.no_sync():
+            model.module(x, use_optional=False).pow(2).sum().backward()
+            model.module(y).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(model))
+        model.zero_grad()
+        losses = [model(x, use_optional=False).pow(2).sum(), model(y).pow(2).sum()]
+        for loss in losses:
+            loss.backward()
+        assert_means(model, expected)
+        model.zero_grad()
+
+
+def inner_module() -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x = inputs()
+    expected = local_grads(model, x)
+    model.module(x).pow(2).sum().backward()
+    for got, want in zip(grads_of(model), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    model.module[2](torch.ones(4, 7)).sum().backward()
+    # After a forward of the wrapper the next backward counts as its own, as with torch.
+    model.zero_grad()
+    model(x)
+    model.module[2](torch.ones(4, 7)).sum().backward()
+    message = message_of(RuntimeError, lambda: model(x))
+    assert "0.weight, 0.bias" in message
+    assert "not its .module" in message
+
+
+def consumed_gradients() -> None:
+    x = inputs()
+    for consume in (
+        lambda p: setattr(p, "grad", None),
+        lambda p: torch.optim.SGD([p], lr=0.1).step(),
+    ):
+        model = DDP(linear_chain())
+        model.module[2].weight.register_post_accumulate_grad_hook(consume)
+        with model.no_sync():  # where nothing is reduced hooks may do what they like
+            model(x).sum().backward()
+        loss = model(x).sum()
+        message = message_of(RuntimeError, loss.backward)
+        assert "parameter '2.weight'" in message
+        assert "before its gradient was reduced over ranks" in message
+
+
+def unfrozen_parameter() -> None:
+    net = linear_chain()
+    net[2].weight.requires_grad_(False)
+    net[0].bias.requires_grad_(False)
+    net._ddp_params_and_buffers_to_ignore = ["0.bias"]  # whose own business it stays
+    model = DDP(net)
+    model(inputs()).sum().backward()
+    net[0].bias.requires_grad_(True)
+    model(inputs()).sum().backward()
+    net[2].weight.requires_grad_(True)
+    message = message_of(RuntimeError, lambda: model(inputs()))
+    assert "parameter '2.weight' was frozen" in message
+    with model.no_sync():  # where nothing is reduced
+        model(inputs())
+
+
+def weight_on_some_ranks() -> None:
+    """Through shared memory the ranks see that they reduce different things."""
+    model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
+    loss = model(inputs()).mean()
+    weight = 3 if dist.get_rank() == 0 else None
+    message = message_of(RuntimeError, lambda: model.backward(loss, weight))
+    assert "the all-reduce of bucket 0 of" in message
+    assert "a weight on some ranks only" in message or "has failed before" in message
+
+
+def static_graph_and_no_sync() -> None:
+    model = DDP(linear_chain(), static_graph=True, **SMALL_BUCKETS)
+    for first_is_local in (True, False, True):
+        batches = [inputs() for _ in range(2 + first_is_local)]
+        expected = mean_over_ranks(local_grads(model, *batches))
+        if first_is_local:
+            with model.no_sync():
+                model(batches[0]).pow(2).sum().backward()
+        for x in batches[int(first_is_local) : -1]:
+            with model.no_sync():
+                model(x).pow(2).sum().backward()
+        model(batches[-1]).pow(2).sum().backward()
+        assert_means(model, expected)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        flag_set_after_forward,
+        forward_alone_under_no_sync,
+        several_backwards,
+        several_backwards_with_unused_parameters,
+        inner_module,
+        consumed_gradients,
+        unfrozen_parameter,
+        weight_on_some_ranks,
+        static_graph_and_no_sync,
+    ],
+)
+def test_replicas_never_part_in_silence(on_ranks: OnRanks, function: Callable[[], None]) -> None:
+    on_ranks(function)
+
+
+# ---- Distributed autograd, which keeps gradients in a context instead of .grad.
+
+
+def gradients_in_a_context(folder: str) -> None:
+    rank = dist.get_rank()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
+    model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
+    model.eval()
+
+    def backward(use_optional: bool) -> list[Tensor]:
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(x, use_optional=use_optional).pow(2).sum()])
+            grads = dist_autograd.get_gradients(context)
+        return [grads[p].clone() for p in model.parameters() if p in grads]
+
+    for use_optional in (True, False, True):
+        x = inputs()
+        model.module(x, use_optional=use_optional).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(model.module))
+        model.module.zero_grad()
+        for got, want in zip(backward(use_optional), expected, strict=True):
+            torch.testing.assert_close(got, want)
+        assert all(p.grad is None for p in model.parameters())
+        if use_optional and rank == 1:  # there the context has no entry that could take the others' gradients
+            message = message_of(RuntimeError, lambda: backward(use_optional=False))
+            assert "got a gradient on other ranks and none on this one" in message
+        elif use_optional:
+            backward(use_optional=True)
+    rpc.shutdown()
+
+
+def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(gradients_in_a_context, str(tmp_path))
+
+
+# ---- Profiles.
+
+
+def profiled() -> None:
+    """Also where no process group carries the buckets, a profile shows what they take."""
+    model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        model(inputs()).sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["drivetrain::all_reduce"] == len(model.reducer.buckets())
+    assert counts["drivetrain::wait_for_all_reduces"] == 1
+
+
+def test_profile_shows_reductions(on_ranks: OnRanks) -> None:
+    on_ranks(profiled)
+
+
+# ---- Checks and weights.
+
+
+def parted_replicas() -> list[str]:
+    model = DDP(linear_chain(), check_replicas_every=3)
+    step = lambda: model(inputs()).sum().backward()  # noqa: E731
+    for _ in range(3):
+        step()
+    if dist.get_rank() == 1:
+        model.module[2].bias.data[1] += 1e-6
+    step()
+    step()
+    message = message_of(RuntimeError, step)
+    with torch.no_grad():
+        model.module[2].bias.zero_()
+    for _ in range(3):
+        step()
+    return [message]
+
+
+def test_replicas_that_part_are_named_on_every_rank(on_ranks: OnRanks) -> None:
+    for (message,) in on_ranks(parted_replicas):
+        assert "replicas have parted: parameter '2.bias' is not the same on all ranks" in message
+        assert "ranks {" in message
+        assert "synchronised step 6" in message
+
+
+def weighted_mean(hooked: bool) -> None:
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    if hooked:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    rank = dist.get_rank()
+    counts = [[3, 11], [8, 1]][rank]  # tokens per micro-step
+    for _ in range(2):
+        everything = torch.randn(23, 10, generator=torch.Generator().manual_seed(1))
+        model.zero_grad()
+        with model.no_sync():
+            model.module(everything).pow(2).mean(0).sum().backward()
+        expected = grads_of(model)
+        model.zero_grad()
+        start = [0, 14][rank]
+        for i, count in enumerate(counts):
+            x = everything[start : start + count]
+            start += count
+            model.require_backward_grad_sync = i == 1
+            model.backward(model(x).pow(2).mean(0).sum(), weight=count)
+        assert_means(model, expected)
+    assert "weight is -1" in message_of(ValueError, lambda: model.backward(model(inputs()).sum(), weight=-1))
+    model.zero_grad()
+    loss = model(inputs()).sum()
+    assert "sum to 0 over all ranks" in message_of(ValueError, lambda: model.backward(loss, weight=0))
+    model.zero_grad()
+    x = inputs()
+    expected = mean_over_ranks(local_grads(model, x))
+    model.backward(model(x).pow(2).sum())
+    assert_means(model, expected)
+    # What is in .grad now has no weight; and what gets one takes none without.
+    assert "zero_grad" in message_of(ValueError, lambda: model.backward(model(x).sum(), weight=1))
+    model.zero_grad()
+    with model.no_sync():
+        model.backward(model(x).sum(), weight=1000)
+    model.zero_grad()  # and the weight is forgotten with the gradients
+    model.backward(model(x).pow(2).sum(), weight=3)
+    assert_means(model, expected)
+    model.zero_grad()
+    with model.no_sync():
+        model.backward(model(x).sum() * 0, weight=10)  # a gradient of zero counts, too
+    model.backward(model(x).pow(2).sum(), weight=10)
+    assert_means(model, [grad / 2 for grad in expected])
+    model.zero_grad(set_to_none=False)
+    with model.no_sync():
+        model.backward(model(x).sum(), weight=2)
+        loss = model(x).sum()
+        assert "has no weight" in message_of(ValueError, loss.backward)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_exact_mean_over_tokens(on_ranks: OnRanks, hooked: bool) -> None:
+    on_ranks(weighted_mean, hooked)
+
+
+# ---- Communication hooks.
+
+
+def hooks_see_buckets() -> None:
+    model = DDP(make_net(), **SMALL_BUCKETS)
+    seen: list[tuple[int, bool]] = []
+
+    def hook(state: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append((bucket.index(), bucket.is_last()))
+        for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert grad.shape == param.shape
+            torch.testing.assert_close(grad, param.grad)
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    model.register_comm_hook(seen, hook)
+    assert "only be called once" in message_of(RuntimeError, lambda: model.register_comm_hook(None, hook))
+    model(inputs()).sum().backward()
+    assert seen == [(i, i == len(seen) - 1) for i in range(len(model.reducer.buckets()))]
+    assert len(seen) > 2
+    assert model._get_ddp_logging_data()["comm_hook"] == hook.__qualname__
+
+
+def torchs_hooks() -> None:
+    """Each of torch's own hooks that runs over gloo does on our buckets what it does on torch's.
+
+    (The quantised ones read a future that gloo fills otherwise, and fail with torch's class too; bf16's asks for NCCL.)
+    """
+    power = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+    for make_hook in (
+        lambda: (None, default_hooks.allreduce_hook),
+        lambda: (None, default_hooks.fp16_compress_hook),
+        lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        lambda: (powerSGD_hook.PowerSGDState(None, **power), powerSGD_hook.powerSGD_hook),
+    ):
+        ours, theirs = pair(linear_chain(), bucket_cap_mb=1)
+        for model in (ours, theirs):
+            state, hook = make_hook()
+            model.register_comm_hook(dist.group.WORLD if state is None else state, hook)
+        name = hook.__name__
+        for _ in range(4):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            if "power" in name:  # its approximation depends on which tensors share a bucket, and on random starts
+                assert_equal_on_ranks(grads_of(ours))
+            else:
+                assert_equal_grads(ours, theirs)
+
+
+def failing_hooks() -> None:
+    def raises(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise KeyError("mine")
+
+    def wrong_size(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer()[:-1])
+        return future
+
+    for hook, error, words in (
+        (raises, Exception, "mine"),
+        (wrong_size, TypeError, "the communication hook returned a tensor of"),
+    ):
+        model = DDP(linear_chain())
+        model.register_comm_hook(None, hook)
+        loss = model(inputs()).sum()
+        assert words in message_of(error, loss.backward)
+    assert "must be callable" in message_of(TypeError, lambda: DDP(linear_chain()).register_comm_hook(None, 3))
+
+
+@pytest.mark.parametrize("function", [hooks_see_buckets, torchs_hooks, failing_hooks])
+def test_communication_hooks(on_ranks: OnRanks, function: Callable[[], None]) -> None:
+    on_ranks(function)
+
+
+# ---- Kinds of parameters and of backward.
+
+
+class Sparse(nn.Module):
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=sparse)
+        self.more = nn.Embedding(20, 4, sparse=sparse)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, index: Tensor, use_more: bool = True) -> Tensor:
+        x = self.words(index)
+        return self.out(x + self.more(index) if use_more else x)
+
+
+def sparse_gradients() -> None:
+    torch.manual_seed(dist.get_rank())
+    model, dense = DDP(Sparse(), **SMALL_BUCKETS), Sparse(sparse=False)
+    for _ in range(3):
+        index = torch.randint(0, 20, (6,))
+        # Not torch's class: it scales in place, and the two embeddings' gradients share their values.
+        dense.load_state_dict(model.module.state_dict())
+        dense.zero_grad()
+        dense(index).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(dense))
+        model.zero_grad()
+        model(index).pow(2).sum().backward()
+        for p, want in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad.to_dense(), want)
+        assert model.module.words.weight.grad.layout == torch.sparse_coo
+    # Used on one rank only, and on none.
+    model = DDP(Sparse(), find_unused_parameters=True)
+    model(torch.tensor([1, 2]), use_more=dist.get_rank() == 0).sum().backward()
+    assert model.module.more.weight.grad.to_dense()[1].sum() != 0
+    model.zero_grad()
+    model(torch.tensor([1, 2]), use_more=False).sum().backward()
+    assert model.module.more.weight.grad is None
+
+
+def double_backward() -> None:
+    """(torch's class fails on this model: it writes in place to a gradient that is a leaf.)"""
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    x = inputs()
+    expected = mean_over_ranks(local_grads(model, x))
+    model(x).pow(2).sum().backward(create_graph=True)
+    assert_means(model, expected)
+    assert all(p.grad.requires_grad for p in model.parameters())
+
+
+def recomputed() -> None:
+    """Both kinds of activation checkpointing, the reentrant one twice over one parameter with a static graph."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool, times: int) -> None:
+            super().__init__()
+            self.lin, self.out = nn.Linear(10, 10), nn.Linear(10, 2)
+            self.reentrant, self.times = reentrant, times
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = checkpoint(self.lin, x, use_reentrant=self.reentrant)
+            return self.out(x)
+
+    for reentrant, times, options in ((False, 2, {}), (True, 1, {}), (True, 2, {"static_graph": True})):
+        torch.manual_seed(0)
+        ours, theirs = pair(Checkpointed(reentrant, times), **options, **SMALL_BUCKETS)
+        for _ in range(3):
+            x = inputs().requires_grad_()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(ours, theirs)
+
+
+class Backwards(nn.Module):
+    """Its layers run in the reverse of the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 9) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return x
+
+
+def measured_order() -> None:
+    torch.manual_seed(dist.get_rank())
+    ours, theirs = pair(Backwards(), **SMALL_BUCKETS)
+    first = [bucket.names for bucket in ours.reducer.buckets()]
+    x = torch.randn(4, 9)
+    for model in (ours, theirs):
+        for _ in range(3):  # gradients accumulate over the change of plan
+            model(x).pow(2).sum().backward()
+    assert_equal_grads(ours, theirs)
+    second = [bucket.names for bucket in ours.reducer.buckets()]
+    assert first[0][0].startswith("layers.5")
+    assert second[0][0].startswith("layers.0")
+    assert sorted(chain(*first)) == sorted(chain(*second))
+    assert ours._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
+
+
+def rebuilding_as_hooks_see_it() -> None:
+    """Hooks that step a ZeroRedundancyOptimizer lay it out by the buckets once they are rebuilt."""
+    for model in pair(Backwards(), **SMALL_BUCKETS):
+        seen: list[tuple[bool, int]] = []
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            model, seen = state
+            seen.append((model._has_rebuilt_buckets, len(bucket.parameters())))
+            return default_hooks.allreduce_hook(None, bucket)
+
+        model.register_comm_hook((model, seen), hook)
+        steps = []
+        for _ in range(3):
+            seen.clear()
+            model(torch.randn(4, 9)).sum().backward()
+            steps.append(list(seen))
+        assert [{flag for flag, _ in step} for step in steps] == [{False}, {True}, {True}]
+        assert steps[1] == steps[2]
+
+
+def gradients_behind_another_tensor() -> None:
+    """.grad may be replaced by another tensor over the same memory before the buckets are planned anew."""
+    torch.manual_seed(dist.get_rank())
+    model = DDP(Backwards(), **SMALL_BUCKETS)
+    x = torch.randn(4, 9)
+    expected = mean_over_ranks(local_grads(model, x, x))
+    for _ in range(2):
+        model(x).pow(2).sum().backward()
+        for p in model.parameters():
+            p.grad = p.grad.detach()
+    assert_means(model, expected)
+    assert "assign=True" in message_of(ValueError, lambda: model.load_state_dict(model.state_dict(), assign=True))
+
+
+def uneven_sparse() -> None:
+    model = DDP(Sparse())
+    index = torch.tensor([1, 2])
+    dense = Sparse(sparse=False)
+    dense.load_state_dict(model.module.state_dict())
+    dense(index).pow(2).sum().backward()
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + dist.get_rank()):
+            model.zero_grad()
+            model(index).pow(2).sum().backward()
+            if dist.get_rank() == 1:
+                torch.testing.assert_close(model.module.words.weight.grad.to_dense(), dense.words.weight.grad)
+
+
+def uneven_static_graph() -> None:
+    """A rank may have no input at all while the others learn the graph (torch's class dies there)."""
+    model = DDP(make_net(), static_graph=True, **SMALL_BUCKETS)
+    model.eval()
+    rank = dist.get_rank()
+    for counts in ((0, 3), (3, 3)):
+        batches = [inputs() for _ in range(max(counts))]
+        expected = []
+        for step, x in enumerate(batches):
+            loss = model.module(x, use_optional=False).pow(2).sum() * (step < counts[rank])
+            own = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            expected.append(mean_over_ranks([torch.zeros(()) if g is None else g for g in own]))
+        with model.join():
+            for step in range(counts[rank]):
+                model.zero_grad()
+                model(batches[step], use_optional=False).pow(2).sum().backward()
+                for (name, p), want in zip(model.module.named_parameters(), expected[step], strict=True):
+                    if name.startswith("optional"):
+                        assert p.grad is None, name
+                    else:
+                        torch.testing.assert_close(p.grad, want)
+
+
+def held_gradients() -> None:
+    """With gradient_as_bucket_view=True the tensors of .grad may be kept: they go on showing the gradients."""
+    torch.manual_seed(dist.get_rank())
+    model = DDP(Backwards(), transport="shm", gradient_as_bucket_view=True)
+    held = None
+    for _ in range(7):
+        x = torch.randn(4, 9)
+        expected = mean_over_ranks(local_grads(model, x))
+        model(x).pow(2).sum().backward()
+        held = held or [p.grad for p in model.parameters() if dist.get_rank() == 0]
+        for mine, p in zip(held, model.parameters(), strict=False):
+            assert mine.data_ptr() == p.grad.data_ptr()
+        assert_means(model, expected)
+        model.zero_grad(set_to_none=False)
+    assert "on rank 0 the script keeps references to .grad tensors" in model.bucket_plan().why_not
+
+
+def delayed_parameters(hooked: str, *delayed: str) -> None:
+    """Some parameters, or all, are reduced past the reducer, once the gradient of one is there."""
+    net = linear_chain()
+    net[2].bias.requires_grad_(False)  # torch's constructor wants one parameter beside the delayed ones
+    named = dict(net.named_parameters())
+    options = {"delay_all_reduce_named_params": [(n, named[n]) for n in delayed]}
+    model = DDP(net, **SMALL_BUCKETS, **options, param_to_hook_all_reduce=named[hooked])
+    assert_equal_on_ranks([p.detach() for p in net.parameters()])
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for _ in range(6):  # through both changes of plan
+        batches = [inputs() for _ in range(3)]
+        alone = copy.deepcopy(net).requires_grad_(True)
+        alone[2].bias.requires_grad_(False)
+        alone.zero_grad()
+        for x in batches:
+            alone(x).pow(2).sum().backward()
+        expected = mean_over_ranks(grads_of(alone))
+        with model.no_sync():
+            for x in batches[1:]:
+                model(x).pow(2).sum().backward()
+        model(batches[0]).pow(2).sum().backward()
+        assert_means(model, expected)
+        with torch.no_grad():
+            for p in trained:
+                p -= 1e-3 * p.grad
+        model.zero_grad()
+    assert_equal_on_ranks([p.detach() for p in net.parameters()])
+    if model._has_reducer():
+        reduced = [name for bucket in model.reducer.buckets() for name in bucket.names]
+        assert sorted([*reduced, *delayed]) == sorted(n for n, p in named.items() if p.requires_grad)
+
+
+LAST_LAYER = ("4.weight", "4.bias")
+TRAINED = ("0.weight", "0.bias", "2.weight", *LAST_LAYER)
+
+
+@pytest.mark.parametrize(
+    ("hooked", "delayed"), [("0.weight", LAST_LAYER), ("4.bias", LAST_LAYER), ("0.weight", TRAINED)]
+)
+def test_delayed_parameters(on_ranks: OnRanks, hooked: str, delayed: tuple[str, ...]) -> None:
+    on_ranks(delayed_parameters, hooked, *delayed)
+
+
+def sharded_optimizer() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
+    ours, theirs = pair(linear_chain())
+    optimizers = [
+        ZeroRedundancyOptimizer(m.parameters(), torch.optim.AdamW, lr=0.1, overlap_with_ddp=False)
+        for m in (ours, theirs)
+    ]
+    for _ in range(3):
+        x = inputs()
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def compiled() -> None:
+    for wrap in (
+        lambda m, cls: torch.compile(cls(m), backend="aot_eager"),
+        lambda m, cls: cls(torch.compile(m, backend="aot_eager")),
+    ):
+        torch.manual_seed(0)
+        nets = [linear_chain(), linear_chain()]
+        ours, theirs = wrap(nets[0], DDP), wrap(nets[1], TorchDDP)
+        for _ in range(3):
+            x = inputs()
+            for model in (ours, theirs):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            assert_equal_grads(nets[0], nets[1])
+            assert_equal_on_ranks(grads_of(nets[0]))
+
+
+def beside_tensor_parallel(init_sync: bool) -> None:
+    """Two replicas of a model whose layers are each split over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "layers"))
+    models = []
+    for cls in (DDP, TorchDDP):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        parallelize_module(net, mesh["layers"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        models.append(cls(net, device_mesh=mesh["replicas"], init_sync=init_sync))
+    torch.manual_seed(mesh["replicas"].get_local_rank())  # all ranks of a replica have the same inputs
+    for _ in range(6):  # through both changes of plan
+        x = torch.randn(3, 6)
+        for model in models:
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert models[0].reducer.arena_bytes() > 0
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_beside_tensor_parallel(on_four_ranks: OnRanks, init_sync: bool) -> None:
+    on_four_ranks(beside_tensor_parallel, init_sync)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        sparse_gradients,
+        double_backward,
+        recomputed,
+        measured_order,
+        gradients_behind_another_tensor,
+        rebuilding_as_hooks_see_it,
+        held_gradients,
+        uneven_sparse,
+        uneven_static_graph,
+        sharded_optimizer,
+        compiled,
+    ],
+)
+def test_as_torchs_class(on_ranks: OnRanks, function: Callable[[], None]) -> None:
+    on_ranks(function)

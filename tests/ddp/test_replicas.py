@@ -1,0 +1,305 @@
+"""What keeps replicas together, as torch's class does: which backward is reduced, and what a kept gradient shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ddp import (
+    SMALL_BUCKETS,
+    OnRanks,
+    TorchDDP,
+    assert_equal_grads,
+    assert_equal_on_ranks,
+    inputs,
+    message_of,
+    pair,
+)
+from test_ddp_contract import assert_means, grads_of, linear_chain, local_grads, mean_over_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import DistributedDataParallel as DDP
+
+OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+Model = DDP | TorchDDP
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).pow(2).sum()
+    return loss
+
+
+def step(model: nn.Module, lr: float = 1e-3) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= lr * p.grad
+    model.zero_grad()
+
+
+# ---- One rank does what the others do not.
+
+
+def inspected_on_one_rank(options: dict[str, Any]) -> None:
+    """Rank 0 looks at gradients of the inner module every few steps, as saliency maps and logs do."""
+    models = pair(linear_chain(), **SMALL_BUCKETS, **options)
+    for number in range(50):
+        x = inputs()
+        for model in models:
+            if dist.get_rank() == 0 and number % 20 == 10:
+                loss_of(model.module, x).backward()
+                model.zero_grad()
+            loss_of(model, x).backward()
+            step(model)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert_equal_on_ranks([p.detach() for p in models[0].parameters()])
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_backward_of_the_inner_module_on_one_rank(on_ranks: OnRanks, options: dict[str, Any], transport: str) -> None:
+    on_ranks(on_transport, transport, inspected_on_one_rank, options)
+
+
+def on_transport(transport: str, function: Callable[..., Any], *args: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRIVETRAIN_TRANSPORT", transport)
+        return function(*args)
+
+
+# ---- What every rank does, and torch's class leaves local.
+
+
+def of_the_inner_module(model: Model, x: Tensor) -> None:
+    loss_of(model.module, x).backward()
+
+
+def of_the_inner_module_after_a_step(model: Model, x: Tensor) -> None:
+    loss_of(model, x).backward()
+    loss_of(model.module, x + 1).backward()
+
+
+def of_a_penalty_after(model: Model, x: Tensor) -> None:
+    loss_of(model, x).backward()
+    model.module[0].weight.pow(2).sum().backward()
+
+
+def of_a_penalty_before(model: Model, x: Tensor) -> None:
+    model.module[0].weight.pow(2).sum().backward()
+    loss_of(model, x).backward()
+
+
+def of_a_penalty_that_differs(model: Model, x: Tensor) -> None:
+    """Not every rank has it, and not with the same factor."""
+    for factor in range(dist.get_rank()):
+        (model.module[2].bias.pow(2).sum() * (factor + 2)).backward()
+    loss_of(model, x).backward()
+    for factor in range(dist.get_rank()):
+        (model.module[2].bias.pow(2).sum() * (factor + 3)).backward()
+
+
+def under_no_sync(model: Model, x: Tensor) -> None:
+    with model.no_sync():
+        loss_of(model, x).backward()
+    loss_of(model.module, x + 1).backward()
+
+
+def with_respect_to_inputs(model: Model, x: Tensor) -> None:
+    x = x.requires_grad_()
+    loss = loss_of(model, x)
+    torch.autograd.grad(loss, [x], retain_graph=True)
+    loss.backward(inputs=[x], retain_graph=True)
+    loss.backward()
+    loss_of(model.module, x).backward(inputs=[x])
+
+
+CASES = [
+    of_the_inner_module,
+    of_the_inner_module_after_a_step,
+    of_a_penalty_after,
+    of_a_penalty_before,
+    of_a_penalty_that_differs,
+    under_no_sync,
+    with_respect_to_inputs,
+]
+
+
+def stays_local(case: Callable[[Model, Tensor], None], options: dict[str, Any]) -> None:
+    models = pair(linear_chain(), **SMALL_BUCKETS, **options)
+    for number in range(4):
+        x = inputs()
+        for model in models:
+            # Torch's own class dies of a static graph whose first backward is a local one.
+            if number > 0 or not options.get("static_graph"):
+                case(model, x.clone())
+            else:
+                loss_of(model, x).backward()
+        assert_equal_grads(*models)
+        for model in models:
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_stays_local_as_with_torch(
+    on_ranks: OnRanks, case: Callable[[Model, Tensor], None], options: dict[str, Any]
+) -> None:
+    on_ranks(stays_local, case, options)
+
+
+class Recomputed(nn.Module):
+    """Uses a layer in two reentrant checkpoints, so that it gets two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.first, x, use_reentrant=True).tanh()
+        out: Tensor = self.last(x)
+        return out
+
+
+def reentrant_under_no_sync() -> None:
+    ours, theirs = pair(Recomputed(), **SMALL_BUCKETS)
+    x = inputs().requires_grad_()
+    for model in (ours, theirs):
+        with model.no_sync():
+            loss_of(model, x).backward()
+        loss_of(model.module, x).backward()
+    assert_equal_grads(ours, theirs)
+    # Where torch leaves this rank's gradient to be stepped with, in silence, the mean comes.
+    ours.zero_grad()
+    expected = mean_over_ranks(local_grads(ours, x))
+    for _ in range(2):
+        with ours.no_sync():
+            loss = loss_of(ours, x)
+        loss.backward()
+        assert_means(ours, expected)
+        ours.zero_grad()
+
+
+def test_reentrant_checkpoints_under_no_sync(on_ranks: OnRanks) -> None:
+    on_ranks(reentrant_under_no_sync)
+
+
+# ---- Collectives that do not belong together.
+
+
+class Interrupted(RuntimeError):
+    """What one rank's backward ends with."""
+
+
+def interrupt(_: Tensor) -> Tensor:
+    raise Interrupted
+
+
+def a_step_given_up_on_one_rank(dtype: torch.dtype) -> str:
+    """Its next buckets, as large as the others', come where another rank still has those of the step before."""
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4))).to(dtype)
+    model = DDP(net, bucket_cap_mb=1e-6)  # a bucket each
+    for _ in range(3):
+        loss_of(model, inputs().to(dtype)).backward()
+        step(model)
+    loss = loss_of(model, inputs().to(dtype))
+    if dist.get_rank() == 1:
+        handle = net[1].weight.register_hook(interrupt)
+        with pytest.raises(Interrupted):
+            loss.backward()
+        handle.remove()
+        model.reducer._reset_state()
+        model.zero_grad()
+        loss = loss_of(model, inputs().to(dtype))
+    return message_of(RuntimeError, loss.backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_collectives_that_do_not_belong_together(on_ranks: OnRanks, transport: str, dtype: torch.dtype) -> None:
+    messages = on_ranks(on_transport, transport, a_step_given_up_on_one_rank, dtype)
+    told = [message for message in messages if "the ranks reduce different things" in message]
+    assert told, messages
+    for message in told:
+        assert message.count("step 4") >= 2
+        assert "rank 0" in message
+        assert "rank 1" in message
+    assert all("has failed before" in message for message in messages if message not in told)
+
+
+# ---- Gradients that the script keeps.
+
+
+def kept_gradients(options: dict[str, Any]) -> None:
+    models = pair(linear_chain(), **SMALL_BUCKETS, **options)
+    for number in range(8):  # through both changes of plan
+        x = inputs()
+        kept: list[list[Tensor]] = [[], []]
+        for factor in (1.0, 100.0, 10.0):
+            for model, own in zip(models, kept, strict=True):
+                model.zero_grad()
+                (model(x).sum() * factor).backward()
+                for p in model.parameters():
+                    own += [p.grad.flatten(), p.grad.T[-1:]] if number % 2 else [p.grad]
+        for ours, theirs in zip(*kept, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert_equal_grads(*models)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_that_the_script_keeps(on_ranks: OnRanks, options: dict[str, Any]) -> None:
+    on_ranks(kept_gradients, options)
+
+
+def kept_views() -> None:
+    model = DDP(linear_chain(), gradient_as_bucket_view=True, **SMALL_BUCKETS)
+    kept = []
+    for factor in (1.0, 100.0):
+        model.zero_grad()
+        (model(inputs()).sum() * factor).backward()
+        kept.append([p.grad.flatten() for p in model.parameters()])
+    assert all(torch.equal(first, second) for first, second in zip(*kept, strict=True))
+
+
+def test_with_gradient_as_bucket_view_they_show_the_next(on_ranks: OnRanks) -> None:
+    on_ranks(kept_views)
+
+
+def kept_of_an_unused_parameter() -> None:
+    """Its place gets zeros where another rank uses it, and a local backward writes there, too."""
+    model = DDP(linear_chain(), find_unused_parameters=True, **SMALL_BUCKETS)
+    x = inputs()
+    loss_of(model, x).backward()
+    kept = [(p.grad.view(-1), p.grad.flatten().clone()) for p in model.parameters()]
+    model.zero_grad()
+    out = model(x)
+    (out.sum() if dist.get_rank() == 0 else (out * 0 + model.module[0].bias.sum() * 0).sum()).backward()
+    model.zero_grad()
+    with model.no_sync():
+        loss_of(model, x * 3).backward()
+    assert all(torch.equal(ours, before) for ours, before in kept)
+
+
+def test_kept_gradients_of_unused_parameters(on_ranks: OnRanks) -> None:
+    on_ranks(kept_of_an_unused_parameter)
+
+
+def what_is_not_kept_costs_nothing() -> None:
+    """Gradients lie in the arena from step to step."""
+    model = DDP(linear_chain(), **SMALL_BUCKETS)
+    places = []
+    for number in range(8):
+        loss_of(model, inputs()).backward()
+        places.append([p.grad.data_ptr() for p in model.parameters()])
+        model.zero_grad()
+        if number == 5:
+            grads_of(model)
+    assert places[-1] == places[-2]
+
+
+def test_gradients_stay_in_the_arena(on_ranks: OnRanks) -> None:
+    on_ranks(what_is_not_kept_costs_nothing)

@@ -1,0 +1,108 @@
+"""The README and the pages of docs/: their Python runs, and their shell commands name what exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import REPOSITORY, Block, blocks, pages
+
+from drivetrain.cli import differences, whole_parser
+
+ALL_BLOCKS = [pytest.param(page, block, id=f"{page.name}-{block.line}") for page in pages() for block in blocks(page)]
+LANGUAGES = {"python", "bash", "diff", "text", "mermaid"}
+# Commands of shell blocks that come from elsewhere: the documentation states how they are used, not what they do.
+OTHERS = {"docker", "pre-commit", "git", "cd"}
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """Runs every Python block; returns the traceback of each page that failed."""
+    command = [sys.executable, str(Path(__file__).parent / "run_blocks.py"), *map(str, pages())]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_python_blocks_run(failures: dict[str, str], page: Path) -> None:
+    assert not failures[str(page)], failures[str(page)]
+
+
+@pytest.mark.parametrize(("page", "block"), ALL_BLOCKS)
+def test_language_is_known(page: Path, block: Block) -> None:
+    """An unknown language would be a block that nothing checks."""
+    assert block.language in LANGUAGES
+
+
+@pytest.mark.parametrize(("page", "block"), [each for each in ALL_BLOCKS if each.values[1].language == "bash"])
+def test_shell_commands_exist(page: Path, block: Block) -> None:
+    for line in re.sub(r"\\\n", " ", block.text).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Raises AssertionError or SystemExit for a command that does not exist or does not take these arguments."""
+    program, *arguments = words
+    if program == "make":
+        done = subprocess.run(
+            ["make", "--dry-run", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    elif program == "torchrun":
+        assert (
+            "-m" in arguments
+            or (REPOSITORY / next(each for each in arguments if each.endswith(".py"))).exists()
+            or arguments[-1] == "train.py"  # the reader's own
+        )
+        if "-m" in arguments:
+            module = arguments.index("-m")
+            assert arguments[module + 1] == "drivetrain"
+            whole_parser().parse_args(arguments[module + 2 :])
+    elif program == "drivetrain":
+        whole_parser().parse_args(arguments)
+    elif program in ("python", "python3"):
+        assert arguments[:2] == ["-m", "drivetrain"] or (REPOSITORY / arguments[0]).exists()
+        if arguments[0] == "-m":
+            whole_parser().parse_args(arguments[2:])
+    elif program == "pip":
+        assert arguments[0] == "install"
+        requirements = [each for each in arguments[1:] if not each.startswith("-")]
+        assert requirements
+        for requirement in requirements:
+            if requirement != ".":
+                assert re.fullmatch(r"[\w-]+(\[[\w,]+\])?([=<>~!]=?=?[\w.]+)?(,[=<>~!]=?[\w.]+)*", requirement)
+    else:
+        assert program in OTHERS, f"{program} is not a command that this test knows"
+
+
+@pytest.mark.parametrize(("page", "block"), [each for each in ALL_BLOCKS if each.values[1].language == "diff"])
+def test_both_sides_of_a_diff_run(page: Path, block: Block) -> None:
+    sides = {sign: [line[1:] for line in block.text.splitlines() if line[:1] in (sign, " ")] for sign in "-+"}
+    for lines in sides.values():
+        assert lines
+        exec("\n".join(lines), {})
+
+
+def test_table_of_differences_is_the_doctors() -> None:
+    page = (REPOSITORY / "docs" / "limitations.md").read_text()
+    _, _, rest = page.partition("<!-- differences -->\n")
+    table, end, _ = rest.partition("\n<!-- end of differences -->")
+    assert end
+    assert table == differences.as_markdown()
+
+
+def test_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150

@@ -1,0 +1,64 @@
+"""The notebooks: committed without outputs, and every cell runs from top to bottom in a kernel of this Python."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import write_kernel_spec
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+CELL_TIMEOUT_S = 180
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_committed_without_outputs(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) >= (4, 5)  # before 4.5 cells have no ids to validate
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert [cell.id for cell in code_cells(notebook) if cell.outputs or cell.execution_count is not None] == []
+    assert [cell.id for cell in notebook.cells if cell.metadata] == []
+
+
+@pytest.fixture
+def kernel_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes "python3" mean the running interpreter, without the user's Jupyter, IPython or matplotlib settings."""
+    for variable in ("JUPYTER_PATH", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "TMPDIR"):
+        folder = tmp_path / variable.lower()
+        folder.mkdir()
+        monkeypatch.setenv(variable, str(folder))
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel then takes the one that draws into the notebook
+    write_kernel_spec(tmp_path / "jupyter_path" / "kernels" / "python3")
+    assert KernelSpecManager().get_kernel_spec("python3").argv[0] == sys.executable
+
+
+@each_notebook
+@pytest.mark.usefixtures("kernel_of_this_python")
+def test_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
+    notebook, working_folder = read(path), tmp_path / "work"
+    working_folder.mkdir()
+    # A cell that raises ends this with nbclient's CellExecutionError, which shows the cell and its traceback.
+    NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(working_folder)}}).execute()
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert [output for output in outputs if output.output_type == "error"] == []
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert list(working_folder.iterdir()) == []  # what a notebook writes goes into temporary folders

@@ -1,0 +1,321 @@
+"""Muon against torch's and a plain twin: up to the bfloat16 that both iterate in, and exactly where that is not."""
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_optim import assert_same, copies, make_params, set_grads
+from torch import Tensor
+
+from drivetrain import _C, optim
+from drivetrain.amp import GradScaler
+from reference.muon import muon
+
+SHAPES: list[Any] = [(64, 48), (48, 64), (32, 32), (1, 7), (7, 1), (1, 1), (48, 64), (129, 31), (0, 4)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "plain_momentum": {"nesterov": False, "momentum": 0.8, "weight_decay": 0.0},
+    "match_rms": {"adjust_lr_fn": "match_rms_adamw", "lr": 1e-2, "weight_decay": 0.5},
+    "other_polynomial": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 8, "eps": 1e-3},
+    "no_iteration": {"ns_steps": 0},
+}
+options_of = pytest.mark.parametrize("which", OPTIONS)
+
+
+def moved(params: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    return [(p.detach().double() - b.detach().double()) for p, b in zip(params, before, strict=True)]
+
+
+def assert_updates_agree(params: list[Tensor], others: list[Tensor], before: list[Tensor], share: float) -> None:
+    """The updates differ by no more than that share of their norm."""
+    for a, b in zip(moved(params, before), moved(others, before), strict=True):
+        assert (a - b).norm() <= share * b.norm() + 1e-12
+
+
+@options_of
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matches_torch_with_its_states(which: str, dtype: torch.dtype) -> None:
+    params = make_params(dtype, SHAPES)
+    torch_params = copies(params)
+    ours, theirs = optim.Muon(params, **OPTIONS[which]), torch.optim.Muon(torch_params, **OPTIONS[which])
+    for _ in range(3):
+        for p, t in zip(params, torch_params, strict=True):  # or one step's differences would count in the next
+            p.detach().copy_(t.detach())
+        before = copies(params)
+        set_grads(params, torch_params)
+        ours.step()
+        theirs.step()
+        assert_updates_agree(params, torch_params, before, 0.03)
+        for p, t in zip(params, torch_params, strict=True):
+            assert ours.state[p].keys() == theirs.state[t].keys() == {"momentum_buffer"}
+            torch.testing.assert_close(ours.state[p]["momentum_buffer"], theirs.state[t]["momentum_buffer"])
+
+
+@options_of
+def test_matches_the_plain_twin(which: str, isa: str) -> None:
+    params = make_params(shapes=[shape for shape in SHAPES if 0 not in shape])
+    set_grads(params)
+    before = copies(params)
+    twins = [muon(p.detach().double(), p.grad.double(), {}, **OPTIONS[which]) for p in params]
+    optim.Muon(params, **OPTIONS[which]).step()
+    assert_updates_agree(params, twins, before, 0.05)
+
+
+def test_16_bit_parameters_match_torch() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        params = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape in SHAPES]
+        torch_params, before = copies(params), copies(params)
+        ours, theirs = optim.Muon(params, lr=1.0), torch.optim.Muon(torch_params, lr=1.0)
+        set_grads(params, torch_params)
+        ours.step()
+        theirs.step()
+        assert_updates_agree(params, torch_params, before, 0.05)
+
+
+def test_a_matrix_is_made_orthogonal() -> None:
+    param = torch.zeros(40, 100).requires_grad_()
+    param.grad = torch.randn(40, 100)
+    optim.Muon([param], lr=1.0, ns_coefficients=(1.5, -0.5, 0.0), ns_steps=30, weight_decay=0.0).step()
+    u, _, v = torch.linalg.svd(param.grad, full_matrices=False)
+    torch.testing.assert_close(param.detach(), -(u @ v), rtol=0, atol=0.02)
+
+
+def test_many_matrices_are_cut_into_batches() -> None:
+    """More elements than a batch holds, among them some of other shapes and options."""
+    shapes = [(300, 70)] * 3 + [(3000, 700)] * 5 + [(300, 70)] * 2
+    params = make_params(shapes=shapes)
+    set_grads(params)
+    before = copies(params)
+    ours = optim.Muon([{"params": params[:4]}, {"params": params[4:], "ns_steps": 3}], lr=0.1)
+    ours.step()
+    for i in (0, 2, 3, 5, 7, 9):
+        alone = before[i].detach().clone().requires_grad_()
+        alone.grad = params[i].grad.clone()
+        optim.Muon([alone], lr=0.1, ns_steps=5 if i < 4 else 3).step()
+        assert_updates_agree([params[i]], [alone], [before[i]], 0.01)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "holes"])
+@pytest.mark.parametrize("precision", [{}, {"state_bits": 8, "min_8bit_size": 0}])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
+def test_other_strides(layout: str, precision: dict[str, Any], adjust_lr_fn: str | None) -> None:
+    values = torch.randn(20, 90)
+    twin = values.clone().requires_grad_()
+    param = values.t().contiguous().t() if layout == "transposed" else torch.stack([values, values], -1)[..., 0]
+    param = param.detach().requires_grad_()
+    assert not param.is_contiguous()
+    optimizers = [optim.Muon([p], adjust_lr_fn=adjust_lr_fn, **precision) for p in (param, twin)]
+    for _ in range(3):
+        grad = torch.randn(20, 90)
+        param.grad, twin.grad = grad.t().contiguous().t(), grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_updates_agree([param], [twin], [values], 0.1 if precision else 0.03)
+
+
+def test_the_momentum_has_the_same_bits_everywhere() -> None:
+    start, results = make_params(shapes=[(300, 301), (5, 7)]), []
+    threads = torch.get_num_threads()
+    try:
+        for isa in _C.available_isas():
+            for count in (1, 2):
+                _C.force_isa(isa)
+                torch.set_num_threads(count)
+                torch.manual_seed(1)
+                params = copies(start)
+                optimizer = optim.Muon(params, max_grad_norm=1.0)
+                for _ in range(2):
+                    set_grads(params)
+                    optimizer.step()
+                results.append([optimizer.state[p]["momentum_buffer"] for p in params])
+    finally:
+        _C.force_isa("")
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert_same(results[0], other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_unscaling_clipping_and_zeroing(zero: bool) -> None:
+    params = make_params(shapes=[(30, 40), (40, 30)])
+    plain = copies(params)
+    before = copies(params)
+    set_grads(params, plain)
+    norm = torch.cat([p.grad.flatten() for p in params]).norm().item() / 4
+    ours = optim.Muon(params, max_grad_norm=0.5, zero_grads_in_step=zero)
+    ours.grad_scale = torch.tensor(4.0)
+    ours.step()
+    assert ours.grad_norm == pytest.approx(norm, rel=1e-6)
+    for param in plain:
+        param.grad.mul_(0.25 * 0.5 / (norm + 1e-6))
+    other = optim.Muon(plain)
+    other.step()
+    assert_updates_agree(params, plain, before, 0.01)
+    assert_same([p.grad for p in params], [p.grad * (not zero) for p in plain], rtol=1e-5, atol=1e-8)
+    states = [[o.state[p]["momentum_buffer"] for p in own] for o, own in ((ours, params), (other, plain))]
+    assert_same(*states, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_an_overflow_changes_nothing(scaler_class: type) -> None:
+    params = make_params(shapes=[(30, 40), (40, 30)])
+    optimizer, scaler = optim.Muon(params), scaler_class("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    for bad in (False, True, False):
+        set_grads(params)
+        if bad:
+            params[1].grad[0, 0] = math.inf
+        before = copy.deepcopy([params, optimizer.state_dict()])
+        scaler.step(optimizer)
+        scaler.update()
+        now = [params, optimizer.state_dict()]
+        assert torch.equal(now[0][0], before[0][0]) == bad
+        if bad:
+            torch.testing.assert_close(now, before, rtol=0, atol=0)
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"state_bits": 8, "min_8bit_size": 0},
+        {"state_bits": 16},
+        {"state_bits": 8, "master_bits": 24, "min_8bit_size": 0},
+        {"state_bits": 32, "master_bits": 32},
+        {"rounding": "kahan"},
+        {"rounding": "stochastic"},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_storages_of_fewer_bits(precision: dict[str, Any], dtype: torch.dtype) -> None:
+    params = make_params(dtype, [(30, 40), (64, 64), (3, 3)])
+    wide = [p.detach().float().requires_grad_() for p in params]
+    before = copies(wide)
+    optimizers = [optim.Muon(params, lr=0.02, **precision), optim.Muon(wide, lr=0.02)]
+    for _ in range(4):
+        set_grads(params)
+        for param, other in zip(params, wide, strict=True):
+            other.grad = param.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    now = [optimizers[0].float32_value(p) for p in params]
+    # Updates of about 0.02 to values of about 1: four of them are as many of bfloat16's steps.
+    keeps = dtype == torch.float32 or precision.get("master_bits") or precision.get("rounding") == "kahan"
+    assert_updates_agree(now, wide, before, 0.2 if keeps else 0.6)
+    bits = precision.get("state_bits")
+    name = "momentum_buffer_codes" if bits == 8 else "momentum_buffer"
+    wanted = {8: torch.int8, 16: torch.bfloat16, 32: torch.float32, None: dtype}[bits]
+    assert all(optimizers[0].state[p][name].dtype == wanted for p in params)
+
+
+def test_state_goes_to_torch_and_back() -> None:
+    params = make_params(shapes=[(20, 30)])
+    ours = optim.Muon(params)
+    set_grads(params)
+    ours.step()
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    theirs = torch.optim.Muon(params)
+    theirs.load_state_dict(torch.load(file))
+    back = optim.Muon(params, state_bits=8, min_8bit_size=0)
+    back.load_state_dict(theirs.state_dict())
+    assert_same([back.state[params[0]]["momentum_buffer"]], [ours.state[params[0]]["momentum_buffer"]], rtol=0, atol=0)
+    back.step()
+    assert back.state[params[0]]["momentum_buffer_codes"].dtype == torch.int8
+
+
+@pytest.mark.parametrize("saved", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_copies_go_on(saved: Any) -> None:
+    params = make_params(shapes=[(20, 30)])
+    optimizer = optim.Muon(params, lr=torch.tensor(0.1))
+    set_grads(params)
+    optimizer.step()
+    other = saved(optimizer)
+    own = other.param_groups[0]["params"]
+    before = copies(params)
+    set_grads(params, own)
+    for each in (optimizer, other):
+        torch.optim.lr_scheduler.ConstantLR(each, factor=0.5)
+        each.step()
+    assert_updates_agree(own, params, before, 0.01)
+
+
+def test_closures_versions_and_parameters_without_gradient() -> None:
+    param, other = torch.randn(4, 5).requires_grad_(), torch.randn(4, 5).requires_grad_()
+    optimizer = optim.Muon([param, other])
+
+    def closure() -> Tensor:
+        loss = (param * param).sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    version, untouched = param._version, other.detach().clone()
+    loss = optimizer.step(closure)
+    assert loss.item() > 0
+    assert param._version > version
+    assert torch.equal(other.detach(), untouched)
+    assert other not in optimizer.state
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_is_torchs_class() -> None:
+    params = make_params(shapes=[(3, 4)])
+    assert issubclass(optim.Muon, torch.optim.Muon)
+    assert optim.Muon(params, 0.5).param_groups[0].keys() == torch.optim.Muon(params, 0.5).param_groups[0].keys()
+    with pytest.raises(TypeError, match="differentiable"):  # as torch's: it has no such argument
+        optim.Muon(params, differentiable=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"lr": math.nan}, "Learning rate should be >= 0 but is: nan"),
+        ({"momentum": -0.1}, "momentum should be >= 0 but is: -0.1"),
+        ({"weight_decay": math.nan}, "weight decay should be >= 0 but is: nan"),
+        ({"adjust_lr_fn": "mine"}, "Adjust learning rate function mine is not supported"),
+        ({"eps": -1.0}, "eps is -1.0, expected a number of 0 or more"),
+        ({"ns_steps": 100}, "ns_steps is 100. Number of steps must be less than 100"),
+        (
+            {"ns_coefficients": (1.0, 2.0)},
+            r"ns_coefficients is \(1.0, 2.0\). Coefficients must be a tuple of exactly 3",
+        ),
+        ({"ns_coefficients": (1.0, math.inf, 1.0)}, "must be a tuple of exactly 3 finite values"),
+    ],
+)
+def test_hyper_parameters_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optim.Muon([torch.zeros(3, 3).requires_grad_()], **options)
+
+
+class TestBadInput:
+    def test_not_a_matrix(self) -> None:
+        matrix, vector = torch.zeros(3, 3).requires_grad_(), torch.zeros(3).requires_grad_()
+        message = r"Muon only supports 2D parameters .*torch.Size\(\[3\]\) \(parameter 'norm.weight' of param_groups"
+        with pytest.raises(ValueError, match=message):
+            optim.Muon([("w", matrix), ("norm.weight", vector)])
+        optimizer = optim.Muon([matrix])
+        with pytest.raises(ValueError, match=r"parameter 0 of param_groups\[1\]"):
+            optimizer.add_param_group({"params": [vector]})
+        assert len(optimizer.param_groups) == 1
+
+    def test_complex(self) -> None:
+        good, param = torch.ones(2, 2).requires_grad_(), torch.ones(2, 2, dtype=torch.complex64).requires_grad_()
+        good.grad, param.grad = torch.ones_like(good), torch.ones_like(param)
+        with pytest.raises(
+            RuntimeError, match=r"parameter 'w' is ComplexFloat of shape .* Muon does not support complex"
+        ):
+            optim.Muon([("good", good), ("w", param)]).step()
+        assert torch.equal(good.detach(), torch.ones(2, 2))
+
+    def test_sparse(self) -> None:
+        embedding = torch.nn.Embedding(4, 3, sparse=True)
+        embedding(torch.tensor([1])).sum().backward()
+        with pytest.raises(RuntimeError, match="'w' has a sparse gradient"):
+            optim.Muon([("w", embedding.weight)]).step()

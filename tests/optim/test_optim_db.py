@@ -1,0 +1,810 @@
+"""Our optimizers do what torch's test_optim asks of torch's, with the inputs that torch ships for it (optim_db).
+
+Reproduced for every class that torch and we both have, ours beside torch's own class; of Muon (matrices alone, in
+bfloat16 products: see test_muon.py) the constructor and error inputs:
+
+* every constructor input: the same parameters after several steps, the same entries in state and groups (float32,
+  float64, complex64, complex128); with a closure; with transposed and strided parameters and gradients
+* every error input: the same exception with the same text, or the same warning
+* parameters without gradients, with gradients of zero, empty ones, and ones that get their first gradient late
+* param groups with their own lr and weight decay, added later, and their defaults; lr as a tensor
+* every lr_scheduler class, on the optimizers with and without momentum
+* state_dict: deterministic, saved with torch.save and loaded with weights_only, from and to named parameters, older
+  dicts (without newer flags, steps that are numbers), of a float32 model into a float64 one, under another default
+  dtype
+* deepcopy (public attributes too), pickle, printing
+* hooks: step (pre, post, global), state_dict (pre, post, prepended), load_state_dict (pre, post), and their removal
+* the profiler's record of a step; zero_grad; AveragedModel (SWA and EMA, SWALR); swap_in_optimizer_params_and_state;
+  swap_tensors; a step inside torch.compile
+* foreach and fused accepted, alone and in their refused combination
+* parameters on several devices (where there is a GPU)
+
+Where ours differ from torch's, and why:
+
+* `capturable` changes nothing (torch's classes refuse to step on the CPU with it), and `differentiable` raises
+  NotImplementedError: it would be ignored otherwise.
+* Sparse gradients raise RuntimeError for SGD and Adagrad too: the native step walks dense memory.
+* torch.compile leaves the native step outside its graph: fullgraph=True raises, as there is nothing to trace.
+* A parameter that is twice in one group raises when it is stepped, after torch's warning at construction: torch updates
+  it twice, one after the other; here two threads would do so at once.
+* Hyper-parameters that are NaN or infinite raise, also where torch lets them pass (see test_optim_errors.py).
+"""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_muon import assert_updates_agree
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
+
+from drivetrain import optim
+from drivetrain.amp import GradScaler
+
+CLASSES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor")
+MUON = next(info for info in optim_db if info.name == "Muon")
+INFOS = {info.name: info for info in optim_db if info.name in CLASSES}
+WITH_MUON = {**INFOS, "Muon": MUON}
+INPUTS = [
+    pytest.param(name, index, id=f"{name}-{entry.desc}")
+    for name, info in INFOS.items()
+    for index, entry in enumerate(info.optim_inputs_func(device="cpu"))
+]
+ERROR_INPUTS = [
+    pytest.param(name, index, id=f"{name}-{error.optimizer_error_input.desc}")
+    for name, info in WITH_MUON.items()
+    for index, error in enumerate(info.optim_error_inputs_func("cpu", torch.float32))
+]
+# torch's capturable inputs are for GPUs only.
+CAPTURABLE = [
+    pytest.param(name, entry.kwargs, id=f"{name}-{entry.desc}")
+    for name, info in INFOS.items()
+    for entry in info.optim_inputs_func(device="cuda")
+    if entry.kwargs.get("capturable")
+]
+names = pytest.mark.parametrize("name", INFOS)
+every_input = pytest.mark.parametrize(("name", "index"), INPUTS)
+
+TOLERANCES = {
+    torch.float32: {"rtol": 3e-6, "atol": 3e-6},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
+    torch.complex64: {"rtol": 3e-6, "atol": 3e-6},
+    torch.complex128: {"rtol": 1e-12, "atol": 1e-13},
+}
+
+
+def classes(name: str) -> tuple[type, type]:
+    return getattr(optim, name), WITH_MUON[name].optim_cls
+
+
+def options_of(name: str, index: int) -> dict[str, Any]:
+    """A fresh copy: a tensor lr would be shared between optimizers."""
+    return copy.deepcopy(INFOS[name].optim_inputs_func(device="cpu")[index].kwargs)
+
+
+SHAPES = [(7, 5), (40, 30), (3, 1)]
+
+
+def make_params(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in SHAPES]
+
+
+def twins(params: list[Tensor]) -> list[Tensor]:
+    return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
+
+
+def set_grads(*lists: list[Tensor]) -> None:
+    """The same new gradients for every list."""
+    for params in zip(*lists, strict=True):
+        grad = torch.randn(params[0].shape, dtype=params[0].dtype)
+        for param in params:
+            param.grad = grad.clone()
+
+
+def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    """Our optimizer and torch's over equal parameters."""
+    ours, theirs = classes(name)
+    params = make_params()
+    torch_params = twins(params)
+    return ours(params, *args, **copy.deepcopy(options)), theirs(torch_params, *args, **options), params, torch_params
+
+
+def steps(count: int, *optimizers: torch.optim.Optimizer) -> None:
+    lists = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
+    for _ in range(count):
+        set_grads(*lists)
+        for each in optimizers:
+            each.step()
+
+
+def assert_same(ours: Any, theirs: Any, tolerance: dict[str, float] | None = None) -> None:
+    torch.testing.assert_close(ours, theirs, **(tolerance or TOLERANCES[torch.float32]))
+
+
+def assert_same_dicts(ours: dict[str, Any], theirs: dict[str, Any], tolerance: dict[str, float] | None = None) -> None:
+    """Equal state dicts; a state that is None in torch (SGD's without momentum) may be absent in ours."""
+    assert ours["param_groups"] == theirs["param_groups"]
+    states = [
+        {key: {n: v for n, v in state.items() if v is not None} for key, state in each["state"].items()}
+        for each in (ours, theirs)
+    ]
+    states = [{key: state for key, state in each.items() if state} for each in states]
+    assert states[0].keys() == states[1].keys()
+    for key, state in states[0].items():
+        assert_same(state, states[1][key], tolerance)
+
+
+# ---- Constructor inputs.
+
+
+@every_input
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_same_steps(name: str, index: int, dtype: torch.dtype) -> None:
+    ours, theirs = classes(name)
+    if dtype.is_complex and name == "Adafactor":
+        return  # test_the_same_errors
+    params = make_params(dtype)
+    torch_params = twins(params)
+    # Not torch's choice by itself, foreach: it takes no tensors as lr.
+    optimizer = ours(params, **options_of(name, index))
+    torch_optimizer = theirs(torch_params, **options_of(name, index), foreach=False)
+    steps(6, optimizer, torch_optimizer)
+    assert_same(params, torch_params, TOLERANCES[dtype])
+    for group in torch_optimizer.param_groups:
+        group["foreach"] = None
+    assert_same_dicts(optimizer.state_dict(), torch_optimizer.state_dict(), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("entry", [pytest.param(e, id=e.desc) for e in MUON.optim_inputs_func(device="cpu")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_muon_moves_as_torchs(entry: Any, dtype: torch.dtype) -> None:
+    params = make_params(dtype)
+    torch_params = twins(params)
+    made = [
+        cls(own, **copy.deepcopy(entry.kwargs))
+        for cls, own in zip(classes("Muon"), (params, torch_params), strict=True)
+    ]
+    for _ in range(4):
+        before = twins(torch_params)
+        for param, other in zip(params, before, strict=True):
+            param.detach().copy_(other.detach())
+        steps(1, *made)
+        assert_updates_agree(params, torch_params, before, 0.05)
+    states = [each.state_dict() for each in made]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert_same(states[0]["state"], states[1]["state"], TOLERANCES[dtype])
+
+
+@every_input
+def test_a_closure_moves_towards_its_minimum_as_torchs(name: str, index: int) -> None:
+    ours, theirs = classes(name)
+    options = options_of(name, index)
+    weight, data, bias = torch.randn(10, 5), torch.randn(5), torch.randn(10)
+    losses: list[list[float]] = []
+    for cls in (ours, theirs):
+        own = [t.clone().requires_grad_() for t in (weight, bias)]
+        optimizer = cls(own, **copy.deepcopy(options), foreach=False)
+
+        def closure(own: list[Tensor] = own, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = (own[0].mv(data) + own[1]).pow(2).sum()
+            loss.backward()
+            return loss
+
+        losses.append([optimizer.step(closure).item() for _ in range(20)])
+        assert torch.is_grad_enabled()
+    assert_same(torch.tensor(losses[0]), torch.tensor(losses[1]), {"rtol": 1e-4, "atol": 1e-5})
+    assert (losses[0][-1] < losses[0][0]) != bool(options.get("maximize"))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
+    "expanded gradient": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@names
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_of_parameter_and_gradient(name: str, layout: str) -> None:
+    ours, theirs = classes(name)
+    relay = LAYOUTS[layout]
+    start = make_params()
+    torch_params = twins(start)
+    params = start if "gradient" in layout else [relay(p.detach()).requires_grad_() for p in start]
+    optimizer, torch_optimizer = ours(params), theirs(torch_params)
+    for _ in range(3):
+        set_grads(params, torch_params)
+        for param, torch_param in zip(params, torch_params, strict=True):
+            param.grad = relay(param.grad)
+            torch_param.grad = param.grad.clone().contiguous()
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params)
+
+
+@names
+@pytest.mark.parametrize("flags", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}])
+def test_foreach_and_fused_are_accepted(name: str, flags: dict[str, bool]) -> None:
+    ours, theirs = classes(name)
+    if next(iter(flags)) not in INFOS[name].supported_impls:
+        with pytest.raises(TypeError) as expected:
+            theirs(make_params(), **flags)
+        with pytest.raises(TypeError, match="unexpected keyword argument") as error:
+            ours(make_params(), **flags)
+        assert str(error.value) == str(expected.value)
+        return
+    optimizer, torch_optimizer, params, torch_params = pair(name, **flags)
+    assert optimizer.param_groups[0][next(iter(flags))] == next(iter(flags.values()))
+    steps(3, optimizer, torch_optimizer)
+    assert_same(params, torch_params)
+
+
+@pytest.mark.parametrize("name", [name for name, info in INFOS.items() if "fused" in info.supported_impls])
+def test_foreach_and_fused_together_are_refused_as_by_torch(name: str) -> None:
+    messages = []
+    for cls in classes(name):
+        with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together") as error:
+            cls(make_params(), foreach=True, fused=True)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+# ---- Error inputs and refusals.
+
+
+@pytest.mark.parametrize(("name", "index"), ERROR_INPUTS)
+def test_the_same_errors(name: str, index: int) -> None:
+    error = WITH_MUON[name].optim_error_inputs_func("cpu", torch.float32)[index]
+    given = error.optimizer_error_input
+    raised = []
+    for cls in classes(name):
+        params = copy.deepcopy(given.params)
+        if params is None:
+            params = [nn.Parameter(torch.randn(1, 1))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            at_construction = error.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
+            optimizer = None if at_construction else cls(params, **copy.deepcopy(given.kwargs))
+            for param in [] if at_construction else params:
+                param.grad = torch.randn_like(param)
+            with pytest.raises(error.error_type, match=error.error_regex) as caught:
+                cls(params, **copy.deepcopy(given.kwargs)) if optimizer is None else optimizer.step()
+        raised.append((caught.type, str(caught.value)))
+    (our_type, our_text), (torch_type, torch_text) = raised
+    assert our_type == torch_type
+    # At a step ours name the parameter; at construction Muon does, after torch's words.
+    assert our_text == torch_text or not at_construction or (name == "Muon" and our_text.startswith(torch_text))
+
+
+@pytest.mark.parametrize(("name", "options"), CAPTURABLE)
+def test_capturable_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    params = make_params()
+    others = twins(params)
+    plain = {option: value for option, value in options.items() if option != "capturable"}
+    optimizers = [classes(name)[0](params, **copy.deepcopy(options)), classes(name)[0](others, **copy.deepcopy(plain))]
+    for _ in range(2):
+        for param, other in zip(params, others, strict=True):
+            param.grad = torch.randn_like(param)
+            other.grad = param.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name, info in INFOS.items() if "differentiable" in info.supported_impls])
+def test_differentiable_is_refused(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"drivetrain.optim.{name} does not support differentiable=True"):
+        classes(name)[0](make_params(), differentiable=True)
+
+
+SPARSE = {
+    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}],
+    "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"maximize": True}],
+}
+
+
+@names
+def test_sparse_gradients_are_refused(name: str) -> None:
+    if name in SPARSE:
+        return
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = classes(name)[0](embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    before = embedding.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="has a sparse gradient, which this optimizer does not support"):
+        optimizer.step()
+    assert torch.equal(embedding.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, about itself
+@pytest.mark.parametrize("coalesced", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(name, one, id=f"{name}-{one}") for name in SPARSE for one in SPARSE[name]]
+)
+def test_sparse_gradients_are_stepped_as_by_torch(name: str, options: dict[str, Any], coalesced: bool) -> None:
+    """A recommender's shape: one table with sparse gradients, one with dense ones, and a layer; some steps of both."""
+    outcomes = []
+    for cls in classes(name)[:2]:
+        torch.manual_seed(0)
+        table, dense, layer = nn.Embedding(9, 4, sparse=True), nn.Embedding(5, 4), nn.Linear(4, 3)
+        params = [*table.named_parameters("table"), *dense.named_parameters("dense"), *layer.named_parameters("layer")]
+        optimizer = cls(params, lr=0.1, **options)
+        for step in range(4):
+            rows = torch.tensor([1, 1, 3 + step, 8])  # with a repeated one, whose gradients are to be added up
+            (layer(table(rows)) + layer(dense(rows % 5))).square().sum().backward()
+            if coalesced:
+                table.weight.grad = table.weight.grad.coalesce()
+            if step == 2:
+                layer.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append([param.detach() for _, param in params])
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_gradient_that_cannot_be_stepped_changes_nothing(name: str) -> None:
+    ours = classes(name)[0]
+    for options, error, says in (
+        (
+            {"weight_decay": 0.1},
+            RuntimeError,
+            "parameter 'table.weight' has a sparse gradient, with which weight_decay",
+        ),
+        ({"state_bits": 8}, NotImplementedError, "parameter 'table.weight' has a sparse gradient, which state_bits=8"),
+        ({"max_grad_norm": 1.0}, NotImplementedError, "a gradient is sparse, which neither max_grad_norm"),
+    ):
+        table, layer = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+        params = [*table.named_parameters("table"), *layer.named_parameters("layer")]
+        optimizer = ours(params, lr=0.1, **options)
+        layer(table(torch.tensor([1, 2]))).sum().backward()
+        before = [param.detach().clone() for _, param in params]
+        with pytest.raises(error, match=says):
+            optimizer.step()
+        assert all(torch.equal(param, value) for (_, param), value in zip(params, before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, about itself
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_under_a_scaler(name: str, scaler_class: type[torch.amp.GradScaler]) -> None:
+    outcomes = []
+    for cls, scaler in (
+        (classes(name)[0], scaler_class("cpu", 8.0)),
+        (classes(name)[1], torch.amp.GradScaler("cpu", 8.0)),
+    ):
+        torch.manual_seed(0)
+        table = nn.Embedding(9, 4, sparse=True)
+        optimizer = cls(table.parameters(), lr=0.1)
+        for _ in range(2):
+            scaler.scale(table(torch.tensor([1, 2])).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        outcomes.append(table.weight.detach())
+    torch.testing.assert_close(*outcomes)
+
+
+# ---- Which parameters are stepped.
+
+
+@every_input
+def test_no_gradients_no_step(name: str, index: int) -> None:
+    params = make_params()
+    before = twins(params)
+    optimizer = classes(name)[0](params, **options_of(name, index))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    assert_same(params, before, {"rtol": 0, "atol": 0})
+    assert_same(optimizer.state_dict(), state, {"rtol": 0, "atol": 0})
+
+
+@every_input
+def test_zero_gradients_move_what_torch_moves(name: str, index: int) -> None:
+    options = options_of(name, index)
+    ours, theirs = classes(name)
+    params = make_params()
+    before, torch_params = twins(params), twins(params)
+    optimizer, torch_optimizer = ours(params, **options_of(name, index)), theirs(torch_params, **options, foreach=False)
+    for _ in range(2):
+        for param in (*params, *torch_params):
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params)
+    if not optimizer.param_groups[0]["weight_decay"]:
+        assert_same(params, before, {"rtol": 0, "atol": 0})
+
+
+@names
+def test_empty_parameters_and_first_gradients_that_come_late(name: str) -> None:
+    ours, theirs = classes(name)
+    params = [torch.empty(0, 3).requires_grad_(), *make_params()]
+    if name == "Adafactor":
+        del params[0]  # torch divides by its number of elements
+    torch_params = twins(params)
+    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    optimizer, torch_optimizer = ours(params, **options), theirs(torch_params, **options, foreach=False)
+    for step in range(5):
+        set_grads(params, torch_params)
+        for own in (params, torch_params):
+            own[-3].grad = None if step < 2 else own[-3].grad  # the first comes late
+            own[-2].grad = None if step == 3 else own[-2].grad  # and one is missing once
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params)
+    assert_same_dicts(
+        {**optimizer.state_dict(), "param_groups": []}, {**torch_optimizer.state_dict(), "param_groups": []}
+    )
+
+
+# ---- Groups and learning rates.
+
+
+@names
+def test_groups_have_their_own_lr_and_weight_decay(name: str) -> None:
+    ours, theirs = classes(name)
+    params = make_params()
+    torch_params = twins(params)
+    made = []
+    for cls, (first, second, third) in ((ours, params), (theirs, torch_params)):
+        optimizer = cls([{"params": [first]}, {"params": second, "lr": 0.05, "weight_decay": 0.2}], lr=0.01)
+        optimizer.add_param_group({"params": third, "lr": 0.1})
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.05, 0.1]
+        made.append(optimizer)
+    steps(4, *made)
+    assert_same(params, torch_params)
+    assert made[0].state_dict()["param_groups"] == made[1].state_dict()["param_groups"]
+    assert made[0].defaults == made[1].defaults
+
+
+@names
+@pytest.mark.parametrize("lr", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor([[[0.01]]])])
+def test_a_tensor_lr_is_read_in_every_step(name: str, lr: Tensor) -> None:
+    ours, theirs = classes(name)
+    params = make_params()
+    torch_params = twins(params)
+    tensor = lr.clone()
+    optimizer, torch_optimizer = ours(params, lr=tensor), theirs(torch_params, lr=0.01)
+    for factor in (1.0, 2.0, 0.5):
+        tensor.mul_(factor)
+        torch_optimizer.param_groups[0]["lr"] *= factor
+        steps(1, optimizer, torch_optimizer)
+    assert_same(params, torch_params)
+    assert optimizer.param_groups[0]["lr"] is tensor
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.8),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4], gamma=0.1),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, factor=0.3, total_iters=3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.7),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=5, power=2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4, eta_min=1e-4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2, T_mult=2),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, factor=0.5, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.9)]
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.5)], milestones=[2]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
+        o, 1e-3, 1e-2, step_size_up=2, cycle_momentum=bool({"momentum", "betas"} & o.param_groups[0].keys())
+    ),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
+        o, 1e-2, total_steps=8, cycle_momentum=bool({"momentum", "betas"} & o.param_groups[0].keys())
+    ),
+    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=1e-3, anneal_epochs=3),
+}
+
+
+def test_the_table_has_every_scheduler() -> None:
+    assert SCHEDULERS.keys() - {"SWALR"} == set(lr_scheduler.__all__) - {"LRScheduler"}
+
+
+@names
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+def test_schedulers(name: str, scheduler: str, tensor_lr: bool) -> None:
+    ours, theirs = classes(name)
+    params = make_params()
+    torch_params = twins(params)
+    options = {"momentum": 0.5} if name in ("SGD", "RMSprop") else {}
+    made = [
+        cls(own, lr=torch.tensor(0.01) if tensor_lr else 0.01, **options, foreach=False)
+        for cls, own in ((ours, params), (theirs, torch_params))
+    ]
+    schedulers = [SCHEDULERS[scheduler](each) for each in made]
+    for step in range(7):
+        steps(1, *made)
+        for each in schedulers:
+            each.step(*([1.0 + step] if scheduler == "ReduceLROnPlateau" else []))
+        assert made[0].param_groups[0]["lr"] == made[1].param_groups[0]["lr"]
+    assert_same(params, torch_params)
+
+
+@pytest.mark.parametrize("which", range(7))
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_combinations_of_schedulers_from_the_table(name: str, which: int) -> None:
+    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
+    made = [[make(each) for make in INFOS[name].scheduler_inputs[which]] for each in (optimizer, torch_optimizer)]
+    for step in range(5):
+        steps(1, optimizer, torch_optimizer)
+        for each in (scheduler for schedulers in made for scheduler in schedulers):
+            each.step(*([1.0 + step] if isinstance(each, lr_scheduler.ReduceLROnPlateau) else []))
+    assert_same(params, torch_params)
+
+
+# ---- State dicts.
+
+
+def through_a_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@every_input
+def test_a_saved_state_goes_on_as_if_nothing_had_been(name: str, index: int) -> None:
+    ours, _ = classes(name)
+    params = make_params()
+    optimizer = ours(params, **options_of(name, index))
+    steps(3, optimizer)
+    assert_same(optimizer.state_dict(), optimizer.state_dict(), {"rtol": 0, "atol": 0})
+    others = twins(params)
+    other = ours(others, **options_of(name, index))
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    steps(3, optimizer, other)
+    assert_same(params, others, {"rtol": 0, "atol": 0})
+    assert_same(optimizer.state_dict(), other.state_dict(), {"rtol": 0, "atol": 0})
+
+
+@every_input
+def test_older_state_dicts_load(name: str, index: int) -> None:
+    """Without the flags that came later, and with steps that are numbers."""
+    ours, _ = classes(name)
+    params = make_params()
+    options = {**options_of(name, index), "maximize": False}
+    if "lr" in options:
+        options["lr"] = float(options["lr"])
+    optimizer = ours(params, **options)
+    steps(3, optimizer)
+    old = copy.deepcopy(optimizer.state_dict())
+    for group in old["param_groups"]:
+        for flag in INFOS[name].not_og_supported_flags:
+            group.pop(flag, None)
+    for state in old["state"].values():
+        if "step" in state:
+            state["step"] = state["step"].item()
+    others = twins(params)
+    other = ours(others, **options)
+    other.load_state_dict(old)
+    steps(3, optimizer, other)
+    assert_same(params, others, {"rtol": 0, "atol": 0})
+
+
+@names
+@pytest.mark.parametrize("saved_named", [False, True])
+@pytest.mark.parametrize("loaded_named", [False, True])
+def test_named_parameters(name: str, saved_named: bool, loaded_named: bool) -> None:
+    states = []
+    for cls in classes(name):
+        torch.manual_seed(1)
+        model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+        optimizer = cls(model.named_parameters() if saved_named else model.parameters())
+        assert ("param_names" in optimizer.param_groups[0]) == saved_named
+        steps(2, optimizer)
+        loading = cls(other.named_parameters() if loaded_named else other.parameters())
+        loading.load_state_dict(through_a_file(optimizer.state_dict()))
+        steps(1, loading)
+        states.append(loading.state_dict())
+    assert_same_dicts(*states)
+
+
+@names
+def test_float32_state_into_a_float64_model(name: str) -> None:
+    """Ours keeps the saved dtype (see load_state_dict), and goes on from the same values."""
+    optimizer, torch_optimizer, params, torch_params = pair(name)
+    steps(2, optimizer, torch_optimizer)
+    wide, torch_wide = ([p.detach().double().requires_grad_() for p in own] for own in (params, torch_params))
+    ours, theirs = classes(name)
+    other, torch_other = ours(wide), theirs(torch_wide)
+    other.load_state_dict(optimizer.state_dict())
+    torch_other.load_state_dict(torch_optimizer.state_dict())
+    steps(2, other, torch_other)
+    assert_same(wide, torch_wide)
+
+
+@names
+def test_another_default_dtype(name: str) -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        ours, theirs = classes(name)
+        params = [torch.randn(5, 3).requires_grad_()]
+        torch_params = twins(params)
+        optimizer, torch_optimizer = ours(params), theirs(torch_params)
+        steps(3, optimizer, torch_optimizer)
+        assert_same_dicts(optimizer.state_dict(), torch_optimizer.state_dict(), TOLERANCES[torch.float64])
+    finally:
+        torch.set_default_dtype(before)
+
+
+@names
+def test_deepcopy_and_pickle(name: str) -> None:
+    optimizer, torch_optimizer, *_ = pair(name)
+    steps(2, optimizer, torch_optimizer)
+    public = {n for n in vars(torch_optimizer) if not n.startswith("_")}
+    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert public <= vars(clone).keys()
+        assert_same(clone.state_dict(), optimizer.state_dict(), {"rtol": 0, "atol": 0})
+        steps(1, clone)
+    assert repr(optimizer) == repr(torch_optimizer)
+
+
+# ---- Hooks and what surrounds a step.
+
+
+@names
+def test_step_hooks(name: str) -> None:
+    calls: list[str] = []
+    optimizer = classes(name)[0](make_params())
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    steps(1, optimizer)
+    assert calls == ["global pre", "pre", "post", "global post"]
+    for handle in handles:
+        handle.remove()
+    steps(1, optimizer)
+    assert len(calls) == 4
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((*args, lambda: 7.0), kwargs))
+    assert optimizer.step() == 7.0
+
+
+@names
+def test_state_dict_hooks(name: str) -> None:
+    optimizer = classes(name)[0](make_params())
+    steps(1, optimizer)
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("first"), prepend=True)
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
+    removed = optimizer.register_state_dict_post_hook(lambda _, state: state.clear())
+    removed.remove()
+    state = optimizer.state_dict()
+    assert calls == ["first", "pre"]
+    assert state.pop("more") == 1
+    calls.clear()
+    optimizer.register_load_state_dict_pre_hook(lambda _, s: calls.append("load pre"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, s: {**s, "param_groups": s["param_groups"]}, prepend=True)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("load post"))
+    optimizer.load_state_dict(state)
+    assert calls == ["load pre", "load post"]
+
+
+@names
+def test_the_profiler_sees_the_step(name: str) -> None:
+    optimizer = classes(name)[0](make_params())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        steps(1, optimizer)
+        optimizer.zero_grad()
+    seen = {event.name for event in profile.events()}
+    assert {f"Optimizer.step#{name}.step", f"Optimizer.zero_grad#{name}.zero_grad"} <= seen
+
+
+@names
+@pytest.mark.parametrize("average", ["swa", "ema"])
+def test_averaged_models(name: str, average: str) -> None:
+    averages = []
+    for cls in classes(name):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        multi_avg_fn = swa_utils.get_ema_multi_avg_fn(0.9) if average == "ema" else None
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=multi_avg_fn)
+        optimizer = cls(model.parameters(), lr=0.01)
+        data = torch.randn(5, 8, 4)
+        for batch in data:
+            optimizer.zero_grad()
+            model(batch).pow(2).sum().backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        swa_utils.update_bn(data, averaged)
+        averages.append(averaged.state_dict())
+    assert_same(*averages, {"rtol": 1e-4, "atol": 1e-5})
+
+
+@contextmanager
+def swapped_in(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], state: dict[str, Any]) -> Iterator[None]:
+    swap = getattr(torch.optim, "swap_in_optimizer_params_and_state", None)
+    if swap is None:
+        pytest.skip(f"torch {torch.__version__} has no swap_in_optimizer_params_and_state")
+    with swap(optimizer, params, state):
+        yield
+
+
+@names
+def test_parameters_and_state_may_be_swapped_in(name: str) -> None:
+    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
+    if name == "SGD":
+        optimizer.param_groups[0]["momentum"] = torch_optimizer.param_groups[0]["momentum"] = 0.5
+    steps(2, optimizer, torch_optimizer)
+    before = [twins(params), copy.deepcopy(optimizer.state_dict())]
+    results = []
+    for each, own in ((optimizer, params), (torch_optimizer, torch_params)):
+        torch.manual_seed(1)
+        others = {str(i): p for i, p in enumerate(twins(own))}
+        state = copy.deepcopy(each.state_dict())
+        with swapped_in(each, others, state):
+            steps(1, each)
+        results.append([list(others.values()), state["state"]])
+    assert_same(*results)
+    assert_same([params, optimizer.state_dict()], before, {"rtol": 0, "atol": 0})
+
+
+@names
+def test_tensors_may_be_swapped_under_it(name: str) -> None:
+    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
+    steps(2, optimizer, torch_optimizer)
+    for param, torch_param in zip(params, torch_params, strict=True):
+        new = torch.randn_like(param)
+        param.grad = torch_param.grad = None
+        torch.utils.swap_tensors(param, new.clone().requires_grad_())
+        torch.utils.swap_tensors(torch_param, new.clone().requires_grad_())
+    steps(2, optimizer, torch_optimizer)
+    assert_same(params, torch_params)
+
+
+@names
+def test_inside_torch_compile(name: str) -> None:
+    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
+    set_grads(params, torch_params)
+
+    def step(scale: Tensor) -> Tensor:
+        optimizer.step()
+        return scale * 2
+
+    assert torch.compile(step, backend="eager")(torch.ones(())) == 2
+    torch_optimizer.step()
+    steps(2, optimizer, torch_optimizer)
+    assert_same(params, torch_params)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_step_outside_the_graph"):
+        torch.compile(step, backend="eager", fullgraph=True)(torch.ones(()))
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@names
+def test_parameters_on_several_devices(name: str) -> None:
+    ours, theirs = classes(name)
+    params = [
+        p.detach().to(device).requires_grad_() for p, device in zip(make_params(), ("cpu", "cuda", "cpu"), strict=True)
+    ]
+    torch_params = twins(params)
+    optimizer, torch_optimizer = ours(params), theirs(torch_params)
+    for _ in range(3):
+        for param, torch_param in zip(params, torch_params, strict=True):
+            param.grad = torch.randn_like(param)
+            torch_param.grad = param.grad.clone()
+        optimizer.step()
+        torch_optimizer.step()
+    assert_same(params, torch_params)

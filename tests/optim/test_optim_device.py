@@ -1,0 +1,150 @@
+"""What optimizers make beside CUDA parameters, on a stand-in: tensors that say they are on CUDA and have no memory.
+
+The stand-in has torch's shapes, dtypes and devices of every operation, so that a tensor on the wrong device and a copy
+to the host show on every machine. What the kernels write is tested elsewhere: tests/native/convert_tests.cpp has the
+bits, tests/optim/test_optim_cuda.py all of it on a GPU.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_optim import CASES, cases
+from test_precision import PRECISIONS
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain import _C, optim
+
+SHAPES: list[Any] = [(64, 48), (48, 300), (0, 4), (300, 17)]
+OPTIMIZERS = {name: (ours, options) for name, (ours, _, _, options) in CASES.items()}
+OPTIMIZERS |= {"muon": (optim.Muon, {}), "adafactor": (optim.Adafactor, {})}
+
+
+class NoWaiting(TorchDispatchMode):
+    """An operation for which the host would wait for the device is an error inside."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+        reads = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        leaves = isinstance(result, Tensor) and any(tensor.is_cuda != result.is_cuda for tensor in tensors)
+        if (reads and any(tensor.is_cuda for tensor in tensors)) or leaves:
+            raise AssertionError(f"{func} waits for the device")
+        return result
+
+
+@pytest.fixture
+def _fake_cuda() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def params_on_cuda(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    params = [torch.empty(shape, dtype=dtype, device="cuda").requires_grad_() for shape in SHAPES]
+    return [*params, torch.empty(40, 30, dtype=dtype, device="cuda").t().requires_grad_()]
+
+
+class NotRun(_C.Conversions):
+    """Without memory there is nothing to convert."""
+
+    def run(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+@pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_made_and_converted_without_a_wait(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_C, "Conversions", NotRun, raising=False)
+    ours, options = OPTIMIZERS[name]
+    params = params_on_cuda()
+    optimizer = ours(params, **options, **PRECISIONS.get(precision, {}), min_8bit_size=0)
+    (group,) = optimizer.param_groups
+
+    def complete() -> None:
+        with NoWaiting(), torch.no_grad():
+            lacking = [(param, group, "parameter") for param in params]
+            optimizer._complete_states(lacking, optimizer._rule(group), optimizer.state, [])
+
+    complete()
+    for param in params:
+        states = optimizer.state[param]
+        assert all(value.device == param.device for value in states.values()), states.keys()
+        assert any(value.shape == param.shape for value in states.values()) or name in ("adafactor", "sgd", "sgd_l2")
+    others = {"state_bits": 16} if precision == "state_8" else {"state_bits": 8}
+    group.update(others)
+    complete()
+    states = optimizer.state[params[0]]
+    if name not in ("adafactor", "sgd", "sgd_l2"):
+        codes = [key for key in states if key.endswith("_codes")]
+        assert bool(codes) == (precision != "state_8"), states.keys()
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_counter_made_at_construction_is_beside_its_parameter(dtype: torch.dtype) -> None:
+    """torch's Adagrad makes its states at construction, and their counters on the CPU unless it is fused."""
+    params = params_on_cuda(dtype)
+    optimizer = optim.Adagrad(params, initial_accumulator_value=0.1)
+    for param in params:
+        assert optimizer.state[param]["step"].device == param.device
+        assert optimizer.state[param]["step"].dtype == torch.float32
+        assert optimizer.state[param]["sum"].device == param.device
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loaded_counter_is_beside_its_parameter(fused: bool) -> None:
+    params = params_on_cuda(torch.float32)
+    theirs = torch.optim.Adagrad(params)
+    saved = theirs.state_dict()
+    saved["param_groups"][0]["fused"] = fused or None
+    assert saved["state"][0]["step"].device.type == "cpu"
+    optimizer = optim.Adagrad(params)
+    optimizer.load_state_dict(saved)
+    for param in params:
+        assert optimizer.state[param]["step"].device == param.device
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+def test_a_number_on_the_device_is_looked_at() -> None:
+    """As torch does with all but the learning rate; without memory there is no number, and that is said."""
+    params = params_on_cuda()
+    optimizer = optim.AdamW(params)
+    optimizer.param_groups[0]["weight_decay"] = torch.empty((), device="cuda")
+    for param in params:
+        param.grad = torch.empty_like(param)
+    with pytest.raises(TypeError, match=r"param_groups\[0\]: weight_decay is FakeTensor.*, expected a number"):
+        optimizer.step()
+
+
+@cases
+def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
+    """Of every case and dtype, what a state is before the first step."""
+    ours, _, _, options = CASES[case]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        params = [torch.zeros(5, 7, dtype=dtype).t().requires_grad_(), torch.zeros((), dtype=dtype).requires_grad_()]
+        optimizer = ours(params, **{**options, "lr": 0.0})
+        optimizer.state.clear()
+        written: list[Any] = []
+        group = optimizer.param_groups[0]
+        with torch.no_grad():
+            optimizer._complete_states(
+                [(p, group, "p") for p in params], optimizer._rule(group), optimizer.state, written
+            )
+        initial = options.get("initial_accumulator_value", 0.0) if ours is optim.Adagrad else 0.0
+        expected = complex(initial, initial) if dtype.is_complex else initial
+        for param in params:
+            for name, value in optimizer.state[param].items():
+                if name == "step":
+                    assert value == 0
+                    continue
+                wanted = torch.full_like(param, expected, memory_format=torch.preserve_format)
+                assert torch.equal(value, wanted), name
+                assert value.stride() == wanted.stride()
+                assert value.dtype == dtype

@@ -1,0 +1,691 @@
+"""How parameters and states live in memory: every format against its plain twin, and steps over them against the same
+step on float32 values."""
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_optim import CASES, cases
+from torch import Tensor
+
+from drivetrain import _C, optim
+from drivetrain.amp import GradScaler
+from drivetrain.optim.precision import EXTRA_NAMES
+from reference import formats
+
+HALVES = [torch.bfloat16, torch.float16]
+STATE_SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 5000]
+
+# Names of precisions, and what a group says for them.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "state_8": {"state_bits": 8},
+    "state_16": {"state_bits": 16},
+    "state_32": {"state_bits": 32},
+    "master_32": {"master_bits": 32, "state_bits": 32},
+    "master_32_state_8": {"master_bits": 32, "state_bits": 8},
+    "master_24_state_8": {"master_bits": 24, "state_bits": 8},
+    "kahan": {"rounding": "kahan"},
+    "kahan_state_8": {"rounding": "kahan", "state_bits": 8},
+    "stochastic": {"rounding": "stochastic"},
+    "stochastic_state_8": {"rounding": "stochastic", "state_bits": 8},
+}
+precisions = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal as bytes, save that any NaN is like any other."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(
+        a.masked_fill(nan, 0).view(ints), b.masked_fill(nan, 0).view(ints)
+    )
+
+
+# ---- Formats.
+
+
+# Biased exponents: subnormal, smallest, usual, largest, infinite and NaN.
+@pytest.mark.parametrize("exponent", [0, 1, 127, 253, 254, 255])
+@pytest.mark.parametrize("remainder_bits", [16, 8])
+def test_the_split_over_all_mantissas(remainder_bits: int, exponent: int) -> None:
+    dtype = {16: torch.int16, 8: torch.int8}[remainder_bits]
+    # In parts that stay in a cache.
+    for first in [
+        bits + (sign << 31) for sign in (0, 1) for bits in range(exponent << 23, (exponent + 1) << 23, 2**18)
+    ]:
+        values = formats.float_of(torch.arange(first, first + 2**18))
+        halves, remainders = (part.to(torch.int16) for part in formats.split(values, remainder_bits))
+        nan = values.isnan()
+        for isa in _C.available_isas():
+            _C.force_isa(isa)
+            try:
+                param = torch.empty_like(values, dtype=torch.bfloat16)
+                remainder = _C.optim_store_param(param, values, dtype)
+                loaded = _C.optim_load_param(param, remainder)
+            finally:
+                _C.force_isa("")
+            assert torch.equal(param.view(torch.int16), halves)
+            assert torch.equal(remainder.short(), remainders)
+            assert torch.equal(param.isnan(), nan)
+            if exponent == 255:
+                assert same_bits(loaded, values)
+            elif remainder_bits == 16:
+                assert torch.equal(loaded.view(torch.int32), values.view(torch.int32))
+            else:  # 24 bits, to nearest: off by half of their last at most, counted in float32's steps
+                assert (loaded.view(torch.int32) - values.view(torch.int32)).abs().max() <= 128
+        if remainder_bits == 16:  # the half is the value as bfloat16, ties away from zero
+            tie = values.view(torch.int32) & 0xFFFF == 0x8000
+            assert same_bits(param[~tie], values.bfloat16()[~tie])
+
+
+@pytest.mark.parametrize("remainder", [torch.int16, torch.int8])
+def test_a_parameter_written_by_somebody_stays_near_what_was_written(remainder: torch.dtype) -> None:
+    param = torch.empty(1000, dtype=torch.bfloat16)
+    beside = _C.optim_store_param(param, torch.randn(1000), remainder)
+    written = torch.cat([torch.zeros(500), -torch.zeros(100), torch.randn(400) * 1e-3]).bfloat16()
+    loaded = _C.optim_load_param(written, beside)
+    assert loaded.isfinite().all()
+    assert ((loaded - written.float()).abs() <= written.float().abs() * 2**-8 + 1e-38).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_compensations_and_masters_count_only_for_their_parameter(dtype: torch.dtype, isa: str) -> None:
+    values = torch.randn(10_000) * 10.0 ** torch.randint(-3, 3, (10_000,))
+    values[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
+    for extra in [dtype, torch.float32] if dtype == torch.float16 else [dtype]:
+        param = torch.empty(10_000, dtype=dtype)
+        beside = _C.optim_store_param(param, values, extra)
+        assert same_bits(param, values.to(dtype))
+        loaded = _C.optim_load_param(param, beside)
+        if extra == torch.float32:
+            assert same_bits(loaded, values)
+        else:
+            finite = param.isfinite()
+            bits = {torch.bfloat16: 16, torch.float16: 21}[dtype]
+            assert ((loaded - values)[finite].abs() <= values[finite].abs() * 2.0**-bits + 2.0**-24).all()
+            assert same_bits(loaded[~finite], param[~finite].float())
+        written = torch.randn(10_000).to(dtype)
+        # Some compensations are small enough to be the new value's, too.
+        assert ((_C.optim_load_param(written, beside) - written.float()).abs() <= written.float().abs() * 2**-8).all()
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("numel", STATE_SIZES)
+def test_8_bit_codes_are_the_twins(squared: bool, numel: int, isa: str) -> None:
+    dtype = torch.uint8 if squared else torch.int8
+    encode = formats.encode_squared if squared else formats.encode_signed
+    decode = formats.decode_squared if squared else formats.decode_signed
+    for exponent in (-160, -90, -30, 0, 30, 120):
+        for special in (False, True):
+            values = torch.ldexp(torch.randn(numel), torch.randint(-12, 2, (numel,)) + exponent)
+            values[::7] = 0
+            values = values.abs() if squared else values
+            if special:
+                values[numel // 2] = math.inf
+                values[numel // 3] = math.nan
+                values[0] = math.inf if squared else -math.inf
+            codes, scales = _C.optim_store_state(torch.empty(numel), values, dtype)
+            expected, expected_scales = encode(values)
+            assert same_bits(scales, expected_scales)
+            assert torch.equal(codes, expected)
+            loaded = _C.optim_load_state(codes, scales)
+            assert same_bits(loaded, decode(codes, scales))
+            assert torch.equal(loaded.isnan(), values.isnan())
+            assert torch.equal(loaded[values.isinf()], values[values.isinf()])
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
+def test_8_bit_errors_are_bounded(numbers: list[float], squared: bool) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    values = values.abs() if squared else values
+    loaded = _C.optim_load_state(*_C.optim_store_state(values, values, torch.uint8 if squared else torch.int8))
+    largest = formats.blocks(values).abs().amax(1).repeat_interleave(formats.BLOCK)[: len(values)].double()
+    # In equal steps of the root: half a step off, or for a small mean of squares up to a whole one.
+    steps = 253 if squared else 126
+    root, loaded_root = values.abs().double().sqrt(), loaded.abs().double().sqrt()
+    bound = (1 if squared else 0.5) * largest.sqrt() / steps
+    # What float32 itself rounds away among its smallest numbers.
+    assert ((loaded_root - root).abs() <= bound * (1 + 1e-5) + 1e-17).all()
+    if squared:
+        assert torch.equal(loaded[values > 1e-40] > 0, torch.ones_like(loaded[values > 1e-40]).bool())
+    else:
+        assert ((loaded * values) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour(dtype: torch.dtype, isa: str) -> None:
+    tiny = 2.0**-24 if dtype == torch.float16 else 2.0**-133  # the smallest subnormal
+    for value in [1.0 + 2**-13, -1.0 - 2**-12, 3.14159, 0.3 * tiny, -2.7 * tiny, 1e-5, -65500.0]:
+        count = 400_000
+        params = torch.full((1, count), value, dtype=torch.float32)
+        rounded = step_of_nothing(params.to(dtype), params).double()
+        below, above = neighbours(torch.tensor(value), dtype)
+        assert set(rounded.flatten().tolist()) <= {below, above}
+        if math.isfinite(above - below) and above > below:
+            share = (value - below) / (above - below)
+            expected = count * share
+            assert abs((rounded == above).sum().item() - expected) <= 6 * math.sqrt(count * share * (1 - share)) + 1
+
+
+def neighbours(value: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    nearest = value.to(dtype)
+    other = torch.nextafter(nearest, torch.tensor(math.inf if nearest < value else -math.inf, dtype=dtype))
+    low, high = sorted([nearest.item(), value.item() if nearest == value else other.item()])
+    return low, high
+
+
+def step_of_nothing(param: Tensor, target: Tensor) -> Tensor:
+    """The parameter after a step of SGD that leads exactly to `target`, rounded at random."""
+    param = torch.zeros_like(param).requires_grad_()
+    param.grad = None
+    param.grad_dtype = torch.float32
+    param.grad = -target
+    optim.SGD([param], lr=1.0, rounding="stochastic").step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_rounding_leaves_exact_values_and_infinities(dtype: torch.dtype, isa: str) -> None:
+    exact = torch.randn(1, 3000).to(dtype)
+    exact[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    assert same_bits(step_of_nothing(exact, exact.float()), exact)
+
+
+def test_stochastic_bits_differ_between_steps_parameters_and_elements() -> None:
+    params = [torch.full((4096,), 1.0, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+    optimizer = optim.SGD(params, lr=1.0, rounding="stochastic")
+    seen = []
+    for _ in range(3):
+        for param in params:
+            param.detach().fill_(1.0)
+            param.grad = torch.full_like(param, -(2.0**-8))  # halfway to the next
+        optimizer.step()
+        seen += [p.detach() > 1.0 for p in params]
+    for i, a in enumerate(seen):
+        assert 1850 < a.sum() < 2250
+        assert 0.4 < (a[1:] == a[:-1]).double().mean() < 0.6
+        for b in seen[:i]:
+            assert 0.4 < (a == b).double().mean() < 0.6
+    assert optimizer.state[params[0]]["step"] == 3
+
+
+# ---- Steps.
+
+SHAPES: list[Any] = [(3, 700), (513,), (64, 64), (1, 1), (0, 4), (), (300, 17)]
+
+
+def make_params(dtype: torch.dtype, shapes: list[Any] = SHAPES) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def set_grads(params: list[Tensor], others: list[Tensor]) -> None:
+    for param, other in zip(params, others, strict=True):
+        grad = torch.randn(param.shape).to(param.dtype)
+        param.grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
+        other.grad = grad.to(other.device, other.dtype)
+
+
+def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
+    """What the optimizer keeps of one parameter, as float32."""
+    state = optimizer.state[param]
+    values = {"param": optimizer.float32_value(param)}
+    for name, value in state.items():
+        if name not in ("step", *EXTRA_NAMES) and not name.endswith("_scales"):
+            name = name.removesuffix("_codes")
+            values[name] = _C.optim_load_state(value, state.get(f"{name}_scales"))
+    return values
+
+
+def kept(state: dict[str, Any], name: str) -> Tensor:
+    """The tensor that holds the state, whatever its format."""
+    found = state.get(f"{name}_codes")
+    return state[name] if found is None else found
+
+
+def stored(dtype: torch.dtype, extra: Tensor | None, values: Tensor) -> Tensor:
+    """What remains of a parameter's new values in its format."""
+    if extra is None:
+        return values.to(dtype).float()
+    param = torch.empty_like(values, dtype=dtype)
+    return _C.optim_load_param(param, _C.optim_store_param(param, values, extra.dtype))
+
+
+@precisions
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
+        pytest.skip("24 bits are for bfloat16 parameters")
+    ours, _, _, options = CASES[case]
+    params = make_params(dtype)
+    optimizer = ours(params, **options, **PRECISIONS[precision], min_8bit_size=1000)
+    for step in range(3):
+        before = [values_of(optimizer, p) if optimizer.state[p] else None for p in params]
+        twins = [
+            (p if b is None else b["param"]).detach().float().requires_grad_()
+            for p, b in zip(params, before, strict=True)
+        ]
+        twin = ours([t.detach().clone().requires_grad_() for t in twins], **options)
+        own = twin.param_groups[0]["params"]
+        set_grads(params, own)
+        if step > 0:
+            for param, other, values in zip(params, own, before, strict=True):
+                if "step" in optimizer.state[param]:
+                    twin.state[other]["step"] = optimizer.state[param]["step"].clone()
+                for name in (values or {}).keys() - {"param"}:
+                    twin.state[other][name] = values[name].clone()
+        optimizer.step()
+        if step == 0:  # what a state starts as is stored, too
+            for param, other in zip(params, own, strict=True):
+                for name in twin.state[other].keys() - {"step"} if other in twin.state else ():
+                    values = twin.state[other][name].to(dtype)  # as torch's constructor makes it
+                    start = _C.optim_store_state(param, values, kept(optimizer.state[param], name).dtype)
+                    twin.state[other][name] = _C.optim_load_state(*start)
+        twin.step()
+        for param, other in zip(params, own, strict=True):
+            state, after = optimizer.state[param], values_of(optimizer, param)
+            extra = next((state[name] for name in EXTRA_NAMES if name in state), None)
+            if PRECISIONS[precision].get("rounding") == "stochastic" and dtype in HALVES:
+                apart, step_size = (
+                    (after["param"] - other.detach()).abs(),
+                    {torch.bfloat16: 2**-7, torch.float16: 2**-10},
+                )
+                assert (apart <= other.detach().abs() * step_size[dtype] + 2**-24).all()
+            else:
+                assert same_bits(after["param"], stored(dtype, extra, other.detach()))
+            for name, value in twin.state[other].items():
+                if name == "step":
+                    continue
+                dtype_kept = kept(state, name).dtype
+                assert same_bits(after[name], _C.optim_load_state(*_C.optim_store_state(param, value, dtype_kept))), (
+                    name
+                )
+                is_small = param.dim() < 2 or param.numel() < 1000
+                bits = PRECISIONS[precision].get("state_bits")
+                wanted = {None: [dtype], 32: [torch.float32], 16: [torch.bfloat16], 8: [torch.int8, torch.uint8]}[bits]
+                assert dtype_kept in ([torch.float32] if is_small and bits == 8 else wanted)
+
+
+@precisions
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_neither_instruction_sets_nor_threads_change_the_bits(precision: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
+        pytest.skip("24 bits are for bfloat16 parameters")
+    # Many blocks and cuts between threads, in parameters that do not end with a block.
+    shapes = [(37, 4111), (3, 5), (129, 257), (300_001, 1), (2, 2)]
+    first = make_params(dtype, shapes)
+    grads = [[torch.randn(s).to(dtype) for s in shapes] for _ in range(2)]
+    found: dict[Any, list[Tensor]] = {}
+    threads_before = torch.get_num_threads()
+    try:
+        for isa in _C.available_isas():
+            for threads in (1, 2, 3):
+                _C.force_isa(isa)
+                torch.set_num_threads(threads)
+                params = [p.detach().clone().requires_grad_() for p in first]
+                optimizer = optim.AdamW(params, **PRECISIONS[precision], min_8bit_size=0, max_grad_norm=1.0)
+                for step in grads:
+                    for param, grad in zip(params, step, strict=True):
+                        param.grad = grad.clone()
+                    optimizer.step()
+                state = [v for p in params for v in optimizer.state[p].values()]
+                found[isa, threads] = [p.detach() for p in params] + state
+    finally:
+        _C.force_isa("")
+        torch.set_num_threads(threads_before)
+    one, *others = found.values()
+    for other in others:
+        assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+
+
+@precisions
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "holes"])
+def test_any_layout(precision: str, layout: str) -> None:
+    """Blocks lie in memory as the parameter does, so that codes differ from the contiguous one's; values hardly."""
+
+    def laid_out(values: Tensor) -> Tensor:
+        if layout == "transposed":
+            return values.t().contiguous().t()
+        if layout == "channels_last":
+            return values.view(8, 8, 16, 16).to(memory_format=torch.channels_last)
+        return torch.stack([values, values], dim=-1)[..., 0]
+
+    values = torch.randn(128, 128).bfloat16()
+    params = [laid_out(values).requires_grad_(), values.clone().requires_grad_()]
+    optimizers = [optim.AdamW([p], lr=1e-2, **PRECISIONS[precision]) for p in params]
+    for _ in range(4):
+        grad = torch.randn(128, 128).bfloat16()
+        params[0].grad, params[1].grad = grad.view(params[0].shape), grad
+        for optimizer in optimizers:
+            optimizer.step()
+    apart = (params[0].detach().float().reshape(128, 128) - params[1].detach().float()).abs()
+    is_exact = not {8, "stochastic"} & set(PRECISIONS[precision].values())
+    assert apart.max() == 0 if is_exact else apart.max() < 0.1
+    for name, value in optimizers[0].state[params[0]].items():
+        assert value.shape == params[0].shape or name == "step" or name.endswith("_scales")
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 3), st.sampled_from([0.9, 0.99, 0.999]), st.sampled_from([1e-8, 1e-16]))
+@settings(deadline=None, max_examples=40)
+def test_8_bit_updates_stay_near_those_of_float32(seed: int, decades: float, beta2: float, eps: float) -> None:
+    """Gradients whose sizes differ by up to three decades within a block, as embeddings have them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10.0 ** (-decades * torch.rand(64, 256, generator=generator))
+    params = [torch.zeros(64, 256).requires_grad_() for _ in range(2)]
+    optimizers = [
+        optim.AdamW([p], lr=1.0, betas=(0.9, beta2), eps=eps, weight_decay=0.0, state_bits=bits)
+        for p, bits in zip(params, (8, 32), strict=True)
+    ]
+    for _ in range(10):
+        grad = torch.randn(64, 256, generator=generator) * sizes
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.detach().zero_()
+            param.grad = grad.clone()
+            optimizer.step()
+        ours, theirs = (p.detach().abs() for p in params)
+        # torch's own is at most 1 / sqrt(1 - beta2) in theory, and near 1 here.
+        assert ours.max() <= 2.5 * max(theirs.max().item(), 1.0)
+
+
+def test_compensated_sums_follow_float32_where_rounding_loses_everything() -> None:
+    start = torch.rand(100, 100).bfloat16() + 1
+    lost = {}
+    for name, options in {
+        "nearest": {},
+        "kahan": {"rounding": "kahan"},
+        "stochastic": {"rounding": "stochastic"},
+        "master": {"master_bits": 32},
+        "master_24": {"master_bits": 24},
+    }.items():
+        param = start.clone().requires_grad_()
+        optimizer = optim.SGD([param], lr=1e-4, **options)
+        for _ in range(200):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        moved = start.float() - optimizer.float32_value(param)
+        lost[name] = (moved.mean() / (200 * 1e-4) - 1).abs().item()
+    assert lost.pop("nearest") == 1.0  # not one update arrived
+    assert lost.pop("stochastic") < 0.02
+    # 24 bits, and a bfloat16 with a compensation, have steps of about 2^-15 there: an update is 3.3 of them.
+    assert lost.pop("master") < 1e-3
+    assert all(share < 0.1 for share in lost.values()), lost
+
+
+# ---- Saving, loading, changing one's mind.
+
+
+def steps(optimizer: Any, params: list[Tensor], count: int = 2) -> None:
+    for _ in range(count):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+
+
+def everything(optimizer: Any) -> list[Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p.detach() for p in params] + [v for p in params for _, v in sorted(optimizer.state[p].items())]
+
+
+def saved(optimizer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@precisions
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_what_was_saved_goes_on_with_the_same_bits(precision: str, way: str) -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params, **PRECISIONS[precision], min_8bit_size=100)
+    steps(optimizer, params)
+    if way == "state_dict":
+        others = [p.detach().clone().requires_grad_() for p in params]
+        other = optim.AdamW(others)  # the saved groups bring their options along
+        other.load_state_dict(saved(optimizer))
+    else:
+        other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+        others = other.param_groups[0]["params"]
+    dtypes = [v.dtype for v in everything(optimizer)]
+    assert [v.dtype for v in everything(other)] == dtypes
+    torch.manual_seed(1)
+    steps(optimizer, params)
+    torch.manual_seed(1)
+    steps(other, others)
+    assert all(same_bits(a, b) for a, b in zip(everything(optimizer), everything(other), strict=True))
+
+
+def test_state_keeps_its_dtype_where_torch_casts_it() -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params)
+    steps(optimizer, params)
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["exp_avg"] = values["exp_avg"].float() + 2**-20
+    other = optim.AdamW(params)
+    other.load_state_dict(state)
+    assert all(other.state[p]["exp_avg"].dtype == torch.float32 for p in params)
+    assert same_bits(other.state[params[0]]["exp_avg"], state["state"][0]["exp_avg"])
+
+
+def test_a_users_hook_may_replace_what_is_loaded() -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)
+    steps(optimizer, params)
+    other = optim.AdamW(params, state_bits=8)
+    other.register_load_state_dict_pre_hook(lambda _, __: saved(optimizer))
+    seen = []
+    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params[0]]["exp_avg_codes"].dtype))
+    other.load_state_dict({})
+    assert seen == [torch.int8]
+
+
+@pytest.mark.parametrize("master_bits", [None, 32])
+def test_to_torch_and_back(master_bits: int | None) -> None:
+    dtype = torch.bfloat16 if master_bits else torch.float32
+    params = make_params(dtype)
+    optimizer = optim.AdamW(params, state_bits=8, master_bits=master_bits, min_8bit_size=100, lr=1e-3)
+    steps(optimizer, params)
+    theirs = [optimizer.float32_value(p).requires_grad_() for p in params]
+    torchs = torch.optim.AdamW(theirs, lr=1e-3)
+    torchs.load_state_dict(optimizer.torch_state_dict())
+    for param, other in zip(params, theirs, strict=True):
+        assert set(torchs.state[other]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert torchs.state[other]["exp_avg"].dtype == torch.float32
+        assert same_bits(torchs.state[other]["exp_avg"], values_of(optimizer, param)["exp_avg"])
+    for other in theirs:
+        other.grad = torch.randn_like(other)
+    torchs.step()
+    # And back: torch's groups have no options of ours, so those of the constructor hold.
+    again = [p.detach().clone().requires_grad_() for p in theirs]
+    back = optim.AdamW(again, state_bits=8, min_8bit_size=100)
+    back.load_state_dict(torchs.state_dict())
+    steps(back, again, 1)
+    assert back.state[again[0]]["exp_avg_codes"].dtype == torch.int8
+    assert back.state[again[1]]["exp_avg"].dtype == torch.float32
+    assert back.state[again[0]]["step"] == 4
+
+
+def test_torchs_class_does_not_take_codes_for_values() -> None:
+    params = make_params(torch.float32)
+    optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)
+    steps(optimizer, params)
+    torchs = torch.optim.AdamW(params)
+    torchs.load_state_dict(optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        torchs.step()
+
+
+@pytest.mark.parametrize("then", ["state_32", "state_16", "master_32_state_8", "kahan_state_8"])
+def test_options_may_change_between_steps(then: str) -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params, state_bits=8, master_bits=24, min_8bit_size=0, lr=1e-3)
+    steps(optimizer, params)
+    before = [values_of(optimizer, p) for p in params]
+    group = optimizer.param_groups[0]
+    group.update({"state_bits": None, "master_bits": None} | PRECISIONS[then])
+    group["lr"] = 0.0
+    group["betas"] = (1.0 - 1e-16, 1.0 - 1e-16)
+    steps(optimizer, params, 1)
+    for param, values in zip(params, before, strict=True):
+        after = values_of(optimizer, param)
+        assert optimizer.state[param]["step"] == 3
+        fresh = make_params(torch.bfloat16, [param.shape])
+        other = optim.AdamW(fresh, **PRECISIONS[then], min_8bit_size=0)
+        steps(other, fresh, 1)
+        assert optimizer.state[param].keys() == other.state[fresh[0]].keys()  # nothing of the old format is left
+        tolerance = {"state_16": 2**-8}.get(then, 2**-6)
+        for name, value in values.items():
+            scale = value.abs().max().item() if value.numel() else 0.0
+            assert ((after[name] - value).abs() <= tolerance * scale + 1e-30).all(), name
+
+
+def test_groups_have_options_of_their_own() -> None:
+    embedding, matrix, bias = make_params(torch.bfloat16, [(100, 64), (64, 100), (100,)])
+    optimizer = optim.AdamW(
+        [{"params": [embedding], "state_bits": 32, "master_bits": None}, {"params": [matrix, bias]}],
+        state_bits=8,
+        master_bits=24,
+    )
+    steps(optimizer, [embedding, matrix, bias])
+    assert optimizer.state[embedding]["exp_avg"].dtype == torch.float32
+    assert "param_remainder" not in optimizer.state[embedding]
+    assert optimizer.state[matrix]["exp_avg_sq_codes"].dtype == torch.uint8
+    assert optimizer.state[matrix]["param_remainder"].dtype == torch.int8
+    assert optimizer.state[bias]["exp_avg"].dtype == torch.float32
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "min_8bit_size": 7})
+    assert optimizer.param_groups[-1]["min_8bit_size"] == 7
+    assert optimizer.param_groups[-1]["master_bits"] == 24
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_an_overflow_under_a_scaler_changes_nothing(scaler_class: type) -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params, state_bits=8, master_bits=24, min_8bit_size=0, max_grad_norm=1.0)
+    steps(optimizer, params)
+    before = copy.deepcopy(everything(optimizer))
+    scaler = scaler_class("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    for param in params:
+        param.grad = torch.randn_like(param)
+    params[0].grad[0, 0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(same_bits(a, b) for a, b in zip(before, everything(optimizer), strict=True))
+    assert scaler.get_scale() == 2.0
+
+
+def test_an_overflow_in_the_first_step_leaves_no_state_behind() -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params, state_bits=8, master_bits=24, min_8bit_size=0, max_grad_norm=1.0)
+    params[0].grad = torch.full_like(params[0], math.nan)
+    with pytest.warns(UserWarning, match="left out"):
+        optimizer.step()
+    assert not optimizer.state
+    steps(optimizer, params)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_memory_of_states() -> None:
+    param = torch.randn(1024, 1024).bfloat16().requires_grad_()
+    for master_bits, limit in ((32, 8.2), (24, 7.2)):
+        optimizer = optim.AdamW([param], state_bits=8, master_bits=master_bits)
+        steps(optimizer, [param], 1)
+        tensors = [param, param.grad, *optimizer.state[param].values()]
+        assert sum(t.untyped_storage().nbytes() for t in tensors) / param.numel() <= limit
+
+
+# ---- Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_bits": 4}, "state_bits is 4, expected one of None, 32, 16, 8"),
+        ({"master_bits": 16}, "master_bits is 16, expected one of None, 32, 24"),
+        ({"rounding": "up"}, "rounding is 'up', expected one of 'nearest', 'stochastic', 'kahan'"),
+        ({"min_8bit_size": -1}, "min_8bit_size is -1, expected a whole number"),
+        ({"min_8bit_size": 1.5}, "min_8bit_size is 1.5, expected a whole number"),
+        ({"rounding": "kahan", "master_bits": 32}, "rounding='kahan' is for parameters without a master"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    param = torch.zeros(3).requires_grad_()
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW([param], **options)
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW([{"params": [param], **options}])
+    optimizer = optim.AdamW([param])
+    optimizer.param_groups[0].update(options)
+    param.grad = torch.zeros(3)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.float16, {"master_bits": 24}, "'w': master_bits=24 needs a bfloat16 parameter"),
+        (torch.float64, {"state_bits": 8}, "'w': state_bits=8 is not for Double parameters"),
+        (torch.complex64, {"state_bits": 16}, "'w': state_bits=16 needs real parameters, this is ComplexFloat"),
+    ],
+)
+def test_options_that_do_not_fit_a_parameter(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
+    good, bad = torch.zeros(3).requires_grad_(), torch.zeros(3, dtype=dtype).requires_grad_()
+    optimizer = optim.AdamW([("good", good), ("w", bad)], **options)
+    good.grad, bad.grad = torch.ones_like(good), torch.ones_like(bad)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(good, torch.zeros(3))
+    assert not optimizer.state
+
+
+def test_a_state_without_its_scales_is_named() -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)
+    steps(optimizer, params)
+    del optimizer.state[params[0]]["exp_avg_scales"]
+    before = [p.detach().clone() for p in params]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 0 of .*exp_avg.* 8-bit state .* needs 9 float32 scales, one per block of 256; got none",
+    ):
+        optimizer.step()
+    assert all(same_bits(a, b.detach()) for a, b in zip(before, params, strict=True))
+
+
+@pytest.mark.gpu
+@precisions
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_cuda_gives_the_cpus_bits(case: str, precision: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
+        pytest.skip("24 bits are for bfloat16 parameters")
+    ours, _, _, options = CASES[case]
+    params = make_params(dtype)
+    on_gpu = [p.detach().cuda().requires_grad_() for p in params]
+    optimizers = [ours(own, **options, **PRECISIONS[precision], min_8bit_size=0) for own in (params, on_gpu)]
+    for _ in range(3):
+        set_grads(params, on_gpu)
+        for param, other in zip(params, on_gpu, strict=True):
+            other.grad = param.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(everything(optimizers[0]), everything(optimizers[1]), strict=True):
+        assert same_bits(a, b.cpu())

@@ -602,7 +602,7 @@ def hooked_and_unhooked(loss: Tensor) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def ask_all_hooks(plan: drivetrain.activation.ActivationPlan) -> None:
+def ask_all_hooks(plan: drivetrain.budget.ActivationPlan) -> None:
     """From here on, whatever is kept."""
     plan._recorder.set_plans(
         [

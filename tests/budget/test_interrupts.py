@@ -112,7 +112,7 @@ def gradients(model: nn.Module, step: Step) -> list[Tensor]:
     return [param.grad.clone() for param in model.parameters()]
 
 
-def assert_clean(plan: drivetrain.activation.ActivationPlan | None = None) -> None:
+def assert_clean(plan: drivetrain.budget.ActivationPlan | None = None) -> None:
     """Another model's steps are not recorded, and nothing of the interrupted one is kept."""
     weight = torch.ones(64, 64, requires_grad=True)
     kept = (weight @ weight).tanh().sum()
@@ -208,7 +208,7 @@ def test_planning_that_is_interrupted_leaves_the_model_as_it_was(has_grads: bool
     def step() -> None:
         model(x).backward()
 
-    plans: list[drivetrain.activation.ActivationPlan] = []
+    plans: list[drivetrain.budget.ActivationPlan] = []
 
     def planning() -> None:
         plans.append(drivetrain.activation_budget(model, step, "60%"))

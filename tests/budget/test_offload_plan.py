@@ -171,7 +171,7 @@ def test_a_plan_with_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
     step()
     expected = [param.grad.clone() for param in model.parameters()]
-    monkeypatch.setattr("drivetrain.activation.budget.link_of", lambda model: HostLink(1e12, 1e12, 0.0))
+    monkeypatch.setattr("drivetrain.budget.budget.link_of", lambda model: HostLink(1e12, 1e12, 0.0))
     plan = drivetrain.activation_budget(model, step, "60%", offload="64MiB")
     assert plan.host_link == HostLink(1e12, 1e12, 0.0)
     assert plan.copies is not None

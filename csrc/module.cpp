@@ -10,9 +10,11 @@
 #include "base/frame_self.h"
 #include "base/heap.h"
 #include "budget/budget.h"
+#include "checkpoint/checkpoint.h"
 #include "ddp/ddp.h"
 #include "grad/grad.h"
 #include "optim/optim.h"
+#include "saved_tensors/saved_tensors.h"
 
 namespace py = pybind11;
 
@@ -62,9 +64,9 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::grad::register_grad(m);
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
-  drivetrain::activation::register_activation(m);
-  drivetrain::activation::register_record(m);
-  drivetrain::activation::register_solver(m);
-  drivetrain::activation::register_pack(m);
-  drivetrain::activation::register_offload(m);
+  drivetrain::checkpoint::register_checkpoint(m);
+  drivetrain::budget::register_recorder(m);
+  drivetrain::budget::register_solver(m);
+  drivetrain::saved_tensors::register_pack(m);
+  drivetrain::saved_tensors::register_offload(m);
 }

@@ -1,15 +1,11 @@
-// Registers activation checkpointing with Python: regions, the recorder of forward passes, the solver of what to keep,
-// and smaller forms of what is kept.
+// Declares the functions that register the activation budget with Python: its recorder and its solver.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
-void register_activation(pybind11::module_& m);
-void register_record(pybind11::module_& m);
+void register_recorder(pybind11::module_& m);
 void register_solver(pybind11::module_& m);
-void register_pack(pybind11::module_& m);
-void register_offload(pybind11::module_& m);
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -11,7 +11,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 namespace {
 
 at::CPUGeneratorImpl& cpu_generator() {
@@ -132,4 +132,4 @@ AutocastGuard::~AutocastGuard() {
   if (before_ != Autocast::now()) before_.set();
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 
 // Of the default generators of the CPU and of every device of the accelerator, once that is initialised (asking would
 // initialise it). Takes the GIL where it has to.
@@ -78,4 +78,4 @@ class AutocastGuard {
   const Autocast before_;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 
 // A C++ value that Python holds.
 template <class T>
@@ -55,4 +55,4 @@ class HooksGuard {
   HooksGuard& operator=(const HooksGuard&) = delete;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

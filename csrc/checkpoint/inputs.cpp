@@ -7,7 +7,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 namespace {
 
 constexpr const char* kPlace = "drivetrain.Inputs";  // of a tensor: its index and 1, as capsules hold no null
@@ -101,4 +101,4 @@ std::string Inputs::first_written() const {
   return "";
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 
 // Tensors are kept as autograd keeps what it saves, so that whoever holds saved tensors now (an outer checkpoint, say)
 // holds these, too. Those in tuples, lists and dicts are found, however deeply nested, and lists and dicts are kept as
@@ -36,4 +36,4 @@ class Inputs {
   std::vector<Input> inputs_;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

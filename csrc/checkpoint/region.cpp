@@ -13,12 +13,12 @@
 
 #include "base/check.h"
 #include "base/hash.h"
-#include "budget/budget.h"
+#include "checkpoint/checkpoint.h"
 #include "checkpoint/hooks.h"
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 namespace {
 
 constexpr const char* kRegion = "drivetrain.Region";
@@ -272,7 +272,7 @@ void Region::Recomputation::fail(std::string failure) {
   throw_checkpoint_error(failure_);
 }
 
-void register_activation(py::module_& m) {
+void register_checkpoint(py::module_& m) {
   m.def(
       "checkpoint",
       [](py::object function, py::tuple args, py::dict kwargs, bool preserve_rng_state, bool early_stop,
@@ -285,4 +285,4 @@ void register_activation(py::module_& m) {
   m.def("hash_tensor", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

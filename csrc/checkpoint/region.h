@@ -19,7 +19,7 @@
 #include "checkpoint/ambient.h"
 #include "checkpoint/inputs.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 
 struct RegionOptions {
   bool preserve_rng_state;
@@ -106,4 +106,4 @@ bool is_running_statistic(const at::Tensor& tensor);
 
 [[noreturn]] void throw_checkpoint_error(const std::string& message);  // torch's CheckpointError
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

@@ -9,7 +9,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::checkpoint {
 namespace {
 
 constexpr const char* kOtherPath =
@@ -113,4 +113,4 @@ std::string Region::value_written(size_t index) const {
               "that is not in place, as without checkpointing.");
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::checkpoint

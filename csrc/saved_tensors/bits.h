@@ -5,7 +5,7 @@
 
 #include "formats/storage.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 
 // The two, by their bits: -0.0 is another value than 0.0, and a NaN equals itself.
 struct TwoValues {
@@ -34,4 +34,4 @@ void unpack_bits_cpu(const uint8_t* from, const TwoValues& values, int element_s
                      void* to);
 }  // namespace avx512
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

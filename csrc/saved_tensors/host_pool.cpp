@@ -10,7 +10,7 @@
 
 #include "base/check.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 namespace {
 
 constexpr int64_t kAlignment = 512;  // of every piece, for a device's copies
@@ -152,4 +152,4 @@ HostPoolStats HostPool::stats() const {
   return stats_;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

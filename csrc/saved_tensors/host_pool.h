@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 
 // All that a stream had enqueued up to an event, some of which may still read or write a piece of memory.
 struct Use {
@@ -99,4 +99,4 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   HostPoolStats stats_ = {};
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

@@ -2,7 +2,7 @@
 #include "base/check.h"
 #include "saved_tensors/pack_cuda.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 namespace {
 
 [[noreturn]] void say_there_is_none() {
@@ -17,4 +17,4 @@ void pack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { say_there_is_no
 void unpack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { say_there_is_none(); }
 void convert_cuda(const optim::Stream&, const optim::Stream&, int64_t, void*) { say_there_is_none(); }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

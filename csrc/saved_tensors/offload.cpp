@@ -15,11 +15,11 @@
 
 #include "base/check.h"
 #include "base/torch_text.h"
-#include "budget/budget.h"
+#include "saved_tensors/saved_tensors.h"
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 namespace {
 
 using c10::impl::VirtualGuardImpl;
@@ -184,4 +184,4 @@ void register_offload(py::module_& m) {
       .def_property_readonly("bytes_copied", statistic(&HostPoolStats::bytes_copied));
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

@@ -11,7 +11,7 @@
 
 #include "saved_tensors/host_pool.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 
 // Each device has two streams for copies, out and in. The host waits for none of them: streams wait for each other's
 // events. On the CPU, copies go to the pool's memory and back at once. One thread at a time.
@@ -56,4 +56,4 @@ class Offloaded {
   std::shared_ptr<const c10::Event> copied_back_;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

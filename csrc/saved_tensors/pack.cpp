@@ -16,15 +16,15 @@
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "base/torch_text.h"
-#include "budget/budget.h"
 #include "formats/storage_torch.h"
 #include "optim/step.h"
 #include "saved_tensors/bits.h"
 #include "saved_tensors/pack_cuda.h"
+#include "saved_tensors/saved_tensors.h"
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 namespace {
 
 using optim::Format;
@@ -266,4 +266,4 @@ void register_pack(py::module_& m) {
       py::arg("dtype"), py::arg("numel"), py::arg("packing"));
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

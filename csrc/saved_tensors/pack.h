@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 
 enum class Packing {
   kBits,      // no loss: one bit per element of a tensor that has at most two values, by their bits
@@ -49,4 +49,4 @@ at::Tensor unpack(const Packed& packed);
 Packing packing_of(const std::string& name);
 const char* name_of(Packing packing);
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

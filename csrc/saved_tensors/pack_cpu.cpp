@@ -6,7 +6,7 @@
 
 #include "saved_tensors/bits.h"
 
-namespace drivetrain::activation::DRIVETRAIN_ISA {
+namespace drivetrain::saved_tensors::DRIVETRAIN_ISA {
 namespace {
 
 // The highest bits of 64 bytes.
@@ -169,4 +169,4 @@ void unpack_bits_cpu(const uint8_t* from, const TwoValues& values, int element_s
                [&](auto element) { unpack_elements(from, values, begin, end, static_cast<decltype(element)*>(to)); });
 }
 
-}  // namespace drivetrain::activation::DRIVETRAIN_ISA
+}  // namespace drivetrain::saved_tensors::DRIVETRAIN_ISA

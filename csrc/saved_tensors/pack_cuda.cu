@@ -10,7 +10,7 @@
 #include "optim/row_cuda.cuh"
 #include "saved_tensors/pack_cuda.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 namespace {
 
 using optim::Format;
@@ -303,4 +303,4 @@ void convert_cuda(const Stream& from, const Stream& to, int64_t numel, void* str
   DT_INVARIANT(!"no kernel converts these formats");
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

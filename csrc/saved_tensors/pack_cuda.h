@@ -5,7 +5,7 @@
 
 #include "formats/storage.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::saved_tensors {
 
 // Bools as bits, the lowest of a byte first, and back: the CPU's of 0 and 1 (activation/bits.h).
 void pack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* stream);
@@ -27,4 +27,4 @@ DT_HOST_DEVICE uint64_t bools_of_bits(uint8_t bits) {
   return (apart + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::saved_tensors

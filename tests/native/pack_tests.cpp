@@ -23,7 +23,7 @@ const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283,
 bool draw(int64_t i) { return (optim::mixed(i) & 1) != 0; }
 
 // Elements of `size` bytes with one of two values each, in memory of exactly that size.
-Bytes elements(int64_t numel, int size, const activation::TwoValues& values) {
+Bytes elements(int64_t numel, int size, const saved_tensors::TwoValues& values) {
   Bytes result(numel * size);
   for (int64_t i = 0; i < numel; ++i) std::memcpy(result.data() + i * size, &values.bits[i > 0 && draw(i)], size);
   return result;
@@ -31,19 +31,19 @@ Bytes elements(int64_t numel, int size, const activation::TwoValues& values) {
 
 void test_bits_of(int64_t numel, int size) {
   const uint64_t mask = size == 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * size) - 1;
-  const activation::TwoValues values = {{0x8070605040302010u & mask, 0x8070605040302011u & mask}};
+  const saved_tensors::TwoValues values = {{0x8070605040302010u & mask, 0x8070605040302011u & mask}};
   const Bytes from = elements(numel, size, values);
   Bytes expected((numel + 7) / 8);
   for (int64_t i = 1; i < numel; ++i) expected[i / 8] |= draw(i) << i % 8;
   for (Isa isa : available_isas()) {
-    const auto pack = isa == Isa::kBaseline ? activation::baseline::pack_bits_cpu
-                      : isa == Isa::kAvx2   ? activation::avx2::pack_bits_cpu
-                                            : activation::avx512::pack_bits_cpu;
-    const auto unpack = isa == Isa::kBaseline ? activation::baseline::unpack_bits_cpu
-                        : isa == Isa::kAvx2   ? activation::avx2::unpack_bits_cpu
-                                              : activation::avx512::unpack_bits_cpu;
+    const auto pack = isa == Isa::kBaseline ? saved_tensors::baseline::pack_bits_cpu
+                      : isa == Isa::kAvx2   ? saved_tensors::avx2::pack_bits_cpu
+                                            : saved_tensors::avx512::pack_bits_cpu;
+    const auto unpack = isa == Isa::kBaseline ? saved_tensors::baseline::unpack_bits_cpu
+                        : isa == Isa::kAvx2   ? saved_tensors::avx2::unpack_bits_cpu
+                                              : saved_tensors::avx512::unpack_bits_cpu;
     const std::string name = text(numel, " elements of ", size, " bytes, ", name_of(isa));
-    activation::TwoValues found = {{values.bits[0], values.bits[0]}};
+    saved_tensors::TwoValues found = {{values.bits[0], values.bits[0]}};
     Bytes bits(expected.size()), back(from.size());
     expect(pack(from.data(), size, 0, numel, found, bits.data()) && bits == expected, text(name, ": bits"));
     expect(numel < 64 || found.bits[1] == values.bits[1], text(name, ": the second value"));
@@ -58,23 +58,23 @@ void test_bits_of(int64_t numel, int size) {
 }
 
 void test_bools(int64_t numel, int64_t start) {
-  const activation::TwoValues values = {{0, 1}};
+  const saved_tensors::TwoValues values = {{0, 1}};
   Bytes bools(start), expected((numel + 7) / 8), bits(expected.size()), back(start + numel);
   const Bytes drawn = elements(numel, 1, values);
   bools.insert(bools.end(), drawn.begin(), drawn.end());
-  activation::TwoValues found = values;
-  activation::baseline::pack_bits_cpu(drawn.data(), 1, 0, numel, found, expected.data());
-  activation::pack_bools_cuda(bools.data() + start, numel, bits.data(), nullptr);
+  saved_tensors::TwoValues found = values;
+  saved_tensors::baseline::pack_bits_cpu(drawn.data(), 1, 0, numel, found, expected.data());
+  saved_tensors::pack_bools_cuda(bools.data() + start, numel, bits.data(), nullptr);
   expect(bits == expected, text("CUDA bits of ", numel, " bools from ", start, ": others than the CPU's"));
-  activation::unpack_bools_cuda(bits.data(), numel, back.data() + start, nullptr);
+  saved_tensors::unpack_bools_cuda(bits.data(), numel, back.data() + start, nullptr);
   expect(back == bools, text("CUDA bools from bits, ", numel, " from ", start));
 }
 
 void test_bool_bytes() {
   for (int bits = 0; bits < 256; ++bits) {
-    expect(activation::bits_of_bools(activation::bools_of_bits(bits)) == bits, "bits to bools and back");
+    expect(saved_tensors::bits_of_bools(saved_tensors::bools_of_bits(bits)) == bits, "bits to bools and back");
     for (int place = 0; place < 8; ++place) {
-      expect(activation::bits_of_bools(static_cast<uint64_t>(bits) << 8 * place) == (bits != 0) << place,
+      expect(saved_tensors::bits_of_bools(static_cast<uint64_t>(bits) << 8 * place) == (bits != 0) << place,
              "a bool that is not 0 counts as 1");
     }
   }
@@ -98,7 +98,7 @@ void test_conversion(Format from_format, Format to_format, int64_t numel, int64_
   Bytes expected(numel * optim::bytes_of(to_format)), expected_extra(extra_bytes_of(to_format, numel));
   Bytes found(expected.size()), found_extra(expected_extra.size());
   optim::baseline::convert_cpu(from, {expected.data(), to_format, expected_extra.data()}, numel, /*key=*/0);
-  activation::convert_cuda(from, {found.data(), to_format, found_extra.data()}, numel, nullptr);
+  saved_tensors::convert_cuda(from, {found.data(), to_format, found_extra.data()}, numel, nullptr);
   expect(found == expected && found_extra == expected_extra,
          text("CUDA conversion of ", numel, " from element ", start, ", from format ", static_cast<int>(from_format),
               " into ", static_cast<int>(to_format), ": other bytes than the CPU"));

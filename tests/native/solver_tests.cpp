@@ -11,11 +11,11 @@
 namespace drivetrain {
 namespace {
 
-using activation::Keeping;
-using activation::kForget;
-using activation::Outcome;
-using activation::Solution;
-using activation::Trace;
+using budget::Keeping;
+using budget::kForget;
+using budget::Outcome;
+using budget::Solution;
+using budget::Trace;
 
 // Ops with some outputs, in place now and then, values that nobody can replay, forms, and uses in any order.
 Trace any_trace(int num_ops, std::minstd_rand& random) {
@@ -28,11 +28,11 @@ Trace any_trace(int num_ops, std::minstd_rand& random) {
   };
   add_value();
   for (int i = 0; i < num_ops; ++i) {
-    activation::TraceOp op{1.0 * any(9), {}, {}};
+    budget::TraceOp op{1.0 * any(9), {}, {}};
     const auto count = static_cast<int32_t>(trace.values.size());
     for (int read = any(3); read >= 0; --read) op.reads.push_back(count - 1 - any(std::min(count, 12)));
     for (int written = any(2); written >= 0; --written) op.writes.push_back(add_value());
-    activation::TraceValue& replaced = trace.values[op.reads[0]];
+    budget::TraceValue& replaced = trace.values[op.reads[0]];
     if (any(5) == 0 && replaced.can_keep && replaced.can_forget) {
       replaced.can_keep = false;
       trace.values[op.writes[0]].replaces = op.reads[0];
@@ -53,15 +53,15 @@ void test_any_traces() {
   for (int round = 0; round < 24; ++round) {
     const Trace trace = any_trace(round % 8 == 0 ? 60 : 10, random);
     int64_t most = 1;
-    for (const activation::TraceValue& value : trace.values) most += value.bytes;
+    for (const budget::TraceValue& value : trace.values) most += value.bytes;
     for (int64_t budget : {most / 4 + 1, most / 2 + 1, most * 2}) {
       Solution solution;
       try {
-        solution = activation::solve(trace, budget);
+        solution = budget::solve(trace, budget);
       } catch (const UserError&) {
         continue;  // a value that is taken can neither be kept nor replayed
       }
-      const Outcome again = activation::simulate(trace, solution.keeping);
+      const Outcome again = budget::simulate(trace, solution.keeping);
       expect(again.peak_bytes == solution.outcome.peak_bytes && again.seconds == solution.outcome.seconds,
              "a solution is what the simulation says of it");
       expect(solution.is_feasible == (again.peak_bytes <= budget), "what is feasible fits");
@@ -82,13 +82,13 @@ void test_long_chain() {
     if (i > 0) trace.ops.back().reads.push_back(i - 1);
   }
   trace.uses = {{kCount - 1, false}, {kCount - 1, true}};
-  const Outcome outcome = activation::simulate(trace, Keeping(kCount, kForget));
+  const Outcome outcome = budget::simulate(trace, Keeping(kCount, kForget));
   expect(outcome.seconds == kCount && outcome.peak_bytes == 2, "a long chain is replayed once");
 }
 
 void test_traces_without_anything() {
   for (const Trace& trace : {Trace{}, Trace{{{4, true, true, -1, {}}}, {}, {{0, false}, {0, true}}}}) {
-    const Solution solution = activation::solve(trace, 1);
+    const Solution solution = budget::solve(trace, 1);
     expect(solution.is_feasible && solution.outcome.peak_bytes == 0, "where nothing is written, nothing is kept");
   }
 }

@@ -12,7 +12,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr const char* kAttribute = "_compiled_call_impl";
@@ -200,4 +200,4 @@ void register_calls(py::module_& m) {
       });
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

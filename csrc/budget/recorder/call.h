@@ -12,7 +12,7 @@
 
 #include "budget/recorder/record.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // Stands in a module's `_compiled_call_impl`, which nn.Module calls in place of its own implementation and leaves out
 // of copies. Records each call as a pass, or notes operations for a module. A destructor ends both, so that neither
@@ -58,4 +58,4 @@ class Scope {
 
 void register_calls(pybind11::module_& m);
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 namespace {
 
@@ -113,4 +113,4 @@ int64_t Ledger::next_use() {
   return num_uses_++;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <vector>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 class Tape;
 
@@ -59,4 +59,4 @@ class Ledger {
   int64_t num_uses_ = 0;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

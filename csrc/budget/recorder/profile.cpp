@@ -14,7 +14,7 @@
 #include "budget/recorder/stopwatch.h"
 #include "budget/recorder/tape.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr uint8_t kGarbage = 0xFF;             // not a number, as floating-point
@@ -83,8 +83,8 @@ std::vector<at::Tensor> Tape::rehearse_op(int32_t index, const std::function<con
 
 void Tape::rehearse() {
   DT_INVARIANT(is_profile_ && has_ended_);
-  const RandomStates states = RandomStates::now();
-  const RandomStatesGuard random_states(&states);
+  const checkpoint::RandomStates states = checkpoint::RandomStates::now();
+  const checkpoint::RandomStatesGuard random_states(&states);
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   const at::NoGradGuard no_grad;
   std::vector<int32_t> last_reader(values_.size(), -1);
@@ -148,8 +148,8 @@ void Tape::rehearse_value(int32_t value) {
   if (values_[value].op >= 0 && num_rehearsed_[values_[value].op] > 0) return;
   const std::vector<int32_t> ops = ops_to_rehearse(value);
   if (ops.empty()) return;  // before random states are copied, for every value
-  const RandomStates states = RandomStates::now();
-  const RandomStatesGuard random_states(&states);
+  const checkpoint::RandomStates states = checkpoint::RandomStates::now();
+  const checkpoint::RandomStatesGuard random_states(&states);
   const at::NoGradGuard no_grad;
   std::unordered_map<int32_t, int32_t> last_reader;
   for (const int32_t index : ops) {
@@ -201,14 +201,14 @@ void Tape::try_forms(int32_t index, const at::Tensor& tensor) {
     int64_t bytes = 0;
     if (form == kOnHost) {
       if (!forms_->pool || value.bytes < kSmallestOffload) continue;
-      Offloaded::begin(forms_->pool, bytes_of(tensor)).take();
+      saved_tensors::Offloaded::begin(forms_->pool, bytes_of(tensor)).take();
     } else {
-      const Packing packing = packing_of(form);
-      if (!is_packable(tensor.scalar_type(), packing) || value.bytes % tensor.itemsize() != 0) continue;
-      const std::optional<Packed> packed = pack(flat_of(tensor, tensor.dtype()), packing);
+      const saved_tensors::Packing packing = packing_of(form);
+      if (!saved_tensors::is_packable(tensor.scalar_type(), packing) || value.bytes % tensor.itemsize() != 0) continue;
+      const std::optional<saved_tensors::Packed> packed = saved_tensors::pack(flat_of(tensor, tensor.dtype()), packing);
       if (!packed) continue;
       bytes = packed->nbytes();
-      unpack(*packed);
+      saved_tensors::unpack(*packed);
     }
     watch.stop();
     if (bytes < value.bytes) value.forms.push_back({form, bytes, watch.seconds()});
@@ -259,4 +259,4 @@ std::vector<Tape::OpTrace> Tape::op_traces() const {
   return traces;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -24,7 +24,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr const char* kTape = "drivetrain.Tape";
@@ -222,14 +222,14 @@ Purpose purpose_named(std::string_view name) {
 PyObject* pack(PyObject* tape, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
-  auto saved = value_in<std::shared_ptr<Tape>>(tape, kTape)->save(THPVariable_Unpack(tensor));
-  return capsule(std::move(saved), kSaved).release().ptr();
+  auto saved = checkpoint::value_in<std::shared_ptr<Tape>>(tape, kTape)->save(THPVariable_Unpack(tensor));
+  return checkpoint::capsule(std::move(saved), kSaved).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack(PyObject*, PyObject* saved) {
   HANDLE_TH_ERRORS
-  const auto of = value_in<std::shared_ptr<Tape::Saved>>(saved, kSaved);
+  const auto of = checkpoint::value_in<std::shared_ptr<Tape::Saved>>(saved, kSaved);
   if (of->tape->is_frugal()) {
     PyErr_SetString(profile_ended(), "drivetrain.activation_budget has seen what it needs of this step");
     return nullptr;
@@ -327,7 +327,8 @@ Recorder::Entry Recorder::enter() {
       purpose_ == Purpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
   ++num_passes_;
   const auto tape = std::make_shared<Tape>(ledger_, plan, forms_, purpose_, is_checked, model_);
-  push_hooks(&pack_method, capsule(tape, kTape), &unpack_method);  // may throw: some transforms allow none
+  checkpoint::push_hooks(&pack_method, checkpoint::capsule(tape, kTape),
+                         &unpack_method);  // may throw: some transforms allow none
   ledger_->open(tape);
   tape_ = tape;
   recorded_here().tape = tape_;
@@ -393,7 +394,7 @@ std::vector<std::shared_ptr<Tape>> Recorder::take_tapes() { return std::exchange
 
 std::string Recorder::divergence() const { return divergence_; }
 
-void register_record(py::module_& m) {
+void register_recorder(py::module_& m) {
   m.attr("ActivationProfileEnded") = py::handle(profile_ended());
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
       .def(py::init([](std::string_view purpose) { return std::make_shared<Recorder>(purpose_named(purpose)); }),
@@ -417,9 +418,8 @@ void register_record(py::module_& m) {
           py::arg("plans"))
       .def(
           "set_forms",
-          [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<HostPool> pool, int64_t budget_bytes) {
-            recorder.forms() = {std::move(tried), std::move(pool), budget_bytes};
-          },
+          [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<saved_tensors::HostPool> pool,
+             int64_t budget_bytes) { recorder.forms() = {std::move(tried), std::move(pool), budget_bytes}; },
           py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
       .def("abandon", &Recorder::abandon)
       .def("stop", &Recorder::stop)
@@ -468,4 +468,4 @@ void register_record(py::module_& m) {
   m.def("activation_recorder_key", [] { return std::string(c10::toString(kRecorderKey)); });
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -10,7 +10,7 @@
 
 #include "budget/recorder/tape.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 class Recorder {
  public:
@@ -72,4 +72,4 @@ class Recorder {
   int64_t num_passes_ = 0;  // under these plans
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <vector>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // Seconds of the host.
 inline double now() {
@@ -45,4 +45,4 @@ class Stopwatch {
   std::vector<c10::Event> events_;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -13,7 +13,7 @@
 #include "budget/recorder/stopwatch.h"
 #include "checkpoint/region.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 // Has been computed, and is no view of a parameter.
@@ -98,8 +98,10 @@ class Locked {
 
 }  // namespace
 
-Packing packing_of(int8_t form) {
-  return form == kAsBits ? Packing::kBits : form == kAsBFloat16 ? Packing::kBFloat16 : Packing::kInt8;
+saved_tensors::Packing packing_of(int8_t form) {
+  return form == kAsBits       ? saved_tensors::Packing::kBits
+         : form == kAsBFloat16 ? saved_tensors::Packing::kBFloat16
+                               : saved_tensors::Packing::kInt8;
 }
 
 Tape::Op::Op(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys, int32_t module)
@@ -324,12 +326,12 @@ void Tape::keep_arguments(Op& op, const torch::jit::Stack& stack, bool may_be_re
   }
   if (traits.is_random) {
     const std::optional<c10::Device> device = device_of(torch::jit::last(stack, num_args));
-    op.random_states =
-        std::make_shared<const RandomStates>(device ? RandomStates::now_of(*device) : RandomStates::now());
+    op.random_states = std::make_shared<const checkpoint::RandomStates>(
+        device ? checkpoint::RandomStates::now_of(*device) : checkpoint::RandomStates::now());
   }
   const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);  // autocast is switched by those
   if (!autocast_ || autocast_keys_ != keys_now) {
-    autocast_ = std::make_shared<const Autocast>(Autocast::now());
+    autocast_ = std::make_shared<const checkpoint::Autocast>(checkpoint::Autocast::now());
     autocast_keys_ = keys_now;
   }
   op.autocast = autocast_;
@@ -570,7 +572,7 @@ void Tape::end() {
 void Tape::order_writes_after_copies_out() {
   for (const auto& [_, known] : known_) {
     if (known.value < 0 || known.storage.expired()) continue;
-    const std::optional<Offloaded>& offloaded = values_[known.value].offloaded;
+    const std::optional<saved_tensors::Offloaded>& offloaded = values_[known.value].offloaded;
     if (offloaded) offloaded->await_copy_out();
   }
 }
@@ -595,14 +597,15 @@ void Tape::keep(int32_t index, const at::Tensor& tensor) {
   const bool is_whole =
       value.bytes % static_cast<int64_t>(tensor.itemsize()) == 0 && value.is_seen && !value.is_uninitialised;
   if (value.form == kOnHost && forms_->pool && is_whole) {
-    value.offloaded.emplace(Offloaded::begin(forms_->pool, bytes_of(tensor)));
+    value.offloaded.emplace(saved_tensors::Offloaded::begin(forms_->pool, bytes_of(tensor)));
     value.held_bytes = 0;
     offloaded_.push_back(index);
     return;
   }
   if (value.form >= kAsBits && value.form <= kAsInt8 && is_whole) {
-    const Packing packing = packing_of(value.form);
-    if (is_packable(tensor.scalar_type(), packing)) value.packed = pack(flat_of(tensor, tensor.dtype()), packing);
+    const saved_tensors::Packing packing = packing_of(value.form);
+    if (saved_tensors::is_packable(tensor.scalar_type(), packing))
+      value.packed = saved_tensors::pack(flat_of(tensor, tensor.dtype()), packing);
     if (value.packed) {
       value.held_bytes = value.packed->nbytes();
       ledger_->add(value.held_bytes);
@@ -637,7 +640,7 @@ void Tape::bring_back(int32_t index) {
   const int64_t form_bytes = value.held_bytes;
   value.is_remade = value.is_remade || value.packed || value.offloaded;
   if (value.packed) {
-    hold(index, unpack(*value.packed));
+    hold(index, saved_tensors::unpack(*value.packed));
     value.packed.reset();
     ledger_->add(-form_bytes);
   } else if (value.offloaded) {
@@ -705,13 +708,14 @@ void Tape::drop_user(int32_t value) {
 
 at::Tensor Tape::checked(const TensorRef& ref) const {
   if (is_freed(ref)) {
-    throw_checkpoint_error(text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
-                                " that the forward pass read has been freed before backward came to what needs it. "
-                                "Usually FSDP reshards its parameters after forward: set reshard_after_forward=False, "
-                                "or leave that module without a budget."));
+    checkpoint::throw_checkpoint_error(
+        text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+             " that the forward pass read has been freed before backward came to what needs it. "
+             "Usually FSDP reshards its parameters after forward: set reshard_after_forward=False, "
+             "or leave that module without a budget."));
   }
   if (is_written(ref)) {
-    throw_checkpoint_error(
+    checkpoint::throw_checkpoint_error(
         text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
              " that the forward pass read, but did not make (a parameter, a buffer or an input), was modified in place "
              "before backward came to what needs it: gradients would be those of other values. Usually an optimizer "
@@ -735,10 +739,11 @@ at::Tensor Tape::take(const Saved& saved) {
 
 void Tape::check_usable() const {
   if (is_abandoned_) {
-    throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
+    checkpoint::throw_checkpoint_error("this graph is of a step that did not fit into memory: run forward again.");
   }
   if (is_broken_) {
-    throw_checkpoint_error("an earlier backward through this graph failed while it recomputed: run forward again.");
+    checkpoint::throw_checkpoint_error(
+        "an earlier backward through this graph failed while it recomputed: run forward again.");
   }
 }
 
@@ -746,7 +751,7 @@ void Tape::check_usable() const {
 void Tape::check_unwritten(const TensorRef& ref) const {
   const Value& value = values_[ref.value];
   if (value.is_torn || value.held._version() == value.held_version) return;
-  throw_checkpoint_error(
+  checkpoint::throw_checkpoint_error(
       text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
            " that backward needs was modified in place after the forward pass: gradients would be those of other "
            "values. Write to a clone of it, use an operation that is not in place, or give what writes to it the "
@@ -758,7 +763,7 @@ void Tape::check_checksums(const Op& op) const {
     if (!ref.checksum || (ref.value >= 0 && (values_[ref.value].is_remade || values_[ref.value].is_torn))) continue;
     if (hash_of_elements(ref.value < 0 ? checked(ref) : view_of(values_[ref.value].held, ref)) == ref.checksum)
       continue;
-    throw_checkpoint_error(text(
+    checkpoint::throw_checkpoint_error(text(
         name_of(op, ref), ", which ", op.traits->name, place_of(static_cast<int32_t>(&op - ops_.data())),
         " read in the forward pass, has other values when backward computes that again, though nothing that counts "
         "writes has written it: gradients would be those of other values. Usually x.numpy(), DLPack or an operator of "
@@ -779,7 +784,7 @@ std::string Tape::name_of(const Op& op, const TensorRef& ref) const {
     return made_by < 0 ? text("a tensor of ", shape, " that no operation was seen to make")
                        : text("what ", ops_[made_by].traits->name, place_of(made_by), " gave (", shape, ")");
   }
-  const std::string owner = model_ ? owner_in(*model_, ref.direct) : "";
+  const std::string owner = model_ ? checkpoint::owner_in(*model_, ref.direct) : "";
   if (!owner.empty()) return text(owner, " (", shape, ")");
   return text("a tensor of ", shape, " that the model was given (argument '",
               op.handle.schema().arguments()[ref.arg].name(), "')");
@@ -816,9 +821,10 @@ void Tape::materialise(int32_t value) {
 
 std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of) {
   if (op.traits->is_removed) {
-    throw_checkpoint_error(text(op.traits->name,
-                                " was removed after forward called it, and backward needs it again: keep its "
-                                "torch.library.Library until then."));
+    checkpoint::throw_checkpoint_error(
+        text(op.traits->name,
+             " was removed after forward called it, and backward needs it again: keep its "
+             "torch.library.Library until then."));
   }
   torch::jit::Stack stack;
   stack.reserve(op.args.size());
@@ -839,9 +845,9 @@ std::vector<at::Tensor> Tape::call(Op& op, const std::function<at::Tensor(const 
   }
   {
     const Below below(op.local_keys, op.is_grad_enabled);
-    const RandomStatesGuard random_states(op.random_states.get());
-    std::optional<AutocastGuard> autocast;
-    if (*op.autocast != Autocast::now()) autocast.emplace(*op.autocast);
+    const checkpoint::RandomStatesGuard random_states(op.random_states.get());
+    std::optional<checkpoint::AutocastGuard> autocast;
+    if (*op.autocast != checkpoint::Autocast::now()) autocast.emplace(*op.autocast);
     op.handle.redispatchBoxed(op.keys, &stack);
   }
   std::vector<at::Tensor> results;
@@ -893,8 +899,8 @@ void Tape::replay(int32_t index) {
     Value& value = values_[op.writes[i].value];
     if (is_there(op.writes[i].value)) continue;
     if (static_cast<int64_t>(results[i].storage().nbytes()) != value.bytes) {
-      throw_checkpoint_error(text(op.traits->name, " gave ", results[i].storage().nbytes(), " bytes where it gave ",
-                                  value.bytes, " in the forward pass."));
+      checkpoint::throw_checkpoint_error(text(op.traits->name, " gave ", results[i].storage().nbytes(),
+                                              " bytes where it gave ", value.bytes, " in the forward pass."));
     }
     hold(op.writes[i].value, results[i]);
     value.is_remade = true;
@@ -908,4 +914,4 @@ void Tape::replay(int32_t index) {
   forget_arguments(op);
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -29,7 +29,7 @@
 #include "saved_tensors/offload.h"
 #include "saved_tensors/pack.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // Where the recorder sits: above autograd, and nobody else's.
 constexpr auto kRecorderKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
@@ -45,7 +45,7 @@ enum Form : int8_t {
   kAsInt8 = 3,
   kOnHost = 4,  // see offload.h
 };
-Packing packing_of(int8_t form);
+saved_tensors::Packing packing_of(int8_t form);
 
 // A value by where it is made: the operation's place in the pass, and which of its results.
 using PlannedWrite = std::pair<int32_t, int32_t>;
@@ -69,8 +69,8 @@ struct TapePlan {
 
 // How values may be kept besides as they are, for all tapes of a recorder.
 struct Forms {
-  std::vector<int8_t> tried;       // in a profile
-  std::shared_ptr<HostPool> pool;  // of kOnHost
+  std::vector<int8_t> tried;                      // in a profile
+  std::shared_ptr<saved_tensors::HostPool> pool;  // of kOnHost
   // Bytes that prefetching must not go beyond.
   int64_t budget_bytes = INT64_MAX;
 };
@@ -211,8 +211,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     int32_t num_users = 0;  // since end(): saved tensors, and operations to be replayed that read it
     at::Tensor held;        // a view of it
     uint32_t held_version = 0;
-    std::optional<Packed> packed;
-    std::optional<Offloaded> offloaded;
+    std::optional<saved_tensors::Packed> packed;
+    std::optional<saved_tensors::Offloaded> offloaded;
     std::vector<FormTrace> forms;                           // of a profile
     std::optional<uint64_t> hash;                           // of a frugal one, of what was saved
     int64_t held_bytes = 0;                                 // as counted
@@ -235,8 +235,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
     std::vector<TensorRef> refs;
     std::vector<int32_t> reads;
     std::vector<Slot> writes;
-    std::shared_ptr<const Autocast> autocast;
-    std::shared_ptr<const RandomStates> random_states;
+    std::shared_ptr<const checkpoint::Autocast> autocast;
+    std::shared_ptr<const checkpoint::RandomStates> random_states;
     uint64_t arguments = 0;   // see arguments_
     int32_t module;           // as set_module() said
     bool is_pending = false;  // a value that it wrote may be asked for
@@ -326,7 +326,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   bool is_broken_ = false;  // an operation was interrupted when it was called again
   int32_t num_saved_ = 0;
   int32_t module_ = -1;
-  std::shared_ptr<const Autocast> autocast_;
+  std::shared_ptr<const checkpoint::Autocast> autocast_;
   std::pair<c10::DispatchKeySet, c10::DispatchKeySet> autocast_keys_;  // which autocast_ belongs to
   std::string divergence_;
   std::vector<int32_t> offloaded_;  // in order of forward
@@ -339,4 +339,4 @@ class Tape : public std::enable_shared_from_this<Tape> {
   const size_t num_hooks_;                              // with this tape's, which come next
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

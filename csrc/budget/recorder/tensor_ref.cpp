@@ -9,7 +9,7 @@
 
 #include "base/hash.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 namespace {
 
@@ -125,4 +125,4 @@ bool is_freed(const TensorRef& ref) {
 }
 bool is_written(const TensorRef& ref) { return is_plain(ref.direct) && ref.direct._version() != ref.version; }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <optional>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 constexpr c10::DispatchKeySet kPythonKeys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
@@ -50,4 +50,4 @@ std::optional<uint64_t> hash_of_elements(const at::Tensor& tensor);
 bool has_bytes_of(const at::Tensor& one, const at::Tensor& other);  // of all of their storages
 bool is_all_zero(const at::Tensor& tensor);
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

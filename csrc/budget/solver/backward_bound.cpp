@@ -15,7 +15,7 @@
 #include "budget/solver/backward_choice.h"
 #include "budget/solver/min_cut.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr int32_t kNoUse = std::numeric_limits<int32_t>::max();
@@ -392,4 +392,4 @@ double bound_in_backward(const TraceIndex& index, int64_t budget_bytes, const Bo
   return BackwardBound(index, budget_bytes, effort).run();
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

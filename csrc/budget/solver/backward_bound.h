@@ -6,7 +6,7 @@
 
 #include "budget/solver/trace_index.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 struct BoundEffort {
   double enough_seconds;        // higher bounds are not looked for
@@ -18,4 +18,4 @@ struct BoundEffort {
 // No keeping with a peak within the budget takes less seconds.
 double bound_in_backward(const TraceIndex& index, int64_t budget_bytes, const BoundEffort& effort);
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

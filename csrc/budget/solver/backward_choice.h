@@ -11,7 +11,7 @@
 
 #include "base/hash.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 using Set = uint64_t;  // of values that cross: read by an op that is decided, written by one that is not
 
@@ -107,4 +107,4 @@ struct Choice {
   }
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

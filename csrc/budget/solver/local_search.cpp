@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr int kMaxRounds = 100;
@@ -264,4 +264,4 @@ bool Polish::add_what_it_would_need(const Keeping& keeping, Move& move) {
   return move.bytes > 0;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

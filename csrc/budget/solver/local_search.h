@@ -10,7 +10,7 @@
 #include "budget/solver/simulator.h"
 #include "budget/solver/trace_index.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 class Polish {
  public:
@@ -63,4 +63,4 @@ class Polish {
   std::minstd_rand random_;  // always the same
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr int32_t kSource = 0, kSink = 1;
@@ -191,4 +191,4 @@ PricedKeeping KeepingCut::at(double price) {
   return found;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -6,7 +6,7 @@
 
 #include "budget/solver/trace_index.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // A keeping, and what it costs without regard to when anything is there.
 struct PricedKeeping {
@@ -59,4 +59,4 @@ class KeepingCut {
   std::vector<int32_t> level_, next_edge_, queue_, path_;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -12,7 +12,7 @@
 #include "budget/solver/min_cut.h"
 #include "budget/solver/simulator.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
@@ -375,4 +375,4 @@ std::optional<Keeping> Segments::best(int64_t budget_bytes) const {
   return keeping;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -8,7 +8,7 @@
 
 #include "budget/solver/trace_index.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 class Segments {
  public:
@@ -64,4 +64,4 @@ class Segments {
   std::vector<Menu> menus_;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -5,7 +5,7 @@
 
 #include "base/check.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 Simulator::Simulator(const TraceIndex& index)
     : index_(index),
@@ -196,4 +196,4 @@ Timeline timeline_of(const Trace& trace, const Keeping& keeping) {
   return timeline;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

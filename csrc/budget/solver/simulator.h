@@ -7,7 +7,7 @@
 
 #include "budget/solver/trace_index.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // What happened when, by use; a use is before what follows from it.
 struct Timeline {
@@ -64,4 +64,4 @@ class Simulator {
   double seconds_ = 0;
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -17,7 +17,7 @@
 #include "budget/solver/simulator.h"
 #include "budget/solver/trace_index.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 constexpr int32_t kFewOps = 640;          // so few that segments may begin anywhere
@@ -233,4 +233,4 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
   return solution;
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

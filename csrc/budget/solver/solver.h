@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // A way of keeping a value: what stays resident, and what storing it and bringing it back adds to the step.
 struct KeptForm {
@@ -69,4 +69,4 @@ struct Solution {
 // The least seconds that we find with a peak of at most that many bytes.
 Solution solve(const Trace& trace, int64_t budget_bytes);
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -16,7 +16,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 using PlainForm = std::pair<int64_t, double>;
@@ -111,4 +111,4 @@ void register_solver(py::module_& m) {
         py::arg("keeping"));
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 namespace {
 
 // whose: the parts of its name, which is put together only where something is wrong.
@@ -115,4 +115,4 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   }
 }
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

@@ -7,7 +7,7 @@
 
 #include "budget/solver/solver.h"
 
-namespace drivetrain::activation {
+namespace drivetrain::budget {
 
 // Lists of indices, one after another.
 class IndexLists {
@@ -46,4 +46,4 @@ struct TraceIndex {
   std::vector<uint8_t> may_be_replayed;  // per op: an output may be needed and can be replayed
 };
 
-}  // namespace drivetrain::activation
+}  // namespace drivetrain::budget

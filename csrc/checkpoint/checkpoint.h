@@ -1,0 +1,10 @@
+// Declares the function that registers activation checkpointing with Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace drivetrain::checkpoint {
+
+void register_checkpoint(pybind11::module_& m);
+
+}  // namespace drivetrain::checkpoint

@@ -6,7 +6,7 @@ from ._torch_version import check_torch
 
 check_torch()  # before anything touches the native module, whose own complaint would be an undefined symbol
 
-from . import amp, optim  # noqa: E402
+from . import amp, data, optim  # noqa: E402
 from .budget import activation_budget  # noqa: E402
 from .checkpoint import checkpoint  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
@@ -25,6 +25,7 @@ __all__ = [
     "amp",
     "checkpoint",
     "clip_grad_norm_",
+    "data",
     "float32_grad",
     "fuse_wgrad",
     "install",

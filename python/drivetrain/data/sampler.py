@@ -1,0 +1,144 @@
+"""`ResumableSampler`: a distributed sampler that continues in the middle of an epoch, at once and at any world size."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from .permutation import Permutation
+
+_FORMAT = 1
+_POSITIONS_AT_ONCE = 8192  # one call per index would cost a hundred times as much
+
+
+class ResumableSampler(Sampler[int]):
+    """Draws each index of a map-style dataset once per epoch, split over ranks, from a position that can be saved.
+
+    Use it in place of `torch.utils.data.DistributedSampler`. Without shuffling it draws the same indices. With
+    shuffling it computes each index from its position: no list of indices exists, and any position is restored at once.
+
+    The position counts the samples that all ranks together have drawn in the epoch. A state that was saved on one
+    number of ranks therefore continues on another one, and every sample is still drawn once per epoch. If the ranks do
+    not divide the samples that are left, the epoch ends with up to `num_replicas - 1` repeated samples. With
+    `drop_last` it leaves out as many instead.
+
+    Args:
+        data_source: the dataset, or its length.
+        num_replicas: number of ranks; default: the world size of the initialized process group, or 1 without one.
+        rank: this rank, 0 to `num_replicas - 1`; default: the rank in the process group, or 0 without one.
+        shuffle: draw in a pseudo-random order, another one per epoch; otherwise in the order of the dataset.
+        seed: chooses the order; must be equal on all ranks.
+        drop_last: leave out the last samples if ranks cannot share them evenly, instead of repeating some of the first.
+
+    Raises:
+        TypeError: if `data_source` has no length.
+        ValueError: if an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized | int,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        is_grouped = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas if num_replicas is not None else dist.get_world_size() if is_grouped else 1
+        self.rank = rank if rank is not None else dist.get_rank() if is_grouped else 0
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas is {self.num_replicas}, expected 1 or more")
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank is {self.rank}, expected 0 to {self.num_replicas - 1}, as num_replicas says")
+        if not isinstance(data_source, int | Sized):
+            kind = type(data_source).__name__
+            raise TypeError(
+                f"data_source is of type {kind}, which has no length: expected a map-style dataset or an int"
+            )
+        self.length = data_source if isinstance(data_source, int) else len(data_source)
+        if self.length < 0:
+            raise ValueError(f"data_source is {self.length}, expected a length of 0 or more")
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._begin = 0  # the position at which the current iteration began, or the next one begins
+        self._drawn = 0  # indices that this rank has drawn since
+        self._is_resumed = False  # the next iteration continues at _begin; any other begins an epoch
+        self._is_done = False  # the iteration has ended
+
+    def __len__(self) -> int:
+        """Returns how many indices the iteration under way, or the next one, draws on this rank."""
+        left = self.length - (0 if self._is_done else self._begin)
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._is_resumed:
+            self._begin = 0
+        self._is_resumed = self._is_done = False
+        self._drawn = 0
+        return self._indices(self._begin, len(self), self.epoch)
+
+    def _indices(self, begin: int, count: int, epoch: int) -> Iterator[int]:
+        permutation = Permutation(self.length, self.seed, epoch) if self.shuffle and count else None
+        for first in range(0, count, _POSITIONS_AT_ONCE):
+            turns = torch.arange(first, min(first + _POSITIONS_AT_ONCE, count))
+            positions = (
+                begin + self.rank + turns * self.num_replicas
+            ) % self.length  # repeats the first, as torch does
+            for index in (positions if permutation is None else permutation(positions)).tolist():
+                self._drawn += 1
+                yield index
+        self._is_done = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration, as with torch's class; a restored position in `epoch` stays."""
+        if epoch != self.epoch:
+            self.epoch, self._begin, self._drawn = epoch, 0, 0
+            self._is_resumed = self._is_done = False
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Returns the position as plain integers, equal on all ranks if all have drawn as many indices.
+
+        A `DataLoader` with workers draws ahead of the training. Pass `consumed`: the samples that this rank has trained
+        on since the iteration began. torchdata's `StatefulDataLoader` keeps count by itself and needs no argument.
+
+        Raises:
+            ValueError: if `consumed` is negative or more than this rank has drawn.
+        """
+        drawn = self._drawn if consumed is None else consumed
+        if not 0 <= drawn <= self._drawn:
+            raise ValueError(
+                f"consumed is {consumed}, expected 0 to {self._drawn}, what this rank has drawn since it began"
+            )
+        return {
+            "format": _FORMAT,
+            "epoch": self.epoch,
+            "position": min(self._begin + drawn * self.num_replicas, self.length),
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next iteration continue at the position of `state`, which any number of ranks may have saved.
+
+        Raises:
+            ValueError: if `state` comes from another dataset length, seed or order, or from a later drivetrain. The
+                sampler then stays as it was.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"state has format {state.get('format')!r}, expected {_FORMAT}: it is not of this version")
+        for name in ("length", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"state has {name}={state[name]!r} and this sampler {getattr(self, name)!r}, another order. "
+                    "Make the sampler with the arguments of the run that saved the state."
+                )
+        position = state["position"]
+        if not 0 <= position <= self.length:
+            raise ValueError(f"state has position {position}, expected 0 to {self.length}")
+        self.epoch, self._begin, self._drawn = state["epoch"], position, 0
+        self._is_resumed, self._is_done = True, False

@@ -138,7 +138,7 @@ class Measured:
     findings: list[Finding]
 
 
-NAME = re.compile(r"11step_kernelINS0_\d+(\w+?)E((?:LNS0_6FormatE|LS\d*_)\d+E(?:L(?:NS0_6FormatE|S\d*_)\d+E)*)")
+NAME = re.compile(r"11step_kernelINS0_\d+(\w+?)E((?:LNS_7formats6FormatE|LS\d*_)\d+E(?:L(?:NS_7formats6FormatE|S\d*_)\d+E)*)")
 
 
 def kernel_of(mangled: str) -> Kernel | None:

@@ -6,7 +6,7 @@
 namespace drivetrain {
 
 #if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {  // as in optim/storage.h
+inline namespace DRIVETRAIN_ISA {  // as in formats/storage.h
 #endif
 
 // Multiplies by an odd number and shifts: one-to-one in either argument, so that where all but one word agree, a hash

@@ -1,11 +1,14 @@
-// Loads and stores of 4, 8 and 16 bytes in one instruction, for kernels that memory bounds. Includes no torch header.
+// Loads and stores 4, 8 and 16 bytes of global memory in one instruction, for kernels that memory bounds. Includes no
+// torch header.
 //
-// They are volatile, so that the compiler neither moves a load behind the first use of another nor splits it. Addresses
-// must be of global memory and aligned to the access: the emulation of tests/native stops where one is not.
+// The loads are volatile, so that the compiler neither moves one behind the first use of another nor splits it.
+// Addresses must be of global memory, which the compiler cannot know of pointers from tables, and aligned to the
+// access: the emulation of tests/native stops where one is not.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifndef __CUDACC__
 #include <cstdlib>
@@ -13,58 +16,115 @@
 
 namespace drivetrain {
 
-// A thread's share of one load of a warp that is as wide as a load can be.
+// Bytes of the widest load or store of a thread.
 constexpr int kWideBytes = 16;
 
 __device__ inline bool is_aligned(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
+// Loads kWords words, 1, 2 or 4, in one instruction.
 template <int kWords>
-__device__ __forceinline__ void load_wide(const void* from, uint32_t (&words)[kWords]) {
-  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0);
+__device__ __forceinline__ void load_vector(const void* from, uint32_t* words) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
 #ifdef __CUDA_ARCH__
-  if constexpr (kWords == 1) {
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+  if constexpr (kWords == 4) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
   } else if constexpr (kWords == 2) {
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
   } else {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
-                   : "l"(static_cast<const char*>(from) + 4 * i));
-    }
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
   }
 #elif !defined(__CUDACC__)
-  if (!is_aligned(from, kWords < 4 ? 4 * kWords : kWideBytes)) std::abort();
-  std::memcpy(words, from, sizeof words);
+  if (!is_aligned(from, 4 * kWords)) std::abort();
+  std::memcpy(words, from, kWords * sizeof(uint32_t));
 #endif
 }
 
-template <int kWords>
-__device__ __forceinline__ void store_wide(void* to, const uint32_t (&words)[kWords]) {
-  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0);
+// Loads 16 bytes again instead of keeping them in registers: to the compiler, another thread of the block may have
+// changed them. The nearest cache has them.
+__device__ __forceinline__ void reload_vector(const void* from, uint32_t* words) {
 #ifdef __CUDA_ARCH__
-  if constexpr (kWords == 1) {
-    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(words[0]) : "memory");
+  asm volatile("ld.relaxed.cta.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(from));
+#elif !defined(__CUDACC__)
+  if (!is_aligned(from, kWideBytes)) std::abort();
+  std::memcpy(words, from, kWideBytes);
+#endif
+}
+
+// Stores kWords words, 1, 2 or 4, in one instruction.
+template <int kWords>
+__device__ __forceinline__ void store_vector(void* to, const uint32_t* words) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+#ifdef __CUDA_ARCH__
+  if constexpr (kWords == 4) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
   } else if constexpr (kWords == 2) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
   } else {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(static_cast<char*>(to) + 4 * i), "r"(words[i]),
-                   "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3])
-                   : "memory");
-    }
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(words[0]) : "memory");
   }
 #elif !defined(__CUDACC__)
-  if (!is_aligned(to, kWords < 4 ? 4 * kWords : kWideBytes)) std::abort();
-  std::memcpy(to, words, sizeof words);
+  if (!is_aligned(to, 4 * kWords)) std::abort();
+  std::memcpy(to, words, kWords * sizeof(uint32_t));
 #endif
 }
 
-// The first `count` elements of kBytes bytes each, one by one, as load_wide puts them into words; the rest are zeros.
+// Words of the widest access that divides kBytes.
+template <int kBytes>
+constexpr int kWidestWords = kBytes % 16 == 0  ? 4
+                             : kBytes % 8 == 0 ? 2
+                                               : 1;
+
+// Loads kBytes, a multiple of 4, with as few instructions as their number allows.
+template <int kBytes>
+__device__ __forceinline__ void load_words(const void* from, uint32_t* words) {
+  constexpr int kWords = kWidestWords<kBytes>;
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; i += kWords) load_vector<kWords>(static_cast<const char*>(from) + 4 * i, words + i);
+}
+template <int kWords>
+__device__ __forceinline__ void load_wide(const void* from, uint32_t (&words)[kWords]) {
+  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0);
+  if constexpr (kWords < 4) {
+    load_vector<kWords>(from, words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) load_vector<4>(static_cast<const char*>(from) + 4 * i, words + i);
+  }
+}
+
+// Stores kBytes, a multiple of 4, with as few instructions as their number allows.
+template <int kBytes>
+__device__ __forceinline__ void store_words(void* to, const uint32_t* words) {
+  constexpr int kWords = kWidestWords<kBytes>;
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; i += kWords) store_vector<kWords>(static_cast<char*>(to) + 4 * i, words + i);
+}
+template <int kWords>
+__device__ __forceinline__ void store_wide(void* to, const uint32_t (&words)[kWords]) {
+  store_words<4 * kWords>(to, words);
+}
+
+// Loads a structure from the device's memory; its address and its size are multiples of 16 bytes.
+template <class T>
+__device__ __forceinline__ T load_aligned(const T* from) {
+  static_assert(alignof(T) % kWideBytes == 0 && sizeof(T) % kWideBytes == 0 && std::is_trivially_copyable_v<T>);
+  uint32_t words[sizeof(T) / 4];
+  load_words<sizeof(T)>(from, words);
+  T value;
+  std::memcpy(&value, words, sizeof(T));
+  return value;
+}
+
+// Loads the first `count` elements of kBytes bytes each, one by one, into the words that load_wide() would fill. The
+// other elements become zeros.
 template <int kBytes, class Count, int kWords>
 __device__ __forceinline__ void load_narrow(const void* from, Count count, uint32_t (&words)[kWords]) {
   static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4 || kBytes == 8);
@@ -87,6 +147,7 @@ __device__ __forceinline__ void load_narrow(const void* from, Count count, uint3
   }
 }
 
+// Stores the first `count` elements of kBytes bytes each, one by one.
 template <int kBytes, int kWords>
 __device__ __forceinline__ void store_narrow(void* to, int64_t count, const uint32_t (&words)[kWords]) {
   static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4 || kBytes == 8);
@@ -105,14 +166,38 @@ __device__ __forceinline__ void store_narrow(void* to, int64_t count, const uint
   }
 }
 
-// Elements as load_wide leaves them: the k-th of 2 bytes or of 1, in the lowest bits.
-template <int kWords>
-__device__ __forceinline__ uint16_t half_of(const uint32_t (&words)[kWords], int k) {
-  return static_cast<uint16_t>(words[k / 2] >> 16 * (k % 2));
+// Returns element k of 2 bytes, or of 1, from words that load_wide() has filled.
+__device__ __forceinline__ uint16_t half_of(const uint32_t* words, int k) {
+  return static_cast<uint16_t>(words[k / 2] >> (16 * (k % 2)));
 }
-template <int kWords>
-__device__ __forceinline__ uint8_t byte_of(const uint32_t (&words)[kWords], int k) {
-  return static_cast<uint8_t>(words[k / 4] >> 8 * (k % 4));
+__device__ __forceinline__ uint8_t byte_of(const uint32_t* words, int k) {
+  return static_cast<uint8_t>(words[k / 4] >> (8 * (k % 4)));
+}
+
+// Joins byte kByte of four words, or halves of two, into one word. The first argument fills the lowest bits.
+template <int kByte>
+__device__ __forceinline__ uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+#ifdef __CUDACC__
+  constexpr unsigned kPair = kByte | (kByte + 4) << 4;
+  return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
+#else
+  const auto byte = [](uint32_t word) { return (word >> (8 * kByte)) & 255u; };
+  return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+#endif
+}
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, 0x5410);
+#else
+  return (a & 0xffffu) | b << 16;
+#endif
+}
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  return __byte_perm(a, b, 0x7632);
+#else
+  return a >> 16 | (b & 0xffff0000u);
+#endif
 }
 
 }  // namespace drivetrain

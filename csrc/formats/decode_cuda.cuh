@@ -1,4 +1,5 @@
-// Values of the formats of storage.h out of words as base/wide_cuda.cuh loads them. Includes no torch header.
+// Decodes values of storage formats from words that base/wide_cuda.cuh has loaded, and encodes them. Includes no torch
+// header.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +7,7 @@
 #include "base/wide_cuda.cuh"
 #include "formats/storage.h"
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 
 template <int kWords>
 __device__ __forceinline__ double double_of(const uint32_t (&words)[kWords], int k) {
@@ -28,6 +29,25 @@ __device__ __forceinline__ float float16_of(const uint32_t (&words)[kWords], int
 #else
   return float_from_float16(half_of(words, k));
 #endif
+}
+
+// Packs two bfloat16 into a word, rounded to nearest even. A NaN may get other bits than storage.h's.
+__device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
+#ifdef __CUDACC__
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  const auto rounded = [](float value) {
+    return value != value ? uint16_t{0x7fff} : bfloat16_from_float(value);  // the hardware's NaN
+  };
+  return rounded(low) | (static_cast<uint32_t>(rounded(high)) << 16);
+#endif
+}
+
+// Returns the bits of bfloat16 number k as those of a float.
+__device__ __forceinline__ uint32_t widened_bfloat16(const uint32_t* words, int k) {
+  return k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u;
 }
 
 // Neighboring values as split8() has them, their halves in words and their remainders in bytes. Without a branch for
@@ -63,7 +83,7 @@ __device__ __forceinline__ void split8_into(const float (&values)[kCount], uint3
   }
 }
 
-// Neighboring values of a stream of one format, as they lie in memory: what a thread loads or stores at once.
+// Neighboring values of a array of one format, as they lie in memory: what a thread loads or stores at once.
 template <Format kFormat, int kWidth>
 struct Neighbors {
   static constexpr int kBytes = bytes_of(kFormat);
@@ -71,17 +91,17 @@ struct Neighbors {
   uint32_t words[kWidth * kBytes / 4];
   uint32_t extra[kHasByte ? kWidth / 4 : 1];
 
-  // first, end: elements of the stream. kIsWide: all of them are there, and aligned.
+  // first, end: elements of the array. kIsWide: all of them are there, and aligned.
   template <bool kIsWide>
-  __device__ __forceinline__ void load(const Stream& stream, int64_t first, int64_t end) {
-    const char* const from = static_cast<const char*>(stream.data) + first * kBytes;
+  __device__ __forceinline__ void load(const TypedArray& array, int64_t first, int64_t end) {
+    const char* const from = static_cast<const char*>(array.data) + first * kBytes;
     if constexpr (kIsWide) {
       load_wide(from, words);
     } else {
       load_narrow<kBytes>(from, end - first, words);
     }
     if constexpr (kHasByte) {
-      const char* const beside = static_cast<const char*>(stream.extra) + first;
+      const char* const beside = static_cast<const char*>(array.extra) + first;
       if constexpr (kIsWide) {
         load_wide(beside, extra);
       } else {
@@ -91,15 +111,15 @@ struct Neighbors {
   }
 
   template <bool kIsWide>
-  __device__ __forceinline__ void store(const Stream& stream, int64_t first, int64_t end) const {
-    char* const to = static_cast<char*>(stream.data) + first * kBytes;
+  __device__ __forceinline__ void store(const TypedArray& array, int64_t first, int64_t end) const {
+    char* const to = static_cast<char*>(array.data) + first * kBytes;
     if constexpr (kIsWide) {
       store_wide(to, words);
     } else {
       store_narrow<kBytes>(to, end - first, words);
     }
     if constexpr (kHasByte) {
-      char* const beside = static_cast<char*>(stream.extra) + first;
+      char* const beside = static_cast<char*>(array.extra) + first;
       if constexpr (kIsWide) {
         store_wide(beside, extra);
       } else {
@@ -147,4 +167,4 @@ struct Neighbors {
   }
 };
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

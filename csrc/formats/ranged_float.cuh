@@ -6,7 +6,7 @@
 
 #include "formats/storage.h"
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 
 // The hardware's approximations, wrong by an ulp or so. The tests define them for the CPU (cuda_on_cpu/).
 #ifdef __CUDACC__
@@ -98,4 +98,4 @@ __device__ __forceinline__ RangedFloat square_root(RangedFloat x) {
   return {root, joined(x.met, {bits_as<uint32_t>(x.value) - 1, bits_as<uint32_t>(root)})};
 }
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

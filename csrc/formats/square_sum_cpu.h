@@ -5,8 +5,8 @@
 
 #include "formats/summation.h"
 
-namespace drivetrain::grad {
-namespace DRIVETRAIN_ISA {
+namespace drivetrain::formats {
+inline namespace DRIVETRAIN_ISA {
 
 class SquareSum {
  public:
@@ -39,4 +39,4 @@ class SquareSum {
 };
 
 }  // namespace DRIVETRAIN_ISA
-}  // namespace drivetrain::grad
+}  // namespace drivetrain::formats

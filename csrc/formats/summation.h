@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-namespace drivetrain::grad {
+namespace drivetrain::formats {
 
 constexpr int64_t kChunk = 1 << 12;  // elements: what a warp takes at a time
 constexpr int kSlots = 128;
@@ -21,4 +21,4 @@ static_assert(kChunk % kSlots == 0 && kSlots % kLanes == 0 && kGroup % kLanes ==
 
 constexpr int64_t num_chunks(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
-}  // namespace drivetrain::grad
+}  // namespace drivetrain::formats

@@ -7,7 +7,7 @@
 
 #include "formats/summation.h"
 
-namespace drivetrain::grad {
+namespace drivetrain::formats {
 
 static_assert(kLanes == 32);
 constexpr int kQuad = kSlots / kLanes;  // neighboring slots of a thread
@@ -85,7 +85,7 @@ __device__ double sum_in_groups(int64_t count, ValueOf value_of) {
   return total;
 }
 
-// last_from() of optim/step.h, all threads of a warp looking at once: two rounds of loads for 1,000 jobs.
+// last_from() of search.h, all threads of a warp looking at once: two rounds of loads for 1,000 jobs.
 template <class Job>
 __device__ int32_t last_from_in_warp(const Job* jobs, int32_t num_jobs, int64_t Job::* begin, int64_t position) {
   constexpr unsigned kAll = 0xffffffffu;
@@ -100,4 +100,4 @@ __device__ int32_t last_from_in_warp(const Job* jobs, int32_t num_jobs, int64_t 
   return low;
 }
 
-}  // namespace drivetrain::grad
+}  // namespace drivetrain::formats

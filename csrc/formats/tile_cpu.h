@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 inline namespace DRIVETRAIN_ISA {
 
 // Elements per tile: five float arrays of it stay in L1, and one call per tile is noise.
@@ -49,38 +49,38 @@ inline void store_float16(const float* from, uint16_t* to, int64_t count) {
 
 // One element of a plain format: for tiles that have no loop of their own below.
 template <class T>
-inline T load_one(const Stream& stream, int64_t index) {
-  switch (stream.format) {
+inline T load_one(const TypedArray& array, int64_t index) {
+  switch (array.format) {
     case Format::kFloat64:
-      return static_cast<T>(static_cast<const double*>(stream.data)[index]);
+      return static_cast<T>(static_cast<const double*>(array.data)[index]);
     case Format::kBFloat16:
-      return static_cast<T>(float_from_bfloat16(static_cast<const uint16_t*>(stream.data)[index]));
+      return static_cast<T>(float_from_bfloat16(static_cast<const uint16_t*>(array.data)[index]));
     case Format::kFloat16:
-      return static_cast<T>(float_from_float16(static_cast<const uint16_t*>(stream.data)[index]));
+      return static_cast<T>(float_from_float16(static_cast<const uint16_t*>(array.data)[index]));
     default:
-      return static_cast<T>(static_cast<const float*>(stream.data)[index]);
+      return static_cast<T>(static_cast<const float*>(array.data)[index]);
   }
 }
 
 template <class T>
-inline void store_one(const Stream& stream, int64_t index, T value) {
-  switch (stream.format) {
+inline void store_one(const TypedArray& array, int64_t index, T value) {
+  switch (array.format) {
     case Format::kFloat64:
-      static_cast<double*>(stream.data)[index] = static_cast<double>(value);
+      static_cast<double*>(array.data)[index] = static_cast<double>(value);
       return;
     case Format::kBFloat16:
-      static_cast<uint16_t*>(stream.data)[index] = bfloat16_from_float(static_cast<float>(value));
+      static_cast<uint16_t*>(array.data)[index] = bfloat16_from_float(static_cast<float>(value));
       return;
     case Format::kFloat16:
-      static_cast<uint16_t*>(stream.data)[index] = float16_from_float(static_cast<float>(value));
+      static_cast<uint16_t*>(array.data)[index] = float16_from_float(static_cast<float>(value));
       return;
     default:
-      static_cast<float*>(stream.data)[index] = static_cast<float>(value);
+      static_cast<float*>(array.data)[index] = static_cast<float>(value);
       return;
   }
 }
 
-// ---- 8-bit blocks. from or to: the block's first value; count: kBlock, or less at the end of the stream.
+// ---- 8-bit blocks. from or to: the block's first value; count: kBlock, or less at the end of the array.
 
 template <class Kind>
 void load_block(const typename Kind::Code* from, float scale, float* to, int64_t count) {
@@ -108,40 +108,40 @@ float store_block(const float* from, uint32_t largest, typename Kind::Code* to, 
 }
 
 template <class Kind>
-void store_prepared(const Stream& stream, int64_t index, int64_t count, const float* prepared, uint32_t largest) {
-  auto* codes = static_cast<typename Kind::Code*>(stream.data) + index;
-  static_cast<float*>(stream.extra)[index / kBlock] = store_block<Kind>(prepared, largest, codes, count);
+void store_prepared(const TypedArray& array, int64_t index, int64_t count, const float* prepared, uint32_t largest) {
+  auto* codes = static_cast<typename Kind::Code*>(array.data) + index;
+  static_cast<float*>(array.extra)[index / kBlock] = store_block<Kind>(prepared, largest, codes, count);
 }
 
 // One block, from what update_tile prepared. index: of its first value, a multiple of kBlock.
-inline void store_prepared(const Stream& stream, int64_t index, int64_t count, const float* prepared,
+inline void store_prepared(const TypedArray& array, int64_t index, int64_t count, const float* prepared,
                            uint32_t largest) {
-  if (stream.format == Format::kSigned8) {
-    store_prepared<SignedCode>(stream, index, count, prepared, largest);
+  if (array.format == Format::kSigned8) {
+    store_prepared<SignedCode>(array, index, count, prepared, largest);
   } else {
-    store_prepared<SquaredCode>(stream, index, count, prepared, largest);
+    store_prepared<SquaredCode>(array, index, count, prepared, largest);
   }
 }
 
 // All blocks of a tile. index: of the tile's first value, a multiple of kBlock.
 template <class Kind>
-void load_blocks(const Stream& stream, int64_t index, int64_t count, float* to) {
-  const auto* codes = static_cast<const typename Kind::Code*>(stream.data) + index;
-  const auto* scales = static_cast<const float*>(stream.extra) + index / kBlock;
+void load_blocks(const TypedArray& array, int64_t index, int64_t count, float* to) {
+  const auto* codes = static_cast<const typename Kind::Code*>(array.data) + index;
+  const auto* scales = static_cast<const float*>(array.extra) + index / kBlock;
   for (int64_t from = 0; from < count; from += kBlock) {
     load_block<Kind>(codes + from, scales[from / kBlock], to + from, std::min<int64_t>(count - from, kBlock));
   }
 }
 
 template <class Kind>
-void store_blocks(const Stream& stream, int64_t index, int64_t count, const float* values) {
+void store_blocks(const TypedArray& array, int64_t index, int64_t count, const float* values) {
   alignas(64) float prepared[kBlock];
   for (int64_t from = 0; from < count; from += kBlock) {
     const int64_t size = std::min<int64_t>(count - from, kBlock);
     uint32_t largest = 0;
     for (int64_t i = 0; i < size; ++i) prepared[i] = Kind::prepare(values[from + i]);
     for (int64_t i = 0; i < size; ++i) largest = std::max(largest, magnitude_bits(prepared[i]));
-    store_prepared<Kind>(stream, index + from, size, prepared, largest);
+    store_prepared<Kind>(array, index + from, size, prepared, largest);
   }
 }
 
@@ -149,17 +149,17 @@ void store_blocks(const Stream& stream, int64_t index, int64_t count, const floa
 
 // Whether the rule can work on the memory itself.
 template <class T>
-bool is_native(const Stream& stream) {
-  return stream.format == (sizeof(T) == sizeof(float) ? Format::kFloat32 : Format::kFloat64);
+bool is_native(const TypedArray& array) {
+  return array.format == (sizeof(T) == sizeof(float) ? Format::kFloat32 : Format::kFloat64);
 }
 
 // The tile's values as T: in place where they already are, else converted into scratch.
 template <class T>
-T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
-  if (is_native<T>(stream)) return static_cast<T*>(stream.data) + index;
+T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) {
+  if (is_native<T>(array)) return static_cast<T*>(array.data) + index;
   if constexpr (sizeof(T) == sizeof(float)) {
-    const auto* halves = static_cast<const uint16_t*>(stream.data) + index;
-    switch (stream.format) {
+    const auto* halves = static_cast<const uint16_t*>(array.data) + index;
+    switch (array.format) {
       case Format::kBFloat16:
       case Format::kBFloat16Stochastic:
         for (int64_t i = 0; i < count; ++i) scratch[i] = float_from_bfloat16(halves[i]);
@@ -169,35 +169,35 @@ T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
         load_float16(halves, scratch, count);
         return scratch;
       case Format::kBFloat16Remainder16: {
-        const auto* remainders = static_cast<const int16_t*>(stream.extra) + index;
+        const auto* remainders = static_cast<const int16_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) scratch[i] = join(halves[i], remainders[i]);
         return scratch;
       }
       case Format::kBFloat16Remainder8: {
-        const auto* remainders = static_cast<const int8_t*>(stream.extra) + index;
+        const auto* remainders = static_cast<const int8_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) scratch[i] = join8(halves[i], remainders[i]);
         return scratch;
       }
       case Format::kBFloat16Kahan: {
-        const auto* compensations = static_cast<const uint16_t*>(stream.extra) + index;
+        const auto* compensations = static_cast<const uint16_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) scratch[i] = compensated_bfloat16(halves[i], compensations[i]);
         return scratch;
       }
       case Format::kFloat16Kahan: {
-        const auto* compensations = static_cast<const uint16_t*>(stream.extra) + index;
+        const auto* compensations = static_cast<const uint16_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) scratch[i] = compensated_float16(halves[i], compensations[i]);
         return scratch;
       }
       case Format::kFloat16Master: {
-        const auto* masters = static_cast<const float*>(stream.extra) + index;
+        const auto* masters = static_cast<const float*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) scratch[i] = master_of(masters[i], halves[i]);
         return scratch;
       }
       case Format::kSigned8:
-        load_blocks<SignedCode>(stream, index, count, scratch);
+        load_blocks<SignedCode>(array, index, count, scratch);
         return scratch;
       case Format::kSquared8:
-        load_blocks<SquaredCode>(stream, index, count, scratch);
+        load_blocks<SquaredCode>(array, index, count, scratch);
         return scratch;
       case Format::kFloat32:
       case Format::kFloat64:
@@ -205,17 +205,17 @@ T* load_tile(const Stream& stream, int64_t index, int64_t count, T* scratch) {
         break;
     }
   }
-  for (int64_t i = 0; i < count; ++i) scratch[i] = load_one<T>(stream, index + i);
+  for (int64_t i = 0; i < count; ++i) scratch[i] = load_one<T>(array, index + i);
   return scratch;
 }
 
 // Of matrices of rows * columns elements.
 template <class T>
-T* load_factored(const Stream& stream, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
+T* load_factored(const TypedArray& array, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
   int64_t row = index / columns, column = index % columns, row_of_matrix = row % rows;
-  const T* of_columns = static_cast<const T*>(stream.extra) + row / rows * columns;
+  const T* of_columns = static_cast<const T*>(array.extra) + row / rows * columns;
   for (int64_t i = 0; i < count;) {
-    const T of_row = static_cast<const T*>(stream.data)[row];
+    const T of_row = static_cast<const T*>(array.data)[row];
     const int64_t size = std::min(count - i, columns - column);
     for (int64_t k = 0; k < size; ++k) scratch[i + k] = of_row * of_columns[column + k];
     i += size;
@@ -231,18 +231,18 @@ T* load_factored(const Stream& stream, int64_t rows, int64_t columns, int64_t in
 
 // The same of a state of a parameter whose matrices have that shape.
 template <class T>
-T* load_state(const Stream& stream, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
-  return stream.format == Format::kFactored ? load_factored(stream, rows, columns, index, count, scratch)
-                                            : load_tile(stream, index, count, scratch);
+T* load_state(const TypedArray& array, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
+  return array.format == Format::kFactored ? load_factored(array, rows, columns, index, count, scratch)
+                                           : load_tile(array, index, count, scratch);
 }
 
 // Writes a tile back unless load_tile gave the memory itself. key: what random rounding draws from.
 template <class T>
-void store_tile(const Stream& stream, int64_t index, int64_t count, const T* values, uint64_t key = 0) {
-  if (is_native<T>(stream) || stream.format == Format::kFactored) return;
+void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* values, uint64_t key = 0) {
+  if (is_native<T>(array) || array.format == Format::kFactored) return;
   if constexpr (sizeof(T) == sizeof(float)) {
-    auto* halves = static_cast<uint16_t*>(stream.data) + index;
-    switch (stream.format) {
+    auto* halves = static_cast<uint16_t*>(array.data) + index;
+    switch (array.format) {
       case Format::kBFloat16:
         for (int64_t i = 0; i < count; ++i) halves[i] = bfloat16_from_float(values[i]);
         return;
@@ -255,7 +255,7 @@ void store_tile(const Stream& stream, int64_t index, int64_t count, const T* val
         for (int64_t i = 0; i < count; ++i) halves[i] = stochastic_float16(values[i], random_bits(key, index + i));
         return;
       case Format::kBFloat16Remainder16: {
-        auto* remainders = static_cast<int16_t*>(stream.extra) + index;
+        auto* remainders = static_cast<int16_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) {
           const Split parts = split(values[i]);
           halves[i] = parts.half;
@@ -264,7 +264,7 @@ void store_tile(const Stream& stream, int64_t index, int64_t count, const T* val
         return;
       }
       case Format::kBFloat16Remainder8: {
-        auto* remainders = static_cast<int8_t*>(stream.extra) + index;
+        auto* remainders = static_cast<int8_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) {
           const Split8 parts = split8(values[i]);
           halves[i] = parts.half;
@@ -273,7 +273,7 @@ void store_tile(const Stream& stream, int64_t index, int64_t count, const T* val
         return;
       }
       case Format::kBFloat16Kahan: {
-        auto* compensations = static_cast<uint16_t*>(stream.extra) + index;
+        auto* compensations = static_cast<uint16_t*>(array.extra) + index;
         for (int64_t i = 0; i < count; ++i) {
           halves[i] = bfloat16_from_float(values[i]);
           compensations[i] = compensation_bfloat16(values[i], halves[i]);
@@ -281,26 +281,26 @@ void store_tile(const Stream& stream, int64_t index, int64_t count, const T* val
         return;
       }
       case Format::kFloat16Kahan: {
-        auto* compensations = static_cast<uint16_t*>(stream.extra) + index;
+        auto* compensations = static_cast<uint16_t*>(array.extra) + index;
         store_float16(values, halves, count);
         for (int64_t i = 0; i < count; ++i) compensations[i] = compensation_float16(values[i], halves[i]);
         return;
       }
       case Format::kFloat16Master:
-        memcpy(static_cast<float*>(stream.extra) + index, values, count * sizeof(float));
+        memcpy(static_cast<float*>(array.extra) + index, values, count * sizeof(float));
         return store_float16(values, halves, count);
       case Format::kSigned8:
-        return store_blocks<SignedCode>(stream, index, count, values);
+        return store_blocks<SignedCode>(array, index, count, values);
       case Format::kSquared8:
-        return store_blocks<SquaredCode>(stream, index, count, values);
+        return store_blocks<SquaredCode>(array, index, count, values);
       case Format::kFloat32:
       case Format::kFloat64:
       case Format::kFactored:
         break;
     }
   }
-  for (int64_t i = 0; i < count; ++i) store_one<T>(stream, index + i, values[i]);
+  for (int64_t i = 0; i < count; ++i) store_one<T>(array, index + i, values[i]);
 }
 
 }  // namespace DRIVETRAIN_ISA
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

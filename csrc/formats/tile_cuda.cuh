@@ -1,9 +1,11 @@
 // A block's loads and stores of a tile of values, whose format is chosen at run time; tile_cpu.h is their CPU twin.
 #pragma once
 
-#include "optim/step.h"
+#include <cstdint>
 
-namespace drivetrain::optim {
+#include "formats/storage.h"
+
+namespace drivetrain::formats {
 
 constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 4;  // loads in flight per thread before the first is used
@@ -33,10 +35,10 @@ __device__ void store_elements(Value* to, int64_t first, int64_t end, const T (&
 // Of a parameter in 16 bits with an array beside it: join(half, extra) gives the value. From here on a tile begins at
 // `base`, and all threads of the block share it.
 template <class Extra, class Join>
-__device__ void load_pairs(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread],
+__device__ void load_pairs(const TypedArray& array, int64_t base, int64_t end, float (&values)[kElementsPerThread],
                            Join join_value) {
-  const auto* halves = static_cast<const uint16_t*>(stream.data);
-  const auto* extras = static_cast<const Extra*>(stream.extra);
+  const auto* halves = static_cast<const uint16_t*>(array.data);
+  const auto* extras = static_cast<const Extra*>(array.extra);
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
@@ -46,10 +48,10 @@ __device__ void load_pairs(const Stream& stream, int64_t base, int64_t end, floa
 
 // split(value, half, extra) fills both.
 template <class Extra, class SplitValue>
-__device__ void store_pairs(const Stream& stream, int64_t base, int64_t end, const float (&values)[kElementsPerThread],
-                            SplitValue split_value) {
-  auto* halves = static_cast<uint16_t*>(stream.data);
-  auto* extras = static_cast<Extra*>(stream.extra);
+__device__ void store_pairs(const TypedArray& array, int64_t base, int64_t end,
+                            const float (&values)[kElementsPerThread], SplitValue split_value) {
+  auto* halves = static_cast<uint16_t*>(array.data);
+  auto* extras = static_cast<Extra*>(array.extra);
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
@@ -75,9 +77,9 @@ __device__ inline uint32_t largest_of_threads(uint32_t value) {
 }
 
 template <class Kind>
-__device__ void load_blocks(const Stream& stream, int64_t base, int64_t end, float (&values)[kElementsPerThread]) {
-  const auto* codes = static_cast<const typename Kind::Code*>(stream.data);
-  const auto* scales = static_cast<const float*>(stream.extra);
+__device__ void load_blocks(const TypedArray& array, int64_t base, int64_t end, float (&values)[kElementsPerThread]) {
+  const auto* codes = static_cast<const typename Kind::Code*>(array.data);
+  const auto* scales = static_cast<const float*>(array.extra);
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
@@ -86,10 +88,10 @@ __device__ void load_blocks(const Stream& stream, int64_t base, int64_t end, flo
 }
 
 template <class Kind>
-__device__ void store_blocks(const Stream& stream, int64_t base, int64_t end,
+__device__ void store_blocks(const TypedArray& array, int64_t base, int64_t end,
                              const float (&values)[kElementsPerThread]) {
-  auto* codes = static_cast<typename Kind::Code*>(stream.data);
-  auto* scales = static_cast<float*>(stream.extra);
+  auto* codes = static_cast<typename Kind::Code*>(array.data);
+  auto* scales = static_cast<float*>(array.extra);
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
@@ -107,116 +109,116 @@ __device__ void store_blocks(const Stream& stream, int64_t base, int64_t end,
 // compiled.
 
 template <int kStride, class T, int kCount>
-__device__ void load_plain_elements(const Stream& stream, int64_t first, int64_t end, T (&values)[kCount]) {
-  switch (stream.format) {
+__device__ void load_plain_elements(const TypedArray& array, int64_t first, int64_t end, T (&values)[kCount]) {
+  switch (array.format) {
     case Format::kFloat64:
-      return load_elements<kStride>(static_cast<const double*>(stream.data), first, end, values,
+      return load_elements<kStride>(static_cast<const double*>(array.data), first, end, values,
                                     [](double value) { return static_cast<T>(value); });
     case Format::kBFloat16:
     case Format::kBFloat16Stochastic:
-      return load_elements<kStride>(static_cast<const uint16_t*>(stream.data), first, end, values,
+      return load_elements<kStride>(static_cast<const uint16_t*>(array.data), first, end, values,
                                     [](uint16_t bits) { return static_cast<T>(float_from_bfloat16(bits)); });
     case Format::kFloat16:
     case Format::kFloat16Stochastic:
-      return load_elements<kStride>(static_cast<const uint16_t*>(stream.data), first, end, values,
+      return load_elements<kStride>(static_cast<const uint16_t*>(array.data), first, end, values,
                                     [](uint16_t bits) { return static_cast<T>(float_from_float16(bits)); });
     default:
-      return load_elements<kStride>(static_cast<const float*>(stream.data), first, end, values,
+      return load_elements<kStride>(static_cast<const float*>(array.data), first, end, values,
                                     [](float value) { return static_cast<T>(value); });
   }
 }
 
 template <class T>
-__device__ void load_plain(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
-  load_plain_elements<kThreads>(stream, base + threadIdx.x, end, values);
+__device__ void load_plain(const TypedArray& array, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+  load_plain_elements<kThreads>(array, base + threadIdx.x, end, values);
 }
 
 template <int kStride, class T, int kCount>
-__device__ void store_plain_elements(const Stream& stream, int64_t first, int64_t end, const T (&values)[kCount]) {
-  switch (stream.format) {
+__device__ void store_plain_elements(const TypedArray& array, int64_t first, int64_t end, const T (&values)[kCount]) {
+  switch (array.format) {
     case Format::kFloat64:
-      return store_elements<kStride>(static_cast<double*>(stream.data), first, end, values,
+      return store_elements<kStride>(static_cast<double*>(array.data), first, end, values,
                                      [](T value, int64_t) { return static_cast<double>(value); });
     case Format::kBFloat16:
-      return store_elements<kStride>(static_cast<uint16_t*>(stream.data), first, end, values,
+      return store_elements<kStride>(static_cast<uint16_t*>(array.data), first, end, values,
                                      [](T value, int64_t) { return bfloat16_from_float(static_cast<float>(value)); });
     case Format::kFloat16:
-      return store_elements<kStride>(static_cast<uint16_t*>(stream.data), first, end, values,
+      return store_elements<kStride>(static_cast<uint16_t*>(array.data), first, end, values,
                                      [](T value, int64_t) { return float16_from_float(static_cast<float>(value)); });
     default:
-      return store_elements<kStride>(static_cast<float*>(stream.data), first, end, values,
+      return store_elements<kStride>(static_cast<float*>(array.data), first, end, values,
                                      [](T value, int64_t) { return static_cast<float>(value); });
   }
 }
 
 template <class T>
-__device__ void store_plain(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
-  store_plain_elements<kThreads>(stream, base + threadIdx.x, end, values);
+__device__ void store_plain(const TypedArray& array, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
+  store_plain_elements<kThreads>(array, base + threadIdx.x, end, values);
 }
 
 template <class T>
-__device__ void load_param(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+__device__ void load_param(const TypedArray& array, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
-    switch (stream.format) {
+    switch (array.format) {
       case Format::kBFloat16Remainder16:
-        return load_pairs<int16_t>(stream, base, end, values,
+        return load_pairs<int16_t>(array, base, end, values,
                                    [](uint16_t half, int16_t remainder) { return join(half, remainder); });
       case Format::kBFloat16Remainder8:
-        return load_pairs<int8_t>(stream, base, end, values,
+        return load_pairs<int8_t>(array, base, end, values,
                                   [](uint16_t half, int8_t remainder) { return join8(half, remainder); });
       case Format::kBFloat16Kahan:
-        return load_pairs<uint16_t>(stream, base, end, values,
+        return load_pairs<uint16_t>(array, base, end, values,
                                     [](uint16_t half, uint16_t rest) { return compensated_bfloat16(half, rest); });
       case Format::kFloat16Kahan:
-        return load_pairs<uint16_t>(stream, base, end, values,
+        return load_pairs<uint16_t>(array, base, end, values,
                                     [](uint16_t half, uint16_t rest) { return compensated_float16(half, rest); });
       case Format::kFloat16Master:
-        return load_pairs<float>(stream, base, end, values,
+        return load_pairs<float>(array, base, end, values,
                                  [](uint16_t half, float master) { return master_of(master, half); });
       default:
         break;
     }
   }
-  load_plain(stream, base, end, values);
+  load_plain(array, base, end, values);
 }
 
 template <class T>
-__device__ void store_param(const Stream& stream, uint64_t key, int64_t base, int64_t end,
+__device__ void store_param(const TypedArray& array, uint64_t key, int64_t base, int64_t end,
                             const T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
-    switch (stream.format) {
+    switch (array.format) {
       case Format::kBFloat16Stochastic:
         return store_elements<kThreads>(
-            static_cast<uint16_t*>(stream.data), base + threadIdx.x, end, values,
+            static_cast<uint16_t*>(array.data), base + threadIdx.x, end, values,
             [key](float value, int64_t i) { return stochastic_bfloat16(value, random_bits(key, i)); });
       case Format::kFloat16Stochastic:
         return store_elements<kThreads>(
-            static_cast<uint16_t*>(stream.data), base + threadIdx.x, end, values,
+            static_cast<uint16_t*>(array.data), base + threadIdx.x, end, values,
             [key](float value, int64_t i) { return stochastic_float16(value, random_bits(key, i)); });
       case Format::kBFloat16Remainder16:
-        return store_pairs<int16_t>(stream, base, end, values, [](float value, uint16_t& half, int16_t& remainder) {
+        return store_pairs<int16_t>(array, base, end, values, [](float value, uint16_t& half, int16_t& remainder) {
           const Split parts = split(value);
           half = parts.half;
           remainder = parts.remainder;
         });
       case Format::kBFloat16Remainder8:
-        return store_pairs<int8_t>(stream, base, end, values, [](float value, uint16_t& half, int8_t& remainder) {
+        return store_pairs<int8_t>(array, base, end, values, [](float value, uint16_t& half, int8_t& remainder) {
           const Split8 parts = split8(value);
           half = parts.half;
           remainder = parts.remainder;
         });
       case Format::kBFloat16Kahan:
-        return store_pairs<uint16_t>(stream, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
+        return store_pairs<uint16_t>(array, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
           half = bfloat16_from_float(value);
           rest = compensation_bfloat16(value, half);
         });
       case Format::kFloat16Kahan:
-        return store_pairs<uint16_t>(stream, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
+        return store_pairs<uint16_t>(array, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {
           half = float16_from_float(value);
           rest = compensation_float16(value, half);
         });
       case Format::kFloat16Master:
-        return store_pairs<float>(stream, base, end, values, [](float value, uint16_t& half, float& master) {
+        return store_pairs<float>(array, base, end, values, [](float value, uint16_t& half, float& master) {
           half = float16_from_float(value);
           master = value;
         });
@@ -224,38 +226,38 @@ __device__ void store_param(const Stream& stream, uint64_t key, int64_t base, in
         break;
     }
   }
-  store_plain(stream, base, end, values);
+  store_plain(array, base, end, values);
 }
 
 template <class T>
-__device__ void load_state(const Stream& stream, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
+__device__ void load_state(const TypedArray& array, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
-    switch (stream.format) {
+    switch (array.format) {
       case Format::kSigned8:
-        return load_blocks<SignedCode>(stream, base, end, values);
+        return load_blocks<SignedCode>(array, base, end, values);
       case Format::kSquared8:
-        return load_blocks<SquaredCode>(stream, base, end, values);
+        return load_blocks<SquaredCode>(array, base, end, values);
       default:
         break;
     }
   }
-  load_plain(stream, base, end, values);
+  load_plain(array, base, end, values);
 }
 
-// All threads of the block call it, for the same stream.
+// All threads of the block call it, for the same array.
 template <class T>
-__device__ void store_state(const Stream& stream, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
+__device__ void store_state(const TypedArray& array, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
-    switch (stream.format) {
+    switch (array.format) {
       case Format::kSigned8:
-        return store_blocks<SignedCode>(stream, base, end, values);
+        return store_blocks<SignedCode>(array, base, end, values);
       case Format::kSquared8:
-        return store_blocks<SquaredCode>(stream, base, end, values);
+        return store_blocks<SquaredCode>(array, base, end, values);
       default:
         break;
     }
   }
-  store_plain(stream, base, end, values);
+  store_plain(array, base, end, values);
 }
 
 // How often `size` fits into a position below size + kTileCuda: mostly known without the long division.
@@ -265,52 +267,21 @@ __device__ inline int64_t whole_times(int64_t position, int64_t size) {
 
 // The state of a parameter whose matrices have it as rows and columns.
 template <class T>
-__device__ void load_factored(const ParamJob& param, const Stream& state, int64_t base, int64_t end,
-                              T (&values)[kElementsPerThread]) {
+__device__ void load_factored(const TypedArray& state, int64_t matrix_rows, int64_t matrix_columns, int64_t base,
+                              int64_t end, T (&values)[kElementsPerThread]) {
   const auto* rows = static_cast<const T*>(state.data);
   const auto* columns = static_cast<const T*>(state.extra);
-  const int64_t row = base / param.columns, column = base - row * param.columns;
-  const int64_t matrix = row / param.rows, row_of_matrix = row - matrix * param.rows;
+  const int64_t row = base / matrix_columns, column = base - row * matrix_columns;
+  const int64_t matrix = row / matrix_rows, row_of_matrix = row - matrix * matrix_rows;
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t in_tile = k * kThreads + threadIdx.x;
     if (base + in_tile >= end) continue;
-    const int64_t more_rows = whole_times(column + in_tile, param.columns);
-    const int64_t more_matrices = whole_times(row_of_matrix + more_rows, param.rows);
+    const int64_t more_rows = whole_times(column + in_tile, matrix_columns);
+    const int64_t more_matrices = whole_times(row_of_matrix + more_rows, matrix_rows);
     values[k] =
-        rows[row + more_rows] * columns[(matrix + more_matrices - more_rows) * param.columns + column + in_tile];
+        rows[row + more_rows] * columns[(matrix + more_matrices - more_rows) * matrix_columns + column + in_tile];
   }
 }
 
-template <class Rule>
-constexpr bool kFactorsMatrices = requires { Rule::kFactorsMatrices; };
-
-// What a rule reads of a tile.
-template <class Rule, class T>
-__device__ void load_tile(const ParamJob& param, int64_t base, int64_t end, T (&value)[kElementsPerThread],
-                          T (&grad)[kElementsPerThread], T (&state)[kMaxStates][kElementsPerThread]) {
-  load_param(param.param, base, end, value);
-  load_plain(param.grad, base, end, grad);
-#pragma unroll
-  for (int s = 0; s < Rule::kNumStates; ++s) {
-    if constexpr (kFactorsMatrices<Rule>) {
-      if (param.state[s].format == Format::kFactored) {
-        load_factored(param, param.state[s], base, end, state[s]);
-        continue;
-      }
-    }
-    load_state(param.state[s], base, end, state[s]);
-  }
-}
-
-__device__ inline GradTreatment treatment_of_job(const StepJob& job) {
-  if (job.treatment_on_device == nullptr) return job.treatment;
-  GradTreatment treatment = *job.treatment_on_device;
-  if (job.only_skips) {
-    treatment.factor = 1;
-    treatment.after = GradAfter::kKeep;
-  }
-  return treatment;
-}
-
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

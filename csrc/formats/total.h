@@ -3,7 +3,7 @@
 
 #include "formats/summation.h"
 
-namespace drivetrain::grad {
+namespace drivetrain::formats {
 
 class Total {
  public:
@@ -40,4 +40,4 @@ class Total {
   Lanes of_group_, of_groups_;
 };
 
-}  // namespace drivetrain::grad
+}  // namespace drivetrain::formats

@@ -11,8 +11,8 @@ namespace drivetrain::grad {
 // main += micro, in float32, or main = micro. main: float32, or bfloat16 with 8 bits of remainder; micro: a plain
 // format. Both walked from the first to the last element.
 struct Addition {
-  optim::Stream main;
-  optim::Stream micro;
+  formats::TypedArray main;
+  formats::TypedArray micro;
   bool starts;  // main holds nothing yet
 };
 

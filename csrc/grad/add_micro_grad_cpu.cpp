@@ -8,21 +8,21 @@
 namespace drivetrain::grad::DRIVETRAIN_ISA {
 
 void accumulate_cpu(const Addition& addition, int64_t begin, int64_t end) {
-  alignas(64) float of_main[optim::kTile], of_micro[optim::kTile];
-  for (int64_t i = begin; i < end; i += optim::kTile) {
-    const int64_t count = std::min<int64_t>(end - i, optim::kTile);
-    const float* added = optim::load_tile(addition.micro, i, count, of_micro);
+  alignas(64) float of_main[formats::kTile], of_micro[formats::kTile];
+  for (int64_t i = begin; i < end; i += formats::kTile) {
+    const int64_t count = std::min<int64_t>(end - i, formats::kTile);
+    const float* added = formats::load_tile(addition.micro, i, count, of_micro);
     if (addition.starts) {
-      if (optim::is_native<float>(addition.main)) {
+      if (formats::is_native<float>(addition.main)) {
         std::copy_n(added, count, static_cast<float*>(addition.main.data) + i);
       } else {
-        optim::store_tile(addition.main, i, count, added);
+        formats::store_tile(addition.main, i, count, added);
       }
       continue;
     }
-    float* sum = optim::load_tile(addition.main, i, count, of_main);
+    float* sum = formats::load_tile(addition.main, i, count, of_main);
     for (int64_t k = 0; k < count; ++k) sum[k] += added[k];
-    optim::store_tile(addition.main, i, count, sum);
+    formats::store_tile(addition.main, i, count, sum);
   }
 }
 

@@ -11,7 +11,7 @@
 namespace drivetrain::grad {
 namespace {
 
-using optim::Format;
+using formats::Format;
 
 constexpr int kThreads = 256;
 constexpr int kElements = 16;  // of a thread
@@ -25,8 +25,8 @@ constexpr int kWidthOf = kMain == Format::kFloat32 ? 4 : 8;
 template <Format kMain, Format kMicro, bool kIsWide>
 __device__ __forceinline__ void accumulate_units(const Addition& addition, int64_t first, int64_t numel) {
   constexpr int kWidth = kWidthOf<kMain>, kUnits = kElements / kWidth, kStride = kThreads * kWidth;
-  optim::Neighbors<kMicro, kWidth> micro[kUnits];
-  optim::Neighbors<kMain, kWidth> main[kUnits];
+  formats::Neighbors<kMicro, kWidth> micro[kUnits];
+  formats::Neighbors<kMain, kWidth> main[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) micro[u].template load<kIsWide>(addition.micro, first + u * kStride, numel);
   if (!addition.starts) {

@@ -28,11 +28,11 @@ double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
   std::vector<Gradient> gradients;
   Gradients impls;
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_cpu() || !tensor.is_contiguous() || !optim::format_of(tensor.scalar_type())) {
+    if (!tensor.is_cpu() || !tensor.is_contiguous() || !formats::format_of(tensor.scalar_type())) {
       throw UserTypeError(text("sum_of_squares takes contiguous floating tensors on cpu and got ", tensor.scalar_type(),
                                " of strides ", tensor.strides(), " on ", tensor.device().str()));
     }
-    gradients.push_back({optim::stream_of(tensor), optim::real_numel(tensor)});
+    gradients.push_back({formats::array_of(tensor), formats::real_numel(tensor)});
     impls.push_back(tensor.unsafeGetTensorImpl());
   }
   if (const std::optional<double> known = known_sum_of_squares(impls)) return *known;

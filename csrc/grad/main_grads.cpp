@@ -133,9 +133,9 @@ at::Tensor MainGrads::take(size_t index, const at::Tensor& micro) {
   const auto add_micro = [&](const at::Tensor& grad, bool starts) {
     if (was_added) return;
     const at::Tensor alike = is_walked_as(micro, grad) ? micro : at::empty_like(grad, micro.options()).copy_(micro);
-    Addition addition{optim::stream_of(grad), optim::stream_of(alike), starts};
+    Addition addition{formats::array_of(grad), formats::array_of(alike), starts};
     if (param.residual.defined()) {
-      addition.main.format = optim::Format::kBFloat16Remainder8;
+      addition.main.format = formats::Format::kBFloat16Remainder8;
       addition.main.extra = param.residual.data_ptr();
     }
     if (grad.is_cuda()) {

@@ -8,11 +8,13 @@
 
 namespace drivetrain::grad {
 
+using formats::kChunk;
+
 double sum_of_squares(const std::vector<Gradient>& gradients) {
   const auto chunk_sum =
       for_chosen_isa(baseline::sum_of_squares_cpu, avx2::sum_of_squares_cpu, avx512::sum_of_squares_cpu);
   struct Chunk {
-    const optim::Stream* values;
+    const formats::TypedArray* values;
     int64_t begin, end;
   };
   std::vector<Chunk> chunks;
@@ -26,7 +28,7 @@ double sum_of_squares(const std::vector<Gradient>& gradients) {
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) sums[i] = chunk_sum(*chunks[i].values, chunks[i].begin, chunks[i].end);
   });
-  Total total;
+  formats::Total total;
   for (double sum : sums) total.add(sum);
   return total.get();
 }

@@ -5,15 +5,15 @@
 
 namespace drivetrain::grad::DRIVETRAIN_ISA {
 
-double sum_of_squares_cpu(const optim::Stream& values, int64_t begin, int64_t end) {
-  SquareSum sum;
-  if (values.format == optim::Format::kFloat64) {
+double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end) {
+  formats::SquareSum sum;
+  if (values.format == formats::Format::kFloat64) {
     sum.add(static_cast<const double*>(values.data) + begin, end - begin);
   } else {
-    alignas(64) float scratch[optim::kTile];
-    for (int64_t i = begin; i < end; i += optim::kTile) {
-      const int64_t count = end - i < optim::kTile ? end - i : optim::kTile;
-      sum.add(optim::load_tile(values, i, count, scratch), count);
+    alignas(64) float scratch[formats::kTile];
+    for (int64_t i = begin; i < end; i += formats::kTile) {
+      const int64_t count = end - i < formats::kTile ? end - i : formats::kTile;
+      sum.add(formats::load_tile(values, i, count, scratch), count);
     }
   }
   return sum.total();

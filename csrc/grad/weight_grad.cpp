@@ -89,10 +89,10 @@ void pack_columns(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t 
 }
 
 // Where the product's rows from `row` on lie, and what the addition of them, summed aside, is.
-Addition addition_of(const at::Tensor& grad, const at::Tensor& residual, int64_t row, optim::Stream micro,
+Addition addition_of(const at::Tensor& grad, const at::Tensor& residual, int64_t row, formats::TypedArray micro,
                      bool starts) {
   const int64_t offset = row * grad.size(1);
-  return {{grad.data_ptr<at::BFloat16>() + offset, optim::Format::kBFloat16Remainder8,
+  return {{grad.data_ptr<at::BFloat16>() + offset, formats::Format::kBFloat16Remainder8,
            residual.data_ptr<int8_t>() + offset},
           micro,
           starts};
@@ -130,7 +130,7 @@ void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const 
                          /*adds=*/!residual.defined() && !starts);
         }
         if (!residual.defined()) continue;
-        const Addition addition = addition_of(grad, residual, m, {to, optim::Format::kFloat32}, starts);
+        const Addition addition = addition_of(grad, residual, m, {to, formats::Format::kFloat32}, starts);
         accumulate_cpu(addition, 0, height * columns);
       }
       at::native::cpublas::brgemm_release();

@@ -20,10 +20,10 @@ double tree_sum(double* values, int64_t count) {
   return values[0];
 }
 
-// Adds the squares to the columns' sums; returns the row's, in the order of a chunk's in grad/lanes.h.
+// Adds the squares to the columns' sums; returns the row's, in the order of a chunk's in formats/summation.h.
 template <class T>
 double add_squares(T factor, const T* __restrict grad, double* __restrict columns, int64_t count) {
-  using grad::kLanes, grad::kSlots;
+  using formats::kLanes, formats::kSlots;
   static_assert(kUnitColumns == 2 * kSlots && kSlots == 4 * kLanes);
   if (count < kUnitColumns) {
     double slots[kSlots];
@@ -104,7 +104,7 @@ void sums(const StepJob& job, const Factored& of, int64_t unit) {
 // One row's or column's new mean, into its state. sums: num_sums of them, `stride` apart, each over count / num_sums
 // squares or so.
 template <class T>
-T take_in(const Stream& state, int64_t index, const double* sums, int64_t num_sums, int64_t stride, int64_t count,
+T take_in(const TypedArray& state, int64_t index, const double* sums, int64_t num_sums, int64_t stride, int64_t count,
           double fresh) {
   double sum = 0;
   for (int64_t k = 0; k < num_sums; ++k) sum += sums[k * stride];

@@ -7,12 +7,12 @@
 #include "base/launch_cuda.h"
 #include "optim/adafactor_pass.h"
 #include "optim/cuda_step.h"
-#include "optim/row_cuda.cuh"
+#include "optim/rule_row_cuda.cuh"
 
 namespace drivetrain::optim {
 namespace {
 
-using grad::kLanes;
+using formats::kLanes;
 
 constexpr int kThreads = 256;
 static_assert(kThreads == kStrips * kLanes && kThreads == kUnitColumns && kThreads == kSlots && kStripRows <= kLanes);
@@ -26,7 +26,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // One step of a sum over a warp's threads, in which a thread hands on half of what it has: `upper` where its lane lacks
 // the bit, else `lower`, to the thread whose lane differs in it.
 __device__ __forceinline__ double halve(double lower, double upper, int bit) {
-  const bool is_upper = (grad::lane_of_thread() & bit) != 0;
+  const bool is_upper = (formats::lane_of_thread() & bit) != 0;
   return (is_upper ? upper : lower) + __shfl_xor_sync(kAllLanes, is_upper ? lower : upper, bit);
 }
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ double sums_of_rows(const double (&pairs)[2][kQuad]) 
   return sum;
 }
 __device__ __forceinline__ int row_of_thread() {
-  const int lane = grad::lane_of_thread();
+  const int lane = formats::lane_of_thread();
   return lane / 16 + lane / 8 % 2 * 2;
 }
 
@@ -101,7 +101,7 @@ template <Format kFormat, bool kIsWide, class T>
 __device__ __forceinline__ void sum_rows(const Factored& of, const void* data, const Strip& strip, T factor,
                                          double* row_sums, double* column_sums, double (&sums)[kQuads][kQuad]) {
   using Batch = Grads<kFormat, T>;
-  const int lane = grad::lane_of_thread();
+  const int lane = formats::lane_of_thread();
   const int rows = static_cast<int>(strip.row_end - strip.row_begin);
   const int columns = static_cast<int>(strip.column_end - strip.column_begin);
   const int64_t bytes_apart = of.columns * Batch::kBytes;
@@ -132,8 +132,8 @@ __device__ __forceinline__ void sum_rows(const Factored& of, const void* data, c
             const bool is_zero = !kIsWide && quad_position(q) + k >= columns;
             const T value = is_zero ? T(0) : own_factor * grads.value(first + r, q, k);
             if (q == 0) of_row[k] = 0;
-            grad::add_square(of_row[k], value);
-            grad::add_square(sums[q][k], value);
+            formats::add_square(of_row[k], value);
+            formats::add_square(sums[q][k], value);
           }
         }
         if (r % 2 == 1) {
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
   const T factor = T(factor_of_gradients(job));
   const int warp = static_cast<int>(threadIdx.x) / kLanes;
   const int64_t i = blockIdx.x;
-  const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_unit, i)];
-  const Stream grad = job.params[of.param].grad;
+  const Factored of = matrices[formats::last_from_in_warp(matrices, num_matrices, &Factored::first_unit, i)];
+  const TypedArray grad = job.params[of.param].grad;
   const int64_t unit = i - of.first_unit;
   const Strip strip = strip_of(of, unit, warp);
   double* const row_sums = row_sums_of(of, unit);
@@ -233,7 +233,7 @@ __device__ double sum_of(const double* values, int64_t count, int64_t stride) {
 }
 
 template <class T>
-__device__ void store_element(const Stream& state, int64_t i, T value) {
+__device__ void store_element(const TypedArray& state, int64_t i, T value) {
   switch (state.format) {
     case Format::kFloat64:
       static_cast<double*>(state.data)[i] = static_cast<double>(value);
@@ -251,7 +251,7 @@ __device__ void store_element(const Stream& state, int64_t i, T value) {
 
 // One row's or column's new mean, into its state.
 template <class T>
-__device__ T take_in(const Stream& state, int64_t index, double sum, int64_t count, double fresh) {
+__device__ T take_in(const TypedArray& state, int64_t index, double sum, int64_t count, double fresh) {
   const T mean = new_mean<T>(load_element<T>(state, index), sum, count, fresh);
   store_element(state, index, mean);
   return mean;
@@ -282,7 +282,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) update_means(StepJob job, const Factored* matrices, int32_t num_matrices) {
   if (skips_step(job)) return;
   const int64_t i = blockIdx.x;
-  const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
+  const Factored of = matrices[formats::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
   const ParamJob& param = job.params[of.param];
   const double fresh = load_args<AdafactorArgs>(job.rules[param.rule]).fresh;
   const int64_t block = i - of.first_block, row_blocks = num_row_blocks(of);
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads) factor_rows(StepJob job, const Facto
   __shared__ double slots[kSlots];
   if (skips_step(job)) return;
   const int64_t i = blockIdx.x;
-  const Factored of = matrices[grad::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
+  const Factored of = matrices[formats::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];
   const ParamJob& param = job.params[of.param];
   const int64_t block = i - of.first_block;
   if (block >= num_row_blocks(of)) return;

@@ -2,10 +2,10 @@
 // taken, and what their kernels get on the CPU and on CUDA. Needs no torch header.
 //
 // A matrix is cut up in units of kUnitRows * kUnitColumns elements, a unit in strips of kStripRows rows. A row's
-// squares are added up within a unit as those of a chunk are in grad/lanes.h, a column's within a strip from top to
-// bottom, strips to each other as a tree (the first half gets the second), units from the first to the last. The mean
-// over a matrix' rows: row i is added to slot i % kSlots, and the slots to each other as a tree. So the order depends
-// on shapes alone.
+// squares are added up within a unit as those of a chunk are in formats/summation.h, a column's within a strip from top
+// to bottom, strips to each other as a tree (the first half gets the second), units from the first to the last. The
+// mean over a matrix' rows: row i is added to slot i % kSlots, and the slots to each other as a tree. So the order
+// depends on shapes alone.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,6 @@
 // no_cuda.cpp all of it says that there is no CUDA.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "optim/adafactor_pass.h"
@@ -16,19 +15,16 @@ namespace drivetrain::optim {
 
 bool has_cuda();
 
-// Whether work on the stream is being captured into a CUDA graph.
-bool is_capturing(void* stream);
-
-// Writes bytes of the host to the device through arguments of kernels: a graph keeps those, so that nothing of the
-// host's has to outlive it.
-void write_cuda(void* to, const void* from, size_t bytes, void* stream);
-
 // Where numbers lie that only the device knows; null where the host's hold.
 struct TreatmentScalars {
   const float* grad_scale;
   const float* found_inf;
   float* overflow;  // gets 1 if the norm is not finite, else 0
 };
+
+// Enqueues the sums of squares of the gradients of some parameters, chunk by chunk (formats/summation.h) in their
+// order.
+void chunk_sums_cuda(const ParamJob* params, int32_t num_params, int64_t num_chunks, double* sums, void* stream);
 
 // treatment_of(), the norm's sum being that of the chunks.
 void treat_cuda(const TreatmentAsked& asked, const TreatmentScalars& scalars, const double* chunk_sums,

@@ -14,7 +14,7 @@ constexpr int kThreads = 1024;
 __global__ void __launch_bounds__(kThreads)
     treat(TreatmentAsked asked, TreatmentScalars scalars, const double* chunk_sums, int64_t num_chunks,
           GradTreatment* treatment) {
-  const double sum = grad::sum_in_groups<kThreads>(num_chunks, [=](int64_t i) { return chunk_sums[i]; });
+  const double sum = formats::sum_in_groups<kThreads>(num_chunks, [=](int64_t i) { return chunk_sums[i]; });
   if (threadIdx.x != 0) return;
   if (scalars.grad_scale != nullptr) asked.grad_scale = *scalars.grad_scale;
   if (scalars.found_inf != nullptr) asked.found_inf = *scalars.found_inf;

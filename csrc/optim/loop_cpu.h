@@ -48,7 +48,7 @@ void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T
 // What a tile's gradients become once the rule has read them, while they are still in the cache. grad: where load_tile
 // gave them.
 template <class T>
-void leave_grad(const GradTreatment& treatment, const Stream& stream, int64_t index, int64_t count, T* grad) {
+void leave_grad(const GradTreatment& treatment, const TypedArray& stream, int64_t index, int64_t count, T* grad) {
   const T factor = T(treatment.factor);
   switch (treatment.after) {
     case GradAfter::kKeep:
@@ -102,7 +102,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
 inline void prefetch_small(const ParamJob& param, int num_states) {
   constexpr int kLine = 64, kLines = 4;
   if (param.numel * bytes_of(param.param.format) > kLines * kLine) return;
-  const auto prefetch = [&](const Stream& stream) {
+  const auto prefetch = [&](const TypedArray& stream) {
     for (int i = 0; i < kLines; ++i) __builtin_prefetch(static_cast<const char*>(stream.data) + i * kLine);
   };
   prefetch(param.param);

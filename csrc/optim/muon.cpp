@@ -37,7 +37,7 @@ at::Tensor norms_of(const at::Tensor& matrices) {
   at::Tensor norms = at::empty({matrices.size(0), 1, 1}, at::kFloat);
   const int64_t numel = matrices.size(1) * matrices.size(2);
   for (int64_t i = 0; i < matrices.size(0); ++i) {
-    const Stream values = {static_cast<uint16_t*>(matrices.data_ptr()) + i * numel, Format::kBFloat16};
+    const TypedArray values = {static_cast<uint16_t*>(matrices.data_ptr()) + i * numel, Format::kBFloat16};
     norms.data_ptr<float>()[i] = static_cast<float>(std::sqrt(grad::sum_of_squares({{values, numel}})));
   }
   return norms.to(at::kBFloat16);
@@ -64,7 +64,7 @@ void orthogonalize(at::Tensor matrices, at::Tensor other, const MuonArgs& args) 
 
 int last_of(const MuonArgs& args) { return static_cast<int>(args.iterations) % 2; }
 
-Stream matrix_in(const at::Tensor& memory, int64_t index, int64_t numel) {
+TypedArray matrix_in(const at::Tensor& memory, int64_t index, int64_t numel) {
   return {static_cast<uint16_t*>(memory.data_ptr()) + index * numel, Format::kBFloat16};
 }
 

@@ -3,7 +3,6 @@
 
 #include "base/check.h"
 #include "base/torch_text.h"
-#include "formats/storage_torch.h"
 
 namespace drivetrain::optim {
 namespace {
@@ -41,23 +40,6 @@ Format param_format(const Precision& precision, at::ScalarType dtype) {
     return is_bfloat16 ? Format::kBFloat16Kahan : Format::kFloat16Kahan;
   }
   return *format_of(dtype);
-}
-
-std::optional<Extra> extra_of(Format param_format) {
-  switch (param_format) {
-    case Format::kBFloat16Remainder16:
-      return Extra{kExtraNames[0], at::kShort};
-    case Format::kBFloat16Remainder8:
-      return Extra{kExtraNames[0], at::kChar};
-    case Format::kBFloat16Kahan:
-      return Extra{kExtraNames[1], at::kBFloat16};
-    case Format::kFloat16Kahan:
-      return Extra{kExtraNames[1], at::kHalf};
-    case Format::kFloat16Master:
-      return Extra{kExtraNames[2], at::kFloat};
-    default:
-      return std::nullopt;
-  }
 }
 
 std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, StateKind kind) {

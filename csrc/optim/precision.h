@@ -8,9 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "formats/storage.h"
+#include "formats/storage_torch.h"
 
 namespace drivetrain::optim {
+
+using namespace formats;
 
 enum class Rounding : uint8_t { kNearest, kStochastic, kKahan };
 
@@ -30,14 +32,6 @@ std::string why_not(const Precision& precision, at::ScalarType dtype);
 // How the parameter itself lives: its dtype's own format, or one with something in `extra`.
 Format param_format(const Precision& precision, at::ScalarType dtype);
 
-// The dtype of what such a format has in `extra`, and its name in the optimizer's state; none for other formats.
-struct Extra {
-  const char* name;
-  at::ScalarType dtype;
-};
-std::optional<Extra> extra_of(Format param_format);
-constexpr const char* kExtraNames[] = {"param_remainder", "param_compensation", "param_master"};
-
 // What a state is, which says its shape and what it may be kept in.
 enum class StateKind : uint8_t {
   kMean,
@@ -55,8 +49,5 @@ std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, St
 // The dtype that a state of this parameter must have; none: any floating one. int8 and uint8 stand for kSigned8 and
 // kSquared8.
 std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind);
-
-inline bool is_block_dtype(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
-inline int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
 }  // namespace drivetrain::optim

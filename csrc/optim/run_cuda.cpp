@@ -5,7 +5,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "base/current_stream.h"
-#include "grad/norm.h"
 
 namespace drivetrain::optim {
 namespace {
@@ -76,8 +75,8 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
   if (asked.measures) {
     double* of_batch = all;
     for (const Batch* batch : batches) {
-      grad::chunk_sums_cuda(batch->placed.params, static_cast<int32_t>(batch->params.size()), batch->num_chunks,
-                            of_batch, stream);
+      chunk_sums_cuda(batch->placed.params, static_cast<int32_t>(batch->params.size()), batch->num_chunks, of_batch,
+                      stream);
       of_batch += batch->num_chunks;
     }
   }

@@ -24,7 +24,7 @@ void share_chunks(const Batch& batch, LayerSums* sums, const std::function<void(
   for (size_t i = 0; i < batch.params.size(); ++i) {
     const ParamJob& param = batch.params[i];
     totals.select(0, static_cast<int64_t>(i))
-        .copy_(chunks.narrow(0, param.first_chunk, grad::num_chunks(param.numel)).sum(0));
+        .copy_(chunks.narrow(0, param.first_chunk, formats::num_chunks(param.numel)).sum(0));
   }
   share(totals);
   chunks.zero_();

@@ -1,8 +1,5 @@
 // What comes before the step itself on CUDA: every parameter's RuleArgs, the step counters, and tables for graphs.
 // Includes no torch header.
-#include <algorithm>
-#include <cstring>
-
 #include "base/launch_cuda.h"
 #include "optim/cuda_step.h"
 
@@ -75,32 +72,7 @@ __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
   }
 }
 
-// As many bytes as a kernel's arguments may have everywhere, less the others.
-struct Piece {
-  unsigned char bytes[4000];
-};
-
-__global__ void __launch_bounds__(kStartThreads) write_piece(Piece piece, unsigned char* to, int32_t bytes) {
-  for (int32_t i = threadIdx.x; i < bytes; i += kStartThreads) to[i] = piece.bytes[i];
-}
-
 }  // namespace
-
-bool is_capturing(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
-void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
-  for (size_t begin = 0; begin < bytes; begin += sizeof(Piece)) {
-    Piece piece = {};
-    const size_t size = std::min(bytes - begin, sizeof(Piece));
-    std::memcpy(piece.bytes, static_cast<const unsigned char*>(from) + begin, size);
-    launch_cuda("writing the optimizer's table", write_piece, 1, kStartThreads, stream, piece,
-                static_cast<unsigned char*>(to) + begin, static_cast<int32_t>(size));
-  }
-}
 
 void start_cuda(const StepStart& start, void* stream) {
   if (start.num_starts == 0) return;

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "optim/conversions.h"
+#include "formats/conversions.h"
 #include "optim/precision.h"
 #include "optim/step_reader.h"
 

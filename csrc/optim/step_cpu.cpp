@@ -15,17 +15,4 @@ void step_cpu(const StepJob& job, int64_t begin, int64_t end) {
   }
 }
 
-void convert_cpu(const Stream& from, const Stream& to, int64_t numel, uint64_t key) {
-  alignas(64) float scratch[kTile];
-  for (int64_t i = 0; i < numel; i += kTile) {
-    const int64_t count = numel - i < kTile ? numel - i : kTile;
-    const float* values = load_tile(from, i, count, scratch);
-    if (is_native<float>(to)) {
-      memcpy(static_cast<float*>(to.data) + i, values, count * sizeof(float));
-    } else {
-      store_tile(to, i, count, values, key);
-    }
-  }
-}
-
 }  // namespace drivetrain::optim::DRIVETRAIN_ISA

@@ -6,8 +6,9 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "base/wide_cuda.cuh"
+#include "formats/decode_cuda.cuh"
 #include "formats/ranged_float.cuh"
-#include "formats/words_cuda.cuh"
 #include "optim/step_plan.h"
 
 namespace drivetrain::optim {
@@ -33,7 +34,7 @@ __device__ __forceinline__ LaneTreatment treatment_of(const StepKernelJob& job) 
     uint32_t words[4];
   } bits;
   if (job.treatment_on_device != nullptr) {
-    load_words<16>(reinterpret_cast<const char*>(job.treatment_on_device), bits.words);
+    load_words<16>(job.treatment_on_device, bits.words);
   } else {
     std::memcpy(&bits, &job.treatment, sizeof(bits));
   }
@@ -129,10 +130,11 @@ struct StepKernel {
   // Whether the team's elements from `first` on are all there and all streams are aligned for wide loads.
   static __device__ __forceinline__ bool is_wide(const StepRecord& at, int64_t first, unsigned team) {
     bool result = first + team * kElements <= at.numel;
-    result &= is_aligned<kUnit * kParamBytes>(at.param) & is_aligned<kUnit * kGradBytes>(at.grad);
-    if constexpr (kPairs) result &= is_aligned<kUnit * kExtraBytes>(at.param_extra);
+    result &= is_aligned(at.param, 4 * kWidestWords<kUnit * kParamBytes>) &
+              is_aligned(at.grad, 4 * kWidestWords<kUnit * kGradBytes>);
+    if constexpr (kPairs) result &= is_aligned(at.param_extra, 4 * kWidestWords<kUnit * kExtraBytes>);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) result &= is_aligned<kUnit * kStateBytes>(at.state[s].data);
+    for (int s = 0; s < kStates; ++s) result &= is_aligned(at.state[s].data, 4 * kWidestWords<kUnit * kStateBytes>);
     return result;
   }
 

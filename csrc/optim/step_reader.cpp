@@ -165,7 +165,7 @@ void* contiguous_memory(const c10::TensorImpl& tensor) {
 }
 
 // The same in one of the plain formats.
-bool read_contiguous(const c10::TensorImpl& tensor, Stream& stream) {
+bool read_contiguous(const c10::TensorImpl& tensor, TypedArray& stream) {
   const std::optional<Format> format = format_of(tensor.dtype().toScalarType());
   if (!format || (stream.data = contiguous_memory(tensor)) == nullptr) return false;
   stream.format = *format;
@@ -173,7 +173,8 @@ bool read_contiguous(const c10::TensorImpl& tensor, Stream& stream) {
 }
 
 // What a format has beside its values.
-bool read_extra(PyObject* object, const c10::TensorImpl& param, at::ScalarType dtype, int64_t numel, Stream& stream) {
+bool read_extra(PyObject* object, const c10::TensorImpl& param, at::ScalarType dtype, int64_t numel,
+                TypedArray& stream) {
   if (object == nullptr || !THPVariable_CheckExact(object)) return false;
   const c10::TensorImpl& extra = *THPVariable_Unpack(object).unsafeGetTensorImpl();
   if (extra.dtype().toScalarType() != dtype || extra.numel() != numel || extra.device() != param.device()) return false;
@@ -251,12 +252,6 @@ const RuleInfo& find_rule(const std::string& name) {
     if (name == rule.name) return rule;
   }
   throw UserError(text("drivetrain has no optimizer rule named '", name, "'"));
-}
-
-at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype) {
-  const at::TensorOptions options = like.options().dtype(dtype);
-  return is_walkable(like) ? at::empty_strided(like.sizes(), like.strides(), options)
-                           : at::empty(like.sizes(), options);
 }
 
 bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Tensor* scales,
@@ -461,7 +456,7 @@ void StepReader::check_apart() {
                         tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
     memory_.push_back({begin, begin + tensor->numel() * tensor->itemsize(), static_cast<uint32_t>(index), is_grad});
   };
-  const auto add_plain = [&](const Stream& stream, int64_t numel, size_t index, bool is_grad) {
+  const auto add_plain = [&](const TypedArray& stream, int64_t numel, size_t index, bool is_grad) {
     const char* begin = static_cast<const char*>(stream.data);
     memory_.push_back({begin, begin + numel * bytes_of(stream.format), static_cast<uint32_t>(index), is_grad});
   };
@@ -548,7 +543,7 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
     if (!THPVariable_CheckExact(values.states[s])) return;
     const at::Tensor& state_tensor = THPVariable_Unpack(values.states[s]);
     const c10::TensorImpl& state = *state_tensor.unsafeGetTensorImpl();
-    Stream& stream = reading.job.state[s];
+    TypedArray& stream = reading.job.state[s];
     if (!same_memory(param, state) || !is_shaped_as_state(param, state, rule.states[s])) return;
     const std::optional<at::ScalarType> wanted = state_dtype(group.precision, param, rule.states[s].kind);
     if (wanted && state.dtype().toScalarType() != *wanted) return;
@@ -605,7 +600,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   }
   batch.total += job.numel;
   job.first_chunk = batch.num_chunks;
-  batch.num_chunks += grad::num_chunks(job.numel);
+  batch.num_chunks += formats::num_chunks(job.numel);
   if (job.numel > 0) {
     batch.params.push_back(job);
     batch.written_of.push_back(static_cast<uint32_t>(written.size()));
@@ -698,10 +693,10 @@ void StepReader::read_other(const Entry& entry) {
     const at::Tensor& extra = THPVariable_Unpack(values.extra);
     reading.job.param.extra = laid_out_as(batch, walked, extra, /*write_back=*/true).data_ptr();
   }
-  reading.job.grad = stream_of(laid_out_as(batch, walked, grad, /*write_back=*/treats_grads_));
+  reading.job.grad = array_of(laid_out_as(batch, walked, grad, /*write_back=*/treats_grads_));
   for (size_t s = 0; s < rule.states.size(); ++s) {
     if (!has_state(*param.unsafeGetTensorImpl(), rule.states[s])) continue;
-    Stream& stream = reading.job.state[s];
+    TypedArray& stream = reading.job.state[s];
     if (THPVariable_Check(values.states[s]) && values.scales[s] != nullptr &&
         is_block_dtype(THPVariable_Unpack(values.states[s]).scalar_type()) &&
         has_place_of(THPVariable_Unpack(values.states[s]), param)) {  // lacks_state has looked at the rest
@@ -713,9 +708,9 @@ void StepReader::read_other(const Entry& entry) {
     const at::Tensor& state = checked_state(entry, param, values.states[s], s);
     check_memory(entry, state, "its state");
     if (rule.states[s].of_all_shapes) {
-      stream = stream_of(laid_out_as(batch, walked, state, /*write_back=*/true));
+      stream = array_of(laid_out_as(batch, walked, state, /*write_back=*/true));
     } else {
-      stream = stream_of(state.is_contiguous() ? state : contiguous_copy(batch, state));
+      stream = array_of(state.is_contiguous() ? state : contiguous_copy(batch, state));
     }
   }
   add_job(entry, reading);

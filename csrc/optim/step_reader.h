@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/device_table.h"
 #include "optim/adafactor.h"
 #include "optim/cuda_step.h"
-#include "optim/device_table.h"
 #include "optim/muon.h"
 #include "optim/precision.h"
 #include "optim/step.h"
@@ -43,9 +43,6 @@ struct RuleInfo {
 // By the name in DT_OPTIM_RULES; throws UserError if there is none.
 const RuleInfo& find_rule(const std::string& name);
 
-// A tensor laid out in memory as `like` is walked, or contiguously if that cannot be walked as it lies.
-at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype);
-
 // Whether `state`, with its scales or null, is a state of that dtype (none: any floating one) for the parameter: if
 // not, it must be converted. Shape and device are not looked at.
 bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Tensor* scales,
@@ -65,7 +62,7 @@ struct Batch {
   std::vector<ParamJob> params;
   std::deque<Copy> copies;  // a deque, so that references into it stay good
   int64_t total = 0;
-  int64_t num_chunks = 0;  // of gradients (grad/lanes.h)
+  int64_t num_chunks = 0;  // of gradients (formats/summation.h)
 
   std::vector<uint32_t> written_of = {};  // of `params`, in the same order: indices into StepReader::written
 

@@ -13,7 +13,7 @@
 namespace drivetrain::optim {
 namespace {
 
-using grad::kChunk;
+using formats::kChunk;
 // Elements between the two passes: their parameters, gradients and states stay in the cache from one to the other,
 // unless a single parameter is larger.
 constexpr int64_t kWave = 1 << 18;
@@ -40,7 +40,7 @@ std::vector<LayerSums> sums_of_layers(const StepJob& job, int32_t first, int32_t
   std::vector<LayerSums> totals;
   for (size_t i = 0; i < chunks.size();) {
     const int32_t param = chunks[i].param;
-    grad::Total params, directions;
+    formats::Total params, directions;
     for (; i < chunks.size() && chunks[i].param == param; ++i) {
       params.add(sums[i].param);
       directions.add(sums[i].direction);

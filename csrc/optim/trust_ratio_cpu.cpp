@@ -25,7 +25,7 @@ LayerSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int6
   using Rule = RuleOf<T>;
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
   alignas(64) T scratch[3 + kMaxStates][kTile];
-  grad::DRIVETRAIN_ISA::SquareSum params, directions;
+  formats::SquareSum params, directions;
   for (int64_t i = begin; i < end; i += kTile) {
     const int64_t count = end - i < kTile ? end - i : kTile;
     const T* values = load_tile(param.param, i, count, scratch[0]);

@@ -7,13 +7,13 @@
 #include "base/launch_cuda.h"
 #include "formats/summation_cuda.cuh"
 #include "optim/cuda_step.h"
-#include "optim/row_cuda.cuh"
+#include "optim/rule_row_cuda.cuh"
 
 namespace drivetrain::optim {
 namespace {
 
-using grad::kChunk;
-using grad::kLanes;
+using formats::kChunk;
+using formats::kLanes;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
   const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
   if (chunk >= num_chunks || skips_step(job)) return;
   const T factor = T(factor_of_gradients(job));
-  const ParamJob param = job.params[grad::last_from_in_warp(job.params, job.num_params, &ParamJob::first_chunk, chunk)];
+  const ParamJob param =
+      job.params[formats::last_from_in_warp(job.params, job.num_params, &ParamJob::first_chunk, chunk)];
   const Rule rule(load_args<typename Rule::Args>(job.rules[param.rule]));
   const int64_t begin = (chunk - param.first_chunk) * kChunk;
   const int64_t end = param.numel < begin + kChunk ? param.numel : begin + kChunk;
@@ -45,13 +46,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
 #pragma unroll
         for (int s = 0; s < Rule::kNumStates; ++s) own[s] = state[s][k];
         const T direction = rule.direction(value[k], factor * grad[k], own);
-        grad::add_square(of_param[k], value[k]);
-        grad::add_square(of_direction[k], base + quad_position(q) + k < end ? direction : T(0));
+        formats::add_square(of_param[k], value[k]);
+        formats::add_square(of_direction[k], base + quad_position(q) + k < end ? direction : T(0));
       }
     }
   }
-  const LayerSums own = {grad::sum_of_slots(of_param), grad::sum_of_slots(of_direction)};
-  if (grad::lane_of_thread() == 0) sums[chunk] = own;
+  const LayerSums own = {formats::sum_of_slots(of_param), formats::sum_of_slots(of_direction)};
+  if (formats::lane_of_thread() == 0) sums[chunk] = own;
 }
 
 // A block takes a parameter.
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const Layer
   const LayerSums* own = sums + param.first_chunk;
   const int64_t count = (param.numel + kChunk - 1) / kChunk;
   LayerSums total;
-  total.param = grad::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].param; });
-  total.direction = grad::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].direction; });
+  total.param = formats::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].param; });
+  total.direction = formats::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].direction; });
   if (threadIdx.x != 0) return;
   Args args = load_args<Args>(rules[blockIdx.x]);
   args.adapt(total, param.numel);

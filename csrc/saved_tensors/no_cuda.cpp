@@ -15,6 +15,6 @@ namespace {
 
 void pack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { say_there_is_none(); }
 void unpack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { say_there_is_none(); }
-void convert_cuda(const optim::Stream&, const optim::Stream&, int64_t, void*) { say_there_is_none(); }
+void convert_cuda(const formats::TypedArray&, const formats::TypedArray&, int64_t, void*) { say_there_is_none(); }
 
 }  // namespace drivetrain::saved_tensors

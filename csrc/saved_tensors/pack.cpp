@@ -16,8 +16,8 @@
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "base/torch_text.h"
+#include "formats/convert.h"
 #include "formats/storage_torch.h"
-#include "optim/step.h"
 #include "saved_tensors/bits.h"
 #include "saved_tensors/pack_cuda.h"
 #include "saved_tensors/saved_tensors.h"
@@ -27,15 +27,15 @@ namespace py = pybind11;
 namespace drivetrain::saved_tensors {
 namespace {
 
-using optim::Format;
-using optim::Stream;
+using formats::Format;
+using formats::TypedArray;
 
 constexpr int64_t kPiece = 1 << 14;  // elements: a multiple of all blocks
 constexpr int64_t kGrain = 4;        // pieces that are worth a thread
-static_assert(kPiece % optim::kBlock == 0 && kPiece % kBitsBlock == 0);
+static_assert(kPiece % formats::kBlock == 0 && kPiece % kBitsBlock == 0);
 
 int64_t num_pieces(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
-int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
+int64_t num_blocks(int64_t numel) { return (numel + formats::kBlock - 1) / formats::kBlock; }
 int64_t real_numel_of(at::ScalarType dtype, int64_t numel) { return c10::isComplexType(dtype) ? 2 * numel : numel; }
 
 at::Tensor empty_bytes(int64_t size, c10::Device device) {
@@ -135,42 +135,42 @@ void unpack_bits(const Packed& packed, const at::Tensor& flat) {
   });
 }
 
-// ---- Formats of optim/storage.h.
+// ---- Formats of formats/storage.h.
 
 Format packed_format(Packing packing) { return packing == Packing::kInt8 ? Format::kSigned8 : Format::kBFloat16; }
 
 // From another element on; a multiple of a block.
-Stream advanced(Stream stream, int64_t elements) {
-  stream.data = static_cast<char*>(stream.data) + elements * optim::bytes_of(stream.format);
-  if (stream.extra != nullptr) stream.extra = static_cast<float*>(stream.extra) + elements / optim::kBlock;
-  return stream;
+TypedArray advanced(TypedArray array, int64_t elements) {
+  array.data = static_cast<char*>(array.data) + elements * formats::bytes_of(array.format);
+  if (array.extra != nullptr) array.extra = static_cast<float*>(array.extra) + elements / formats::kBlock;
+  return array;
 }
 
-void convert(const Stream& from, const Stream& to, int64_t numel, c10::Device device) {
+void convert(const TypedArray& from, const TypedArray& to, int64_t numel, c10::Device device) {
   if (device.is_cuda()) return convert_cuda(from, to, numel, current_stream(device));
   const auto convert_cpu =
-      for_chosen_isa(optim::baseline::convert_cpu, optim::avx2::convert_cpu, optim::avx512::convert_cpu);
+      for_chosen_isa(formats::baseline::convert_cpu, formats::avx2::convert_cpu, formats::avx512::convert_cpu);
   at::parallel_for(0, num_pieces(numel), kGrain, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPiece, last = std::min(end * kPiece, numel);
     convert_cpu(advanced(from, first), advanced(to, first), last - first, /*key=*/0);
   });
 }
 
-Stream packed_stream(const Packed& packed) {
+TypedArray packed_array(const Packed& packed) {
   return {const_cast<void*>(packed.bytes.const_data_ptr()), packed_format(packed.packing),
           packed.extra.defined() ? const_cast<void*>(packed.extra.const_data_ptr()) : nullptr};
 }
 
-Stream flat_stream(const at::Tensor& flat) {
-  return {const_cast<void*>(flat.const_data_ptr()), *optim::format_of(flat.scalar_type())};
+TypedArray flat_array(const at::Tensor& flat) {
+  return {const_cast<void*>(flat.const_data_ptr()), *formats::format_of(flat.scalar_type())};
 }
 
 Packed pack_format(const at::Tensor& flat, Packing packing) {
-  const int64_t numel = optim::real_numel(flat);
-  const int64_t bytes = numel * optim::bytes_of(packed_format(packing));
+  const int64_t numel = formats::real_numel(flat);
+  const int64_t bytes = numel * formats::bytes_of(packed_format(packing));
   Packed packed{packing, flat.scalar_type(), flat.numel(), empty_bytes(bytes, flat.device()), {}};
   if (packing == Packing::kInt8) packed.extra = at::empty({num_blocks(numel)}, flat.options().dtype(at::kFloat));
-  convert(flat_stream(flat), packed_stream(packed), numel, flat.device());
+  convert(flat_array(flat), packed_array(packed), numel, flat.device());
   return packed;
 }
 
@@ -188,7 +188,7 @@ int64_t Packed::nbytes() const { return static_cast<int64_t>(bytes.nbytes() + (e
 
 bool is_packable(at::ScalarType dtype, Packing packing) {
   if (packing == Packing::kBits) return c10::elementSize(dtype) <= sizeof(uint64_t) && !c10::isQIntType(dtype);
-  const std::optional<Format> format = optim::format_of(dtype);
+  const std::optional<Format> format = formats::format_of(dtype);
   if (!format) return false;
   return packing == Packing::kBFloat16 ? format == Format::kFloat32 || format == Format::kFloat64
                                        : format != Format::kFloat64;
@@ -218,7 +218,7 @@ at::Tensor unpack(const Packed& packed) {
   if (packed.packing == Packing::kBits) {
     unpack_bits(packed, flat);
   } else {
-    convert(packed_stream(packed), flat_stream(flat), optim::real_numel(flat), flat.device());
+    convert(packed_array(packed), flat_array(flat), formats::real_numel(flat), flat.device());
   }
   return flat;
 }

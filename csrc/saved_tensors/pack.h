@@ -12,7 +12,7 @@ namespace drivetrain::saved_tensors {
 enum class Packing {
   kBits,      // no loss: one bit per element of a tensor that has at most two values, by their bits
   kBFloat16,  // of float32, float64 and their complex numbers: rounded to nearest even; NaN stays NaN
-  // Of float32, bfloat16, float16 and their complex numbers: the optimizers' signed codes (optim/storage.h) with a
+  // Of float32, bfloat16, float16 and their complex numbers: the optimizers' signed codes (formats/storage.h) with a
   // scale per 256 of them. With s, the largest finite magnitude of the block or 2^-113 if that is more, x comes back
   // within sqrt(|x| s) / 126 + s / 63504, rounded to its dtype; infinities and NaN stay what and where they are.
   kInt8,

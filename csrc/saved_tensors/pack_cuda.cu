@@ -7,20 +7,20 @@
 #include "base/check.h"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
-#include "optim/row_cuda.cuh"
+#include "formats/row_cuda.cuh"
 #include "saved_tensors/pack_cuda.h"
 
 namespace drivetrain::saved_tensors {
 namespace {
 
-using optim::Format;
-using optim::kQuad;
-using optim::kQuads;
-using optim::kRow;
-using optim::Stream;
+using formats::Format;
+using formats::kQuad;
+using formats::kQuads;
+using formats::kRow;
+using formats::TypedArray;
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / grad::kLanes;
+constexpr int kWarps = kThreads / formats::kLanes;
 
 // Bools of a thread, which it loads or stores at once; their bits are two bytes.
 constexpr int kBools = kWideBytes;
@@ -104,21 +104,21 @@ __device__ __forceinline__ int8_t encode_finite(float value, float factor) {
   reciprocal = fminf(reciprocal, 3.402823466e38f);  // of 0
   const float near = x * reciprocal, half = 0.5f * reciprocal;
   const float root = fmaf(fmaf(-near, near, x), half, near);
-  return static_cast<int8_t>(optim::nearest_integer_bits(copysignf(root, value)));
+  return static_cast<int8_t>(formats::nearest_integer_bits(copysignf(root, value)));
 #else
-  return optim::SignedCode::encode(value, factor);
+  return formats::SignedCode::encode(value, factor);
 #endif
 }
 
 // A warp's row as its threads' quads, in one format. Rows are blocks of codes.
 template <Format kFormat>
 struct Row {
-  optim::Neighbors<kFormat, kQuad> quads[kQuads];
+  formats::Neighbors<kFormat, kQuad> quads[kQuads];
 
   template <bool kIsWide>
-  __device__ __forceinline__ void load(const Stream& from, int64_t row, int64_t end) {
+  __device__ __forceinline__ void load(const TypedArray& from, int64_t row, int64_t end) {
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) quads[q].template load<kIsWide>(from, row + optim::quad_position(q), end);
+    for (int q = 0; q < kQuads; ++q) quads[q].template load<kIsWide>(from, row + formats::quad_position(q), end);
   }
 
   __device__ __forceinline__ void get(float (&values)[kQuads][kQuad]) const {
@@ -130,28 +130,28 @@ struct Row {
   }
 
   template <bool kIsWide>
-  static __device__ __forceinline__ void store(const Stream& to, int64_t row, int64_t end,
+  static __device__ __forceinline__ void store(const TypedArray& to, int64_t row, int64_t end,
                                                const float (&values)[kQuads][kQuad]) {
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      optim::Neighbors<kFormat, kQuad> quad;
+      formats::Neighbors<kFormat, kQuad> quad;
       quad.set(values[q]);
-      quad.template store<kIsWide>(to, row + optim::quad_position(q), end);
+      quad.template store<kIsWide>(to, row + formats::quad_position(q), end);
     }
   }
 };
 
 template <>
 struct Row<Format::kSigned8> {
-  using Kind = optim::SignedCode;
+  using Kind = formats::SignedCode;
   uint32_t codes[kQuads][1];  // four each
   float scale;
 
   template <bool kIsWide>
-  __device__ __forceinline__ void load(const Stream& from, int64_t row, int64_t end) {
+  __device__ __forceinline__ void load(const TypedArray& from, int64_t row, int64_t end) {
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const int64_t i = row + optim::quad_position(q);
+      const int64_t i = row + formats::quad_position(q);
       const char* const at = static_cast<const char*>(from.data) + i;
       if constexpr (kIsWide) {
         load_wide(at, codes[q]);
@@ -159,12 +159,12 @@ struct Row<Format::kSigned8> {
         load_narrow<1>(at, end - i, codes[q]);
       }
     }
-    scale = kIsWide || row < end ? static_cast<const float*>(from.extra)[row / optim::kBlock] : 0.0f;
+    scale = kIsWide || row < end ? static_cast<const float*>(from.extra)[row / formats::kBlock] : 0.0f;
   }
 
   __device__ __forceinline__ void get(float (&values)[kQuads][kQuad]) const {
     const float unit = Kind::unit_of(fabsf(scale));
-    const bool is_special = optim::has_special(scale);  // the same for all threads
+    const bool is_special = formats::has_special(scale);  // the same for all threads
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
@@ -178,21 +178,21 @@ struct Row<Format::kSigned8> {
 
   // All threads of the warp call it; zeros stand for values beyond the end.
   template <bool kIsWide>
-  static __device__ __forceinline__ void store(const Stream& to, int64_t row, int64_t end,
+  static __device__ __forceinline__ void store(const TypedArray& to, int64_t row, int64_t end,
                                                const float (&values)[kQuads][kQuad]) {
-    uint32_t largest = largest_of(values, optim::magnitude_bits);
-    const bool is_special = largest >= optim::kInfinity;  // the same for all threads
-    if (is_special) largest = largest_of(values, optim::finite_magnitude);
+    uint32_t largest = largest_of(values, formats::magnitude_bits);
+    const bool is_special = largest >= formats::kInfinity;  // the same for all threads
+    if (is_special) largest = largest_of(values, formats::finite_magnitude);
     const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
     uint32_t codes[kQuads][1];
     if (is_special) {
-      encode(values, factor, codes, optim::encode_any<Kind>);
+      encode(values, factor, codes, formats::encode_any<Kind>);
     } else {
       encode(values, factor, codes, encode_finite);
     }
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const int64_t i = row + optim::quad_position(q);
+      const int64_t i = row + formats::quad_position(q);
       char* const at = static_cast<char*>(to.data) + i;
       if constexpr (kIsWide) {
         store_wide(at, codes[q]);
@@ -200,8 +200,8 @@ struct Row<Format::kSigned8> {
         store_narrow<1>(at, end - i, codes[q]);
       }
     }
-    if (grad::lane_of_thread() == 0 && row < end) {
-      static_cast<float*>(to.extra)[row / optim::kBlock] = is_special ? optim::with_special(scale) : scale;
+    if (formats::lane_of_thread() == 0 && row < end) {
+      static_cast<float*>(to.extra)[row / formats::kBlock] = is_special ? formats::with_special(scale) : scale;
     }
   }
 
@@ -239,7 +239,7 @@ template <Format kFrom>
 constexpr int kRowsAtOnce = kFrom == Format::kFloat64 ? 2 : 4;
 
 template <Format kFrom, Format kTo, bool kIsWide>
-__device__ __forceinline__ void convert(const Stream& from, const Stream& to, int64_t first, int64_t end) {
+__device__ __forceinline__ void convert(const TypedArray& from, const TypedArray& to, int64_t first, int64_t end) {
   Row<kFrom> rows[kRowsAtOnce<kFrom>];
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce<kFrom>; ++r) rows[r].template load<kIsWide>(from, first + r * kRow, end);
@@ -252,8 +252,8 @@ __device__ __forceinline__ void convert(const Stream& from, const Stream& to, in
 }
 
 template <Format kFrom, Format kTo>
-__global__ void __launch_bounds__(kThreads, 4) convert_rows(Stream from, Stream to, int64_t numel) {
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / grad::kLanes;
+__global__ void __launch_bounds__(kThreads, 4) convert_rows(TypedArray from, TypedArray to, int64_t numel) {
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / formats::kLanes;
   const int64_t first = warp * kRowsAtOnce<kFrom> * kRow;
   if (first + kRowsAtOnce<kFrom> * kRow <= numel && is_aligned(from.data, kWideBytes) &&
       is_aligned(to.data, kWideBytes)) {
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 4) convert_rows(Stream from, Stream 
 }
 
 template <Format kFrom, Format kTo>
-void launch_conversion(const Stream& from, const Stream& to, int64_t numel, void* stream) {
+void launch_conversion(const TypedArray& from, const TypedArray& to, int64_t numel, void* stream) {
   constexpr int64_t kElementsOfBlock = kRowsAtOnce<kFrom> * kRow * kWarps;
   launch_cuda("launching a conversion", convert_rows<kFrom, kTo>, (numel + kElementsOfBlock - 1) / kElementsOfBlock,
               kThreads, stream, from, to, numel);
@@ -284,7 +284,7 @@ void unpack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* st
   launch_cuda("launching the unpacking of bools", unpack_bools, num_blocks(numel), kThreads, stream, from, numel, to);
 }
 
-void convert_cuda(const Stream& from, const Stream& to, int64_t numel, void* stream) {
+void convert_cuda(const TypedArray& from, const TypedArray& to, int64_t numel, void* stream) {
   if (numel == 0) return;
   // What packing asks for.
 #define DT_EITHER_WAY(kWhole, kPart)                                                  \

@@ -12,7 +12,7 @@ void pack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* stre
 void unpack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* stream);
 
 // From one stream into another: float32 or float64 into bfloat16, float32 or 16 bits into signed codes, and back.
-void convert_cuda(const optim::Stream& from, const optim::Stream& to, int64_t numel, void* stream);
+void convert_cuda(const formats::TypedArray& from, const formats::TypedArray& to, int64_t numel, void* stream);
 
 // Of eight bools, the first in the lowest byte: one that is not 0 counts as 1.
 DT_HOST_DEVICE uint8_t bits_of_bools(uint64_t bools) {

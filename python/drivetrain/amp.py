@@ -1,4 +1,4 @@
-"""A loss scaler that lets the fused optimizers look for overflows in a read of the gradients that they make anyway."""
+"""A loss scaler whose search for overflows costs no pass: drivetrain's optimizers check gradients in their step."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from .optim.base import FusedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler, with a floor for the scale, patience before it falls, and one pass less.
 
-    With torch's class a step reads and writes every gradient once to look for infs and NaNs before the optimizer reads
-    them. With an optimizer of drivetrain.optim whose parameters are on one device this one leaves the search to the
-    optimizer, which reads each gradient once for it (and for `max_grad_norm`) and writes none. Any other optimizer is
-    stepped as torch's class does it. On CUDA nothing here waits for the device.
+    With torch's class a step reads and writes every gradient once to look for infs and NaNs, before the optimizer reads
+    them. This class leaves the search to an optimizer of drivetrain.optim whose parameters share one device. That reads
+    each gradient once for the search and for `max_grad_norm`, and writes none. Other optimizers step as under torch's
+    class. On CUDA no method waits for the device.
 
     Args:
         device: Device type of the gradients, such as "cuda" or "cpu".
@@ -50,13 +50,13 @@ class GradScaler(torch.amp.GradScaler):
         self._min_scale = min_scale
         self._hysteresis = hysteresis
         self._init_patience = hysteresis
-        self._patience: torch.Tensor | None = None  # int32, beside the scale; overflows left before it falls
-        self._found_inf: torch.Tensor | None = None  # of the last update
+        self._patience: torch.Tensor | None = None  # int32 on the scale's device; overflows left before the scale falls
+        self._found_inf: torch.Tensor | None = None  # overflow flag of the last update()
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether an overflow was found before the last update(), so that a step was left out. Waits for the device."""
+        """Whether the last update() followed an overflow, so that the step was skipped. Waits for the device."""
         return self._found_inf is not None and bool(self._found_inf > 0)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._announce_scaling()
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The search that torch's step() makes unless unscale_() has made it."""
+        """Replaces the search of torch's step(), which runs unless unscale_() has run."""
         if not (isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling):
             return super()._check_inf_per_device(optimizer)
         devices = (param.device for group in optimizer.param_groups for param in group["params"])
@@ -82,7 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         return per_device
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's, and with min_scale and hysteresis."""
+        """Updates the scale as torch does, with min_scale and hysteresis."""
         if not self._enabled or new_scale is not None:
             super().update(new_scale)
             return
@@ -102,11 +102,11 @@ class GradScaler(torch.amp.GradScaler):
             self._patience = torch.full_like(growth_tracker, self._init_patience)
         self._patience -= overflowed.to(self._patience.dtype)
         scale.copy_(torch.where(overflowed & (self._patience > 0), before, scale).clamp_(min=self._min_scale))
-        is_grown = ~overflowed & (growth_tracker <= clean_before)  # the count of clean steps began anew
+        is_grown = ~overflowed & (growth_tracker <= clean_before)  # The count of clean steps restarted.
         self._patience.copy_(torch.where(is_grown, self._hysteresis, self._patience))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's entries, and min_scale, hysteresis and its patience; torch's class loads it too."""
+        """Returns torch's entries, min_scale, hysteresis and the patience. torch's class loads it too."""
         state = super().state_dict()
         if not state:
             return state
@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         return state | {"min_scale": self._min_scale, "hysteresis": self._hysteresis, "_patience": patience}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what either class wrote; what torch's does not have stays as it is."""
+        """Loads the state of either class; entries that torch's class lacks keep their values."""
         super().load_state_dict(state_dict)
         if not self._enabled:
             return

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/check_cuda.h"
+#include "formats/convert.h"
 #include "native_tests.h"
-#include "optim/convert.h"
 #include "step_blocks.h"
 
 namespace drivetrain {
@@ -24,43 +24,43 @@ constexpr Format kSources[] = {Format::kFloat32,
                                Format::kFloat16Master,
                                Format::kSigned8,
                                Format::kSquared8};
-const std::vector<int64_t> kSizes = {0,   1,    255,  256, 257, 0, optim::kConversionChunk, optim::kConversionChunk + 1,
-                                     511, 1283, 9000, 0};
+const std::vector<int64_t> kSizes = {
+    0, 1, 255, 256, 257, 0, formats::kConversionChunk, formats::kConversionChunk + 1, 511, 1283, 9000, 0};
 
 // Values of every magnitude, and some that are special, in that format.
 Block values_in(Format format, int64_t numel) {
   Block block(format, numel, 3);
   std::vector<float> values(numel);
   for (int64_t i = 0; i < numel; ++i) {
-    const auto random = static_cast<uint32_t>(optim::mixed(i));
+    const auto random = static_cast<uint32_t>(formats::mixed(i));
     values[i] = std::ldexp(static_cast<float>(random % 2001) - 1000, static_cast<int>(random >> 16) % 12 - 10);
     if (format == Format::kSquared8) values[i] = std::fabs(values[i]);
     if (i % 700 == 5) values[i] = INFINITY;
     if (i % 900 == 7) values[i] = NAN;
   }
-  optim::baseline::convert_cpu({values.data(), Format::kFloat32}, block.stream(), numel, /*key=*/7);
+  formats::baseline::convert_cpu({values.data(), Format::kFloat32}, block.stream(), numel, /*key=*/7);
   return block;
 }
 
 // All sizes in one launch; `fill`: from nothing.
 void test_pair(Format from, Format to, const double* fill) {
   std::vector<Block> sources, expected, found;
-  std::vector<optim::Conversion> conversions;
+  std::vector<formats::Conversion> conversions;
   int64_t num_chunks = 0;
   for (int64_t numel : kSizes) {
     sources.push_back(fill ? Block(Format::kFloat32, numel, 3) : values_in(from, numel));
     expected.emplace_back(to, numel, 5);
     found.emplace_back(to, numel, 5);
-    optim::Stream source = sources.back().stream();
+    formats::TypedArray source = sources.back().stream();
     std::vector<float> filled(numel, fill ? static_cast<float>(*fill) : 0);
     if (fill) source = {filled.data(), Format::kFloat32};
-    optim::baseline::convert_cpu(source, expected.back().stream(), numel, /*key=*/0);
+    formats::baseline::convert_cpu(source, expected.back().stream(), numel, /*key=*/0);
     if (fill) source = {};
     conversions.push_back({source, found.back().stream(), numel, num_chunks, fill ? *fill : 0});
-    num_chunks += optim::num_conversion_chunks(numel);
+    num_chunks += formats::num_conversion_chunks(numel);
   }
   cuda_on_cpu::num_launches = 0;
-  optim::convert_cuda(conversions.data(), static_cast<int32_t>(conversions.size()), num_chunks, nullptr);
+  formats::convert_cuda(conversions.data(), static_cast<int32_t>(conversions.size()), num_chunks, nullptr);
   expect(cuda_on_cpu::num_launches == 1, "one launch converts all tensors");
   const std::string what = text("CUDA conversion from ", static_cast<int>(from), " to ", static_cast<int>(to));
   expect(bytes_of({found}) == bytes_of({expected}), text(what, ": other bytes than the CPU"));
@@ -71,11 +71,11 @@ void test_many() {
   constexpr int kTensors = 148;
   std::vector<Block> blocks;
   std::vector<float> counters(kTensors, 5);
-  std::vector<optim::Conversion> conversions;
+  std::vector<formats::Conversion> conversions;
   int64_t num_chunks = 0;
-  const auto add = [&](optim::Stream to, int64_t numel) {
+  const auto add = [&](formats::TypedArray to, int64_t numel) {
     conversions.push_back({{}, to, numel, num_chunks, 0});
-    num_chunks += optim::num_conversion_chunks(numel);
+    num_chunks += formats::num_conversion_chunks(numel);
   };
   for (int i = 0; i < kTensors; ++i) blocks.emplace_back(Format::kSquared8, i * 37 % 700, i);
   for (int i = 0; i < kTensors; ++i) {
@@ -83,7 +83,7 @@ void test_many() {
     add({&counters[i], Format::kFloat32}, 1);
   }
   cuda_on_cpu::num_launches = 0;
-  optim::convert_cuda(conversions.data(), static_cast<int32_t>(conversions.size()), num_chunks, nullptr);
+  formats::convert_cuda(conversions.data(), static_cast<int32_t>(conversions.size()), num_chunks, nullptr);
   expect(cuda_on_cpu::num_launches == 1, "one launch makes the states of 148 tensors");
   const std::vector<unsigned char> bytes = bytes_of({blocks});
   expect(bytes == std::vector<unsigned char>(bytes.size(), 0), "zero is bytes of zero, in the scales too");
@@ -96,11 +96,11 @@ void test_in_place(Format from, Format to) {
   Block expected = values_in(from, numel), found = values_in(from, numel);
   Block expected_extra(to, numel, 0), found_extra(to, numel, 0);
   const auto split = [](Block& param, Block& extra) {
-    return optim::Stream{param.bytes.data(), extra.format, extra.extra.data()};
+    return formats::TypedArray{param.bytes.data(), extra.format, extra.extra.data()};
   };
-  optim::baseline::convert_cpu(expected.stream(), split(expected, expected_extra), numel, /*key=*/0);
-  const optim::Conversion conversion = {found.stream(), split(found, found_extra), numel, 0, 0};
-  optim::convert_cuda(&conversion, 1, optim::num_conversion_chunks(numel), nullptr);
+  formats::baseline::convert_cpu(expected.stream(), split(expected, expected_extra), numel, /*key=*/0);
+  const formats::Conversion conversion = {found.stream(), split(found, found_extra), numel, 0, 0};
+  formats::convert_cuda(&conversion, 1, formats::num_conversion_chunks(numel), nullptr);
   expect(found.bytes == expected.bytes && found_extra.extra == expected_extra.extra,
          text("CUDA conversion in place, ", static_cast<int>(from), " to ", static_cast<int>(to), ": other bytes"));
 }
@@ -126,8 +126,8 @@ void test_conversions() {
     test_in_place(Format::kFloat16, Format::kFloat16Master);
     test_many();
     std::vector<double> doubles(5000, -1);
-    const optim::Conversion filled = {{}, {doubles.data(), Format::kFloat64}, 5000, 0, 0.1};
-    optim::convert_cuda(&filled, 1, optim::num_conversion_chunks(5000), nullptr);
+    const formats::Conversion filled = {{}, {doubles.data(), Format::kFloat64}, 5000, 0, 0.1};
+    formats::convert_cuda(&filled, 1, formats::num_conversion_chunks(5000), nullptr);
     expect(doubles == std::vector<double>(5000, 0.1), "a float64 state is filled in double precision");
   }
 }

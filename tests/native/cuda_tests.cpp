@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/write_cuda.h"
 #include "formats/total.h"
 #include "grad/add_micro_grad.h"
 #include "grad/norm.h"
@@ -62,17 +63,17 @@ void test_steps() {
 void test_norm() {
   for (const Layout& layout : kLayouts) {
     const TestedRule rule = tested_rules()[0];
-    const Params params(rule, layout, {1, 31, 33, grad::kChunk - 1, 0, grad::kChunk + 513, 2 * grad::kChunk});
+    const Params params(rule, layout, {1, 31, 33, formats::kChunk - 1, 0, formats::kChunk + 513, 2 * formats::kChunk});
     std::vector<double> expected;
     for (const optim::ParamJob& job : params.jobs()) {
-      for (int64_t begin = 0; begin < job.numel; begin += grad::kChunk) {
+      for (int64_t begin = 0; begin < job.numel; begin += formats::kChunk) {
         expected.push_back(
-            grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + grad::kChunk, job.numel)));
+            grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + formats::kChunk, job.numel)));
       }
     }
     std::vector<double> found(params.num_chunks());
-    grad::chunk_sums_cuda(params.jobs().data(), static_cast<int32_t>(params.jobs().size()), params.num_chunks(),
-                          found.data(), nullptr);
+    optim::chunk_sums_cuda(params.jobs().data(), static_cast<int32_t>(params.jobs().size()), params.num_chunks(),
+                           found.data(), nullptr);
     expect(found == expected, text("CUDA norm, ", layout.name, ": other sums than the CPU"));
   }
 }
@@ -86,27 +87,28 @@ void test_norm_of_views() {
       int64_t num_chunks = 0;
       for (const int64_t numel : {1, 7, 31, 256, 511, 512, 513, 1024, 1025, 4095, 4096, 4097, 8300}) {
         for (const int64_t offset : {0, 1, 4, 7}) {
-          const int64_t bytes = optim::bytes_of(format);
+          const int64_t bytes = formats::bytes_of(format);
           std::vector<unsigned char>& mine = memory.emplace_back((numel + offset) * bytes);
-          for (size_t i = 0; i < mine.size(); ++i) mine[i] = static_cast<unsigned char>(optim::mixed(i + 977 * numel));
+          for (size_t i = 0; i < mine.size(); ++i)
+            mine[i] = static_cast<unsigned char>(formats::mixed(i + 977 * numel));
           // Finite by a cleared bit of the exponent.
           for (int64_t i = 0; !is_special && i < numel + offset; ++i) mine[(i + 1) * bytes - 1] &= 0xbf;
           optim::ParamJob job = {};
           job.grad = {mine.data() + offset * bytes, format};
           job.numel = numel;
           job.first_chunk = num_chunks;
-          num_chunks += grad::num_chunks(numel);
+          num_chunks += formats::num_chunks(numel);
           jobs.push_back(job);
         }
       }
       std::vector<double> expected, found(num_chunks);
       for (const optim::ParamJob& job : jobs) {
-        for (int64_t begin = 0; begin < job.numel; begin += grad::kChunk) {
+        for (int64_t begin = 0; begin < job.numel; begin += formats::kChunk) {
           expected.push_back(
-              grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + grad::kChunk, job.numel)));
+              grad::baseline::sum_of_squares_cpu(job.grad, begin, std::min(begin + formats::kChunk, job.numel)));
         }
       }
-      grad::chunk_sums_cuda(jobs.data(), static_cast<int32_t>(jobs.size()), num_chunks, found.data(), nullptr);
+      optim::chunk_sums_cuda(jobs.data(), static_cast<int32_t>(jobs.size()), num_chunks, found.data(), nullptr);
       for (size_t i = 0; i < found.size(); ++i) {
         const bool both_nan = std::isnan(found[i]) && std::isnan(expected[i]);
         expect(both_nan || found[i] == expected[i], text("CUDA norm of views, chunk ", i, ": another sum"));
@@ -125,7 +127,7 @@ struct Main {
       : values((numel + first) * (with_residual ? 2 : 4), 0xa5),
         residual(with_residual ? numel + first : 0, 0x5a),
         offset(first) {}
-  optim::Stream stream() {
+  formats::TypedArray stream() {
     if (residual.empty()) return {values.data() + 4 * offset, Format::kFloat32};
     return {values.data() + 2 * offset, Format::kBFloat16Remainder8, residual.data() + offset};
   }
@@ -144,7 +146,7 @@ struct Main {
  private:
   float value(size_t i) const {
     if (residual.empty()) return reinterpret_cast<const float*>(values.data())[i];
-    return optim::float_from_bfloat16(reinterpret_cast<const uint16_t*>(values.data())[i]);
+    return formats::float_from_bfloat16(reinterpret_cast<const uint16_t*>(values.data())[i]);
   }
 };
 
@@ -154,12 +156,12 @@ void test_accumulation(int64_t numel, bool with_residual, Format format, int64_t
   const auto run = [&](const auto& accumulate) {
     Main main(numel, with_residual, main_offset);
     for (int64_t micro_step = 0; micro_step < 3; ++micro_step) {
-      std::vector<unsigned char> micro((numel + micro_offset) * optim::bytes_of(format));
+      std::vector<unsigned char> micro((numel + micro_offset) * formats::bytes_of(format));
       for (size_t i = 0; i < micro.size(); ++i) {
-        micro[i] = static_cast<unsigned char>(optim::mixed(i + 1000 * micro_step));  // of all magnitudes, and NaN
+        micro[i] = static_cast<unsigned char>(formats::mixed(i + 1000 * micro_step));  // of all magnitudes, and NaN
       }
       accumulate(grad::Addition{
-          main.stream(), {micro.data() + micro_offset * optim::bytes_of(format), format}, micro_step == 0});
+          main.stream(), {micro.data() + micro_offset * formats::bytes_of(format), format}, micro_step == 0});
     }
     return main;
   };
@@ -190,7 +192,7 @@ void test_treatment() {
       for (const optim::TreatmentAsked& asked :
            {optim::TreatmentAsked{}, {4, 0, true, kInf, false}, {4, 0, true, 0.5, true}, {2, 3, false, kInf, false}}) {
         std::vector<double> sums(count);
-        grad::Total total;
+        formats::Total total;
         for (int64_t i = 0; i < count; ++i) {
           sums[i] = i + 1 == count ? last : 1.0 / static_cast<double>(i + 3);
           total.add(sums[i]);
@@ -223,14 +225,14 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   if (overflows) {
     for (Params* params : {&expected, &found}) {
       auto* grad = static_cast<unsigned char*>(params->jobs().back().grad.data);
-      std::memset(grad + 2 * optim::bytes_of(layout.grad), 0xff, optim::bytes_of(layout.grad));  // a NaN
+      std::memset(grad + 2 * formats::bytes_of(layout.grad), 0xff, formats::bytes_of(layout.grad));  // a NaN
     }
   }
   const std::vector<unsigned char> before = found.bytes();
-  grad::Total total;
+  formats::Total total;
   for (optim::ParamJob& job : expected.jobs()) {
     total.add(grad::baseline::sum_of_squares_cpu(job.grad, 0, job.numel));
-    job.key = optim::random_key(seed, kSteps);
+    job.key = formats::random_key(seed, kSteps);
   }
   optim::StepJob cpu = expected.job();
   cpu.treatment = optim::treatment_of(asked, total.get());
@@ -265,13 +267,13 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
 
   // Through the kernel that writes what a graph keeps.
   std::vector<optim::ParamJob> table(params.size());
-  optim::write_cuda(table.data(), params.data(), params.size() * sizeof(optim::ParamJob), nullptr);
+  write_cuda(table.data(), params.data(), params.size() * sizeof(optim::ParamJob), nullptr);
   std::vector<double> sums(found.num_chunks());
   std::vector<optim::RuleArgs> rules(params.size());
   optim::GradTreatment treatment;
   const optim::StepPlan plan = optim::plan_step(rule.kind, layout.param == Format::kFloat64, params.data(), num_params);
   std::vector<optim::StepRecord> records(plan.launches.empty() ? 0 : params.size());
-  grad::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
+  optim::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
   optim::treat_cuda(asked, {}, sums.data(), found.num_chunks(), &treatment, nullptr);
   optim::start_cuda({rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1,
                      &treatment, records.empty() ? nullptr : records.data()},
@@ -295,7 +297,7 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   }
   for (const optim::ParamJob& param : params) {  // zeroed: put back what was there, and nothing else may differ
     const auto* grad = static_cast<const unsigned char*>(param.grad.data);
-    const int64_t bytes = param.numel * optim::bytes_of(layout.grad);
+    const int64_t bytes = param.numel * formats::bytes_of(layout.grad);
     expect(std::all_of(grad, grad + bytes, [](unsigned char byte) { return byte == 0; }), text(name, ": not zeroed"));
     std::memcpy(param.grad.data, expected.jobs()[&param - params.data()].grad.data, bytes);
   }
@@ -336,10 +338,10 @@ optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const
 
 // Of one parameter.
 optim::LayerSums layer_totals(const optim::StepJob& job, const optim::ParamJob& param) {
-  grad::Total of_param, of_direction;
-  for (int64_t begin = 0; begin < param.numel; begin += grad::kChunk) {
+  formats::Total of_param, of_direction;
+  for (int64_t begin = 0; begin < param.numel; begin += formats::kChunk) {
     const optim::LayerSums sums =
-        optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + grad::kChunk, param.numel));
+        optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + formats::kChunk, param.numel));
     of_param.add(sums.param);
     of_direction.add(sums.direction);
   }
@@ -349,7 +351,7 @@ optim::LayerSums layer_totals(const optim::StepJob& job, const optim::ParamJob& 
 // Moves gradients to where no two elements can be loaded at once.
 void move_gradients(std::vector<optim::ParamJob>& jobs, std::vector<std::vector<unsigned char>>& memory) {
   for (optim::ParamJob& job : jobs) {
-    const int64_t bytes = optim::bytes_of(job.grad.format);
+    const int64_t bytes = formats::bytes_of(job.grad.format);
     std::vector<unsigned char>& moved = memory.emplace_back((job.numel + 1) * bytes);
     if (job.numel > 0) std::memcpy(moved.data() + bytes, job.grad.data, job.numel * bytes);
     job.grad.data = moved.data() + bytes;
@@ -358,7 +360,7 @@ void move_gradients(std::vector<optim::ParamJob>& jobs, std::vector<std::vector<
 
 // As optim/layer.cpp and optim/run_cuda.cpp do it.
 void test_layers(const TestedRule& rule, const Layout& layout, bool moves) {
-  const std::vector<int64_t> sizes = {1, 257, 0, grad::kChunk + 33, 40};
+  const std::vector<int64_t> sizes = {1, 257, 0, formats::kChunk + 33, 40};
   Params expected(rule, layout, sizes), found(rule, layout, sizes);
   std::vector<std::vector<unsigned char>> memory;
   if (moves) move_gradients(found.jobs(), memory);
@@ -424,7 +426,7 @@ class Matrices {
       job.rule = static_cast<int32_t>(jobs_.size());
       total_ += numel;
       job.first_chunk = num_chunks_;
-      num_chunks_ += grad::num_chunks(numel);
+      num_chunks_ += formats::num_chunks(numel);
       jobs_.push_back(job);
     }
     factoring = optim::factoring_of(jobs_.data(), static_cast<int32_t>(jobs_.size()));
@@ -466,7 +468,7 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment, 
     auto args = optim::AdafactorArgs::make(fixed_hypers(), kSteps + 1);
     if (param.rows > 0) args.fit(param.rows, param.columns);
     rules.push_back(optim::RuleArgs::of(args));
-    param.key = optim::random_key(kSeed, kSteps);
+    param.key = formats::random_key(kSeed, kSteps);
   }
   optim::StepJob job = expected.job;
   job.treatment = treatment;
@@ -537,7 +539,7 @@ void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatmen
     auto args = optim::MuonArgs::make(fixed_hypers(), 1);
     args.fit(param.rows, param.columns);
     rules.push_back(optim::RuleArgs::of(args));
-    param.key = optim::random_key(kSeed, kSteps);
+    param.key = formats::random_key(kSeed, kSteps);
   }
   optim::StepJob job = expected.job();
   job.rules = rules.data();

@@ -62,7 +62,7 @@ std::vector<unsigned char> run_step(const TestedRule& rule, const Layout& layout
   std::vector<std::thread> workers;
   for (int t = 0; t < threads; ++t) {
     const auto cut = [&](int64_t part) {
-      return std::min(num_blocks(job.total) * part / threads * optim::kBlock, job.total);
+      return std::min(num_blocks(job.total) * part / threads * formats::kBlock, job.total);
     };
     workers.emplace_back([&, t, cut] { step_of(isa)(job, cut(t), cut(t + 1)); });
   }

@@ -20,7 +20,7 @@ using Bytes = std::vector<unsigned char>;
 constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
 const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283, 8200, 20001, 33000};
 
-bool draw(int64_t i) { return (optim::mixed(i) & 1) != 0; }
+bool draw(int64_t i) { return (formats::mixed(i) & 1) != 0; }
 
 // Elements of `size` bytes with one of two values each, in memory of exactly that size.
 Bytes elements(int64_t numel, int size, const saved_tensors::TwoValues& values) {
@@ -82,9 +82,9 @@ void test_bool_bytes() {
 
 // start: of the values' first element in memory that is aligned.
 void test_conversion(Format from_format, Format to_format, int64_t numel, int64_t start, bool is_finite) {
-  const int64_t bytes = optim::bytes_of(from_format);
+  const int64_t bytes = formats::bytes_of(from_format);
   Bytes values((numel + start) * bytes), scales(extra_bytes_of(from_format, numel));
-  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(optim::mixed(i));  // NaN, too
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(formats::mixed(i));  // NaN, too
   // A bit less in the exponent.
   for (size_t i = bytes - 1; is_finite && from_format != Format::kSigned8 && i < values.size(); i += bytes) {
     values[i] &= 0xbf;
@@ -94,10 +94,10 @@ void test_conversion(Format from_format, Format to_format, int64_t numel, int64_
     const std::vector<float> units(scales.size() / sizeof(float), is_finite ? 0.37f : -0.37f);
     std::memcpy(scales.data(), units.data(), scales.size());
   }
-  const optim::Stream from = {values.data() + start * bytes, from_format, scales.data()};
-  Bytes expected(numel * optim::bytes_of(to_format)), expected_extra(extra_bytes_of(to_format, numel));
+  const formats::TypedArray from = {values.data() + start * bytes, from_format, scales.data()};
+  Bytes expected(numel * formats::bytes_of(to_format)), expected_extra(extra_bytes_of(to_format, numel));
   Bytes found(expected.size()), found_extra(expected_extra.size());
-  optim::baseline::convert_cpu(from, {expected.data(), to_format, expected_extra.data()}, numel, /*key=*/0);
+  formats::baseline::convert_cpu(from, {expected.data(), to_format, expected_extra.data()}, numel, /*key=*/0);
   saved_tensors::convert_cuda(from, {found.data(), to_format, found_extra.data()}, numel, nullptr);
   expect(found == expected && found_extra == expected_extra,
          text("CUDA conversion of ", numel, " from element ", start, ", from format ", static_cast<int>(from_format),

@@ -64,16 +64,16 @@ using Block = std::vector<char>;
 
 double value_of(int rank, int64_t i) { return static_cast<double>((i * 37 + rank * 11) % 101 - 50) / 64; }
 
-optim::Format format_of(ElementType type) {
+formats::Format format_of(ElementType type) {
   switch (type) {
     case ElementType::kFloat64:
-      return optim::Format::kFloat64;
+      return formats::Format::kFloat64;
     case ElementType::kBFloat16:
-      return optim::Format::kBFloat16;
+      return formats::Format::kBFloat16;
     case ElementType::kFloat16:
-      return optim::Format::kFloat16;
+      return formats::Format::kFloat16;
     default:
-      return optim::Format::kFloat32;
+      return formats::Format::kFloat32;
   }
 }
 
@@ -85,7 +85,7 @@ void store(ElementType type, Block& block, int64_t i, double value) {
     const int64_t integer = static_cast<int64_t>(64 * value);
     std::memcpy(block.data() + 8 * i, &integer, 8);
   } else {
-    optim::store_one<double>({block.data(), format_of(type)}, i, value);
+    formats::store_one<double>({block.data(), format_of(type)}, i, value);
   }
 }
 

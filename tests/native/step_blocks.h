@@ -11,9 +11,9 @@
 
 namespace drivetrain {
 
-using optim::Format;
+using formats::Format;
 
-inline int64_t num_blocks(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
+inline int64_t num_blocks(int64_t numel) { return (numel + formats::kBlock - 1) / formats::kBlock; }
 
 // What every rule asks for.
 inline optim::Hypers fixed_hypers() {
@@ -48,7 +48,7 @@ inline int64_t extra_bytes_of(Format format, int64_t numel) {
       return 4 * numel;
     case Format::kSigned8:
     case Format::kSquared8:
-      return (numel + optim::kBlock - 1) / optim::kBlock * 4;
+      return (numel + formats::kBlock - 1) / formats::kBlock * 4;
     default:
       return 0;
   }
@@ -61,7 +61,7 @@ struct Block {
   Format format;
 
   Block(Format f, int64_t numel, int seed)
-      : bytes(optim::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
+      : bytes(formats::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
     if (numel == 0) return;
     std::vector<double> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
@@ -70,9 +70,9 @@ struct Block {
       return;
     }
     std::vector<float> floats(values.begin(), values.end());
-    optim::baseline::convert_cpu({floats.data(), Format::kFloat32}, stream(), numel, /*key=*/7);
+    formats::baseline::convert_cpu({floats.data(), Format::kFloat32}, stream(), numel, /*key=*/7);
   }
-  optim::Stream stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
+  formats::TypedArray stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
 };
 
 // All that is there now.
@@ -156,12 +156,12 @@ class Params {
       job.param = mine[0].stream();
       job.grad = mine[1].stream();
       for (int s = 0; s < rule.num_states; ++s) job.state[s] = mine[2 + s].stream();
-      job.begin = total_ = num_blocks(total_) * optim::kBlock;
+      job.begin = total_ = num_blocks(total_) * formats::kBlock;
       job.numel = numel;
       job.key = numel * 0x9e3779b97f4a7c15u;
       total_ += numel;
       job.first_chunk = num_chunks_;
-      num_chunks_ += grad::num_chunks(numel);
+      num_chunks_ += formats::num_chunks(numel);
       if (numel > 0) jobs_.push_back(job);
     }
   }

@@ -16,7 +16,7 @@
 namespace drivetrain {
 namespace {
 
-using optim::bits_as;
+using formats::bits_as;
 
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kFew = true;  // a fiber costs much there
@@ -66,11 +66,11 @@ enum class Values { kUsual, kZero, kSpecial, kMixed };
 class Memory {
  public:
   Memory(Format format, int64_t numel, int64_t offset, int seed, Values values) : format_(format), numel_(numel) {
-    const int64_t size = optim::bytes_of(format);
+    const int64_t size = formats::bytes_of(format);
     const Block block(format, numel, seed);
     values_ = place(block.bytes, offset * size);
     if (!block.extra.empty()) {
-      const int64_t of_extra = optim::has_blocks(format) ? 0 : offset * extra_bytes_of(format, 1);
+      const int64_t of_extra = formats::has_blocks(format) ? 0 : offset * extra_bytes_of(format, 1);
       extra_ = place(block.extra, of_extra);
     }
     if (values == Values::kUsual) return;
@@ -82,7 +82,7 @@ class Memory {
     }
   }
 
-  optim::Stream stream() { return {values_.begin(), format_, extra_.bytes.empty() ? nullptr : extra_.begin()}; }
+  formats::TypedArray stream() { return {values_.begin(), format_, extra_.bytes.empty() ? nullptr : extra_.begin()}; }
 
   bool operator==(const Memory& other) const {
     for (const Bytes* bytes : {&values_, &extra_, &other.values_, &other.extra_}) {
@@ -128,7 +128,7 @@ class Memory {
     constexpr uint32_t kFloats[] = {0,           0x80000000u, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0x00000001u,
                                     0x807fffffu, 0x00800000u, 0x7f7fffffu, 0x0d800000u, 0x4b800000u, 0x2b8cbcccu};
     const uint32_t bits = random == 0 ? 0 : kFloats[random % std::size(kFloats)] ^ (random % 5 == 0 ? random << 8 : 0);
-    switch (optim::bytes_of(format_)) {
+    switch (formats::bytes_of(format_)) {
       case 4:
         std::memcpy(values_.begin() + 4 * i, &bits, 4);
         break;
@@ -140,8 +140,8 @@ class Memory {
       default:
         values_.begin()[i] = static_cast<unsigned char>(random);
     }
-    if (optim::has_blocks(format_)) {
-      if (random != 0) extra_.begin()[i / optim::kBlock * 4 + 3] |= 0x80;  // as a block with such codes has it
+    if (formats::has_blocks(format_)) {
+      if (random != 0) extra_.begin()[i / formats::kBlock * 4 + 3] |= 0x80;  // as a block with such codes has it
     } else if (!extra_.bytes.empty()) {
       const int64_t size = extra_bytes_of(format_, 1);
       for (int64_t byte = 0; byte < size; ++byte)
@@ -151,7 +151,7 @@ class Memory {
 
   // A NaN may have any bits.
   bool is_same(int64_t i, const Memory& other) const {
-    const int64_t size = optim::bytes_of(format_);
+    const int64_t size = formats::bytes_of(format_);
     const unsigned char *a = values_.begin() + i * size, *b = other.values_.begin() + i * size;
     if (std::memcmp(a, b, size) == 0) return true;
     if (size == 1) return false;
@@ -159,7 +159,7 @@ class Memory {
       uint32_t bits = 0;
       std::memcpy(size == 4 ? reinterpret_cast<unsigned char*>(&bits) : reinterpret_cast<unsigned char*>(&bits) + 2,
                   from, size);
-      return (bits & 0x7fffffffu) > optim::kInfinity;
+      return (bits & 0x7fffffffu) > formats::kInfinity;
     };
     return is_nan(a) && is_nan(b);
   }
@@ -190,7 +190,7 @@ class Tested {
         const bool is_squared = row.layout.state == Format::kSigned8 && row.rule.squared[s];
         job.state[s] = add(is_squared ? Format::kSquared8 : row.layout.state, 2 + s);
       }
-      job.begin = num_blocks(total) * optim::kBlock;
+      job.begin = num_blocks(total) * formats::kBlock;
       job.numel = shape.numel;
       total = job.begin + shape.numel;
       if (shape.numel > 0) jobs_.push_back(job);
@@ -321,9 +321,9 @@ void test_ranged_floats() {
     // Exponents around those that are in range.
     const uint32_t bits = (next() & 0x807fffffu) | (20u + next() % 160u) << 23;
     const float a = bits_as<float>(bits), b = bits_as<float>((next() & 0x007fffffu) | (20u + next() % 140u) << 23);
-    const optim::RangedFloat root = optim::square_root(optim::RangedFloat(a));
+    const formats::RangedFloat root = formats::square_root(formats::RangedFloat(a));
     roots &= !root.met.is_right() || is_same(root.value, std::sqrt(a));
-    const optim::RangedFloat quotient = optim::RangedFloat(a) / optim::RangedFloat(b);
+    const formats::RangedFloat quotient = formats::RangedFloat(a) / formats::RangedFloat(b);
     quotients &= !quotient.met.is_right() || is_same(quotient.value, a / b);
     in_range += quotient.met.is_right() && root.met.is_right();
   }
@@ -331,13 +331,14 @@ void test_ranged_floats() {
   expect(quotients, "a quotient has the instruction's bits");
   expect(in_range > 10000, "many are in range");
   for (const uint32_t bits : {0x80000000u, 1u, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0xbf800000u}) {
-    expect(!optim::square_root(optim::RangedFloat(bits_as<float>(bits))).met.is_right(), "an unusual root is told of");
+    expect(!formats::square_root(formats::RangedFloat(bits_as<float>(bits))).met.is_right(),
+           "an unusual root is told of");
   }
   for (const float zero : {0.0f, -0.0f}) {
-    const optim::RangedFloat quotient = optim::RangedFloat(zero) / optim::RangedFloat(0.5f);
+    const formats::RangedFloat quotient = formats::RangedFloat(zero) / formats::RangedFloat(0.5f);
     expect(quotient.met.is_right() && is_same(quotient.value, zero), "a zero keeps its sign");
   }
-  expect(optim::square_root(optim::RangedFloat(0.0f)).met.is_right(), "the root of zero is in range");
+  expect(formats::square_root(formats::RangedFloat(0.0f)).met.is_right(), "the root of zero is in range");
 }
 
 }  // namespace

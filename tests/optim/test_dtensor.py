@@ -422,7 +422,7 @@ def _installed() -> None:
         params = make(mesh, [Shard(0)])
         partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
         twin = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
-        with pytest.warns(UserWarning, match="torch.optim.SGD is torch's here: parameter 0 of.*placements"):
+        with pytest.warns(UserWarning, match="torch.optim.SGD stays torch's own class: parameter 0 of.*placements"):
             optimizer = torch.optim.SGD(param for param in [partial])
         assert type(optimizer) is torchs
         calls = []

@@ -377,7 +377,7 @@ def test_refusals() -> None:
         drivetrain.clip_grad_norm_(model.parameters(), 1.0)
     for scaler in (torch.amp.GradScaler("cpu"), drivetrain.amp.GradScaler("cpu")):
         scaler.scale(loss_of(model, torch.randn(4, 10))).backward()
-        with pytest.raises((RuntimeError, AssertionError), match=r"GradScaler looks at all|No inf checks"):
+        with pytest.raises((RuntimeError, AssertionError), match=r"GradScaler cannot be used|No inf checks"):
             scaler.step(optimizer)
 
 

@@ -327,7 +327,7 @@ def test_a_first_step_is_not_captured() -> None:
     params = on_gpu(make_params())
     set_grads(params)
     optimizer = optim.AdamW(params)
-    with pytest.raises(RuntimeError, match="has no state yet, and every replay of a CUDA graph would make it anew"):
+    with pytest.raises(RuntimeError, match="has no state yet, and every replay of a CUDA graph would create it again"):
         captured(optimizer.step)
     torch.cuda.synchronize()
 

@@ -10,7 +10,7 @@ import machine_code
 import sum_kernel_gates
 
 # A step of SGD in float32 as nvcc compiles it, cut down to what the gates look at: a lane has 4 elements.
-NAME = "_ZN10drivetrain5optim11step_kernelINS0_3SgdELNS0_6FormatE0ELS3_0ELS3_0EEEvNS0_13StepKernelJobE"
+NAME = "_ZN10drivetrain5optim11step_kernelINS0_3SgdELNS_7formats6FormatE0ELS4_0ELS4_0EEEvNS0_13StepKernelJobE"
 USAGE = f" Function {NAME}:\n  REG:40 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:596 TEXTURE:0 SURFACE:0 SAMPLER:0\n"
 CODE = f"""
                 Function : {NAME}

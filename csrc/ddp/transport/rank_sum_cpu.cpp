@@ -3,13 +3,13 @@
 
 #include "ddp/transport/rank_sum.h"
 #include "formats/square_sum_cpu.h"
-#include "optim/loop_cpu.h"
+#include "formats/tile_cpu.h"
 
 namespace drivetrain::ddp::DRIVETRAIN_ISA {
 namespace {
 
-using optim::Format;
-using optim::kTile;
+using formats::Format;
+using formats::kTile;
 
 Format format_of(ElementType type) {
   switch (type) {
@@ -32,11 +32,11 @@ void sum_floats(const SumJob& job) {
   const T scale = static_cast<T>(job.scale);
   alignas(64) T sum[kTile];
   alignas(64) T scratch[kTile];
-  grad::DRIVETRAIN_ISA::SquareSum squares;
+  formats::SquareSum squares;
   for (int64_t at = job.begin; at < job.end; at += kTile) {
     const int64_t count = job.end - at < kTile ? job.end - at : kTile;
     const auto load = [&](int input, T* into) {
-      return optim::load_tile<T>({const_cast<char*>(job.inputs[input]), format}, at, count, into);
+      return formats::load_tile<T>({const_cast<char*>(job.inputs[input]), format}, at, count, into);
     };
     const T* first = load(0, sum);
     if (job.num_inputs == 1) {
@@ -51,19 +51,19 @@ void sum_floats(const SumJob& job) {
       }
       first = sum;
     }
-    const optim::Stream own = {job.outputs[0], format_of(job.output_type)};
-    if (optim::is_native<T>(own)) {
+    const formats::TypedArray own = {job.outputs[0], format_of(job.output_type)};
+    if (formats::is_native<T>(own)) {
       for (int output = 0; output < job.num_outputs; ++output) {
         std::memcpy(job.outputs[output] + at * sizeof(T), sum, count * sizeof(T));
       }
       if (job.square_sum != nullptr) squares.add(sum, count);
     } else {
-      optim::store_tile(own, at, count, sum);
+      formats::store_tile(own, at, count, sum);
       const int64_t begin = at * sizeof(uint16_t);
       for (int output = 1; output < job.num_outputs; ++output) {
         std::memcpy(job.outputs[output] + begin, job.outputs[0] + begin, count * sizeof(uint16_t));
       }
-      if (job.square_sum != nullptr) squares.add(optim::load_tile<T>(own, at, count, scratch), count);
+      if (job.square_sum != nullptr) squares.add(formats::load_tile<T>(own, at, count, scratch), count);
     }
   }
   if (job.square_sum != nullptr) *job.square_sum = squares.total();

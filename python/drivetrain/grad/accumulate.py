@@ -1,4 +1,4 @@
-"""Gradient accumulation: several micro-batches, the exact mean over all that they count, one step of the optimizer."""
+"""Gradient accumulation: one optimizer step with the exact weighted mean over several micro-batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ from ..optim.base import FusedOptimizer
 from ..optim.in_backward import StepInBackward
 from .clip_grad import clip_grad_norm_
 
-_NOTHING = torch.zeros(())  # a loss that weighs nothing
+_NOTHING = torch.zeros(())  # a loss of weight 0
 
 
 def accumulate(
@@ -34,52 +34,49 @@ def accumulate(
 
         with drivetrain.accumulate(model, optimizer, steps=8) as window:
             for inputs, targets in loader:
-                loss = F.cross_entropy(model(inputs), targets)      # a mean
-                window.backward(loss, weight=targets.numel())       # and what it is a mean of
+                loss = F.cross_entropy(model(inputs), targets)  # a mean
+                window.backward(loss, weight=targets.numel())  # the number of elements of that mean
 
-    Every `steps`-th backward is the one that communicates (under drivetrain's DistributedDataParallel), steps and
-    zeroes the gradients: the loop needs no no_sync(), no optimizer.step(), no zero_grad(), no division of the loss.
-    `window.backward` returns whether that happened. At the end of the block what is left of a last, shorter window is
-    reduced and stepped, too.
+    Every `steps`-th backward communicates (under drivetrain's DistributedDataParallel), steps and zeroes the gradients.
+    The loop needs no no_sync(), optimizer.step(), zero_grad() or division of the loss. `window.backward` returns
+    whether it stepped. The end of the block reduces and steps a last, shorter window.
 
-    The gradient of a step is the mean over everything that the weights count, in all of the window's micro-batches and
-    on all ranks; without weights, over micro-batches. After a backward that communicates `.grad` is that mean, as
-    torch's is.
+    The gradient of a step is the weighted mean over all of the window's micro-batches on all ranks; without weights,
+    the mean over micro-batches. After a backward that communicates, `.grad` holds that mean, as under torch.
 
-    Ranks may have different numbers of micro-batches. One that has come to the end of its block goes on to take part in
-    the others' windows, with nothing of its own, and steps with them until all are at the end; so all must leave the
-    block, and a learning-rate scheduler must be given here for every rank to step it as often.
+    Ranks may have different numbers of micro-batches. A rank at the end of its block takes part in the others' windows
+    with weight 0 and steps with them until all ranks are at the end. So every rank must leave the block, and the
+    learning-rate scheduler must be passed here so that every rank steps it equally often.
 
-    An exception that leaves the block, or a backward that raises, drops the gradients collected so far: nothing
-    half-accumulated is stepped.
+    An exception that leaves the block, or a backward that raises, drops the collected gradients without a step.
 
     Args:
-        model: the module, wrapped into drivetrain's DistributedDataParallel or not at all.
+        model: The module, wrapped into drivetrain's DistributedDataParallel or not wrapped.
         optimizer: The optimizer to step, or several. Wrappers of Accelerate and Lightning Fabric are taken off.
-        steps: micro-batches per step, 1 or more. Ranks may give different ones.
-        scaler: a GradScaler: scales the loss, steps, is updated.
+        steps: Micro-batches per step, 1 or more. Ranks may pass different numbers.
+        scaler: A GradScaler. The window scales the loss, steps and updates it.
         scheduler: Learning-rate scheduler to step after every step of the optimizer.
-        max_grad_norm: clips the 2-norm of all the optimizers' gradients together, unscaled, before a step. An
-            optimizer of drivetrain.optim that is alone does it inside its step.
+        max_grad_norm: Clips the 2-norm of all the optimizers' unscaled gradients together before a step. A single
+        optimizer of drivetrain.optim clips inside its step.
 
     Raises:
-        ValueError: steps is below 1, or an optimizer of Accelerate has a scaler that is not passed.
+        ValueError: `steps` is below 1, or an optimizer of Accelerate has a scaler that is not passed.
         TypeError: An optimizer is not a torch.optim.Optimizer.
-        NotImplementedError: the model is wrapped into another parallel class than drivetrain's; an optimizer steps in
-            backward, and there is a wrapper, a scaler or max_grad_norm.
+        NotImplementedError: The model is wrapped into another parallel class than drivetrain's. Or an optimizer steps
+        in backward and there is a wrapper, a scaler or max_grad_norm.
     """
     return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
 
 
 def _unwrapped(given: Any, name: str, kind: type[Any]) -> Any:
-    """Takes a framework's wrappers off, which hold the original under that name. They step when they see fit."""
+    """Removes a framework's wrappers, which hold the original in an attribute and step on their own schedule."""
     while isinstance(inner := getattr(given, name, None), kind):
         given = inner
     return given
 
 
 class Window:
-    """What `accumulate` returns: one `with` block of windows of micro-batches."""
+    """One `with` block of windows of micro-batches; `accumulate` returns it."""
 
     def __init__(
         self,
@@ -107,23 +104,23 @@ class Window:
         self._ddp = wrapper_in(model, "drivetrain.accumulate()")
         self._steps = steps
         self._scaler = scaler
-        # A framework's scheduler steps only where the framework has seen its own optimizer step.
+        # A framework's scheduler steps only after the framework's own optimizer step.
         self._scheduler = _unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
-        self._scheduler_steps: int | None = None  # that were taken when this window last looked
+        self._scheduler_steps: int | None = None  # the scheduler's step count at the last check
         self._max_grad_norm = max_grad_norm
         self._entered = self._is_open = False
-        self._handles: list[Any] = []  # hooks on the model and the optimizers, while the block lasts
+        self._handles: list[Any] = []  # hooks on the model and the optimizers during the block
         self._is_stepping = False
         self._in_backward: list[StepInBackward] = []
         self._check_in_backward()
         self._micro_steps = 0
-        self._weight = 0.0  # of this rank's micro-batches in the window under way
-        self._begun: Any = None  # the all-reduce that told the other ranks of it
-        self._seen: tuple[Tensor, Tensor | None, int] | None = None  # a parameter, its gradient, that one's version
+        self._weight = 0.0  # weight of this rank's micro-batches in the current window
+        self._begun: Any = None  # the all-reduce that announced the window to the other ranks
+        self._seen: tuple[Tensor, Tensor | None, int] | None = None  # parameter, gradient, its version
 
     @property
     def micro_steps(self) -> int:
-        """Backwards in the window under way."""
+        """The number of backward passes in the current window."""
         return self._micro_steps
 
     # ---- The block.
@@ -165,22 +162,23 @@ class Window:
                 self._ddp.require_backward_grad_sync = self._sync_before
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0, **kwargs: Any) -> bool:
-        """`loss.backward()`, and in the window's last micro-batch the step.
+        """Calls `loss.backward()`, and steps after the window's last micro-batch.
 
         Args:
-            loss: the mean over this micro-batch, not divided by anything else. One in 16 bits rounds its weight to
-                them: have it in float32.
-            weight: what it is a mean of, a count of tokens or samples: finite and >= 0 (0: the loss, which may be nan,
-                is not looked at). On CUDA a tensor is waited for.
-            **kwargs: for `torch.Tensor.backward`.
+            loss: The mean over this micro-batch, not divided by anything else. Use float32: a 16-bit loss rounds its
+            weight to 16 bits.
+            weight: The number of tokens or samples in the mean, finite and at least 0. A loss of weight 0 is ignored
+            and may be nan. A CUDA tensor makes the call wait for the device.
+            **kwargs: Arguments of `torch.Tensor.backward`.
 
         Returns:
-            whether the optimizer was stepped.
+            Whether the optimizer was stepped.
 
         Raises:
-            RuntimeError: outside of the with block; gradients were zeroed or written since the window began.
-            ValueError: the weight is negative or not finite; all weights of a window, on all ranks, sum to 0. What was
-                collected is dropped.
+            RuntimeError: The call is outside of the with block, or gradients were zeroed or written since the window
+            began.
+            ValueError: The weight is negative or not finite, or all weights of a window on all ranks sum to 0. The
+            collected gradients are dropped.
         """
         if not self._is_open:
             raise RuntimeError(
@@ -216,7 +214,8 @@ class Window:
 
     @contextmanager
     def _stepping_in_backward(self, weight: float, is_last: bool) -> Iterator[None]:
-        """Of optimizers that do so: nothing, or with the mean over the window that this backward completes."""
+        """Lets optimizers that step in backward step only in the window's last backward, with the mean over the
+        window."""
         with ExitStack() as stack:
             for steps in self._in_backward:
                 if is_last:
@@ -230,14 +229,15 @@ class Window:
                     steps.divisor = 1.0
 
     def _begin(self) -> None:
-        """A new window."""
+        """Begins a window."""
         if self._ddp is not None:
-            # So that the next forward takes rank 0's buffers, on ranks whose window ended without a last forward, too.
+            # Makes the next forward broadcast rank 0's buffers, also on ranks whose window ended without a last
+            # forward.
             self._ddp.require_forward_param_sync = True
         self._begin_anew()
 
     def _drop(self) -> None:
-        """Forgets what has been collected. To other ranks the window goes on."""
+        """Drops the collected gradients. The window goes on for the other ranks."""
         for param in [*self._params(), *self._reduced_params()]:
             param.grad = None
         self._begin_anew()
@@ -248,13 +248,13 @@ class Window:
         self._expect_next()
 
     def _expect_next(self) -> None:
-        """The next forward and backward."""
+        """Prepares for the next forward and backward."""
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = self._micro_steps + 1 >= self._steps
         self._remember()
 
     def _complete(self) -> None:
-        """The end of the block: a shorter window, and then those that other ranks still have."""
+        """Completes a shorter last window, and then the windows that other ranks still have."""
         if self._ddp is None:
             if self._micro_steps > 0:
                 self._step()
@@ -263,7 +263,7 @@ class Window:
             self._reduce_and_step()
         while self._is_any_rank_beginning():
             if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                self._ddp._sync_buffers()  # as those ranks' forward does
+                self._ddp._sync_buffers()  # matches the forward of those ranks
             self._reduce_and_step()
 
     def _reduce_and_step(self) -> None:
@@ -276,8 +276,8 @@ class Window:
     # ---- The step.
 
     def _step(self) -> None:
-        """With the gradients of a window whose last backward is done."""
-        if self._begun is not None:  # it came before the reduction that is over
+        """Steps with the gradients of a window whose last backward has finished."""
+        if self._begun is not None:  # The announcement preceded the finished reduction.
             self._begun[0].wait()
             self._begun = None
         if self._ddp is None and not self._weight > 0:
@@ -311,7 +311,7 @@ class Window:
                 param.grad = None
 
     def _fused_and_alone(self) -> FusedOptimizer | None:
-        """The optimizer, if it can take a divisor and a norm into its step."""
+        """Returns the only optimizer if its step can divide and clip gradients."""
         first = self._optimizers[0]
         if len(self._optimizers) > 1 or not isinstance(first, FusedOptimizer):
             return None
@@ -347,20 +347,20 @@ class Window:
         clip_grad_norm_(self._params(), self._max_grad_norm)
 
     def _params(self) -> list[Tensor]:
-        """Of all optimizers, each once."""
+        """Returns the parameters of all optimizers, each once."""
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return list({id(param): param for group in groups for param in group["params"]}.values())
 
     def _reduced_params(self) -> list[Tensor]:
-        """Those whose gradients the wrapper reduces, whether an optimizer has them or not."""
+        """Returns the parameters whose gradients the wrapper reduces, with or without an optimizer."""
         return [] if self._ddp is None else list(self._ddp._module_parameters)
 
     def _unreduced_params(self) -> list[Tensor]:
-        """Those of the optimizers whose gradients are sums still."""
+        """Returns the optimizers' parameters whose gradients are not divided yet."""
         reduced = {id(param) for param in self._reduced_params()}
         return [param for param in self._params() if id(param) not in reduced]
 
-    # ---- Mistakes.
+    # ---- Checks for misuse.
 
     def _check_in_backward(self) -> None:
         """Finds the optimizers that step in backward."""
@@ -382,7 +382,7 @@ class Window:
             )
 
     def _remember(self) -> None:
-        """One gradient, and its version: whoever zeroes or adds to all of them changes it."""
+        """Stores one gradient and its version, which change when a caller zeroes or adds to gradients."""
         params = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         with_grad = (param for group in params for param in group if param.grad is not None)
         chosen = next(with_grad, next((param for group in params for param in group), None))
@@ -408,8 +408,8 @@ class Window:
                 "loss.backward() out of the loop."
             )
 
-    # ---- Agreement with other ranks: in every window each tells the others, before its first forward, that it has
-    # one; or, at the end of its block, that it has none and waits to hear whether any other has.
+    # ---- Agreement between ranks. In every window each rank announces, before its first forward, that it has one. At
+    # the end of its block a rank announces that it has none and waits for the others.
 
     def _begin_at_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
@@ -432,7 +432,7 @@ class Window:
 
 
 def _holds_anything(grads: list[Tensor]) -> bool:
-    """Whether any of them has an element that is not 0. The host waits once for each device, not for each gradient."""
+    """Returns whether any gradient has a nonzero element. Waits once per device, not once per gradient."""
     counts: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         values = grad._values() if grad.is_sparse else grad
@@ -441,7 +441,7 @@ def _holds_anything(grads: list[Tensor]) -> bool:
 
 
 def _divide(params: Iterable[Tensor], divisor: float) -> None:
-    """By 0: not at all. Then nothing was added to them, and what is there are zeros."""
+    """Divides gradients by `divisor`. 0 leaves them alone: nothing was added, and they are zeros."""
     grads = [param.grad for param in params if param.grad is not None]
     if grads and divisor not in (0.0, 1.0):
         with torch.no_grad():

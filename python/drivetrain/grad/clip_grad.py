@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm in one read, and no write where nothing is clipped."""
+"""Gradient clipping by the norm: one read of the gradients, and a write only if it clips."""
 
 from collections.abc import Iterable
 
@@ -17,29 +17,29 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_; the 2-norm of CPU gradients in one read, at the speed of memory.
+    """Clips gradients as torch.nn.utils.clip_grad_norm_ does, with the 2-norm of CPU gradients in one read.
 
-    torch's function always multiplies all gradients, by 1 if need be; this one leaves them alone then. The norm is
-    summed in float64 in an order that depends on sizes alone. An optimizer of drivetrain.optim clips without even the
-    write: see its `max_grad_norm`. Other norms, devices and layouts go to torch's function.
+    torch's function multiplies all gradients even if the factor is 1; this one leaves them alone then. It sums the norm
+    in float64 in an order that depends on sizes alone. An optimizer of drivetrain.optim clips without a write: see its
+    `max_grad_norm`. Other norms, devices and layouts use torch's function.
 
-    Of DTensors (on any device) the 2-norm is over all ranks' parts, each distinct one counted once, and partial sums
-    are reduced, in `.grad`. All ranks of their mesh must call it; parameters that are no DTensors may be among them,
-    and count as what every rank has.
+    For DTensors on any device the 2-norm covers all ranks' parts and counts each distinct part once. It reduces partial
+    sums in `.grad`. All ranks of the mesh must call it. Plain tensors among the parameters count once, as copies that
+    every rank has.
 
     Args:
-        parameters: tensors whose gradients are clipped, or one.
-        max_norm: the norm that all gradients together shall have at most.
-        norm_type: 2.0, or another norm.
-        error_if_nonfinite: raises if the norm is inf or nan, before anything changes.
-        foreach: for torch's function.
+        parameters: A tensor or tensors whose gradients are clipped.
+        max_norm: The largest norm of all gradients together.
+        norm_type: The norm's order. Orders other than 2.0 use torch's function.
+        error_if_nonfinite: Raises if the norm is inf or nan, before anything changes.
+        foreach: Passed to torch's function.
 
     Returns:
-        the norm before clipping: float32 [], float64 for float64 gradients; of DTensors a replicated one.
+        The norm before clipping: float32 [], or float64 for float64 gradients; a replicated DTensor for DTensors.
 
     Raises:
-        NotImplementedError: backward has stepped the parameters (step_in_backward()) and left nothing to clip.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        NotImplementedError: step_in_backward() has stepped the parameters and left no gradient to clip.
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
@@ -62,7 +62,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def _clip_over_mesh(params: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """The same where some parameters are DTensors; the norm is a replicated DTensor."""
+    """Clips where some parameters are DTensors, and returns the norm as a replicated DTensor."""
     for index, param in enumerate(params):
         settle_gradient(param, f"parameter {index} of clip_grad_norm_()".__str__)
     norm = sum_of_squares(params).sqrt()

@@ -1,4 +1,4 @@
-"""Linear layers whose backward adds the weight's gradient straight to where it is collected."""
+"""Linear layers whose backward adds the weight gradient directly to the gradient buffer."""
 
 import torch
 from torch import Tensor, nn
@@ -10,41 +10,40 @@ class Linear(nn.Linear):
     """torch.nn.Linear after fuse_wgrad()."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As torch's."""
+        """Computes the layer as torch does."""
         if is_plain(input):
             return _C.fused_linear(input, self.weight, self.bias, is_conv1d=False)
         return super().forward(input)
 
 
 def fuse_wgrad(model: nn.Module) -> None:
-    """Lets the linear layers of a model add their weight's gradient straight to where it is collected.
+    """Lets the linear layers of a model add their weight gradient directly to `.grad`.
 
-    A layer's backward computes `dW = grad_output^T input`, of the weight's size, and autograd then adds it to `.grad`
-    (or main_grads() does): it is written, read, and added. Here one matrix product adds to `.grad` itself (GEMM with
-    beta = 1), in the precision of that: where it is float32 and the product's factors are in 16 bits, under autocast or
+    A layer's backward computes `dW = grad_output^T input`, which has the weight's size. autograd or main_grads() then
+    adds it to `.grad`, so that it is written, read and added. After this call one matrix product adds to `.grad` itself
+    (GEMM with beta = 1), in the precision of `.grad`. With a float32 `.grad` and 16-bit factors, under autocast or
     after main_grads(), nothing is rounded to 16 bits in between.
 
-    torch.nn.Linear and Hugging Face's Conv1D become subclasses that do so, themselves and their state as they are;
-    subclasses of theirs, with a forward of their own, are left alone. It goes together with DistributedDataParallel
-    (the gradient of the first micro-batch, too, is then multiplied straight into the arena), main_grads(), autocast,
-    no_sync(), accumulate(), and activation checkpointing; call it before or after any of these.
+    torch.nn.Linear and Hugging Face's Conv1D become subclasses; modules and state stay the same. Other subclasses of
+    theirs, which may have a forward of their own, are left alone. Supported together with DistributedDataParallel (the
+    first micro-batch then multiplies directly into the flat gradient buffer), main_grads(), autocast, no_sync(),
+    accumulate() and activation checkpointing, before or after this call.
 
-    Backward returns a gradient as ever where somebody is to see it first, or it cannot be added: under
-    torch.autograd.grad(), with create_graph=True, for weights that have hooks (`register_hook`) or are computed
-    (parametrizations), with the first of several gradients where `.grad` is None (autograd keeps that one as it is,
-    without a copy), for float16 on the CPU, bfloat16 there on processors without AVX-512, and with 24-bit main
-    gradients on CUDA, where no product adds to them. Regions under torch.compile, functional transforms (torch.func),
-    and tensor subclasses take torch's own layers.
+    Backward returns a gradient, as without this call, where another reader needs it or no product can add to `.grad`:
+    under torch.autograd.grad(), with create_graph=True, for weights with hooks (`register_hook`) or parametrizations,
+    and for the first of several gradients where `.grad` is None. The same holds for float16 on the CPU, for bfloat16 on
+    processors without AVX-512, and for 24-bit main gradients on CUDA. Regions under torch.compile, functional
+    transforms (torch.func) and tensor subclasses use torch's own layers.
 
-    The layers' classes are drivetrain's from here on, which what compares classes must know (torch.jit.script,
-    quantize_dynamic), and so must files of whole models: fuse what you train, not what you ship.
+    The layers' classes are drivetrain's from then on. Code that compares classes (torch.jit.script, quantize_dynamic)
+    and pickled models depend on that: fuse the model that you train, not the one that you ship.
 
     Args:
-        model: has at least one such layer. Freezing weights later is fine.
+        model: Has at least one such layer. Weights may be frozen later.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: it has none.
+        TypeError: `model` is not a module.
+        ValueError: `model` has no such layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -61,7 +60,7 @@ def fuse_wgrad(model: nn.Module) -> None:
 def _fused(layer: type) -> type | None:
     if layer in (nn.Linear, Linear):
         return Linear
-    # Without an import of transformers, which takes its time, for models that have nothing of it.
+    # Avoids importing transformers, which takes long, for models that do not use it.
     if layer.__name__ == "Conv1D" and layer.__module__ in ("transformers.pytorch_utils", f"{__name__}_conv1d"):
         from .fuse_wgrad_conv1d import Conv1D
 
@@ -70,5 +69,5 @@ def _fused(layer: type) -> type | None:
 
 
 def is_plain(input: Tensor) -> bool:
-    """Whether it is a tensor of values, not of a tracer or a subclass."""
+    """Returns whether the input is a plain tensor, neither traced nor a subclass."""
     return type(input) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Main gradients: those of 16-bit parameters, accumulated in more bits than the parameters have."""
+"""Main gradients: accumulates the gradients of 16-bit parameters in more than 16 bits."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,39 +15,39 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def main_grads(model: nn.Module, bits: int = 32) -> None:
-    """Accumulates the gradients of the model's 16-bit parameters in more bits: `bits=32` in float32, exactly; 24, of
-    bfloat16 parameters, in bfloat16 with 8 bits beside it.
+    """Accumulates the gradients of the model's 16-bit parameters in 32 or 24 bits.
 
-    In 16 bits what a micro-batch adds is rounded to the sum's last bit, and from some number of them on adds nothing.
-    Here a C++ hook adds each micro-gradient in float32 as soon as backward has it, and frees it: two copies of a
-    gradient exist for one parameter at a time. Call it once the model has its dtype and device, before wrapping it into
-    DistributedDataParallel.
+    In 16 bits each addition is rounded to the sum's last bit, and later micro-batches may add nothing. With main
+    gradients a C++ hook adds each micro-batch's gradient in float32 as soon as backward has it, and frees it. Two
+    copies of a gradient exist for one parameter at a time. Call this once the model has its dtype and device, before
+    wrapping it into DistributedDataParallel.
 
-    * 32: `.grad` is the float32 gradient (`grad_dtype` says so), 4 bytes per parameter. Optimizers of drivetrain.optim
-      read it as it is; so do norms and clipping. Under DDP it crosses the wire in float32.
-    * 24: `.grad` is bfloat16 as ever, and another byte per parameter keeps what rounding it leaves out from one
-      micro-gradient to the next (see `float32_grad`). Optimizers and DDP's wire take the bfloat16 half without a cast.
-      Whoever writes `.grad` (a reduction, a scaler) drops the byte.
+    * 32: `.grad` is a float32 gradient (`grad_dtype` is float32) and takes 4 bytes per parameter. Optimizers of
+        drivetrain.optim, norms and clipping read it directly. DistributedDataParallel communicates it in float32.
+    * 24: `.grad` stays bfloat16, for bfloat16 parameters, and another byte per parameter keeps its rounding error from
+        one micro-batch to the next (see `float32_grad`). Optimizers and DistributedDataParallel use the bfloat16 half
+        without a cast. Writing `.grad`, as a reduction or a scaler does, drops the byte.
 
-    `.grad` and its memory stay: zero_grad(set_to_none=True) frees nothing, and the next backward overwrites what a kept
-    reference to a `.grad` shows (clone it). Under drivetrain's DDP that memory is the arena's.
+    `.grad` and its memory stay: zero_grad(set_to_none=True) frees nothing. The next backward overwrites a kept
+    reference to a `.grad`, so clone it. Under drivetrain's DistributedDataParallel the memory is part of the flat
+    gradient buffer.
 
-    Megatron-LM's names are there too: `param.main_grad` is that memory. A layer that adds to it by itself sets
-    `param.grad_added_to_main_grad`; the gradient that autograd brings is then dropped. Such layers need
-    zero_grad(set_to_none=False): they add to what is there.
+    Megatron-LM's names exist too: `param.main_grad` is that memory. A layer that adds to it sets
+    `param.grad_added_to_main_grad`, and the gradient from autograd is then dropped. Such layers need
+    zero_grad(set_to_none=False).
 
-    Gradients of backward(create_graph=True) and sparse ones are autograd's own business, and keep its accumulation.
+    autograd accumulates sparse gradients and those of backward(create_graph=True).
 
     Args:
-        model: has parameters in bfloat16 or float16; those in other dtypes, and frozen ones, stay as they are. Main
-            gradients live as long as it, so give the model itself, not a list of modules made for the call.
+        model: Has bfloat16 or float16 parameters that require a gradient. Other parameters are left alone. Main
+        gradients live as long as this object, so pass the model itself.
         bits: 32 or 24.
 
     Raises:
-        ValueError: bits is neither; 24 for float16 parameters; the model has no 16-bit parameter, or some of their
-            gradients are there already.
-        RuntimeError: the model is wrapped already, or has main gradients.
-        NotImplementedError: a parameter is a DTensor.
+        ValueError: `bits` is neither 32 nor 24, or 24 with float16 parameters. The model has no 16-bit parameter, or
+        one of them has a gradient.
+        RuntimeError: The model is wrapped already or has main gradients.
+        NotImplementedError: A parameter is a DTensor.
     """
     if bits not in (32, 24):
         raise ValueError(f"bits is {bits}, expected 32 or 24")
@@ -77,14 +77,15 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
 
 
 def float32_grad(param: Tensor) -> Tensor:
-    """A gradient as a new float32 tensor of the parameter's shape: with the 8 bits that a main gradient of 24 keeps
-    beside `.grad`, as long as nobody else has written that.
+    """Returns a gradient as a new float32 tensor of the parameter's shape.
+
+    Includes the 8 bits that a 24-bit main gradient keeps beside `.grad`, unless `.grad` was written since.
 
     Raises:
-        ValueError: the parameter has no gradient.
+        ValueError: The parameter has no gradient.
     """
     if param.grad is None:
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} has no gradient")
+        raise ValueError(f"param is a tensor of shape {tuple(param.shape)} without a gradient")
     for kept, index in _kept_of([param]):
         residual = kept.native.residual(index)
         if residual is not None:
@@ -93,7 +94,7 @@ def float32_grad(param: Tensor) -> Tensor:
 
 
 class _MainGrads:
-    """Of one model."""
+    """The main gradients of one model."""
 
     def __init__(self, params: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.index_of = {id(param): index for index, param in enumerate(params)}
@@ -111,7 +112,7 @@ class _MainGrads:
 
 
 def _place_for(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros laid out as autograd lays out gradients: as the parameter where that is dense, else row by row."""
+    """Returns zeros in the layout of autograd's gradients: the parameter's if that is dense, else row-major."""
     like = torch.zeros_like(param, dtype=dtype)
     return like if like.stride() == param.stride() else torch.zeros(param.shape, dtype=dtype, device=param.device)
 
@@ -131,14 +132,14 @@ _kept: WeakKeyDictionary[nn.Module, _MainGrads] = WeakKeyDictionary()
 
 
 def _kept_of(params: Iterable[Tensor]) -> list[tuple[_MainGrads, int]]:
-    """Whose main gradients these are, and their places there; without those that have none."""
+    """Returns the main gradients that hold these parameters, and the parameters' indices there."""
     return [
         (kept, kept.index_of[id(param)]) for param in params for kept in _kept.values() if id(param) in kept.index_of
     ]
 
 
 def keep_in_arena(reducer: _C.Reducer, params: Sequence[Tensor]) -> bool:
-    """Lets the main gradients of a reducer's parameters lie where it reduces them; returns whether there are any."""
+    """Moves the main gradients of a reducer's parameters into its flat gradient buffer; returns whether any exist."""
     with_main = [(place, param) for place, param in enumerate(params) if _kept_of([param])]
     if not with_main:
         return False

@@ -1,4 +1,4 @@
-"""Steps inside backward: of each parameter as soon as its gradient is there, whose memory is then free for others."""
+"""Optimizer steps inside backward: steps a parameter as soon as its gradient exists, and frees the gradient."""
 
 import functools
 import weakref
@@ -21,11 +21,11 @@ WHY_NOT_CLIPPED = (
     "step_in_backward() the first is gone by then: leave max_grad_norm None, or clip by the norm of the step before, "
     "step_in_backward(model, clip_by_previous_norm=...)."
 )
-_STEPPED_BY = "_drivetrain_stepped_by"  # a parameter's attribute
+_STEPPED_BY = "_drivetrain_stepped_by"  # the name of an attribute of parameters
 
 
 def is_stepped_in_backward(param: Tensor) -> bool:
-    """Whether some optimizer does so."""
+    """Returns whether an optimizer steps the parameter in backward."""
     return getattr(param, _STEPPED_BY, None) is not None
 
 
@@ -38,7 +38,7 @@ class StepInBackward:
     """What `optimizer.step_in_backward()` returns.
 
     Attributes:
-        divisor: what the gradients of the next backward that steps are divided by first; 1.0 unless somebody sets it.
+        divisor: Divides the gradients of the next backward that steps. It is 1.0 unless a caller sets it.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class StepInBackward:
         self._optimizer = optimizer
         self._max_norm = clip_by_previous_norm
         self._bucket_bytes = bucket_cap_mb * 2**20
-        self._readers: dict[int, _C.StepReader] = {}  # by the first parameter of a bucket
-        self._pending: dict[int, Tensor] = {}  # with gradients that fill no bucket yet
+        self._readers: dict[int, _C.StepReader] = {}  # by the id of a bucket's first parameter
+        self._pending: dict[int, Tensor] = {}  # parameters whose gradients fill no bucket yet
         self._pending_bytes = 0
-        self._task: int | None = None  # of autograd's, whose end flushes them
+        self._task: int | None = None  # the id of autograd's graph task, whose end flushes the pending parameters
         self._is_off = False
-        self._squares: Tensor | None = None  # the sum over the gradients of the backward under way
-        self._norm: Tensor | None = None  # of those of the last one
+        self._squares: Tensor | None = None  # sum of squares over the gradients of the running backward
+        self._norm: Tensor | None = None  # norm of the last backward's gradients
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         names = {param: name for name, param in model.named_parameters() if param.requires_grad}
@@ -84,23 +84,28 @@ class StepInBackward:
         else:
             self._ddp.reducer.add_on_reduced(self._on_reduced)
         for param in self._names:
-            # What keeps this alive: autograd's hooks, which the garbage collector cannot see through, do not.
+            # This attribute keeps the object alive. autograd's hooks do not, because the garbage collector cannot see
+            # through them.
             setattr(param, _STEPPED_BY, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As None: a parameter that is saved or copied is not stepped in backward."""
+        """Pickles as None: saved and copied parameters are not stepped in backward."""
         return type(None), ()
 
     @property
     def grad_norm(self) -> float | None:
-        """The 2-norm of the gradients of the last backward that stepped, before clipping; None: there was none yet, or
-        clip_by_previous_norm was not asked for. On CUDA waits for the device."""
+        """The 2-norm of the gradients of the last backward that stepped, before clipping.
+
+        None before the first such backward, or without clip_by_previous_norm. Reading it on CUDA waits for the device.
+        """
         return None if self._norm is None else float(self._norm)
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
-        """Backward inside of this adds to `.grad` and steps nothing, for all micro-batches but the last. Under
-        DistributedDataParallel it is no_sync()."""
+        """Makes backward accumulate into `.grad` without a step, for all micro-batches but the last.
+
+        Under DistributedDataParallel it also enters no_sync().
+        """
         before = self._is_off
         with ExitStack() as stack:
             if self._ddp is not None:
@@ -112,7 +117,8 @@ class StepInBackward:
                 self._is_off = before
 
     def remove(self) -> None:
-        """Backward steps no more. Under DistributedDataParallel every rank must call it. A second call does nothing."""
+        """Ends stepping in backward. Under DistributedDataParallel every rank must call it. A second call has no
+        effect."""
         if self._optimizer.in_backward is not self:
             return
         self._optimizer.in_backward = None
@@ -123,16 +129,16 @@ class StepInBackward:
         for param in self._names:
             delattr(param, _STEPPED_BY)
 
-    # ---- Who says that a gradient is there.
+    # ---- Notifications that a gradient exists.
 
     def on_gradient(self, param: Tensor) -> None:
-        """Of one parameter, accumulated."""
+        """Handles the accumulated gradient of one parameter."""
         if self._is_off or param.grad is None:
             return
         self._check_reducers(param)
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            if self._task is not None:  # that one has raised
+            if self._task is not None:  # The earlier backward has raised.
                 self._squares = None
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -151,7 +157,7 @@ class StepInBackward:
             self._end_norm()
 
     def _check_reducers(self, param: Tensor) -> None:
-        """Raises for a gradient that is not yet reduced when it is stepped with, or reduced by somebody else, too."""
+        """Raises for a gradient that another reducer reduces, before or after its step."""
         if _C.num_accumulator_hooks(param) > (self._ddp is not None):
             raise RuntimeError(
                 f"parameter {self._names[param]!r} of an optimizer that steps in backward is another "
@@ -160,7 +166,7 @@ class StepInBackward:
             )
 
     def _flush(self) -> None:
-        # Somebody may have taken gradients away since: zero_grad() after a backward that raised, for example.
+        # A zero_grad() after a backward that raised may have removed gradients since.
         params = [param for param in self._pending.values() if param.grad is not None]
         self._pending.clear()
         self._pending_bytes = 0
@@ -174,13 +180,13 @@ class StepInBackward:
     # ---- The step of one bucket.
 
     def _step(self, params: Sequence[Tensor]) -> None:
-        """Of parameters that have gradients, which are gone then."""
+        """Steps parameters that have gradients, and frees the gradients."""
         groups = []
         left = {id(param): param for param in params}
         for group in self._optimizer.param_groups:
             chosen = [left.pop(id(param)) for param in group["params"] if id(param) in left] if left else []
             groups.append({**group, "params": chosen, "param_names": [self._names[param] for param in chosen]})
-        params = [param for param in params if id(param) not in left]  # others have left the optimizer
+        params = [param for param in params if id(param) not in left]  # Other parameters have left the optimizer.
         if not params:
             return
         grads = [param.grad for param in params if param.grad is not None]
@@ -192,12 +198,13 @@ class StepInBackward:
             param.grad = None
         del grads
         if len(self._optimizer.state) > states_before and self._optimizer.is_on_cpu:
-            _C.return_freed_memory()  # states that stay now lie between gradients that went
+            _C.return_freed_memory()  # The new states lie between freed gradients.
 
     def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:
-        """What gradients are divided by, given the norm of the backward before; this one's is added up."""
+        """Returns the divisor of the gradients, from the norm of the backward before, and adds to this backward's
+        norm."""
         if any(grad.layout != torch.strided for grad in grads):
-            return self.divisor  # the step says what is wrong with them
+            return self.divisor  # The step raises for them.
         squares = local_sum_of_squares(grads) / self.divisor**2
         self._squares = squares if self._squares is None else self._squares + squares
         if self._norm is None:
@@ -209,5 +216,5 @@ class StepInBackward:
         if self._squares is None:
             return
         norm, self._squares = self._squares.sqrt(), None
-        # One that is not finite clips nothing that comes after it.
+        # A norm that is not finite clips no later gradient.
         self._norm = norm if self._norm is None else torch.where(norm.isfinite(), norm, self._norm)

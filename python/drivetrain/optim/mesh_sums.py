@@ -1,4 +1,4 @@
-"""What LAMB and Adafactor add up over whole parameters, where every rank has a part: summed over the mesh."""
+"""Sums over a device mesh for LAMB and Adafactor, whose rules need sums over whole DTensor parameters."""
 
 import math
 from collections import defaultdict
@@ -17,10 +17,11 @@ Places = tuple["DeviceMesh", tuple[int, ...]]
 
 
 class MeshSums:
-    """Called by the native step between its passes (csrc/optim/run_shared.h) with sums over this rank's parts.
+    """Shares a step's sums over this rank's parts with the other ranks.
 
-    Ranks share what they have of all parameters at once: one all-reduce per mesh, set of its dimensions and stage. What
-    the step divides by its own numbers of elements, rows or columns is scaled for that beforehand.
+    The native step calls it between its passes (csrc/optim/run_shared.h). Ranks share the sums of all parameters at
+    once: one all-reduce per mesh, set of its dimensions and stage. The step divides by its own number of elements, rows
+    or columns, so the sums are scaled for that beforehand.
     """
 
     def __init__(
@@ -29,7 +30,13 @@ class MeshSums:
         state: dict[Tensor, Any],
         hypers: Callable[[Group], dict[str, float | Tensor]],
     ) -> None:
-        """parts: of parameters with gradients, the same on every rank of their meshes; state: by the plain tensors."""
+        """Stores the parts.
+
+        Args:
+            parts: Parts of parameters with gradients, the same on every rank of their meshes.
+            state: The optimizer's state by the plain tensors.
+            hypers: Returns a group's numbers by the names that the rule reads.
+        """
         self._parts = parts
         self._state = state
         self._hypers = hypers
@@ -51,7 +58,7 @@ class MeshSums:
         for part in parts:
             by_mesh[part.param.device_mesh, split_dims(part.param)].append(part)
         for (mesh, dims), members in by_mesh.items():
-            totals = sums.new_zeros(len(members), 2)  # a rank without elements adds nothing, and takes part
+            totals = sums.new_zeros(len(members), 2)  # A rank without elements takes part with zeros.
             here = [(row, places[id(part.plain)], part) for row, part in enumerate(members) if id(part.plain) in places]
             for row, place, _ in here:
                 totals[row] = sums[place]
@@ -60,7 +67,7 @@ class MeshSums:
                 sums[place] = totals[row] * (part.plain.numel() / part.param.numel())
 
     def _share_squares(self, matrices: list[tuple[Part, int]], sums: list[Tensor]) -> None:
-        """Of rows that are cut through, and of columns."""
+        """Shares the sums of squares of rows and columns that ranks have parts of."""
         shares: dict[Places, list[tuple[Tensor, float]]] = defaultdict(list)
         for part, place in matrices:
             for is_columns in (0, 1):
@@ -77,7 +84,7 @@ class MeshSums:
                 units[0] = total.view_as(units[0]) * share
 
     def _share_means(self, matrices: list[tuple[Part, int]], factors: list[Tensor]) -> None:
-        """Rows' factors contain the root of the mean over this rank's rows: puts that over all rows in its place."""
+        """Replaces the mean over this rank's rows, whose root the rows' factors contain, by the mean over all rows."""
         shares: dict[Places, list[tuple[Part, Tensor]]] = defaultdict(list)
         for part, place in matrices:
             if dims := dims_that_split(part.param, -2):
@@ -93,7 +100,7 @@ class MeshSums:
 
 
 def smallest_part(size: int, num_parts: Sequence[int]) -> int:
-    """How many elements the rank has that gets least, of a dimension that several of a mesh cut up in turn."""
+    """Returns the smallest number of elements of any rank, for a dimension that mesh dimensions split in turn."""
     for parts in num_parts:
         size = max(0, size - (parts - 1) * math.ceil(size / parts))
     return size

@@ -1,4 +1,4 @@
-"""How parameters and states live in memory, by a group's options: checked, and states made and converted."""
+"""Storage formats of parameters and states: checks a group's options, and creates and converts states."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Group = dict[str, Any]
 EXTRA_NAMES = _C.optim_extra_names()
 DEFAULTS: Group = {"state_bits": None, "master_bits": None, "min_8bit_size": 4096, "rounding": "nearest"}
 
-# Of what the states look like in memory; in the groups of state dicts that have any of these options.
+# The version of the storage formats. Groups of state dicts that use any of these options hold it.
 VERSION = 1
 VERSION_NAME = "storage_version"
 NAMES = {*DEFAULTS, VERSION_NAME}
@@ -24,7 +24,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check(group: Group, where: str = "") -> None:
-    """Raises ValueError for an option that is out of range; what the group does not say is as in DEFAULTS."""
+    """Raises ValueError for an option that is out of range. DEFAULTS holds the options that the group omits."""
     options = DEFAULTS | group
     prefix = f"{where}: " if where else ""
     for option, choices in _CHOICES.items():
@@ -48,7 +48,7 @@ def of(group: Group) -> _C.Precision:
     """The group's options for the native step.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: An option is out of range.
     """
     if not DEFAULTS.keys() & group.keys():
         return _NOTHING_ASKED
@@ -72,17 +72,21 @@ def state_as_asked(
     initial: float,
     conversions: _C.Conversions,
 ) -> dict[str, Tensor | None]:
-    """What to write into `state`, or to take out (None), so that its entry `name` is as the group asks.
+    """Returns what to write into `state`, or to remove from it (None), so that its entry `name` has the group's format.
 
     Args:
-        kind: of the state, as the native rule gives it: a parameter of some shapes has no state of some kinds, and
-            some have another shape than their parameter.
-        precision: the group's options.
-        initial: every value of a state that is not there yet.
-        conversions: what is returned holds its values once these have run.
+        state: The parameter's state.
+        name: The entry's name in torch's class.
+        kind: The state's kind, from the native rule. It determines the shape; some parameters have no state of some
+        kinds.
+        param: The parameter.
+        precision: The group's options.
+        label: Names the parameter in errors.
+        initial: The value that fills a new state.
+        conversions: Fills the returned tensors when it runs.
 
     Raises:
-        ValueError: an 8-bit entry is without its scales.
+        ValueError: An 8-bit entry lacks its scales.
     """
     sizes = _C.optim_state_shape(param, kind)
     if sizes is None:
@@ -97,7 +101,7 @@ def state_as_asked(
             return {name: stored}
     else:
         if not isinstance(found, Tensor) or list(found.shape) != sizes or found.device != param.device:
-            return {}  # the step says what is wrong with it
+            return {}  # The step raises for it.
         if _C.optim_is_state_as(param, found, state.get(scales), dtype):
             return {}
         try:
@@ -110,14 +114,18 @@ def state_as_asked(
 
 
 def has_state(state: dict[str, Any], name: str) -> bool:
-    """Whether there is an entry `name`, in whatever format."""
+    """Returns whether there is an entry `name` in any storage format."""
     return state.get(name) is not None or state.get(codes_name(name)) is not None
 
 
 def extra_as_asked(
     state: dict[str, Any], param: Tensor, precision: _C.Precision, label: str, conversions: _C.Conversions
 ) -> dict[str, Tensor | None]:
-    """The same for what a 16-bit parameter has beside it. May round the parameter anew, from what it had before."""
+    """Returns what to write into `state` so that a 16-bit parameter has the remainder, compensation or master asked
+    for.
+
+    May round the parameter again, from its value in the earlier format.
+    """
     extra = _C.optim_param_extra(precision, param)
     if extra is None:
         return dict.fromkeys(EXTRA_NAMES)
@@ -140,28 +148,28 @@ def extra_as_asked(
 
 
 def codes_name(name: str) -> str:
-    """Where the state keeps its entry `name` when that has 8 bits."""
+    """Returns the key of a state's 8-bit codes."""
     return f"{name}_codes"
 
 
 def scales_name(name: str) -> str:
-    """Where it keeps the scales of those codes."""
+    """Returns the key of the scales of a state's 8-bit codes."""
     return f"{name}_scales"
 
 
 def float32_value(state: dict[str, Any], param: Tensor, group: Group) -> Tensor:
-    """The parameter with what it has beside it, as a new float32 tensor."""
+    """Returns the parameter's value, including its remainder, compensation or master, as a new float32 tensor."""
     extra = _C.optim_param_extra(of(group), param)
     return _C.optim_load_param(param, None if extra is None else state.get(extra[0])).clone()
 
 
 def is_of_blocks(name: str) -> bool:
-    """Whether a state's entry is 8-bit codes or their scales."""
+    """Returns whether a state's entry holds 8-bit codes or their scales."""
     return name.endswith(("_codes", "_scales"))
 
 
 def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with its 8-bit entries as float32 tensors under their plain names."""
+    """Returns the state with its 8-bit entries as float32 tensors under their plain names."""
     result = {}
     for name, value in state.items():
         if name.endswith("_codes"):
@@ -173,7 +181,7 @@ def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state as torch's class has it for a float32 parameter: every compressed entry as float32, no extras."""
+    """Returns the state in torch's layout for a float32 parameter: compressed entries as float32, without masters."""
     result = {}
     for name, value in without_blocks(state).items():
         if name in EXTRA_NAMES:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, moves and loses: the answer of `optimizer.report()`."""
+"""Reports an optimizer's memory, traffic and rounding losses: the result of `optimizer.report()`."""
 
 import math
 import statistics
@@ -20,12 +20,12 @@ MIB = 2**20
 
 @dataclass
 class Counts:
-    """Steps of one optimizer since it was made; on a GPU, which is not asked, all count as made and none as clipped."""
+    """Counts the steps of one optimizer. Steps on a GPU count as made and not clipped, to avoid waiting for it."""
 
     steps: int = 0
-    skipped: int = 0  # left out because a gradient was not finite
-    clipped: int = 0  # their norm was above max_grad_norm
-    seconds: float = 0.0  # of the last step that was made; 0: none yet
+    skipped: int = 0  # steps skipped because a gradient was not finite
+    clipped: int = 0  # steps whose norm was above max_grad_norm
+    seconds: float = 0.0  # duration of the last step that was made; 0 before the first
 
     def add(self, grad_norm: float | None, max_grad_norm: float | None, skipped: bool, seconds: float) -> None:
         """Counts one step."""
@@ -48,12 +48,12 @@ class Report:
         bytes: Bytes of them, their gradients and each entry of the state, by name. Gradients that are None, and states
             that the next step makes or converts, count with the size that they will have.
         expected: Names of the entries of `bytes` that are not there now, or not in that format, at least in part.
-        bytes_moved: by a step: what it must read and write at the least, and the gradients again where it clips.
-        step_s: seconds of the last step; None: none was made, or it was on a GPU, where it goes on after step().
-        bandwidth: bytes per second of an in-place triad on this machine, measured for the report; None on a GPU.
-        counts: steps made, left out and clipped since the optimizer was made.
-        lost_updates: by parameter, the share of elements that a step with the present gradients would change in
-            float32 but leaves as they are, because their 16 bits cannot hold the change; only what rounds to nearest.
+        bytes_moved: Bytes that a step must read and write, including the second read of gradients for clipping.
+        step_s: Seconds of the last step; None before the first, and on a GPU, where it continues after step().
+        bandwidth: Bytes per second of an in-place triad on this machine, measured for the report; None on a GPU.
+        counts: Steps made, skipped and clipped since the optimizer was constructed.
+        lost_updates: By parameter, the share of elements that a step changes in float32 but not in their 16 bits. Only
+        parameters that round to nearest appear.
     """
 
     num_elements: int
@@ -67,12 +67,12 @@ class Report:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of everything together, per element."""
+        """Bytes of parameters, gradients and states together, per element."""
         return sum(self.bytes.values()) / max(1, self.num_elements)
 
     @property
     def share_of_bandwidth(self) -> float | None:
-        """How near the last step came to the speed of memory, from 0 to 1; above 1 what it touched was cached."""
+        """The last step's share of the memory bandwidth, from 0 to 1; above 1 if its memory was cached."""
         if not self.step_s or not self.bandwidth:
             return None
         return self.bytes_moved / self.step_s / self.bandwidth
@@ -113,7 +113,7 @@ class Report:
 
 
 def report_of(optimizer: Any, counts: Counts) -> Report:
-    """What :meth:`FusedOptimizer.report` returns."""
+    """Computes the report that :meth:`FusedOptimizer.report` returns."""
     sizes: dict[str, int] = {}
     expected: set[str] = set()
     num_elements = moved = 0
@@ -134,7 +134,7 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
         for name, size in entries.items():
             sizes[name] = sizes.get(name, 0) + size
             moved += size if name == "gradients" else 2 * size
-        # Beyond that one read: once more for the norm, and written where the step leaves zeros.
+        # Gradients are read a second time for the norm, and written where the step zeroes them.
         passes = (optimizer.max_grad_norm is not None) + bool(optimizer.zero_grads_in_step)
         moved += passes * entries["gradients"]
         if grad is not None and param.dtype in (torch.bfloat16, torch.float16) and "param_remainder" not in state:
@@ -151,9 +151,9 @@ def _size(tensor: Tensor) -> int:
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[str, Any], dict[str, Any]]]:
-    """Yields label, parameter, gradient, group and state of what a step is about; of DTensors this rank's part.
+    """Yields the parameters that a step is about; for DTensors this rank's part.
 
-    Parameters that have neither a gradient nor a state take no part, unless that holds for all.
+    Skips parameters that have neither a gradient nor a state, unless that holds for all.
     """
     params = [
         (f"param_groups[{g}] {i}" if group.get("param_names") is None else group["param_names"][i], param, group)
@@ -168,7 +168,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[
 
 
 def _states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
-    """Computes the bytes of each state as the next step leaves it: made, or converted to what the group asks for."""
+    """Computes the bytes of each state after the next step has created or converted it."""
     asked = precision.of(group)
     sizes = {}
     for name, kind in _C.optim_states(optimizer._rule(group)):
@@ -189,7 +189,7 @@ def _states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dic
 def _lost_share(
     optimizer: Any, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]
 ) -> float | None:
-    """Makes the step on copies, once as it is and once in float32; None: this parameter's rounding loses nothing."""
+    """Steps copies, once as they are and once in float32. Returns None if this parameter's rounding loses nothing."""
     if group.get("rounding", "nearest") != "nearest" or group.get("master_bits") is not None:
         return None
     with torch.no_grad():
@@ -206,7 +206,7 @@ def _lost_share(
 
 
 def _twin(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
-    """An optimizer of the same class for `copy` alone, with a copy of that state; clips nothing."""
+    """Returns an optimizer of the same class for `copy` alone, with a copy of the state and without clipping."""
     state = {name: value.clone() for name, value in state.items()}
     twin: Any = object.__new__(type(optimizer))
     twin.__setstate__(
@@ -218,7 +218,7 @@ def _twin(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Te
 
 
 def _triad_bandwidth(num_floats: int = 1 << 25, rounds: int = 5) -> float:
-    """Bytes per second of a += s * b in place: two reads and a write of 4 bytes."""
+    """Measures the bytes per second of a += s * b in place: two reads and a write of 4 bytes."""
     a, b = torch.ones(num_floats), torch.ones(num_floats)
     times = []
     for _ in range(rounds):

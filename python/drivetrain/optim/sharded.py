@@ -1,7 +1,7 @@
-"""Parameters that are DTensors (FSDP2, tensor parallelism, HSDP): a rank steps its own part of each.
+"""DTensor parameters (FSDP2, tensor parallelism, HSDP): each rank steps its own part.
 
-Everything here turns DTensors into the plain tensors that the native step takes, and its results back into DTensors of
-the parameter's placements, which torch.distributed.checkpoint can save and load on another number of ranks.
+This module converts DTensors to the plain tensors that the native step takes, and results back to DTensors with the
+parameter's placements. torch.distributed.checkpoint saves those and loads them on another number of ranks.
 """
 
 import functools
@@ -29,44 +29,44 @@ Share = Callable[[str, bool, list[Tensor], list[Tensor]], None]  # see csrc/opti
 
 
 def is_dtensor(value: object) -> "TypeIs[DTensor]":
-    """Whether it is a DTensor. There are none before torch's module is imported, which takes a while."""
+    """Returns whether the value is a DTensor, without importing torch's module, which takes long."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, without a copy; any other tensor as it is."""
+    """Returns this rank's part of a DTensor without a copy, and any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
-    local = tensor._local_tensor  # to_local() of thousands takes longer than their step
-    return local if type(local) is Tensor else local.wait() if hasattr(local, "wait") else local  # of a collective
+    local = tensor._local_tensor  # to_local() takes longer than the step
+    return local if type(local) is Tensor else local.wait() if hasattr(local, "wait") else local  # waits for it
 
 
 def split_dims(tensor: "DTensor") -> tuple[int, ...]:
-    """The dimensions of the mesh along which ranks have different parts of the tensor."""
+    """Returns the mesh dimensions along which ranks have different parts of the tensor."""
     mesh = tensor.device_mesh
     return tuple(dim for dim, place in enumerate(tensor.placements) if not place.is_replicate() and mesh.size(dim) > 1)
 
 
 def dims_that_split(param: "DTensor", dim: int) -> tuple[int, ...]:
-    """Those of the mesh that cut up that dimension of the tensor, counted from its last: -1."""
+    """Returns the mesh dimensions that split dimension `dim` of the tensor, counted from its last, -1."""
     return tuple(at for at in split_dims(param) if getattr(param.placements[at], "dim", None) == param.ndim + dim)
 
 
 def as_shard_of(param: "DTensor", local: Tensor) -> Tensor:
-    """A DTensor that has the parameter's placements, of which this rank has the part `local`."""
+    """Returns a DTensor with the parameter's placements, of which this rank has the part `local`."""
     from torch.distributed.tensor import DTensor  # not before there is one: the import takes a while
 
     shape, stride = (param.shape, param.stride()) if local.shape == param.to_local().shape else (None, None)
     return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
 
 
-# Adafactor's states of matrices, which have one row or one column: by the dimension that they lack.
+# Adafactor's states with one row or one column, by the dimension that they reduce.
 _FACTORS = {"row_var": -1, "col_var": -2}
 
 
 def _placements_of(param: "DTensor", name: str) -> tuple["Placement", ...]:
-    """Those of a state: the parameter's, but replicated where the dimension is cut up that the state lacks."""
+    """Returns a state's placements: the parameter's, but replicated where they split the reduced dimension."""
     from torch.distributed.tensor import Replicate
 
     if name not in _FACTORS or param.ndim < 2:
@@ -76,7 +76,7 @@ def _placements_of(param: "DTensor", name: str) -> tuple["Placement", ...]:
 
 
 def _as_factor_of(param: "DTensor", name: str, local: Tensor) -> Tensor:
-    """A state that has one row or column as a DTensor, of which this rank has the part `local`."""
+    """Returns a state with one row or column as a DTensor, of which this rank has the part `local`."""
     from torch.distributed.tensor import DTensor
 
     shape = list(param.shape)
@@ -89,7 +89,7 @@ def _as_factor_of(param: "DTensor", name: str, local: Tensor) -> Tensor:
 
 
 def _part_of(whole: Tensor, param: "DTensor") -> "DTensor":
-    """A tensor that every rank has, as a DTensor of the parameter's placements; without communication."""
+    """Returns a tensor that every rank has as a DTensor with the parameter's placements, without communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = param.device_mesh
@@ -98,7 +98,7 @@ def _part_of(whole: Tensor, param: "DTensor") -> "DTensor":
 
 
 def replicated(value: Tensor, like: "DTensor") -> Tensor:
-    """A value that every rank of a DTensor's mesh has, as a DTensor there."""
+    """Returns a value that every rank of the mesh has as a replicated DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
@@ -106,11 +106,10 @@ def replicated(value: Tensor, like: "DTensor") -> Tensor:
 
 
 def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") -> "DTensor":
-    """`value`, moved between ranks if its placements are not the parameter's, or what those mean for that state: a
-    partial sum is reduced then.
+    """Redistributes `value` to the parameter's placements, or to those of the state; reduces partial sums.
 
     Raises:
-        ValueError: it is on another mesh.
+        ValueError: The value is on another mesh.
     """
     found, wanted = value._spec, param._spec
     if found is wanted:
@@ -127,7 +126,7 @@ def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
     """Gives a DTensor's gradient the parameter's placements.
 
     Raises:
-        TypeError: the gradient is no DTensor.
+        TypeError: The gradient is not a DTensor.
     """
     grad = param.grad
     if grad is None or not is_dtensor(param):
@@ -139,12 +138,12 @@ def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
         param.grad = placed
 
 
-_NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # storages that only parts have
-Gathers = Callable[["DTensor"], bool]  # whether a rule needs the whole of a parameter
+_NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # options of storage formats that only parts can have
+Gathers = Callable[["DTensor"], bool]  # whether a rule needs the whole parameter
 
 
 def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
-    """Why an optimizer here cannot step the parameter, or None."""
+    """Returns why an optimizer cannot step the parameter, or None if it can."""
     if not is_dtensor(param):
         return None
     where = f"is a DTensor with placements {tuple(param.placements)}"
@@ -161,18 +160,18 @@ def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
 
 
 def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
-    """Of all gradients of parameters, where every element counts once however many ranks have a copy of it.
+    """Sums the squares of all gradients, and counts each element once however many ranks have a copy.
 
     Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
     (settle_gradient()); those of plain tensors count as what every rank has.
 
     Returns:
-        float64 [], on the device of the gradients; the same on every rank of the meshes.
+        float64 [], on the device of the gradients, equal on every rank of the meshes.
     """
     parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
     for param in params:
         part = parts[(param.device_mesh, split_dims(param)) if is_dtensor(param) else (None, ())]
-        if param.grad is not None:  # a rank without one takes part in the sum all the same
+        if param.grad is not None:  # A rank without a gradient takes part in the sum.
             part.append(local_part(param.grad))
     total: Tensor | None = None
     for (mesh, dims), grads in parts.items():
@@ -184,7 +183,7 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
 
 
 def local_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Of plain tensors on one device: float64 [] there."""
+    """Sums the squares of plain tensors on one device: float64 [] there."""
     grads = [grad for grad in grads if grad.numel() > 0]
     if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
         return torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
@@ -193,7 +192,7 @@ def local_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
 
 
 def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
-    """Over those dimensions of a mesh. The values may be elsewhere than its process groups work: offloaded ones are."""
+    """Sums values over mesh dimensions. Offloaded values may be on another device than the process groups."""
     there = values.to(mesh.device_type)
     for dim in dims:
         dist.all_reduce(there, group=mesh.get_group(dim))
@@ -202,7 +201,7 @@ def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
 
 @dataclass
 class Part:
-    """A parameter that is split, this rank's part as the native step knows it, and its group."""
+    """A split parameter, this rank's part as a plain tensor, and the parameter's group."""
 
     param: "DTensor"
     plain: Tensor
@@ -211,30 +210,30 @@ class Part:
 
 @dataclass
 class Measured:
-    """The result of a step whose norm was measured over the mesh before it."""
+    """The result of a step whose norm was measured over the mesh beforehand."""
 
     native: _C.StepResult
     norm: Tensor
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the result is known to the device alone."""
+        """Whether only the device knows the result."""
         return self.native.is_on_device
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was updated."""
+        """Whether the step was skipped."""
         return self.native.skipped
 
     @property
     def grad_norm(self) -> float:
-        """Of all gradients, on all ranks."""
+        """The 2-norm of all gradients on all ranks."""
         return float(self.norm)
 
 
 @dataclass
 class _Alias:
-    """A DTensor parameter and the plain tensor that the native step is given for it, which shares its memory."""
+    """A DTensor parameter and the plain tensor that shares its memory and stands for it in the native step."""
 
     param: "DTensor"
     local: Tensor
@@ -242,7 +241,7 @@ class _Alias:
 
 
 class Shards:
-    """The parameters of one optimizer as plain tensors. Kept from step to step, as the native reader knows them."""
+    """The parameters of one optimizer as plain tensors, kept between steps because the native reader caches them."""
 
     def __init__(self) -> None:
         self._aliases: dict[int, _Alias] = {}  # by the id of the parameter
@@ -259,9 +258,9 @@ class Shards:
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
         Args:
-            gathers: see why_not(); the step of such a parameter is made of the whole on every rank, one by one.
-            sums: makes what shares the step's sums over whole parameters with the other ranks.
-            run: the step of plain tensors; returns whether it has made or taken out states, too.
+            gathers: Returns whether a parameter is gathered; every rank then steps the whole, one parameter at a time.
+            sums: Creates the callback that shares the step's sums over whole parameters with the other ranks.
+            run: Steps plain tensors; also returns whether it created or removed states.
         """
         aliases: dict[int, _Alias] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
@@ -313,7 +312,7 @@ class Shards:
     def _alias(
         self, param: "DTensor", group: Group, state: dict[Tensor, Any], gathers: Gathers, label: Callable[[], str]
     ) -> _Alias:
-        """That of the step before, if it still is one."""
+        """Returns the alias of the step before if it is still valid, else a new one."""
         local, before = local_part(param), self._aliases.get(id(param))
         if before is not None and before.param is param:
             if before.local is local:
@@ -329,7 +328,7 @@ class Shards:
 
     @staticmethod
     def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | None, _C.StepOptions]:
-        """The norm of all gradients on all ranks, if it is asked for, and the options that clip by it."""
+        """Returns the norm of all gradients on all ranks, if it is needed, and the options that clip by it."""
         if options.max_grad_norm is None and not options.check_finite:
             return None, options
         params = [param for group in groups for param in group["params"]]
@@ -356,7 +355,7 @@ class Shards:
         aliases: dict[int, _Alias],
         groups: list[Group],
     ) -> None:
-        """Takes over what the step has made or taken out of the states."""
+        """Copies the states that the step created or removed back to the optimizer's state."""
         for group in groups:
             for param in group["params"]:
                 plain = aliases[id(param)].plain if id(param) in aliases else param
@@ -394,7 +393,7 @@ def _step_whole(
     options: _C.StepOptions,
     run: Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]],
 ) -> _C.StepResult:
-    """The step of a parameter that every rank gathers; each keeps its part of the parameter, its gradient and state."""
+    """Steps a parameter that every rank gathers; each rank keeps its part of parameter, gradient and state."""
     assert is_dtensor(param.grad)
     detached: Any = param.detach()
     whole: Tensor = detached.full_tensor()
@@ -414,14 +413,14 @@ def _step_whole(
     local_part(param.grad).copy_(local_part(_part_of(whole.grad, param)))
     for name, value in wholes[whole].items():
         if isinstance(value, Tensor) and name != "step":
-            # A part that were a view would keep the whole.
+            # A view would keep the whole tensor alive.
             value = _part_of(value, param).clone() if value.shape == whole.shape else replicated(value, param)
         state[param][name] = value
     return result
 
 
 def label_of(group: Group, index: int, place: int) -> str:
-    """What users call the parameter at that place of param_groups[index]."""
+    """Returns the name that users know the parameter by, or its position in param_groups[index]."""
     if "param_names" in group:
         return f"parameter {group['param_names'][place]!r}"
     return f"parameter {place} of param_groups[{index}] (shape {list(group['params'][place].shape)})"
@@ -452,7 +451,8 @@ def _local_value(value: Any) -> Any:
 
 
 def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with this rank's part of each DTensor; those get the parameter's placements first."""
+    """Returns a parameter's state with this rank's part of each DTensor, redistributed to the parameter's
+    placements."""
     if not is_dtensor(param):
         return values
     for name, value in values.items():
@@ -462,8 +462,10 @@ def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared_value(param: "DTensor", name: str, value: Any) -> Any:
-    """A state entry as a DTensor, if it is one value per element. Blocks of 8-bit codes are cut out of this rank's
-    part and mean nothing to another one."""
+    """Returns a state entry as a DTensor if it has one value per element.
+
+    Blocks of 8-bit codes belong to this rank's part and have no meaning on another rank.
+    """
     if name in _FACTORS and isinstance(value, Tensor):
         return _as_factor_of(param, name, value)
     is_local = name == "step" or precision.is_of_blocks(name)
@@ -471,7 +473,7 @@ def _shared_value(param: "DTensor", name: str, value: Any) -> Any:
 
 
 def portable(param: Tensor | None, values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as every number of ranks can load it: 8-bit entries of a DTensor as float32 DTensors."""
+    """Returns a parameter's state for any number of ranks: 8-bit entries of a DTensor become float32 DTensors."""
     if param is None or not is_dtensor(param) or not any(precision.is_of_blocks(name) for name in values):
         return values
     result = {}

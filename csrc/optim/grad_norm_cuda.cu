@@ -6,14 +6,10 @@
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
 #include "formats/summation_cuda.cuh"
-#include "grad/norm.h"
-#include "optim/step.h"
+#include "optim/cuda_step.h"
 
-namespace drivetrain::grad {
+namespace drivetrain::optim {
 namespace {
-
-using optim::Format;
-using optim::ParamJob;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
@@ -48,20 +44,17 @@ __device__ __forceinline__ double sum_of_chunk(const void* data, int64_t begin, 
   return sum_of_slots(slots);
 }
 
-__device__ double chunk_sum(const optim::Stream& stream, int64_t begin, int64_t end) {
+__device__ double chunk_sum(const TypedArray& stream, int64_t begin, int64_t end) {
   switch (stream.format) {
     case Format::kFloat64:
-      return sum_of_chunk<8>(stream.data, begin, end,
-                             [](const auto& words, int k) { return optim::double_of(words, k); });
+      return sum_of_chunk<8>(stream.data, begin, end, [](const auto& words, int k) { return double_of(words, k); });
     case Format::kBFloat16:
-      return sum_of_chunk<2>(stream.data, begin, end,
-                             [](const auto& words, int k) { return optim::bfloat16_of(words, k); });
+      return sum_of_chunk<2>(stream.data, begin, end, [](const auto& words, int k) { return bfloat16_of(words, k); });
     case Format::kFloat16:
-      return sum_of_chunk<2>(stream.data, begin, end,
-                             [](const auto& words, int k) { return optim::float16_of(words, k); });
+      return sum_of_chunk<2>(stream.data, begin, end, [](const auto& words, int k) { return float16_of(words, k); });
     default:
       return sum_of_chunk<4>(stream.data, begin, end,
-                             [](const auto& words, int k) { return optim::bits_as<float>(words[k]); });
+                             [](const auto& words, int k) { return bits_as<float>(words[k]); });
   }
 }
 
@@ -84,4 +77,4 @@ void chunk_sums_cuda(const ParamJob* params, int32_t num_params, int64_t num_chu
               params, num_params, num_chunks, sums);
 }
 
-}  // namespace drivetrain::grad
+}  // namespace drivetrain::optim

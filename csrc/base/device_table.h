@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace drivetrain::optim {
+namespace drivetrain {
 
 // Table by table, each aligned.
 template <class T>
@@ -32,4 +32,4 @@ class DeviceTable {
   std::vector<at::Tensor> captured_;
 };
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain

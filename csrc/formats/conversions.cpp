@@ -1,5 +1,5 @@
 // Collects conversions and writes them; see conversions.h.
-#include "optim/conversions.h"
+#include "formats/conversions.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -14,15 +14,12 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
+#include "base/device_table.h"
 #include "base/torch_text.h"
+#include "formats/convert.h"
 #include "formats/storage_torch.h"
-#include "optim/convert.h"
-#include "optim/device_table.h"
-#include "optim/precision.h"
-#include "optim/step.h"
-#include "optim/step_reader.h"
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 namespace {
 
 Format state_format(at::ScalarType dtype) {
@@ -46,7 +43,7 @@ Format param_format_with(at::ScalarType param, at::ScalarType extra) {
   throw UserTypeError(text("a ", param, " parameter has nothing of ", extra, " beside it."));
 }
 
-Stream stream_of(const Stored& stored) {
+TypedArray array_of(const Stored& stored) {
   if (!stored.values.defined()) return {};
   if (stored.values.numel() > 0 && stored.values.data_ptr() == nullptr) {
     throw EnvironmentError(
@@ -56,21 +53,21 @@ Stream stream_of(const Stored& stored) {
   return {stored.values.data_ptr(), stored.format, stored.extra.defined() ? stored.extra.data_ptr() : nullptr};
 }
 
-// The stream from its element `i` on, which begins a block.
-Stream from_element(const Stream& stream, int64_t i) {
-  Stream rest = stream;
-  if (stream.data != nullptr) rest.data = static_cast<char*>(stream.data) + i * bytes_of(stream.format);
-  if (stream.extra == nullptr) return rest;
-  auto* const extra = static_cast<char*>(stream.extra);
-  if (has_blocks(stream.format)) {
+// The array from its element `i` on, which begins a block.
+TypedArray from_element(const TypedArray& array, int64_t i) {
+  TypedArray rest = array;
+  if (array.data != nullptr) rest.data = static_cast<char*>(array.data) + i * bytes_of(array.format);
+  if (array.extra == nullptr) return rest;
+  auto* const extra = static_cast<char*>(array.extra);
+  if (has_blocks(array.format)) {
     rest.extra = extra + i / kBlock * static_cast<int64_t>(sizeof(float));
   } else {
-    rest.extra = extra + i * static_cast<int64_t>(c10::elementSize(extra_of(stream.format)->dtype));
+    rest.extra = extra + i * static_cast<int64_t>(c10::elementSize(extra_of(array.format)->dtype));
   }
   return rest;
 }
 
-void fill_on_cpu(const Stream& to, int64_t numel, double fill) {
+void fill_on_cpu(const TypedArray& to, int64_t numel, double fill) {
   if (fill == 0) {  // in every format zero is bytes of zero
     std::memset(to.data, 0, numel * bytes_of(to.format));
     if (has_blocks(to.format)) std::memset(to.extra, 0, num_blocks(numel) * sizeof(float));
@@ -86,7 +83,7 @@ void fill_on_cpu(const Stream& to, int64_t numel, double fill) {
 void convert_chunk_on_cpu(const Conversion& job, int64_t chunk) {
   const int64_t begin = (chunk - job.first_chunk) * kConversionChunk;
   const int64_t numel = std::min(job.numel - begin, kConversionChunk);
-  const Stream to = from_element(job.to, begin);
+  const TypedArray to = from_element(job.to, begin);
   if (job.from.data == nullptr) return fill_on_cpu(to, numel, job.fill);
   for_chosen_isa(baseline::convert_cpu, avx2::convert_cpu, avx512::convert_cpu)(from_element(job.from, begin), to,
                                                                                 numel, /*key=*/0);
@@ -203,7 +200,7 @@ void Conversions::run() {
     for (const Pair& pair : pairs_) {
       if (pair.to.values.device() != device) continue;
       const int64_t numel = real_numel(pair.to.values);
-      jobs.push_back({stream_of(pair.from), stream_of(pair.to), numel, num_chunks, pair.fill});
+      jobs.push_back({array_of(pair.from), array_of(pair.to), numel, num_chunks, pair.fill});
       num_chunks += num_conversion_chunks(numel);
     }
     device.is_cpu() ? run_on_cpu(jobs, num_chunks) : run_on_cuda(jobs, num_chunks, device);
@@ -230,7 +227,7 @@ void Conversions::run_on_cuda(const std::vector<Conversion>& jobs, int64_t num_c
   void* const stream = current_stream(device);
   std::vector<char> bytes;
   append_bytes(bytes, jobs.data(), jobs.size());
-  DeviceTable table;  // freed in the stream's order, and so after the launch has read it
+  DeviceTable table;  // freed in the array's order, and so after the launch has read it
   convert_cuda(reinterpret_cast<const Conversion*>(table.hold(bytes, device, stream)),
                static_cast<int32_t>(jobs.size()), num_chunks, stream);
 }
@@ -265,4 +262,4 @@ at::Tensor load_param(const at::Tensor& param, const std::optional<at::Tensor>& 
   return values;
 }
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

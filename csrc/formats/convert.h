@@ -6,13 +6,13 @@
 
 #include "formats/storage.h"
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 
 // `numel` values of `from`, or as many times `fill` where from.data is null, written to `to`. Both may be the same
 // memory, as when a parameter is split into halves and remainders: element i depends on element i alone, or on its
 // block where `to` has blocks. float64 is only ever filled.
 struct Conversion {
-  Stream from, to;
+  TypedArray from, to;
   int64_t numel;
   int64_t first_chunk;  // within the pass
   double fill;
@@ -23,8 +23,20 @@ constexpr int64_t kConversionChunk = 16 * kBlock;
 
 inline int64_t num_conversion_chunks(int64_t numel) { return (numel + kConversionChunk - 1) / kConversionChunk; }
 
-// One launch for all of them, on a CUDA stream (cudaStream_t), without a wait. `conversions` and what they point to are
+// Writes values from one array into another, rounded as that one's format rounds. `key` seeds stochastic rounding. One
+// copy per instruction set.
+namespace baseline {
+void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
+}
+namespace avx2 {
+void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
+}
+namespace avx512 {
+void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
+}
+
+// One launch for all of them, on a CUDA array (cudaStream_t), without a wait. `conversions` and what they point to are
 // on the device.
 void convert_cuda(const Conversion* conversions, int32_t count, int64_t num_chunks, void* stream);
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

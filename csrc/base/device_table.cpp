@@ -1,13 +1,13 @@
 // Uploads of tables; see device_table.h.
-#include "optim/device_table.h"
+#include "base/device_table.h"
 
 #include <ATen/ops/empty.h>
 
 #include <cstring>
 
-#include "optim/cuda_step.h"
+#include "base/write_cuda.h"
 
-namespace drivetrain::optim {
+namespace drivetrain {
 namespace {
 
 // In the order of the device's current stream.
@@ -37,4 +37,4 @@ char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void
   return static_cast<char*>(on_device_.data_ptr());
 }
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain

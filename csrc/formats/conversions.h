@@ -8,9 +8,9 @@
 #include <tuple>
 #include <vector>
 
-#include "optim/convert.h"
+#include "formats/convert.h"
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 
 // A tensor of one format with what is beside it. Undefined where nothing is.
 struct Stored {
@@ -75,4 +75,4 @@ void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scal
 at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales);
 at::Tensor load_param(const at::Tensor& param, const std::optional<at::Tensor>& extra);
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

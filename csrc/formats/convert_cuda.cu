@@ -1,8 +1,8 @@
 // Conversions between storage formats on CUDA; see convert.h. Includes no torch header.
 #include "base/launch_cuda.h"
-#include "optim/convert.h"
+#include "formats/convert.h"
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 namespace {
 
 constexpr int kConvertThreads = 256;
@@ -21,64 +21,65 @@ __device__ void for_each_element(int64_t begin, int64_t end, Visit visit) {
 
 // value_of(data, extra, i) gives element i.
 template <class Value, class Extra = void, class ValueOf>
-__device__ void load_as(const Stream& stream, int64_t begin, int64_t end, float (&values)[kPerLane], ValueOf value_of) {
-  const auto* data = static_cast<const Value*>(stream.data);
-  const auto* extra = static_cast<const Extra*>(stream.extra);
+__device__ void load_as(const TypedArray& array, int64_t begin, int64_t end, float (&values)[kPerLane],
+                        ValueOf value_of) {
+  const auto* data = static_cast<const Value*>(array.data);
+  const auto* extra = static_cast<const Extra*>(array.extra);
   for_each_element(begin, end, [&](int k, int64_t i) { values[k] = value_of(data, extra, i); });
 }
 
-__device__ void load(const Stream& stream, int64_t begin, int64_t end, float (&values)[kPerLane]) {
-  switch (stream.format) {
+__device__ void load(const TypedArray& array, int64_t begin, int64_t end, float (&values)[kPerLane]) {
+  switch (array.format) {
     case Format::kBFloat16:
     case Format::kBFloat16Stochastic:
-      return load_as<uint16_t>(stream, begin, end, values,
+      return load_as<uint16_t>(array, begin, end, values,
                                [](auto* data, auto*, int64_t i) { return float_from_bfloat16(data[i]); });
     case Format::kFloat16:
     case Format::kFloat16Stochastic:
-      return load_as<uint16_t>(stream, begin, end, values,
+      return load_as<uint16_t>(array, begin, end, values,
                                [](auto* data, auto*, int64_t i) { return float_from_float16(data[i]); });
     case Format::kBFloat16Remainder16:
-      return load_as<uint16_t, int16_t>(stream, begin, end, values,
+      return load_as<uint16_t, int16_t>(array, begin, end, values,
                                         [](auto* data, auto* extra, int64_t i) { return join(data[i], extra[i]); });
     case Format::kBFloat16Remainder8:
-      return load_as<uint16_t, int8_t>(stream, begin, end, values,
+      return load_as<uint16_t, int8_t>(array, begin, end, values,
                                        [](auto* data, auto* extra, int64_t i) { return join8(data[i], extra[i]); });
     case Format::kBFloat16Kahan:
-      return load_as<uint16_t, uint16_t>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+      return load_as<uint16_t, uint16_t>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
         return compensated_bfloat16(data[i], extra[i]);
       });
     case Format::kFloat16Kahan:
-      return load_as<uint16_t, uint16_t>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+      return load_as<uint16_t, uint16_t>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
         return compensated_float16(data[i], extra[i]);
       });
     case Format::kFloat16Master:
-      return load_as<uint16_t, float>(stream, begin, end, values,
+      return load_as<uint16_t, float>(array, begin, end, values,
                                       [](auto* data, auto* extra, int64_t i) { return master_of(extra[i], data[i]); });
     case Format::kSigned8:
-      return load_as<int8_t, float>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+      return load_as<int8_t, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
         return decode_any<SignedCode>(data[i], extra[i / kBlock]);
       });
     case Format::kSquared8:
-      return load_as<uint8_t, float>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+      return load_as<uint8_t, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
         return decode_any<SquaredCode>(data[i], extra[i / kBlock]);
       });
     default:
-      return load_as<float>(stream, begin, end, values, [](auto* data, auto*, int64_t i) { return data[i]; });
+      return load_as<float>(array, begin, end, values, [](auto* data, auto*, int64_t i) { return data[i]; });
   }
 }
 
 // write(data, extra, i, value) stores element i.
 template <class Value, class Extra = void, class Write>
-__device__ void store_as(const Stream& stream, int64_t begin, int64_t end, const float (&values)[kPerLane],
+__device__ void store_as(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane],
                          Write write) {
-  auto* data = static_cast<Value*>(stream.data);
-  auto* extra = static_cast<Extra*>(stream.extra);
+  auto* data = static_cast<Value*>(array.data);
+  auto* extra = static_cast<Extra*>(array.extra);
   for_each_element(begin, end, [&](int k, int64_t i) { write(data, extra, i, values[k]); });
 }
 
 // All lanes of the warp call it, for one block.
 template <class Kind>
-__device__ void store_block(const Stream& stream, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
+__device__ void store_block(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
   constexpr unsigned kAll = 0xffffffffu;
   float prepared[kPerLane] = {};
   uint32_t largest = 0, largest_finite = 0;
@@ -91,59 +92,58 @@ __device__ void store_block(const Stream& stream, int64_t begin, int64_t end, co
   largest = __reduce_max_sync(kAll, largest);
   const float scale = Kind::scale_of(__reduce_max_sync(kAll, largest_finite));
   const float factor = Kind::factor_of(scale);
-  auto* codes = static_cast<typename Kind::Code*>(stream.data);
+  auto* codes = static_cast<typename Kind::Code*>(array.data);
   for_each_element(begin, end, [&](int k, int64_t i) { codes[i] = encode_any<Kind>(prepared[k], factor); });
   if (threadIdx.x % kWarp == 0) {
-    static_cast<float*>(stream.extra)[begin / kBlock] = largest >= kInfinity ? with_special(scale) : scale;
+    static_cast<float*>(array.extra)[begin / kBlock] = largest >= kInfinity ? with_special(scale) : scale;
   }
 }
 
-__device__ void store(const Stream& stream, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
-  switch (stream.format) {
+__device__ void store(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
+  switch (array.format) {
     case Format::kBFloat16:
-      return store_as<uint16_t>(stream, begin, end, values, [](auto* data, auto*, int64_t i, float value) {
+      return store_as<uint16_t>(array, begin, end, values, [](auto* data, auto*, int64_t i, float value) {
         data[i] = bfloat16_from_float(value);
       });
     case Format::kFloat16:
-      return store_as<uint16_t>(stream, begin, end, values,
+      return store_as<uint16_t>(array, begin, end, values,
                                 [](auto* data, auto*, int64_t i, float value) { data[i] = float16_from_float(value); });
     case Format::kBFloat16Remainder16:
-      return store_as<uint16_t, int16_t>(stream, begin, end, values,
+      return store_as<uint16_t, int16_t>(array, begin, end, values,
                                          [](auto* data, auto* extra, int64_t i, float value) {
                                            const Split parts = split(value);
                                            data[i] = parts.half;
                                            extra[i] = parts.remainder;
                                          });
     case Format::kBFloat16Remainder8:
-      return store_as<uint16_t, int8_t>(stream, begin, end, values,
-                                        [](auto* data, auto* extra, int64_t i, float value) {
-                                          const Split8 parts = split8(value);
-                                          data[i] = parts.half;
-                                          extra[i] = parts.remainder;
-                                        });
+      return store_as<uint16_t, int8_t>(array, begin, end, values, [](auto* data, auto* extra, int64_t i, float value) {
+        const Split8 parts = split8(value);
+        data[i] = parts.half;
+        extra[i] = parts.remainder;
+      });
     case Format::kBFloat16Kahan:
-      return store_as<uint16_t, uint16_t>(stream, begin, end, values,
+      return store_as<uint16_t, uint16_t>(array, begin, end, values,
                                           [](auto* data, auto* extra, int64_t i, float value) {
                                             data[i] = bfloat16_from_float(value);
                                             extra[i] = compensation_bfloat16(value, data[i]);
                                           });
     case Format::kFloat16Kahan:
-      return store_as<uint16_t, uint16_t>(stream, begin, end, values,
+      return store_as<uint16_t, uint16_t>(array, begin, end, values,
                                           [](auto* data, auto* extra, int64_t i, float value) {
                                             data[i] = float16_from_float(value);
                                             extra[i] = compensation_float16(value, data[i]);
                                           });
     case Format::kFloat16Master:
-      return store_as<uint16_t, float>(stream, begin, end, values, [](auto* data, auto* extra, int64_t i, float value) {
+      return store_as<uint16_t, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i, float value) {
         data[i] = float16_from_float(value);
         extra[i] = value;
       });
     case Format::kSigned8:
-      return store_block<SignedCode>(stream, begin, end, values);
+      return store_block<SignedCode>(array, begin, end, values);
     case Format::kSquared8:
-      return store_block<SquaredCode>(stream, begin, end, values);
+      return store_block<SquaredCode>(array, begin, end, values);
     default:
-      return store_as<float>(stream, begin, end, values,
+      return store_as<float>(array, begin, end, values,
                              [](auto* data, auto*, int64_t i, float value) { data[i] = value; });
   }
 }
@@ -188,4 +188,4 @@ void convert_cuda(const Conversion* conversions, int32_t count, int64_t num_chun
               conversions, count);
 }
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats

@@ -1,0 +1,20 @@
+// Answers for CUDA in a build without nvcc; see write_cuda.h and cuda_versions.h.
+#include "base/no_cuda.h"
+
+#include "base/check.h"
+#include "base/cuda_versions.h"
+#include "base/write_cuda.h"
+
+namespace drivetrain {
+
+void refuse_cuda() {
+  throw UnsupportedError(
+      "these parameters are on a CUDA device, but drivetrain was built without nvcc: put nvcc on PATH and reinstall "
+      "with \"pip install --no-build-isolation --force-reinstall --no-deps .\", or keep torch's optimizer there.");
+}
+
+CudaVersions cuda_versions() { return {}; }
+bool is_capturing(void*) { refuse_cuda(); }
+void write_cuda(void*, const void*, size_t, void*) { refuse_cuda(); }
+
+}  // namespace drivetrain

@@ -1,0 +1,9 @@
+// Declares the error of a build without nvcc. Needs no torch header.
+#pragma once
+
+namespace drivetrain {
+
+// Throws UnsupportedError: what a CUDA function answers in a build without nvcc.
+[[noreturn]] void refuse_cuda();
+
+}  // namespace drivetrain

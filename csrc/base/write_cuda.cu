@@ -1,0 +1,41 @@
+// Writes the host's bytes to a device through the arguments of kernels; see write_cuda.h. Includes no torch header.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "base/launch_cuda.h"
+#include "base/write_cuda.h"
+
+namespace drivetrain {
+namespace {
+
+constexpr int kWriteThreads = 128;
+
+// As many bytes as a kernel's arguments may have everywhere, less the others.
+struct Piece {
+  unsigned char bytes[4000];
+};
+
+__global__ void __launch_bounds__(kWriteThreads) write_piece(Piece piece, unsigned char* to, int32_t bytes) {
+  for (int32_t i = threadIdx.x; i < bytes; i += kWriteThreads) to[i] = piece.bytes[i];
+}
+
+}  // namespace
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
+  for (size_t begin = 0; begin < bytes; begin += sizeof(Piece)) {
+    Piece piece = {};
+    const size_t size = std::min(bytes - begin, sizeof(Piece));
+    std::memcpy(piece.bytes, static_cast<const unsigned char*>(from) + begin, size);
+    launch_cuda("writing the optimizer's table", write_piece, 1, kWriteThreads, stream, piece,
+                static_cast<unsigned char*>(to) + begin, static_cast<int32_t>(size));
+  }
+}
+
+}  // namespace drivetrain

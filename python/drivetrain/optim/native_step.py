@@ -1,0 +1,236 @@
+"""Runs the native step over parameter groups, and creates and converts the states that it needs."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from . import precision, sharded, sparse
+from .grad_scaling import GradScaling
+from .mesh_sums import MeshSums
+
+
+class NativeStep(GradScaling):
+    """Connects parameter groups and the native step.
+
+    A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`).
+    """
+
+    _shards: sharded.Shards | None = None  # None until a parameter is a DTensor
+    _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
+    _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
+    # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
+    _step_sparse: Callable[[dict[str, Any], list[Tensor]], None] | None = None
+
+    def _rule(self, group: dict[str, Any]) -> str:
+        """Returns the group's native rule by its name in csrc/optim/rules.h."""
+        raise NotImplementedError
+
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
+        """Returns the group's numbers by the names that the native rule reads. A learning rate on CUDA stays there."""
+        raise NotImplementedError
+
+    def _gathers(self, param: Any) -> bool:
+        """Returns whether the rule gathers and steps the whole of a sharded DTensor instead of each rank's part."""
+        return False
+
+    def _initial_value(self, group: dict[str, Any]) -> float:
+        """Returns the value that fills a state before the first step."""
+        return 0.0
+
+    def _complete_states(
+        self,
+        params: Sequence[tuple[Tensor, dict[str, Any], str]],
+        rule: str,
+        states: dict[Tensor, Any],
+        written: list[tuple[Tensor, str, Any]],
+    ) -> list[Tensor]:
+        """Creates missing states under torch's names, and converts states to the storage format that their group asks
+        for.
+
+        Runs in one pass per device without waiting for it.
+
+        Args:
+            params: Parameters, each with its group and label.
+            rule: The native rule of all of them.
+            states: The optimizer's states by parameter.
+            written: Receives the entries that were written or removed, so that _take_back() can restore them.
+
+        Returns:
+            The parameters that had no state of the rule: this is their first step.
+        """
+        fresh = []
+        conversions = _C.Conversions()
+        precisions = {id(group): precision.of(group) for _, group, _ in params}
+
+        def write(param: Tensor, entries: dict[str, Tensor | None]) -> None:
+            state = states[param]
+            for name, value in entries.items():
+                if value is None and name not in state:
+                    continue
+                written.append((param, name, state.get(name)))
+                if value is None:
+                    del state[name]
+                else:
+                    state[name] = value
+
+        def round_anew(param: Tensor, group: dict[str, Any], label: str) -> None:
+            state = states[param]
+            # The parameter's own bits may change only where it had a remainder, a compensation or a master.
+            had_extra = any(name in state for name in precision.EXTRA_NAMES)
+            before = param.detach().clone() if had_extra else None
+            entries = precision.extra_as_asked(state, param, precisions[id(group)], label, conversions)
+            if entries and before is not None:
+                written.append((param, "", before))
+            write(param, entries)
+
+        # float32, as torch keeps it by default (float64 where that is the default dtype).
+        step_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        # Creates states name by name, so that later steps find the tensors of each name side by side in memory.
+        for param, group, _ in params:
+            if states[param].get("step") is None and _C.optim_counts_steps(rule, precisions[id(group)]):
+                write(param, {"step": conversions.new_counter(counter_device(param), step_dtype)})
+        for name, kind in _C.optim_states(rule):
+            for param, group, label in params:
+                state, initial = states[param], self._initial_value(group)
+                entries = precision.state_as_asked(
+                    state, name, kind, param, precisions[id(group)], label, initial, conversions
+                )
+                if entries and not precision.has_state(state, name):
+                    fresh.append(param)
+                write(param, entries)
+        for param, group, label in params:
+            round_anew(param, group, label)
+        conversions.run()
+        return fresh
+
+    def _step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded.Measured:
+        """Steps dense gradients natively, and sparse ones with torch's function where torch's class accepts them."""
+        if not self._may_be_sparse:
+            try:
+                return self.step_groups(self.param_groups, reader, options)
+            except RuntimeError:
+                # Nothing has changed. Checking every step for sparse gradients would take time for each parameter.
+                if self._step_sparse is None or not sparse.has_any(self.param_groups):
+                    raise
+                self._may_be_sparse = True
+        assert self._step_sparse is not None
+        dense_groups, sparse_groups = sparse.split(self.param_groups, sharded.label_of)
+        is_any_sparse = any(group["params"] for group in sparse_groups)
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if is_any_sparse and (options.max_grad_norm is not None or options.check_finite or scaled):
+            raise NotImplementedError(
+                f"drivetrain.optim.{type(self).__name__}: a gradient is sparse, which neither max_grad_norm nor an "
+                "unscaling step supports: leave max_grad_norm and fused=True out, and use torch.amp.GradScaler."
+            )
+        result = self.step_groups(dense_groups, reader, options)
+        with torch.no_grad():
+            for group in sparse_groups:
+                if group["params"]:
+                    self._step_sparse(group, group["params"])
+                for param in group["params"] if self.zero_grads_in_step else []:
+                    param.grad.zero_()
+        return result
+
+    @torch.no_grad()
+    def step_groups(
+        self, groups: list[dict[str, Any]], reader: _C.StepReader, options: _C.StepOptions
+    ) -> _C.StepResult | sharded.Measured:
+        """Steps `groups`: this optimizer's groups, or copies of them with some of their parameters.
+
+        Args:
+        groups: Parameter groups.
+        reader: Keeps what it read, so use one reader for the same parameters each time.
+        options: Unscaling, clipping and zeroing.
+        """
+
+        def run(
+            plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], treatment: _C.StepOptions
+        ) -> tuple[_C.StepResult, bool]:
+            return self._step_plain(plain_groups, state, reader, treatment)
+
+        if self._shards is None:
+            result, _ = run(groups, self.state, options)
+            if not result.has_wrappers:
+                return result
+            self._shards = sharded.Shards()
+        sums = functools.partial(MeshSums, hypers=self._hypers)
+        return self._shards.step(groups, self.state, options, self._gathers, sums, run)
+
+    def _step_plain(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, Any],
+        reader: _C.StepReader,
+        options: _C.StepOptions,
+    ) -> tuple[_C.StepResult, bool]:
+        """Steps parameters that are plain tensors. If there are others, nothing happens and the result says so.
+
+        Returns:
+            The result, and whether states were created, converted or removed for it.
+        """
+        asked = [self._asked_by(group, index) for index, group in enumerate(groups)]
+        rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
+
+        def run(fresh: list[Tensor]) -> _C.StepResult:
+            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options)
+
+        result = run([])
+        if result.has_wrappers or not result.missing:
+            return result, False
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            _, _, label = result.missing[0]
+            raise RuntimeError(
+                f"drivetrain.optim.{type(self).__name__}: {label} has no state yet, and every replay of a CUDA graph "
+                "would create it again: call step() once before the capture."
+            )
+        written: list[tuple[Tensor, str, Any]] = []
+        fresh: list[Tensor] = []
+        skipped = True
+        try:
+            for rule in dict.fromkeys(rules):
+                lacking = [(p, groups[i], label) for p, i, label in result.missing if rules[i] == rule]
+                fresh += self._complete_states(lacking, rule, state, written)
+            result = run(fresh)
+            skipped = not result.is_on_device and result.skipped
+        finally:
+            if skipped:  # The next step is then the first one again.
+                _take_back(state, written)
+        assert not result.missing, "the step still lacks states after they were created"
+        return result, not skipped
+
+    def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float | Tensor]]:
+        """Returns the group's rule, storage formats and numbers; the native code checks the numbers' ranges."""
+        try:
+            return self._rule(group), precision.of(group), self._hypers(group)
+        except KeyError as missing:
+            raise ValueError(f"param_groups[{index}] has no {missing}, which {type(self).__name__} needs") from missing
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"param_groups[{index}]: {error}") from error
+
+
+def _take_back(states: dict[Tensor, Any], written: list[tuple[Tensor, str, Any]]) -> None:
+    for param, name, before in reversed(written):
+        if not name:
+            param.detach().copy_(before)
+        elif before is None:
+            states[param].pop(name, None)
+        else:
+            states[param][name] = before
+        if not states[param]:
+            del states[param]
+
+
+def learning_rate(group: dict[str, Any]) -> float | Tensor:
+    """Returns the group's `lr`: a number, or the tensor itself on CUDA, where the step reads it."""
+    lr = group["lr"]
+    return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
+
+
+def counter_device(param: Any) -> torch.device:
+    """Returns the device of a parameter's step counter: the parameter's on CUDA, else the CPU."""
+    return param.device if isinstance(param, Tensor) and param.is_cuda else torch.device("cpu")

@@ -1,0 +1,175 @@
+"""State dicts: saves, loads and converts the states of optimizers, and stays compatible with torch's."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from . import precision, sharded
+from .native_step import NativeStep, counter_device
+
+# Older state dicts of torch's classes lack the first ones. The second ones identify another class's state.
+_MAY_BE_ABSENT = {
+    "capturable",
+    "centered",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "maximize",
+    "momentum",
+    "nesterov",
+}
+_FOREIGN = {"alpha", "amsgrad", "betas", "centered", "dampening", "eps", "initial_accumulator_value", "lr_decay"}
+
+
+class StateDicts(NativeStep):
+    """Saves and loads states in torch's layout, with drivetrain's storage formats beside it."""
+
+    _loading: dict[str, Any] | None = None  # the state dict that load_state_dict() is loading
+    _reader: _C.StepReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_max_grad_norm", "zero_grads_in_step", "_precision")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Accepts torch's state, whichever of its implementations wrote it, and moves step counters to their device."""
+        super().__setstate__(state)
+        self._reader = None  # The reader describes the states before the load.
+        self._find_devices()
+        for group in self.param_groups:
+            for option, value in self._precision.items():
+                group.setdefault(option, value)
+        if self._loading is not None:
+            self._keep_dtypes(self._loading)
+        self._place_step_counters()
+
+    def _place_step_counters(self) -> None:
+        """Moves step counters to the device where the step reads them.
+
+        torch's Adagrad creates them on the CPU, and its state dicts keep them there.
+        """
+        for param, values in self.state.items():
+            step, device = values.get("step"), counter_device(param)
+            if isinstance(step, Tensor) and (step.device != device or not step.is_floating_point()):
+                values["step"] = step.detach().to(device, torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict as torch does, but every state keeps the dtype in which it was saved.
+
+        The next step converts states to the storage format that their group asks for, for example to 8 bits with
+        state_bits=8. As in torch, the group's options are the saved ones.
+
+        Raises:
+            ValueError: The groups do not fit, as in torch; a saved group has an option out of range; or the state
+            belongs to another optimizer or to a newer version of drivetrain.
+
+            After an error the optimizer has the groups and states that it had before.
+        """
+
+        def remember(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            self._check_loaded(loaded)
+            self._loading = loaded
+
+        before = self.state, self.param_groups
+        handle = self.register_load_state_dict_pre_hook(
+            remember
+        )  # It runs after the users' hooks, which may replace the dict.
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def _check_loaded(self, loaded: dict[str, Any]) -> None:
+        """Raises ValueError for state dicts that torch's loading accepts and a later step could not use."""
+        name = type(self).__name__
+        for index, group in enumerate(loaded["param_groups"]):
+            where = f"param_groups[{index}] of the state dict"
+            version = group.get(precision.VERSION_NAME, 0)
+            if version > precision.VERSION:
+                raise ValueError(
+                    f"{where} was written by a newer drivetrain: its storage formats have version {version}, and this "
+                    f"drivetrain reads up to {precision.VERSION}. Upgrade it, or save torch_state_dict() there."
+                )
+            lacking = [key for key in self.defaults if key not in group and key not in _MAY_BE_ABSENT]
+            foreign = sorted(_FOREIGN & group.keys() - self.defaults.keys())
+            if lacking or foreign:
+                what = f"has no {', '.join(lacking)}" if lacking else f"has {', '.join(foreign)}"
+                raise ValueError(f"{where} {what}: it is the state of another optimizer than {name}")
+            precision.check({key: value for key, value in group.items() if key in precision.DEFAULTS}, where)
+            rule = self._rule({**self.defaults, **group})
+            for place, key in enumerate(group["params"]):
+                state = loaded["state"].get(key)
+                if state and "step" not in state and _C.optim_counts_steps(rule, precision.of({})):
+                    raise ValueError(f"parameter {place} of {where}: its state has no 'step', which {name} needs")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state dict as torch does; groups with drivetrain's options also hold the version of its formats.
+
+        8-bit states of DTensors are float32 DTensors in it, because their blocks belong to one rank's part and another
+        number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same bits
+        where the parts are the same.
+        """
+        result = super().state_dict()
+        params = self._params_by_key(result)
+        result["state"] = {key: sharded.portable(params.get(key), state) for key, state in result["state"].items()}
+        for group in result["param_groups"]:
+            group.pop(precision.VERSION_NAME, None)
+            if precision.DEFAULTS.keys() & group.keys():
+                group[precision.VERSION_NAME] = precision.VERSION
+        return result
+
+    def _keep_dtypes(self, saved: dict[str, Any]) -> None:
+        for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
+            for key, param in zip(saved_group["params"], group["params"], strict=True):
+                for name, value in saved["state"].get(key, {}).items():
+                    if isinstance(value, Tensor) and name != "step":
+                        self.state[param][name] = value.to(param.device)
+
+    def _params_by_key(self, state_dict: dict[str, Any]) -> dict[Any, Tensor]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return dict(zip(keys, params, strict=True))
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Returns state_dict() in torch's own layout, for training to continue with torch's class.
+
+        Compressed states become float32 tensors, step counters move to the CPU unless the group sets `fused` or
+        `capturable`, and drivetrain's own entries are left out. load_state_dict() loads it back. torch's state has no
+        place for the bits of a master beyond the parameter's; float32_value() returns them.
+        """
+        result = self.state_dict()
+        params_by_key = self._params_by_key(result)
+        result["state"] = {key: precision.plain(state, params_by_key[key]) for key, state in result["state"].items()}
+        for group in result["param_groups"]:
+            if not (group.get("fused") or group.get("capturable")):
+                for key in group["params"]:
+                    state = result["state"].get(key, {})
+                    if isinstance(state.get("step"), Tensor):
+                        state["step"] = state["step"].cpu()
+        result["param_groups"] = [
+            {option: value for option, value in group.items() if option not in precision.NAMES}
+            for group in result["param_groups"]
+        ]
+        return result
+
+    def float32_value(self, param: Tensor) -> Tensor:
+        """Returns a parameter's value as a new float32 tensor of its shape.
+
+        Includes the bits of its master, remainder or compensation, if the optimizer keeps one.
+
+        Raises:
+            KeyError: The parameter is not this optimizer's.
+        """
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                values = sharded.local_values(param, self.state.get(param, {}))
+                value = precision.float32_value(values, sharded.local_part(param), group)
+                return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
+        raise KeyError(f"param is a tensor of shape {tuple(param.shape)} that is not in this optimizer's param_groups")

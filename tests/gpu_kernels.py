@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from test_adafactor import PRECISIONS as ADAFACTORS_PRECISIONS
-from test_optim import CASES, make_params
 from test_pack import ROUNDED
-from test_precision import PRECISIONS
 from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import _C, optim
+from optim_cases import ADAFACTOR_PRECISIONS, CASES, make_params
+from precision_cases import PRECISIONS
 
 SHAPES: list[Any] = [(0,), (1,), (257,), (3, 171)]  # on either side of a block of states
 MATRICES: list[Any] = [(5, 67), (33, 9)]
@@ -32,7 +31,7 @@ def optimizers(device: str) -> Iterator[Any]:
     whole = {"max_grad_norm": 1.0, "zero_grads_in_step": True}
     for case in CASES.values():
         for dtype in (torch.float32, torch.float64):
-            yield case[0](_on(device, dtype, SHAPES), **case[3], **whole)
+            yield case.ours(_on(device, dtype, SHAPES), **case.options, **whole)
     for precision in PRECISIONS.values():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             if dtype == torch.float16 and precision.get("master_bits") == 24:
@@ -40,7 +39,7 @@ def optimizers(device: str) -> Iterator[Any]:
             for ours, options in _one_case_per_rule():
                 yield ours(_on(device, dtype, SHAPES), **options, **precision, min_8bit_size=0, **whole)
             yield optim.Muon(_on(device, dtype, MATRICES), **precision, min_8bit_size=0, **whole)
-    for precision in ADAFACTORS_PRECISIONS.values():
+    for precision in ADAFACTOR_PRECISIONS.values():
         for dtype in (torch.float32, torch.bfloat16):
             yield optim.Adafactor(_on(device, dtype, [*SHAPES, *MATRICES]), **precision, **whole)
 

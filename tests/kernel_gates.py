@@ -138,7 +138,8 @@ class Measured:
     findings: list[Finding]
 
 
-NAME = re.compile(r"11step_kernelINS0_\d+(\w+?)E((?:LNS_7formats6FormatE|LS\d*_)\d+E(?:L(?:NS_7formats6FormatE|S\d*_)\d+E)*)")
+FORMAT = r"L(?:NS_7formats6FormatE|S\d*_)\d+E"
+NAME = re.compile(rf"11step_kernelINS0_\d+(\w+?)E((?:{FORMAT})+)")
 
 
 def kernel_of(mangled: str) -> Kernel | None:

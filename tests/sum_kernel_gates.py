@@ -24,11 +24,11 @@ class Limits(NamedTuple):
 # Formats in names: 0 float32, 1 float64, 2 bfloat16, 3 float16, 7 bfloat16 and a byte, 11 signed codes.
 LIMITS = (
     Limits("10chunk_sums", most_registers=64, least_bytes=64),
-    Limits("5treat", most_registers=64, least_bytes=32, most_barriers=3),
+    Limits("20compute_grad_scaling", most_registers=64, least_bytes=32, most_barriers=3),
     # A stream's loads stand in a block of their own, which its format chooses. What is under way is theirs together:
     # 128 bytes of LAMB and 64 of Adafactor in float32.
-    Limits("10layer_sumsI.*4LambEf", most_registers=128, least_bytes=32),
-    Limits("10layer_sumsI.*9AdafactorEf", most_registers=128, least_bytes=32),
+    Limits("16trust_ratio_sumsI.*4LambEf", most_registers=128, least_bytes=32),
+    Limits("16trust_ratio_sumsI.*9AdafactorEf", most_registers=128, least_bytes=32),
     Limits("11adapt_rules", most_registers=64, least_bytes=64, most_barriers=6),
     Limits("11factor_sumsIf", most_registers=128, least_bytes=128, most_barriers=1),
     Limits("12update_meansI", most_registers=64, least_bytes=40),

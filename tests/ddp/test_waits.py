@@ -3,9 +3,9 @@
 import warnings
 
 import pytest
-import test_precision
 import torch
 
+import precision_cases
 from waits import no_waiting
 
 
@@ -29,9 +29,9 @@ def test_the_check_for_waits_neither_warns_nor_outlives_its_block(monkeypatch: p
 
 def test_gradients_are_set_on_the_device_of_their_parameter() -> None:
     """On CUDA parameters, torch refuses gradients that are on the CPU; so it does on this device."""
-    params = test_precision.make_params(torch.bfloat16)
+    params = precision_cases.make_params(torch.bfloat16)
     others = [param.detach().to("meta").requires_grad_() for param in params]
-    test_precision.set_grads(params, others)
+    precision_cases.set_grads(params, others)
     assert all(other.grad is not None and other.grad.device == other.device for other in others)
 
 

@@ -111,7 +111,7 @@ DEFECTS = [
     Defect(
         "13a",
         "a test gives CUDA parameters gradients that are on the CPU",
-        "tests/optim/test_precision.py",
+        "tests/precision_cases.py",
         "other.grad = grad.to(other.device, other.dtype)",
         "other.grad = grad.to(other.dtype)",
         ("tests/optim/test_precision.py::test_cuda_gives_the_cpus_bits[dtype0-adamw-state_8]",),

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
-from test_main_grads import added
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
@@ -26,6 +25,7 @@ import drivetrain
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.grad.fuse_wgrad import Linear
+from reference.formats import accumulated as added
 
 # On the CPU the product of bfloat16 values is summed in float32 by block products alone.
 needs_block_products = pytest.mark.skipif(

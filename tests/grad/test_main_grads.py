@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import drivetrain
 from drivetrain import DistributedDataParallel as DDP
-from reference import formats
+from reference.formats import accumulated as added
 
 HALVES = [torch.bfloat16, torch.float16]
 BITS = [(torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 24)]
@@ -34,15 +34,6 @@ class Holder(nn.Module):
 
     def send(self, grad: Tensor) -> None:
         (self.param * grad).sum().backward()
-
-
-def added(total: Tensor, micro: Tensor, bits: int) -> Tensor:
-    """What float32 or 24 bits keep of a sum, as float32."""
-    total = total + micro.float()
-    if bits == 32:
-        return total
-    halves, remainders = formats.split(total.contiguous(), 8)
-    return formats.float_of((halves << 16) + (remainders << 8) & 0xFFFFFFFF)
 
 
 def awkward(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import TOLERANCES, assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 from torch import Tensor
 
 from drivetrain import optim
 from drivetrain.amp import GradScaler
+from optim_cases import ADAFACTOR_PRECISIONS as PRECISIONS
+from optim_cases import ADAFACTOR_SHAPES as SHAPES
+from optim_cases import TOLERANCES, assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 from reference.adafactor import adafactor
 
-# Vectors; matrices smaller than a tile, wider than a tile and than a block, higher than a block; several matrices in
-# one block, and several blocks per matrix.
-SHAPES: list[Any] = [(), (1,), (700,), (20_000,), (1, 1), (3, 700), (700, 3), (9, 5000), (1000, 70), (5, 40, 3, 3)]
-SHAPES += [(3, 200, 301), (1, 40_000), (40_000, 1), (70, 1000)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "decay": {"lr": 0.3, "weight_decay": 0.1, "beta2_decay": -0.5},
@@ -53,7 +51,7 @@ def test_matches_torch_with_its_states(which: str, foreach: bool, dtype: torch.d
 
 @options_of
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_matches_the_plain_twin(which: str, dtype: torch.dtype, isa: str) -> None:
+def test_matches_the_plain_reference(which: str, dtype: torch.dtype, isa: str) -> None:
     options = {"eps": (torch.finfo(dtype).eps, 1e-3), **OPTIONS[which]}
     params = make_params(dtype, [shape for shape in SHAPES if math.prod(shape) < 5000])
     expected = [p.detach().double() for p in params]
@@ -68,16 +66,6 @@ def test_matches_the_plain_twin(which: str, dtype: torch.dtype, isa: str) -> Non
                 states[i][name] = states[i][name].to(dtype).double()
         optimizer.step()
     assert_same([p.double() for p in params], expected, **TOLERANCES[dtype])
-
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "state_8": {"state_bits": 8, "min_8bit_size": 0},
-    "state_16": {"state_bits": 16},
-    "master_24": {"master_bits": 24, "state_bits": 32},
-    "kahan": {"rounding": "kahan"},
-    "stochastic": {"rounding": "stochastic"},
-}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 from torch import Tensor
 
 from drivetrain import optim
+from optim_cases import assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 from reference.lamb import LAMB
 
 # Below, at and above a chunk of the sums and a wave of parameters; with cuts between threads and 8-bit blocks.

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import assert_same, copies, make_params, set_grads
 from torch import Tensor
 
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
+from optim_cases import assert_same, assert_updates_agree, copies, make_params, set_grads
 from reference.muon import muon
 
 SHAPES: list[Any] = [(64, 48), (48, 64), (32, 32), (1, 7), (7, 1), (1, 1), (48, 64), (129, 31), (0, 4)]
@@ -24,16 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no_iteration": {"ns_steps": 0},
 }
 options_of = pytest.mark.parametrize("which", OPTIONS)
-
-
-def moved(params: list[Tensor], before: list[Tensor]) -> list[Tensor]:
-    return [(p.detach().double() - b.detach().double()) for p, b in zip(params, before, strict=True)]
-
-
-def assert_updates_agree(params: list[Tensor], others: list[Tensor], before: list[Tensor], share: float) -> None:
-    """The updates differ by no more than that share of their norm."""
-    for a, b in zip(moved(params, before), moved(others, before), strict=True):
-        assert (a - b).norm() <= share * b.norm() + 1e-12
 
 
 @options_of
@@ -56,7 +46,7 @@ def test_matches_torch_with_its_states(which: str, dtype: torch.dtype) -> None:
 
 
 @options_of
-def test_matches_the_plain_twin(which: str, isa: str) -> None:
+def test_matches_the_plain_reference(which: str, isa: str) -> None:
     params = make_params(shapes=[shape for shape in SHAPES if 0 not in shape])
     set_grads(params)
     before = copies(params)

@@ -1,4 +1,4 @@
-"""The optimizers against a plain twin, against torch, between instruction sets, and against careless users."""
+"""The optimizers against a plain reference, against torch, between instruction sets, and against careless users."""
 
 import copy
 import io
@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,115 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import drivetrain
 from drivetrain import _C, optim
-from reference.adagrad import adagrad
+from optim_cases import CASES, TOLERANCES, assert_same, cases, copies, make_params, set_grads
 from reference.adam import adam
-from reference.lamb import LAMB, lamb
-from reference.lion import Lion, lion
-from reference.rmsprop import rmsprop
-from reference.sgd import sgd
-
-# One row per optimizer and set of options: ours, torch's, the twin, options.
-CASES: dict[str, tuple[type, type, Callable[..., Tensor], dict[str, Any]]] = {
-    "adamw": (optim.AdamW, torch.optim.AdamW, adam, {"weight_decay": 0.1}),
-    "adamw_amsgrad": (optim.AdamW, torch.optim.AdamW, adam, {"amsgrad": True, "lr": 0.02}),
-    "adamw_maximize": (optim.AdamW, torch.optim.AdamW, adam, {"maximize": True, "betas": (0.8, 0.9)}),
-    "adam": (optim.Adam, torch.optim.Adam, adam, {}),
-    "adam_l2": (optim.Adam, torch.optim.Adam, adam, {"weight_decay": 0.1, "eps": 1e-4}),
-    "adam_amsgrad_l2": (optim.Adam, torch.optim.Adam, adam, {"weight_decay": 0.1, "amsgrad": True}),
-    "sgd": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1}),
-    "sgd_l2": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
-    "sgd_momentum": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
-    "sgd_nesterov": (optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adagrad": (optim.Adagrad, torch.optim.Adagrad, adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
-    "adagrad_l2": (
-        optim.Adagrad,
-        torch.optim.Adagrad,
-        adagrad,
-        {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "maximize": True, "eps": 1e-3},
-    ),
-    "rmsprop": (optim.RMSprop, torch.optim.RMSprop, rmsprop, {"alpha": 0.9, "maximize": True}),
-    "rmsprop_momentum": (
-        optim.RMSprop,
-        torch.optim.RMSprop,
-        rmsprop,
-        {"momentum": 0.5, "weight_decay": 0.1, "eps": 1e-2},
-    ),
-    "rmsprop_centered": (optim.RMSprop, torch.optim.RMSprop, rmsprop, {"centered": True, "eps": 1e-2}),
-    "rmsprop_centered_momentum": (
-        optim.RMSprop,
-        torch.optim.RMSprop,
-        rmsprop,
-        {"centered": True, "momentum": 0.5, "eps": 1e-2},
-    ),
-    # Small steps: where momentum and gradient nearly cancel out, rounding may turn one around.
-    "lion": (optim.Lion, Lion, lion, {"lr": 4e-4, "weight_decay": 0.1}),
-    "lion_maximize": (optim.Lion, Lion, lion, {"lr": 4e-4, "betas": (0.8, 0.95), "maximize": True}),
-    "lamb": (optim.LAMB, LAMB, lamb, {"lr": 1e-2, "weight_decay": 0.1}),
-    "lamb_plain": (optim.LAMB, LAMB, lamb, {"weight_decay": 0.0, "bias_correction": False, "grad_averaging": False}),
-    "lamb_clipped": (
-        optim.LAMB,
-        LAMB,
-        lamb,
-        {"weight_decay": 0.0, "always_adapt": True, "trust_clip": True, "maximize": True, "betas": (0.8, 0.9)},
-    ),
-}
-cases = pytest.mark.parametrize("case", CASES)
-
-# Largest difference after several steps, relative and absolute, for values and updates of size about 1. The twin
-# computes in float64 and rounds what is stored.
-TOLERANCES = {
-    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
-    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
-    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
-    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
-}
-SHAPES = [(0,), (), (1,), (15,), (17,), (511,), (513,), (3, 700)]
-
-
-def make_params(dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES) -> list[Tensor]:
-    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def copies(params: list[Tensor]) -> list[Tensor]:
-    """Independent copies with the same layout."""
-    return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
-
-
-def set_grads(*param_lists: list[Tensor]) -> None:
-    """The same new random gradients for every list."""
-    for params in zip(*param_lists, strict=True):
-        grad = torch.randn(params[0].shape, dtype=params[0].dtype)
-        for param in params:
-            param.grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), **tolerance)
-
-
-def assert_same_bits_everywhere(
-    start: list[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int = 2
-) -> None:
-    """Whatever the instruction set and the number of threads: parameters and states of a few steps."""
-    results, threads = [], torch.get_num_threads()
-    try:
-        for isa in _C.available_isas():
-            for count in (1, 2, 3):
-                _C.force_isa(isa)
-                torch.set_num_threads(count)
-                torch.manual_seed(1)
-                params = copies(start)
-                optimizer = make(params)
-                for _ in range(steps):
-                    set_grads(params)
-                    optimizer.step()
-                results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
-    finally:
-        _C.force_isa("")
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert_same(results[0], other, rtol=0, atol=0)
 
 
 def decoupled(ours: type) -> dict[str, bool]:
@@ -133,8 +25,8 @@ def decoupled(ours: type) -> dict[str, bool]:
 
 @cases
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_matches_the_plain_twin(case: str, dtype: torch.dtype, isa: str) -> None:
-    ours, _, twin, options = CASES[case]
+def test_matches_the_plain_reference(case: str, dtype: torch.dtype, isa: str) -> None:
+    ours, _, reference, options = CASES[case]
     options = {"weight_decay": 0.01 if issubclass(ours, optim.AdamW) else 0.0, **options}
     params = make_params(dtype)
     expected = [p.detach().double() for p in params]
@@ -143,7 +35,7 @@ def test_matches_the_plain_twin(case: str, dtype: torch.dtype, isa: str) -> None
     for _ in range(3):
         set_grads(params)
         for i, param in enumerate(params):
-            new = twin(expected[i], param.grad.double(), states[i], **options, **decoupled(ours))
+            new = reference(expected[i], param.grad.double(), states[i], **options, **decoupled(ours))
             expected[i] = new.to(dtype).double()
             for name in states[i].keys() - {"step"}:
                 states[i][name] = states[i][name].to(dtype).double()
@@ -434,8 +326,8 @@ def test_deepcopy_and_pickle_continue() -> None:
 
 def test_grad_scaler_skips_and_unscales() -> None:
     param = torch.ones(4, requires_grad=True)
-    twin = torch.ones(4, requires_grad=True)
-    for p, cls in ((param, optim.AdamW), (twin, torch.optim.AdamW)):
+    reference = torch.ones(4, requires_grad=True)
+    for p, cls in ((param, optim.AdamW), (reference, torch.optim.AdamW)):
         optimizer = cls([p], lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
         for factor in (1.0, float("inf"), 2.0):
@@ -443,7 +335,7 @@ def test_grad_scaler_skips_and_unscales() -> None:
             scaler.scale((p * factor).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-    torch.testing.assert_close(param, twin)
+    torch.testing.assert_close(param, reference)
     assert param.isfinite().all()
 
 

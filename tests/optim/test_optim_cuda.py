@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_adafactor import PRECISIONS as ADAFACTORS_PRECISIONS
-from test_adafactor import SHAPES as MATRICES
-from test_optim import CASES, assert_same, cases, copies, make_params, set_grads
-from test_precision import PRECISIONS, everything, same_bits
 from torch import Tensor
 
 import drivetrain.amp
 from drivetrain import optim
+from optim_cases import ADAFACTOR_PRECISIONS as ADAFACTORS_PRECISIONS
+from optim_cases import ADAFACTOR_SHAPES as MATRICES
+from optim_cases import CASES, assert_same, cases, copies, make_params, set_grads
+from precision_cases import PRECISIONS, everything, same_bits
 from waits import no_waiting
 
 pytestmark = pytest.mark.gpu

@@ -40,7 +40,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_muon import assert_updates_agree
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -48,6 +47,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 
 from drivetrain import optim
 from drivetrain.amp import GradScaler
+from optim_cases import assert_updates_agree
 
 CLASSES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor")
 MUON = next(info for info in optim_db if info.name == "Muon")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import CASES, cases
-from test_precision import PRECISIONS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import _C, optim
+from optim_cases import CASES, cases
+from precision_cases import PRECISIONS
 
 SHAPES: list[Any] = [(64, 48), (48, 300), (0, 4), (300, 17)]
 OPTIMIZERS = {name: (ours, options) for name, (ours, _, _, options) in CASES.items()}

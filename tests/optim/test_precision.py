@@ -11,45 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_optim import CASES, cases
 from torch import Tensor
 
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES
+from optim_cases import CASES, cases
+from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads
 from reference import formats
 
-HALVES = [torch.bfloat16, torch.float16]
 STATE_SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 5000]
-
-# Names of precisions, and what a group says for them.
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "state_8": {"state_bits": 8},
-    "state_16": {"state_bits": 16},
-    "state_32": {"state_bits": 32},
-    "master_32": {"master_bits": 32, "state_bits": 32},
-    "master_32_state_8": {"master_bits": 32, "state_bits": 8},
-    "master_24_state_8": {"master_bits": 24, "state_bits": 8},
-    "kahan": {"rounding": "kahan"},
-    "kahan_state_8": {"rounding": "kahan", "state_bits": 8},
-    "stochastic": {"rounding": "stochastic"},
-    "stochastic_state_8": {"rounding": "stochastic", "state_bits": 8},
-}
-precisions = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal as bytes, save that any NaN is like any other."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    nan = a.isnan()
-    return torch.equal(nan, b.isnan()) and torch.equal(
-        a.masked_fill(nan, 0).view(ints), b.masked_fill(nan, 0).view(ints)
-    )
-
 
 # ---- Formats.
 
@@ -121,7 +92,7 @@ def test_compensations_and_masters_count_only_for_their_parameter(dtype: torch.d
 
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("numel", STATE_SIZES)
-def test_8_bit_codes_are_the_twins(squared: bool, numel: int, isa: str) -> None:
+def test_8_bit_codes_are_the_references(squared: bool, numel: int, isa: str) -> None:
     dtype = torch.uint8 if squared else torch.int8
     encode = formats.encode_squared if squared else formats.encode_signed
     decode = formats.decode_squared if squared else formats.decode_signed
@@ -224,19 +195,6 @@ def test_stochastic_bits_differ_between_steps_parameters_and_elements() -> None:
 
 
 # ---- Steps.
-
-SHAPES: list[Any] = [(3, 700), (513,), (64, 64), (1, 1), (0, 4), (), (300, 17)]
-
-
-def make_params(dtype: torch.dtype, shapes: list[Any] = SHAPES) -> list[Tensor]:
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def set_grads(params: list[Tensor], others: list[Tensor]) -> None:
-    for param, other in zip(params, others, strict=True):
-        grad = torch.randn(param.shape).to(param.dtype)
-        param.grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
-        other.grad = grad.to(other.device, other.dtype)
 
 
 def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
@@ -433,11 +391,6 @@ def steps(optimizer: Any, params: list[Tensor], count: int = 2) -> None:
         for param in params:
             param.grad = torch.randn_like(param)
         optimizer.step()
-
-
-def everything(optimizer: Any) -> list[Tensor]:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p.detach() for p in params] + [v for p in params for _, v in sorted(optimizer.state[p].items())]
 
 
 def saved(optimizer: Any) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import TOLERANCES, assert_same, copies, make_params, set_grads
 from torch import Tensor
 
 import drivetrain
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
+from optim_cases import TOLERANCES, assert_same, copies, make_params, set_grads
 from reference.lamb import LAMB
 
 OPTIMIZERS = {

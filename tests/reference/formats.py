@@ -88,3 +88,12 @@ def decode_squared(codes: Tensor, scales: Tensor) -> Tensor:
     roots = codes.float() * (scales.abs() * torch.tensor(1.0 / 253)).repeat_interleave(BLOCK)[: len(codes)]
     values = torch.where(codes == 254, torch.inf, roots * roots)
     return torch.where(codes == 255, torch.nan, values)
+
+
+def accumulated(total: Tensor, micro: Tensor, bits: int) -> Tensor:
+    """Adds a micro-batch's gradient and returns what float32, or 24 bits, keep of the sum, as float32."""
+    total = total + micro.float()
+    if bits == 32:
+        return total
+    halves, remainders = split(total.contiguous(), 8)
+    return float_of((halves << 16) + (remainders << 8) & 0xFFFFFFFF)

@@ -1,0 +1,165 @@
+"""Cases and helpers that the tests of optimizers share: classes, options, tolerances, parameters and comparisons."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain import _C, optim
+from reference.adagrad import adagrad
+from reference.adam import adam
+from reference.lamb import LAMB, lamb
+from reference.lion import Lion, lion
+from reference.rmsprop import rmsprop
+from reference.sgd import sgd
+
+
+class Case(NamedTuple):
+    """One optimizer with one set of options."""
+
+    ours: type
+    theirs: type  # torch's class, or the reference's where torch has none
+    reference: Callable[..., Tensor]
+    options: dict[str, Any]
+
+
+CASES: dict[str, Case] = {
+    "adamw": Case(optim.AdamW, torch.optim.AdamW, adam, {"weight_decay": 0.1}),
+    "adamw_amsgrad": Case(optim.AdamW, torch.optim.AdamW, adam, {"amsgrad": True, "lr": 0.02}),
+    "adamw_maximize": Case(optim.AdamW, torch.optim.AdamW, adam, {"maximize": True, "betas": (0.8, 0.9)}),
+    "adam": Case(optim.Adam, torch.optim.Adam, adam, {}),
+    "adam_l2": Case(optim.Adam, torch.optim.Adam, adam, {"weight_decay": 0.1, "eps": 1e-4}),
+    "adam_amsgrad_l2": Case(optim.Adam, torch.optim.Adam, adam, {"weight_decay": 0.1, "amsgrad": True}),
+    "sgd": Case(optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1}),
+    "sgd_l2": Case(optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    "sgd_momentum": Case(optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "sgd_nesterov": Case(optim.SGD, torch.optim.SGD, sgd, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adagrad": Case(optim.Adagrad, torch.optim.Adagrad, adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "adagrad_l2": Case(
+        optim.Adagrad,
+        torch.optim.Adagrad,
+        adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "maximize": True, "eps": 1e-3},
+    ),
+    "rmsprop": Case(optim.RMSprop, torch.optim.RMSprop, rmsprop, {"alpha": 0.9, "maximize": True}),
+    "rmsprop_momentum": Case(
+        optim.RMSprop,
+        torch.optim.RMSprop,
+        rmsprop,
+        {"momentum": 0.5, "weight_decay": 0.1, "eps": 1e-2},
+    ),
+    "rmsprop_centered": Case(optim.RMSprop, torch.optim.RMSprop, rmsprop, {"centered": True, "eps": 1e-2}),
+    "rmsprop_centered_momentum": Case(
+        optim.RMSprop,
+        torch.optim.RMSprop,
+        rmsprop,
+        {"centered": True, "momentum": 0.5, "eps": 1e-2},
+    ),
+    # Small steps: where momentum and gradient nearly cancel out, rounding may turn one around.
+    "lion": Case(optim.Lion, Lion, lion, {"lr": 4e-4, "weight_decay": 0.1}),
+    "lion_maximize": Case(optim.Lion, Lion, lion, {"lr": 4e-4, "betas": (0.8, 0.95), "maximize": True}),
+    "lamb": Case(optim.LAMB, LAMB, lamb, {"lr": 1e-2, "weight_decay": 0.1}),
+    "lamb_plain": Case(
+        optim.LAMB, LAMB, lamb, {"weight_decay": 0.0, "bias_correction": False, "grad_averaging": False}
+    ),
+    "lamb_clipped": Case(
+        optim.LAMB,
+        LAMB,
+        lamb,
+        {"weight_decay": 0.0, "always_adapt": True, "trust_clip": True, "maximize": True, "betas": (0.8, 0.9)},
+    ),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+# Largest difference after several steps, relative and absolute, for values and updates of size about 1. The
+# reference computes in float64 and rounds what is stored.
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
+    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+}
+SHAPES = [(0,), (), (1,), (15,), (17,), (511,), (513,), (3, 700)]
+
+
+def make_params(dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def copies(params: list[Tensor]) -> list[Tensor]:
+    """Independent copies with the same layout."""
+    return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
+
+
+def set_grads(*param_lists: list[Tensor]) -> None:
+    """The same new random gradients for every list."""
+    for params in zip(*param_lists, strict=True):
+        grad = torch.randn(params[0].shape, dtype=params[0].dtype)
+        for param in params:
+            param.grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), **tolerance)
+
+
+def assert_same_bits_everywhere(
+    start: list[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int = 2
+) -> None:
+    """Whatever the instruction set and the number of threads: parameters and states of a few steps."""
+    results, threads = [], torch.get_num_threads()
+    try:
+        for isa in _C.available_isas():
+            for count in (1, 2, 3):
+                _C.force_isa(isa)
+                torch.set_num_threads(count)
+                torch.manual_seed(1)
+                params = copies(start)
+                optimizer = make(params)
+                for _ in range(steps):
+                    set_grads(params)
+                    optimizer.step()
+                results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
+    finally:
+        _C.force_isa("")
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert_same(results[0], other, rtol=0, atol=0)
+
+
+def moved(params: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    return [(p.detach().double() - b.detach().double()) for p, b in zip(params, before, strict=True)]
+
+
+def assert_updates_agree(params: list[Tensor], others: list[Tensor], before: list[Tensor], share: float) -> None:
+    """The updates differ by no more than that share of their norm."""
+    for a, b in zip(moved(params, before), moved(others, before), strict=True):
+        assert (a - b).norm() <= share * b.norm() + 1e-12
+
+
+# Vectors; matrices smaller than a tile, wider than a tile and than a block, higher than a block; several matrices in
+# one block, and several blocks per matrix.
+ADAFACTOR_SHAPES: list[Any] = [
+    (),
+    (1,),
+    (700,),
+    (20_000,),
+    (1, 1),
+    (3, 700),
+    (700, 3),
+    (9, 5000),
+    (1000, 70),
+    (5, 40, 3, 3),
+]
+ADAFACTOR_SHAPES += [(3, 200, 301), (1, 40_000), (40_000, 1), (70, 1000)]
+ADAFACTOR_PRECISIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "state_8": {"state_bits": 8, "min_8bit_size": 0},
+    "state_16": {"state_bits": 16},
+    "master_24": {"master_bits": 24, "state_bits": 32},
+    "kahan": {"rounding": "kahan"},
+    "stochastic": {"rounding": "stochastic"},
+}

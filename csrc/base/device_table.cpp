@@ -1,4 +1,4 @@
-// Uploads of tables; see device_table.h.
+// Uploads tables to a device; see device_table.h.
 #include "base/device_table.h"
 
 #include <ATen/ops/empty.h>
@@ -10,7 +10,7 @@
 namespace drivetrain {
 namespace {
 
-// In the order of the device's current stream.
+// Uploads in the order of the device's current stream.
 at::Tensor uploaded(const std::vector<char>& bytes, c10::Device device) {
   // Pinned, so that the copy does not wait for the device; torch's allocator reuses the memory only after it.
   const auto size = static_cast<int64_t>(bytes.size());
@@ -28,9 +28,9 @@ char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void
     write_cuda(captured_.back().data_ptr(), bytes.data(), bytes.size(), stream);
     return static_cast<char*>(captured_.back().data_ptr());
   }
-  // On another stream the copy need not be there yet, and its memory might be given away too early.
+  // On another stream the copy may be unfinished, and its memory could be reused too early.
   if (!on_device_.defined() || stream_ != stream || bytes_ != bytes) {
-    on_device_ = uploaded(bytes, device);  // new memory: the last step may still read the old
+    on_device_ = uploaded(bytes, device);  // The last step may still read the old memory.
     bytes_ = bytes;
     stream_ = stream;
   }

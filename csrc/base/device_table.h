@@ -1,4 +1,4 @@
-// Bytes that kernels read, kept on their device between steps.
+// Keeps tables of bytes that kernels read on their device between steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace drivetrain {
 
-// Table by table, each aligned.
+// Appends a table to the bytes.
 template <class T>
 void append_bytes(std::vector<char>& bytes, const T* values, size_t count) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 8 == 0);
@@ -17,12 +17,12 @@ void append_bytes(std::vector<char>& bytes, const T* values, size_t count) {
   bytes.insert(bytes.end(), begin, begin + count * sizeof(T));
 }
 
-// Uploaded again only where they have changed, through pinned memory: the host never waits. While a CUDA graph is
-// captured they go into memory of their own, written by the graph itself and kept as long as this object lives:
-// replays neither read what later steps upload nor write where those read.
+// Uploads bytes through pinned memory only when they have changed, so that the host never waits. A captured CUDA graph
+// writes its bytes itself, into memory that lives as long as this object. So replays neither read what later steps
+// upload nor overwrite what they read.
 class DeviceTable {
  public:
-  // The copy on the device, for work that is enqueued on this stream of it.
+  // Returns the copy on the device, for work on this stream.
   char* hold(const std::vector<char>& bytes, c10::Device device, void* stream);
 
  private:

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kWriteThreads = 128;
 
-// As many bytes as a kernel's arguments may have everywhere, less the others.
+// The bytes of one launch: kernel arguments have at least 4 KiB everywhere.
 struct Piece {
   unsigned char bytes[4000];
 };

@@ -5,11 +5,11 @@
 
 namespace drivetrain {
 
-// Whether work on the stream is being captured into a CUDA graph.
+// Returns whether the stream is being captured into a CUDA graph.
 bool is_capturing(void* stream);
 
-// Writes bytes of the host to the device through arguments of kernels: a graph keeps those, so that nothing of the
-// host's has to outlive it.
+// Writes host bytes to the device through kernel arguments. A graph stores those, so that no host memory has to outlive
+// it.
 void write_cuda(void* to, const void* from, size_t bytes, void* stream);
 
 }  // namespace drivetrain

@@ -27,13 +27,13 @@ Format state_format(at::ScalarType dtype) {
   return dtype == at::kByte ? Format::kSquared8 : Format::kSigned8;
 }
 
-// Whether the elements of both lie in memory in the same order, without gaps.
+// Returns whether both tensors are dense and have their elements in the same memory order.
 bool is_walked_alike(const at::Tensor& a, const at::Tensor& b) {
   if (!is_walkable(a) || !is_walkable(b) || !a.sizes().equals(b.sizes())) return false;
   return (a.is_contiguous() && b.is_contiguous()) || a.strides().equals(b.strides());
 }
 
-// The format whose `extra` has this dtype, beside a parameter of that one.
+// Returns the format of a parameter dtype whose companion has this dtype.
 Format param_format_with(at::ScalarType param, at::ScalarType extra) {
   for (const Format format : {Format::kBFloat16Remainder16, Format::kBFloat16Remainder8, Format::kBFloat16Kahan,
                               Format::kFloat16Kahan, Format::kFloat16Master}) {
@@ -53,7 +53,7 @@ TypedArray array_of(const Stored& stored) {
   return {stored.values.data_ptr(), stored.format, stored.extra.defined() ? stored.extra.data_ptr() : nullptr};
 }
 
-// The array from its element `i` on, which begins a block.
+// Returns the rest of the array from element `i` on, which begins a block.
 TypedArray from_element(const TypedArray& array, int64_t i) {
   TypedArray rest = array;
   if (array.data != nullptr) rest.data = static_cast<char*>(array.data) + i * bytes_of(array.format);
@@ -68,7 +68,7 @@ TypedArray from_element(const TypedArray& array, int64_t i) {
 }
 
 void fill_on_cpu(const TypedArray& to, int64_t numel, double fill) {
-  if (fill == 0) {  // in every format zero is bytes of zero
+  if (fill == 0) {  // Zeros are bytes of zero in every format.
     std::memset(to.data, 0, numel * bytes_of(to.format));
     if (has_blocks(to.format)) std::memset(to.extra, 0, num_blocks(numel) * sizeof(float));
   } else if (to.format == Format::kFloat64) {
@@ -98,7 +98,7 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::new_state(const a
   const bool has_its_shape = param.sizes().equals(sizes);
   at::Tensor state;
   if (!dtype && has_its_shape) {
-    state = at::empty_like(param.detach(), at::MemoryFormat::Preserve);  // as torch makes it
+    state = at::empty_like(param.detach(), at::MemoryFormat::Preserve);  // matches torch's allocation
   } else if (has_its_shape) {
     state = empty_as_walked(param.detach(), *dtype);
   } else {
@@ -143,7 +143,7 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::converted_state(c
   return {result, to_blocks ? std::optional(new_scales) : std::nullopt};
 }
 
-// Where they do not all lie in memory in the same order, they go through contiguous copies.
+// Tensors with different layouts are converted through contiguous copies.
 void Conversions::rewrite_param(const at::Tensor& param, Stored from, const at::Tensor& extra) {
   const Format format = param_format_with(param.scalar_type(), extra.scalar_type());
   const at::Tensor halves = param.detach();
@@ -194,7 +194,7 @@ void Conversions::run() {
     if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
   }
   for (const c10::Device device : devices) {
-    if (!device.is_cpu() && !device.is_cuda()) continue;  // a step refuses what is there before it reads any
+    if (!device.is_cpu() && !device.is_cuda()) continue;  // A step rejects other devices before it reads states.
     std::vector<Conversion> jobs;
     int64_t num_chunks = 0;
     for (const Pair& pair : pairs_) {
@@ -211,7 +211,7 @@ void Conversions::run() {
 }
 
 void Conversions::run_on_cpu(const std::vector<Conversion>& jobs, int64_t num_chunks) {
-  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
+  constexpr int64_t kGrain = 8;  // chunks per thread at least
   at::parallel_for(0, num_chunks, kGrain, [&](int64_t begin, int64_t end) {
     const auto begins_after = [](int64_t chunk, const Conversion& job) { return chunk < job.first_chunk; };
     auto job = std::upper_bound(jobs.begin(), jobs.end(), begin, begins_after) - 1;

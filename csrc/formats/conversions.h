@@ -1,5 +1,5 @@
-// Tensors to be converted from one storage format to another, or filled: collected one by one, then written in one pass
-// per device, for which the host does not wait.
+// Collects tensors to convert between storage formats or to fill, and writes them in one pass per device without
+// waiting for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,42 +12,42 @@
 
 namespace drivetrain::formats {
 
-// A tensor of one format with what is beside it. Undefined where nothing is.
+// A tensor with its companion `extra`; a member is undefined where there is none.
 struct Stored {
   at::Tensor values;
   Format format;
   at::Tensor extra = {};
 };
 
-// Allocates what it is asked for, and fills it in run(). Results that run() has not reached hold no values.
+// Allocates tensors and fills them in run(). Until then the results hold no values.
 class Conversions {
  public:
-  // A state of `param`, of these sizes and every value `fill`: laid out in memory as the parameter where it has its
-  // shape. dtype: none for the parameter's own. Returns the state, and its scales if it has 8 bits.
+  // Allocates a state of `param` with these sizes and every value `fill`. It has the parameter's strides where it has
+  // its shape. Without a dtype it takes the parameter's. Returns the state, and its scales if it has 8 bits.
   std::tuple<at::Tensor, std::optional<at::Tensor>> new_state(const at::Tensor& param,
                                                               const std::vector<int64_t>& sizes,
                                                               std::optional<at::ScalarType> dtype, double fill);
 
-  // `state` with its scales, if it has any, as a state of `param` of that dtype. Throws UserError for scales that do
-  // not fit.
+  // Converts `state`, with its scales if it has any, to a state of `param` of that dtype. Throws UserError for scales
+  // that do not fit.
   std::tuple<at::Tensor, std::optional<at::Tensor>> converted_state(const at::Tensor& param, const at::Tensor& state,
                                                                     const std::optional<at::Tensor>& scales,
                                                                     at::ScalarType dtype);
 
-  // What `param` keeps beside itself in this dtype; `before` is what it has had until now. May round the parameter
-  // anew. Throws UserTypeError for a dtype that nothing beside such a parameter has.
+  // Allocates the companion of `param` with this dtype; `before` is its companion so far. May round the parameter
+  // again. Throws UserTypeError for a dtype that no companion of such a parameter has.
   at::Tensor new_extra(const at::Tensor& param, const std::optional<at::Tensor>& before, at::ScalarType dtype);
 
-  // A tensor with one zero, for a counter of steps.
+  // Allocates a step counter that is 0.
   at::Tensor new_counter(at::Device device, at::ScalarType dtype);
 
-  // Values written into a parameter; returns what its rounding left out, in that dtype.
+  // Writes values into a parameter, and returns the companion of that dtype with the rounding error.
   at::Tensor stored_param(const at::Tensor& param, const at::Tensor& values, at::ScalarType dtype);
 
-  // Does all that has been collected. Needs no GIL.
+  // Runs all collected conversions. Needs no GIL.
   void run();
 
-  // `from` undefined: every value is `fill`. Both must lie in memory in the same order, without gaps.
+  // Converts `from` to `to`, or fills `to` where from.values is undefined. Both must have the same dense layout.
   void add(Stored from, Stored to, double fill = 0);
 
  private:
@@ -55,7 +55,7 @@ class Conversions {
     Stored from, to;
     double fill;
   };
-  // After the pass: `copy` goes to `original`, which lies otherwise in memory.
+  // run() copies `copy` to `original`, which has another layout.
   struct WriteBack {
     at::Tensor original, copy;
   };
@@ -68,10 +68,10 @@ class Conversions {
   std::vector<WriteBack> write_backs_;
 };
 
-// Throws UserError unless they are those of this 8-bit state.
+// Throws UserError unless the scales fit this 8-bit state.
 void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales);
 
-// A state's values as float32, in its own shape and strides; a parameter's, with what is beside it.
+// Return the values of a state, in its own shape and strides, and of a parameter, including its companion, as float32.
 at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales);
 at::Tensor load_param(const at::Tensor& param, const std::optional<at::Tensor>& extra);
 

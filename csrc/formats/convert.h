@@ -1,5 +1,4 @@
-// Values that go from one storage format to another, many tensors in one pass: the pass as plain data. Needs no torch
-// header.
+// Declares conversions of values between storage formats, many tensors in one pass. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +7,18 @@
 
 namespace drivetrain::formats {
 
-// `numel` values of `from`, or as many times `fill` where from.data is null, written to `to`. Both may be the same
-// memory, as when a parameter is split into halves and remainders: element i depends on element i alone, or on its
-// block where `to` has blocks. float64 is only ever filled.
+// Writes `numel` values of `from`, or of `fill` where from.data is null, to `to`. Both may be the same memory, as when
+// a parameter is split into halves and remainders: element i depends on element i alone, or on its block where `to` has
+// blocks. float64 can only be filled.
 struct Conversion {
   TypedArray from, to;
   int64_t numel;
-  int64_t first_chunk;  // within the pass
+  int64_t first_chunk;  // index within the pass
   double fill;
 };
 
-// What a block of threads, or an entry of a parallel loop, converts: a whole number of blocks with a scale.
+// Elements that a block of threads, or an iteration of a parallel loop, converts: a whole number of blocks with a
+// scale.
 constexpr int64_t kConversionChunk = 16 * kBlock;
 
 inline int64_t num_conversion_chunks(int64_t numel) { return (numel + kConversionChunk - 1) / kConversionChunk; }
@@ -35,8 +35,8 @@ namespace avx512 {
 void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
 }
 
-// One launch for all of them, on a CUDA array (cudaStream_t), without a wait. `conversions` and what they point to are
-// on the device.
+// Enqueues all conversions in one launch on a CUDA stream (cudaStream_t) and does not wait. `conversions` and the
+// arrays are on the device.
 void convert_cuda(const Conversion* conversions, int32_t count, int64_t num_chunks, void* stream);
 
 }  // namespace drivetrain::formats

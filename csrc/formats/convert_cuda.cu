@@ -1,4 +1,4 @@
-// Conversions between storage formats on CUDA; see convert.h. Includes no torch header.
+// Converts values between storage formats on CUDA; see convert.h. Includes no torch header.
 #include "base/launch_cuda.h"
 #include "formats/convert.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kConvertThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kPerLane = kBlock / kWarp;  // a warp converts a block of values that share a scale
+constexpr int kPerLane = kBlock / kWarp;  // A warp converts a block of values that share a scale.
 
 // Calls visit(k, i) for this lane's elements of the warp's block; neighboring lanes have neighboring elements.
 template <class Visit>
@@ -19,7 +19,7 @@ __device__ void for_each_element(int64_t begin, int64_t end, Visit visit) {
   }
 }
 
-// value_of(data, extra, i) gives element i.
+// Loads elements; value_of(data, extra, i) returns element i.
 template <class Value, class Extra = void, class ValueOf>
 __device__ void load_as(const TypedArray& array, int64_t begin, int64_t end, float (&values)[kPerLane],
                         ValueOf value_of) {
@@ -68,7 +68,7 @@ __device__ void load(const TypedArray& array, int64_t begin, int64_t end, float 
   }
 }
 
-// write(data, extra, i, value) stores element i.
+// Stores elements; write(data, extra, i, value) stores element i.
 template <class Value, class Extra = void, class Write>
 __device__ void store_as(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane],
                          Write write) {
@@ -77,7 +77,7 @@ __device__ void store_as(const TypedArray& array, int64_t begin, int64_t end, co
   for_each_element(begin, end, [&](int k, int64_t i) { write(data, extra, i, values[k]); });
 }
 
-// All lanes of the warp call it, for one block.
+// Stores one block. All lanes of the warp call it.
 template <class Kind>
 __device__ void store_block(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
   constexpr unsigned kAll = 0xffffffffu;
@@ -148,7 +148,7 @@ __device__ void store(const TypedArray& array, int64_t begin, int64_t end, const
   }
 }
 
-// The conversion that the chunk belongs to: the last one that begins at it or before, as empty ones begin there, too.
+// Returns the conversion of a chunk: the last one that begins at or before it, because empty ones begin there too.
 __device__ int32_t conversion_of(const Conversion* conversions, int32_t count, int64_t chunk) {
   int32_t low = 0, high = count;
   while (high - low > 1) {
@@ -158,7 +158,7 @@ __device__ int32_t conversion_of(const Conversion* conversions, int32_t count, i
   return low;
 }
 
-// A chunk per block of threads, a block of values with one scale per warp and turn.
+// Converts one chunk per block of threads; each warp takes one block of values with a scale at a time.
 __global__ void __launch_bounds__(kConvertThreads) convert(const Conversion* conversions, int32_t count) {
   const int64_t chunk = blockIdx.x;
   const Conversion job = conversions[conversion_of(conversions, count, chunk)];

@@ -19,7 +19,7 @@ __device__ __forceinline__ float bfloat16_of(const uint32_t (&words)[kWords], in
   return bits_as<float>(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
 }
 
-// The processor's instruction gives storage.h's bits.
+// The processor's instruction gives the bits of storage.h.
 template <int kWords>
 __device__ __forceinline__ float float16_of(const uint32_t (&words)[kWords], int k) {
 #ifdef __CUDA_ARCH__
@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t widened_bfloat16(const uint32_t* words, int 
   return k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u;
 }
 
-// Neighboring values as split8() has them, their halves in words and their remainders in bytes. Without a branch for
-// each: a NaN, which split8() treats otherwise, is looked for in all of them at once.
+// Splits neighboring values as split8() does, into words of halves and of remainders. Without a branch per value: one
+// check covers all of them for NaN, which split8() handles differently.
 template <int kCount>
 __device__ __forceinline__ void split8_into(const float (&values)[kCount], uint32_t (&halves)[kCount / 2],
                                             uint32_t (&bytes)[kCount / 4]) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void split8_into(const float (&values)[kCount], uint3
     uint32_t half[4], byte[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // The last byte of the rounded bits is to be cut off: what it holds carries into nothing.
+      // The last byte of the rounded bits is cut off and carries into nothing.
       const uint32_t bits = bits_as<uint32_t>(values[k + i]), rounded = bits + (0x7fu + ((bits >> 8) & 1u));
       half[i] = rounded + 0x8000u;
       byte[i] = rounded >> 8;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void split8_into(const float (&values)[kCount], uint3
   }
 }
 
-// Neighboring values of a array of one format, as they lie in memory: what a thread loads or stores at once.
+// Neighboring values of an array, as they lie in memory: the unit that a thread loads or stores at once.
 template <Format kFormat, int kWidth>
 struct Neighbors {
   static constexpr int kBytes = bytes_of(kFormat);
@@ -91,7 +91,7 @@ struct Neighbors {
   uint32_t words[kWidth * kBytes / 4];
   uint32_t extra[kHasByte ? kWidth / 4 : 1];
 
-  // first, end: elements of the array. kIsWide: all of them are there, and aligned.
+  // Elements [first, end) of the array. kIsWide: all of them exist and are aligned.
   template <bool kIsWide>
   __device__ __forceinline__ void load(const TypedArray& array, int64_t first, int64_t end) {
     const char* const from = static_cast<const char*>(array.data) + first * kBytes;

@@ -1,8 +1,8 @@
-// What a warp reads of 256 neighboring elements of a parameter, its gradient and its states: 8 values for each thread,
-// of whatever format, loaded as they lie in memory before the first is converted. Includes no torch header.
+// Loads rows of 256 neighboring elements with a warp, 8 values per thread in any storage format. The loads are issued
+// before the first value is converted. Includes no torch header.
 //
-// A thread owns two quads of neighboring elements, which meet the slots of summation.h that are its own. A row is also
-// a block of 8-bit codes, whose scale is the same for all threads.
+// A thread owns two quads of neighboring elements, which match its slots of summation.h. A row is also a block of 8-bit
+// codes, so its threads share one scale.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@
 namespace drivetrain::formats {
 
 constexpr int kRow = kBlock;
-constexpr int kQuads = kRow / kSlots;  // of a thread
+constexpr int kQuads = kRow / kSlots;  // quads per thread
 
-// The position in a row of the first element of the thread's quad q.
+// Returns the position in a row of the first element of the thread's quad q.
 __device__ inline int quad_position(int q) { return q * kSlots + lane_of_thread() * kQuad; }
 
-// Bytes of what stands beside each value.
+// Returns the bytes per element in `extra`.
 __device__ inline int bytes_beside(Format format) {
   switch (format) {
     case Format::kBFloat16Remainder8:
@@ -35,20 +35,20 @@ __device__ inline int bytes_beside(Format format) {
   }
 }
 
-// Whether a thread's quads of rows can be loaded at once.
+// Returns whether a thread's quads of whole rows can be loaded with wide loads.
 __device__ inline bool has_wide_quads(const TypedArray& array) {
   return array.format != Format::kFloat64 && array.format != Format::kFactored && is_aligned(array.data, kWideBytes) &&
          is_aligned(array.extra, kWideBytes);
 }
 
-// A thread's quads of a array as they lie in memory.
+// A thread's quads of an array as they lie in memory.
 template <bool kHasExtra>
 struct RawQuads {
   uint32_t data[kQuads][kQuad];
   uint32_t extra[kHasExtra ? kQuads : 1][kQuad];
-  float scale[kQuads];  // of a block's codes, or of a row of a matrix
+  float scale[kQuads];  // scale of a block's codes, or factor of a matrix row
 
-  // row: its first element. The whole of it must be there.
+  // Loads the row whose first element is `row`. The whole row must exist.
   __device__ __forceinline__ void load(const TypedArray& array, int64_t row) {
     load_quads(array.data, static_cast<int>(bytes_of(array.format)), row, data);
     if constexpr (kHasExtra) load_quads(array.extra, bytes_beside(array.format), row, extra);
@@ -91,7 +91,7 @@ struct RawQuads {
   }
 
  private:
-  // The quads, of elements of so many bytes, one load each.
+  // Loads the quads of elements of `bytes` bytes, one load each.
   static __device__ __forceinline__ void load_quads(const void* from, int bytes, int64_t row,
                                                     uint32_t (&quads)[kQuads][kQuad]) {
     const int64_t first = row + lane_of_thread() * kQuad;
@@ -135,7 +135,7 @@ __device__ float load_code(const TypedArray& array, int64_t i) {
   return has_special(scale) ? decode_any<Kind>(code, scale) : Kind::decode(code, Kind::unit_of(scale));
 }
 
-// One element of any format that a parameter, a gradient or a state has, except kFactored.
+// Loads one element of any format except kFactored.
 template <class T>
 __device__ T load_element(const TypedArray& array, int64_t i) {
   const auto* halves = static_cast<const uint16_t*>(array.data);

@@ -1,4 +1,4 @@
-// A sum of squares on the CPU, in double: the same bits on every instruction set. Needs no torch header.
+// Sums squares on the CPU, in double, with the same bits on every instruction set. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ inline namespace DRIVETRAIN_ISA {
 
 class SquareSum {
  public:
-  // Element i goes to slot i % kSlots (summation.h), counted anew in every call.
+  // Adds element i to slot i % kSlots (summation.h); every call counts from 0.
   template <class T>
   void add(const T* values, int64_t count) {
     int64_t i = 0;
@@ -26,7 +26,7 @@ class SquareSum {
     }
   }
 
-  // To be asked once.
+  // Returns the sum. May be called once.
   double total() {
     for (int width = kSlots / 2; width > 0; width /= 2) {
       for (int slot = 0; slot < width; ++slot) slots_[slot] += slots_[slot + width];

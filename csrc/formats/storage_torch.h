@@ -1,4 +1,4 @@
-// A torch tensor's values as a array of storage.h's.
+// Converts torch tensors to typed arrays (storage.h), and allocates tensors for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace drivetrain::formats {
 
-// Of each real number; none: no floating type that kernels know.
+// Returns the format of each real number, or none for dtypes without kernels.
 inline std::optional<Format> format_of(at::ScalarType dtype) {
   switch (c10::toRealValueType(dtype)) {
     case at::kFloat:
@@ -25,18 +25,20 @@ inline std::optional<Format> format_of(at::ScalarType dtype) {
   }
 }
 
-// Whether it can be walked in the order in which it lies in memory, and every element is what its bytes say.
+// Returns whether kernels can read the tensor's elements in memory order: dense, and without a lazy conjugation or
+// negation.
 inline bool is_walkable(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Complex numbers are pairs of real ones.
+// Counts the real numbers of a tensor; a complex number has two.
 inline int64_t real_numel(const at::Tensor& tensor) { return tensor.numel() * (tensor.is_complex() ? 2 : 1); }
 
-// From the tensor's first element on; it must have a format.
+// Describes the tensor's memory; its dtype must have a format.
 inline TypedArray array_of(const at::Tensor& tensor) { return {tensor.data_ptr(), *format_of(tensor.scalar_type())}; }
 
-// The dtype of what such a format has in `extra`, and its name in the optimizer's state; none for other formats.
+// Describes the companion tensor of a format with `extra`: its name in the optimizer's state and its dtype. Other
+// formats have none.
 struct Extra {
   const char* name;
   at::ScalarType dtype;
@@ -47,7 +49,7 @@ constexpr const char* kExtraNames[] = {"param_remainder", "param_compensation", 
 inline bool is_block_dtype(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
 inline int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// A tensor laid out in memory as `like` is walked, or contiguously if that cannot be walked as it lies.
+// Allocates a tensor with the strides of `like`, or a contiguous one if `like` is not dense.
 at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype);
 
 }  // namespace drivetrain::formats

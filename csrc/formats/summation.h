@@ -1,19 +1,19 @@
-// The order in which sums of squares are taken, the same on the CPU and on CUDA. Needs no torch header.
+// Defines the order of sums of squares, which is the same on the CPU and on CUDA. Needs no torch header.
 //
-// A gradient is cut up in chunks, which have sums of their own. Element i of a chunk is added to slot i % kSlots, and
-// the slots to each other as a tree: slot i gets slot i + kSlots / 2, and so on. So a thread of a warp owns four
-// neighboring slots, whose elements it loads at once: 16 bytes in float32.
+// A gradient is divided into chunks with a sum each. Element i of a chunk is added to slot i % kSlots, and the slots
+// are added as a tree: slot i gets slot i + kSlots / 2, and so on. So a thread of a warp owns four neighboring slots,
+// whose elements it loads at once: 16 bytes in float32.
 //
-// The sums of all chunks, in the gradients' order, are cut up in groups of kGroup. Sum i of a group is added to lane
-// i % kLanes, the lanes to each other as a tree, and the sums of groups to each other in the same way. So the order
-// depends on sizes alone, both devices have enough additions under way, and several warps share the groups.
+// The sums of all chunks, in the gradients' order, are divided into groups of kGroup. Sum i of a group is added to lane
+// i % kLanes, the lanes are added as a tree, and the groups' sums in the same way. So the order depends on sizes alone,
+// both devices have enough independent additions, and several warps share the groups.
 #pragma once
 
 #include <cstdint>
 
 namespace drivetrain::formats {
 
-constexpr int64_t kChunk = 1 << 12;  // elements: what a warp takes at a time
+constexpr int64_t kChunk = 1 << 12;  // elements of a chunk, which one warp sums
 constexpr int kSlots = 128;
 constexpr int kLanes = 32;           // a warp
 constexpr int64_t kGroup = 1 << 10;  // sums of chunks

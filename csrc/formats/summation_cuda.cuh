@@ -1,5 +1,5 @@
-// The sums of summation.h on CUDA: a warp's part of a chunk, and a block's of the chunks' sums. Includes no torch
-// header.
+// Implements the sums of summation.h on CUDA: a warp's part of a chunk, and a block's part of the chunks' sums.
+// Includes no torch header.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ static_assert(kQuad == 4);
 
 __device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x % kLanes); }
 
-// All threads of the warp call it with their sums; the first gets the sum of all.
+// Sums over the threads of a warp, which must all call it. The first thread gets the result.
 __device__ inline double sum_of_lanes(double sum) {
   constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll
@@ -23,7 +23,7 @@ __device__ inline double sum_of_lanes(double sum) {
   return sum;
 }
 
-// Adds up a chunk's slots, of which a thread has number lane * kQuad + k; the first thread gets the sum.
+// Sums a chunk's slots; this thread has the slots lane * kQuad + k. The first thread gets the result.
 __device__ __forceinline__ double sum_of_slots(double (&slots)[kQuad]) {
   constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll
@@ -39,15 +39,15 @@ __device__ __forceinline__ double sum_of_slots(double (&slots)[kQuad]) {
   return slots[0];
 }
 
-// Adds the square of a float, which is exact in double: fusing its multiplication and addition changes no bit.
+// Adds the square of a float, which is exact in double, so that fusing multiplication and addition changes no bit.
 __device__ __forceinline__ void add_square(double& slot, float value) {
   const double exact = value;
   slot = std::fma(exact, exact, slot);
 }
 __device__ __forceinline__ void add_square(double& slot, double value) { slot += value * value; }
 
-// The sum of value_of(i) for begin <= i < end, in the first thread; all threads of the warp call it. Loads of several
-// values are under way at once, and what is beyond the end adds a 0, which changes no sum of squares.
+// Sums value_of(i) for begin <= i < end. All threads of the warp call it and the first gets the result. Several loads
+// are outstanding at once. Elements beyond the end add 0, which changes no sum of squares.
 template <class ValueOf>
 __device__ double sum_in_lanes(int64_t begin, int64_t end, ValueOf value_of) {
   constexpr int kUnroll = 16;
@@ -65,7 +65,8 @@ __device__ double sum_in_lanes(int64_t begin, int64_t end, ValueOf value_of) {
   return sum_of_lanes(sum);
 }
 
-// The sum of value_of(i) for 0 <= i < count, group by group, in the block's first thread; all of its kThreads call it.
+// Sums value_of(i) for 0 <= i < count, group by group. All kThreads threads of the block call it and the first gets the
+// result.
 template <int kThreads, class ValueOf>
 __device__ double sum_in_groups(int64_t count, ValueOf value_of) {
   constexpr int kWarps = kThreads / kLanes;
@@ -81,11 +82,12 @@ __device__ double sum_in_groups(int64_t count, ValueOf value_of) {
   }
   __syncthreads();
   const double total = warp == 0 ? sum_of_lanes(lanes[thread]) : 0.0;
-  __syncthreads();  // before the lanes are filled again
+  __syncthreads();  // The next call overwrites the lanes.
   return total;
 }
 
-// last_from() of search.h, all threads of a warp looking at once: two rounds of loads for 1,000 jobs.
+// Finds the last job whose `begin` is at most `position`. All threads of a warp search together: two rounds of loads
+// for 1,000 jobs.
 template <class Job>
 __device__ int32_t last_from_in_warp(const Job* jobs, int32_t num_jobs, int64_t Job::* begin, int64_t position) {
   constexpr unsigned kAll = 0xffffffffu;

@@ -1,4 +1,4 @@
-// A tile of values on the CPU: loaded from whatever format it has, and stored back. Needs no torch header.
+// Loads and stores a tile of values in any storage format on the CPU. Needs no torch header.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace drivetrain::formats {
 inline namespace DRIVETRAIN_ISA {
 
-// Elements per tile: five float arrays of it stay in L1, and one call per tile is noise.
+// Elements per tile: five float arrays of a tile stay in the L1 cache, and the cost of a call per tile is negligible.
 constexpr int kTile = 512;
 static_assert(kTile % kBlock == 0);
 
-// fp16 goes through the processor's conversion where it has one: the same bits as storage.h's, much faster.
+// float16 uses the processor's conversion where there is one: the same bits as storage.h, and much faster.
 inline void load_float16(const uint16_t* from, float* to, int64_t count) {
   int64_t i = 0;
 #if defined(__AVX512F__)
@@ -47,7 +47,7 @@ inline void store_float16(const float* from, uint16_t* to, int64_t count) {
   for (; i < count; ++i) to[i] = float16_from_float(from[i]);
 }
 
-// One element of a plain format: for tiles that have no loop of their own below.
+// Loads one element of a plain format, for formats without a loop below.
 template <class T>
 inline T load_one(const TypedArray& array, int64_t index) {
   switch (array.format) {
@@ -80,7 +80,8 @@ inline void store_one(const TypedArray& array, int64_t index, T value) {
   }
 }
 
-// ---- 8-bit blocks. from or to: the block's first value; count: kBlock, or less at the end of the array.
+// ---- 8-bit blocks. `from` and `to` point to a block's first value; `count` is kBlock, or less at the end of the
+// array.
 
 template <class Kind>
 void load_block(const typename Kind::Code* from, float scale, float* to, int64_t count) {
@@ -92,7 +93,7 @@ void load_block(const typename Kind::Code* from, float scale, float* to, int64_t
   for (int64_t i = 0; i < count; ++i) to[i] = Kind::decode(from[i], unit);
 }
 
-// Stores a block of prepared values, the largest magnitude among which is known; returns its scale.
+// Stores a block of prepared values, given their largest magnitude, and returns its scale.
 template <class Kind>
 float store_block(const float* from, uint32_t largest, typename Kind::Code* to, int64_t count) {
   if (largest >= kInfinity) {
@@ -113,7 +114,7 @@ void store_prepared(const TypedArray& array, int64_t index, int64_t count, const
   static_cast<float*>(array.extra)[index / kBlock] = store_block<Kind>(prepared, largest, codes, count);
 }
 
-// One block, from what update_tile prepared. index: of its first value, a multiple of kBlock.
+// Stores one block of prepared values. `index` is its first value's, a multiple of kBlock.
 inline void store_prepared(const TypedArray& array, int64_t index, int64_t count, const float* prepared,
                            uint32_t largest) {
   if (array.format == Format::kSigned8) {
@@ -123,7 +124,7 @@ inline void store_prepared(const TypedArray& array, int64_t index, int64_t count
   }
 }
 
-// All blocks of a tile. index: of the tile's first value, a multiple of kBlock.
+// Loads all blocks of a tile. `index` is the tile's first value's, a multiple of kBlock.
 template <class Kind>
 void load_blocks(const TypedArray& array, int64_t index, int64_t count, float* to) {
   const auto* codes = static_cast<const typename Kind::Code*>(array.data) + index;
@@ -147,13 +148,13 @@ void store_blocks(const TypedArray& array, int64_t index, int64_t count, const f
 
 // ---- Tiles.
 
-// Whether the rule can work on the memory itself.
+// Returns whether the values need no conversion.
 template <class T>
 bool is_native(const TypedArray& array) {
   return array.format == (sizeof(T) == sizeof(float) ? Format::kFloat32 : Format::kFloat64);
 }
 
-// The tile's values as T: in place where they already are, else converted into scratch.
+// Returns the tile's values as T: the memory itself where it has that type, else a converted copy in `scratch`.
 template <class T>
 T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) {
   if (is_native<T>(array)) return static_cast<T*>(array.data) + index;
@@ -209,7 +210,7 @@ T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) 
   return scratch;
 }
 
-// Of matrices of rows * columns elements.
+// Loads products of row and column factors for matrices of rows * columns elements.
 template <class T>
 T* load_factored(const TypedArray& array, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
   int64_t row = index / columns, column = index % columns, row_of_matrix = row % rows;
@@ -229,14 +230,14 @@ T* load_factored(const TypedArray& array, int64_t rows, int64_t columns, int64_t
   return scratch;
 }
 
-// The same of a state of a parameter whose matrices have that shape.
+// Loads a state of a parameter whose matrices have that shape.
 template <class T>
 T* load_state(const TypedArray& array, int64_t rows, int64_t columns, int64_t index, int64_t count, T* scratch) {
   return array.format == Format::kFactored ? load_factored(array, rows, columns, index, count, scratch)
                                            : load_tile(array, index, count, scratch);
 }
 
-// Writes a tile back unless load_tile gave the memory itself. key: what random rounding draws from.
+// Writes a tile back unless load_tile() returned the memory itself. `key` seeds stochastic rounding.
 template <class T>
 void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* values, uint64_t key = 0) {
   if (is_native<T>(array) || array.format == Format::kFactored) return;

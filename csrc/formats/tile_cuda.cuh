@@ -1,4 +1,5 @@
-// A block's loads and stores of a tile of values, whose format is chosen at run time; tile_cpu.h is their CPU twin.
+// Loads and stores a tile of values with a block of threads, in a storage format chosen at run time; tile_cpu.h is the
+// CPU's counterpart.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +9,10 @@
 namespace drivetrain::formats {
 
 constexpr int kThreads = 256;
-constexpr int kElementsPerThread = 4;  // loads in flight per thread before the first is used
+constexpr int kElementsPerThread = 4;  // loads per thread before the first value is used
 constexpr int kTileCuda = kThreads * kElementsPerThread;
 
-// This thread's elements of a tile, kStride apart from `first` on, side by side with those of other threads. The format
-// is looked at once per tile.
+// Loads this thread's elements of a tile, kStride apart from `first` on. The format is checked once per tile.
 template <int kStride, class Value, class T, int kCount, class FromValue>
 __device__ void load_elements(const Value* from, int64_t first, int64_t end, T (&values)[kCount],
                               FromValue from_value) {
@@ -32,8 +32,8 @@ __device__ void store_elements(Value* to, int64_t first, int64_t end, const T (&
   }
 }
 
-// Of a parameter in 16 bits with an array beside it: join(half, extra) gives the value. From here on a tile begins at
-// `base`, and all threads of the block share it.
+// Loads a 16-bit parameter with `extra`: join_value(half, extra) returns the value. From here on `base` is the tile's
+// first element, and all threads of the block share the tile.
 template <class Extra, class Join>
 __device__ void load_pairs(const TypedArray& array, int64_t base, int64_t end, float (&values)[kElementsPerThread],
                            Join join_value) {
@@ -46,7 +46,7 @@ __device__ void load_pairs(const TypedArray& array, int64_t base, int64_t end, f
   }
 }
 
-// split(value, half, extra) fills both.
+// Stores a 16-bit parameter with `extra`: split_value(value, half, extra) fills both.
 template <class Extra, class SplitValue>
 __device__ void store_pairs(const TypedArray& array, int64_t base, int64_t end,
                             const float (&values)[kElementsPerThread], SplitValue split_value) {
@@ -59,15 +59,15 @@ __device__ void store_pairs(const TypedArray& array, int64_t base, int64_t end,
   }
 }
 
-// ---- 8-bit blocks: element k of all threads together is one of them.
+// ---- 8-bit blocks: element k of all threads together is one block.
 static_assert(kThreads == kBlock);
 
-// All threads call it; each gets the maximum of all.
+// Returns the maximum over all threads of the block, which must all call it.
 __device__ inline uint32_t largest_of_threads(uint32_t value) {
   constexpr unsigned kAll = 0xffffffffu;
   __shared__ uint32_t of_warps[kThreads / 32];
   value = __reduce_max_sync(kAll, value);
-  __syncthreads();  // the call before has been read
+  __syncthreads();  // All threads have read the previous call's result.
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
   uint32_t largest = 0;
@@ -105,7 +105,7 @@ __device__ void store_blocks(const TypedArray& array, int64_t base, int64_t end,
   }
 }
 
-// ---- Tiles. Gradients have plain formats, parameters may have pairs and states blocks: what cannot be is not
+// ---- Tiles. Gradients have plain formats, parameters may have pairs and states blocks; other combinations are not
 // compiled.
 
 template <int kStride, class T, int kCount>
@@ -244,7 +244,7 @@ __device__ void load_state(const TypedArray& array, int64_t base, int64_t end, T
   load_plain(array, base, end, values);
 }
 
-// All threads of the block call it, for the same array.
+// Stores a tile of a state. All threads of the block call it for the same array.
 template <class T>
 __device__ void store_state(const TypedArray& array, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -260,12 +260,12 @@ __device__ void store_state(const TypedArray& array, int64_t base, int64_t end, 
   store_plain(array, base, end, values);
 }
 
-// How often `size` fits into a position below size + kTileCuda: mostly known without the long division.
+// Divides a position below size + kTileCuda by `size`, mostly without the long division.
 __device__ inline int64_t whole_times(int64_t position, int64_t size) {
   return size >= kTileCuda ? position >= size : static_cast<uint32_t>(position) / static_cast<uint32_t>(size);
 }
 
-// The state of a parameter whose matrices have it as rows and columns.
+// Loads products of row and column factors for a parameter of matrices.
 template <class T>
 __device__ void load_factored(const TypedArray& state, int64_t matrix_rows, int64_t matrix_columns, int64_t base,
                               int64_t end, T (&values)[kElementsPerThread]) {

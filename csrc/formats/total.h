@@ -1,4 +1,4 @@
-// The sums of chunks, added up in the order of summation.h. Not for ISA-compiled files.
+// Adds the sums of chunks in the order of summation.h. Not for ISA-compiled files.
 #pragma once
 
 #include "formats/summation.h"
@@ -12,7 +12,7 @@ class Total {
     if (of_group_.count == kGroup) take_group();
   }
 
-  // To be asked once.
+  // Returns the sum. May be called once.
   double get() {
     if (of_group_.count > 0) take_group();
     return of_groups_.total();

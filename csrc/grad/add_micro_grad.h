@@ -1,5 +1,4 @@
-// Adds a micro-batch's gradient to the one that is being accumulated, which may live in another format. No torch
-// header.
+// Adds a micro-batch's gradient to the accumulated one, which may have another storage format. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -8,21 +7,21 @@
 
 namespace drivetrain::grad {
 
-// main += micro, in float32, or main = micro. main: float32, or bfloat16 with 8 bits of remainder; micro: a plain
-// format. Both walked from the first to the last element.
+// Describes main += micro, computed in float32, or main = micro. `main` is float32, or bfloat16 with 8 bits of
+// remainder; `micro` has a plain format. Both are dense and have the same layout.
 struct Addition {
   formats::TypedArray main;
   formats::TypedArray micro;
-  bool starts;  // main holds nothing yet
+  bool starts;  // overwrites `main`
 };
 
-// On the CPU's threads; the same bits whatever their number and the instruction set, and on CUDA.
+// Runs on the CPU's threads. The bits do not depend on their number or the instruction set, and equal CUDA's.
 void accumulate(const Addition& addition, int64_t numel);
 
-// Enqueues it on a CUDA stream.
+// Enqueues the addition on a CUDA stream.
 void accumulate_cuda(const Addition& addition, int64_t numel, void* stream);
 
-// Elements [begin, end); begin is a multiple of a tile. One copy per instruction set.
+// Adds elements [begin, end); begin is a multiple of a tile. One copy per instruction set.
 namespace baseline {
 void accumulate_cpu(const Addition& addition, int64_t begin, int64_t end);
 }

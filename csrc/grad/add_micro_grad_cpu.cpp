@@ -1,5 +1,5 @@
-// One range of a gradient's accumulation: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no
-// torch header.
+// Accumulates one range of a gradient: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch
+// header.
 #include <algorithm>
 
 #include "formats/tile_cpu.h"

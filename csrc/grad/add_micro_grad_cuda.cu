@@ -1,8 +1,8 @@
-// A gradient's accumulation on CUDA. Includes no torch header.
+// Accumulates a gradient on CUDA. Includes no torch header.
 //
-// Moves per element of a 16-bit micro-gradient 2 + 4 + 4 bytes into float32, and 2 + 3 + 3 into bfloat16 with a byte
-// beside it. A thread takes 16 elements, in units of neighbors whose widest stream makes 16 bytes, and has the loads of
-// all units under way at once: 96 bytes into float32, 80 into bfloat16 with a byte.
+// Moves 2 + 4 + 4 bytes per element of a 16-bit micro-batch gradient into float32, and 2 + 3 + 3 into bfloat16 with a
+// byte of remainder. A thread takes 16 elements, in units of neighbors whose widest array makes 16 bytes. It issues the
+// loads of all units at once: 96 bytes into float32, 80 into bfloat16 with a byte.
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
@@ -14,14 +14,14 @@ namespace {
 using formats::Format;
 
 constexpr int kThreads = 256;
-constexpr int kElements = 16;  // of a thread
+constexpr int kElements = 16;  // elements per thread
 constexpr int kTile = kThreads * kElements;
 
-// Neighbors of a unit: 16 bytes of the main gradient's values.
+// Elements of a unit: 16 bytes of the main gradient's values.
 template <Format kMain>
 constexpr int kWidthOf = kMain == Format::kFloat32 ? 4 : 8;
 
-// first: the thread's first element; its units lie a block's width apart.
+// Accumulates a thread's units from its element `first` on; they lie a block's width apart.
 template <Format kMain, Format kMicro, bool kIsWide>
 __device__ __forceinline__ void accumulate_units(const Addition& addition, int64_t first, int64_t numel) {
   constexpr int kWidth = kWidthOf<kMain>, kUnits = kElements / kWidth, kStride = kThreads * kWidth;

@@ -1,4 +1,4 @@
-// The autograd function of linear layers with a fused weight gradient; see fuse_wgrad.h.
+// Implements the autograd function of linear layers with a fused weight gradient; see fuse_wgrad.h.
 #include "grad/fuse_wgrad.h"
 
 #include <ATen/autocast_mode.h>
@@ -46,21 +46,21 @@ WeightGrad weight_grad_of(const at::Tensor& input, const at::Tensor& grad, bool 
   return is_conv1d ? WeightGrad{inputs, grads} : WeightGrad{grads, inputs};
 }
 
-// Whether the backward under way accumulates into the weight's .grad, and nobody looks at the gradient before.
+// Returns whether the running backward accumulates into the weight's .grad, and no hook sees the gradient before.
 bool goes_unseen(const at::Tensor& weight, Node& accumulator) {
   if (!torch::autograd::impl::hooks(weight).empty()) return false;
   const auto is_ours = [](const auto& hook) { return dynamic_cast<KeepsGradient*>(hook.get()) != nullptr; };
   if (!std::all_of(accumulator.pre_hooks().begin(), accumulator.pre_hooks().end(), is_ours)) return false;
   if (torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr()) return false;
-  // Not autograd.grad(), and not a backward into other leaves.
+  // Excludes autograd.grad() and a backward with respect to other leaves.
   const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
   if (exec_info == nullptr || exec_info->empty()) return true;
   const auto found = exec_info->find(&accumulator);
   return found != exec_info->end() && found->second.needed_ && !found->second.captures_;
 }
 
-// What autograd's own accumulation holds while it reads and writes .grad: backward may run on several threads at a
-// time.
+// Returns the mutex that autograd's own accumulation holds while it reads and writes .grad: backward may run on several
+// threads.
 std::mutex& mutex_of(Node& accumulator) {
   struct Opened : Node {
     static std::mutex& mutex(Node& node) { return node.*(&Opened::mutex_); }
@@ -75,7 +75,7 @@ at::Tensor place_of(Node& accumulator) {
   return {};
 }
 
-// Whether the gradient has been added by the current stream.
+// Adds the gradient on the current stream. Returns whether it did.
 bool add_in_order(const WeightGrad& weight_grad, const at::Tensor& weight, Node& accumulator) {
   const auto& keepers = accumulator.pre_hooks();
   if (!keepers.empty()) return dynamic_cast<KeepsGradient&>(*keepers.front()).add(weight_grad);
@@ -92,11 +92,11 @@ bool add_in_order(const WeightGrad& weight_grad, const at::Tensor& weight, Node&
   return true;
 }
 
-// Whether the gradient has been added. Autograd orders the streams of two nodes by the gradient that one hands the
-// other; here it is handed none, although the accumulator's hooks read what this stream writes, and the other way
-// round.
+// Adds the gradient and returns whether it did. Autograd orders the streams of two nodes by the gradient that one
+// passes to the other. Here it passes none, although the accumulator's hooks read what this stream writes and vice
+// versa.
 bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
-  if (!weight.is_leaf() || !weight.requires_grad()) return false;  // computed, or frozen since
+  if (!weight.is_leaf() || !weight.requires_grad()) return false;  // computed, or frozen since the forward
   const auto accumulator = grad_accumulator_of(weight);
   if (!goes_unseen(weight, *accumulator)) return false;
   const std::optional<c10::Stream> here = stream_on(weight.device()), there = accumulator->stream();
@@ -107,7 +107,7 @@ bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
   return added;
 }
 
-// As autograd takes it: in the dtype that .grad has, if the product can be summed in that.
+// Returns the product for autograd, in the dtype of .grad if the product can be summed in it.
 at::Tensor product_of(const WeightGrad& weight_grad, const at::Tensor& weight) {
   const at::ScalarType dtype = weight.grad_dtype().value_or(weight.scalar_type());
   if (!can_add(weight_grad, dtype, /*has_residual=*/false)) return at::mm(weight_grad.left.t(), weight_grad.right);
@@ -119,7 +119,7 @@ at::Tensor product_of(const WeightGrad& weight_grad, const at::Tensor& weight) {
 constexpr c10::DispatchKeySet kBatched({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
 
 struct FusedLinear : torch::autograd::Function<FusedLinear> {
-  // The weight as it is multiplied with, which autocast may have cast.
+  // The weight of the product, which autocast may have cast.
   struct Multiplied {
     at::Tensor weight;
   };
@@ -127,8 +127,8 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const Multiplied& multiplied, bool is_conv1d) {
     ctx->set_materialize_grads(false);
-    // As torch's layer: a weight that the input's gradient does not need is not kept, and one that autocast has cast
-    // may change before backward.
+    // As in torch's layer, a weight that the input's gradient does not need is not saved; a cast copy may change before
+    // backward.
     ctx->save_for_backward({input, input.requires_grad() ? multiplied.weight : at::Tensor()});
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["version"] = static_cast<int64_t>(weight._version());
@@ -137,7 +137,7 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
     return multiply(input, multiplied.weight, bias.value_or(at::Tensor()), is_conv1d);
   }
 
-  // What autocast had cast, with the way back to the weight.
+  // Casts the weight again as autocast did, so that the result is differentiable with respect to the weight.
   static at::Tensor cast_again(AutogradContext* ctx, const at::Tensor& weight, const at::Tensor& cast) {
     TORCH_CHECK(static_cast<int64_t>(weight._version()) == ctx->saved_data["version"].toInt(),
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
@@ -147,13 +147,13 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list results(5);  // of input, weight, bias, and what is no tensor
+    variable_list results(5);  // gradients of input, weight, bias and the two other arguments
     const at::Tensor& grad = grads[0];
     if (!grad.defined()) return results;
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &input = saved[0], weight = ctx->saved_data["weight"].toTensor();
     const bool is_conv1d = ctx->saved_data["is_conv1d"].toBool();
-    // Somebody wants gradients of these gradients, or many gradients at once.
+    // create_graph=True, or vmap over gradients.
     const bool is_twice = at::GradMode::is_enabled(), is_batched = grad.key_set().has_any(kBatched);
     if (ctx->needs_input_grad(0)) {
       at::Tensor by = saved[1];
@@ -198,7 +198,7 @@ at::Tensor fused_linear(const at::Tensor& input, const at::Tensor& weight, const
     to_multiply = at::autocast::cached_cast(dtype, input, device);
     multiplied = at::autocast::cached_cast(dtype, weight, device);
     if (bias.defined()) bias = at::autocast::cached_cast(dtype, bias, device);
-    // A cast's gradient would be one of the weight's own size.
+    // The gradient of a cast copy would have the weight's size.
     if (!multiplied.is_same(weight)) multiplied = multiplied.detach();
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast_dispatch_keyset);

@@ -1,5 +1,5 @@
-// Linear layers whose backward adds the weight's gradient to where it is collected, by one product and without a
-// gradient of its own.
+// Declares linear layers whose backward adds the weight gradient to the gradient buffer with one product, without a
+// gradient tensor of its own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,25 +10,26 @@
 
 namespace drivetrain::grad {
 
-// A hook on a parameter's accumulator that collects the gradient somewhere else than in .grad alone.
+// A hook on a parameter's accumulator that collects the gradient elsewhere than in .grad alone.
 class KeepsGradient {
  public:
   virtual ~KeepsGradient() = default;
-  // Whether it has been added; if not, autograd is to bring it.
+  // Adds the gradient. Returns false if autograd must add it.
   virtual bool add(const WeightGrad& weight_grad) = 0;
 };
 
-// One that knows where .grad is going to lie.
+// A hook that knows the memory of the future .grad.
 class KnowsPlace {
  public:
   virtual ~KnowsPlace() = default;
-  // Undefined: nowhere.
+  // Returns an undefined tensor if there is no such memory.
   virtual at::Tensor place() = 0;
 };
 
-// input * weight^T + bias, of a weight [outputs, inputs]; is_conv1d: input * weight + bias, of one [inputs, outputs],
-// as Hugging Face's Conv1D has it. Differentiable any number of times, under autocast too. The weight's gradient is
-// added to .grad, in the precision of that, where nobody is to see it before; else autograd brings it as ever.
+// Computes input * weight^T + bias for a weight [outputs, inputs]. With is_conv1d it computes input * weight + bias for
+// a weight [inputs, outputs], as Hugging Face's Conv1D. Supports higher-order gradients and autocast. Backward adds the
+// weight gradient to .grad, in the precision of .grad, unless other code must see it first; then autograd accumulates
+// it.
 at::Tensor fused_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                         bool is_conv1d);
 

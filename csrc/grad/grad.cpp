@@ -1,4 +1,4 @@
-// The gradient sweeps' boundary to Python.
+// Registers norms, main gradients and fused weight gradients with Python.
 #include "grad/grad.h"
 
 #include <pybind11/stl.h>
@@ -39,7 +39,7 @@ double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
   return sum_of_squares(gradients);
 }
 
-// was_added(index) is Python's.
+// Wraps the Python callback was_added(index).
 std::shared_ptr<MainGrads> make_main_grads(std::vector<at::Tensor> params, std::vector<at::Tensor> main,
                                            py::function was_added) {
   return MainGrads::make(std::move(params), std::move(main), [held = hold(std::move(was_added))](size_t index) {
@@ -51,14 +51,15 @@ std::shared_ptr<MainGrads> make_main_grads(std::vector<at::Tensor> params, std::
 }  // namespace
 
 void register_grad(py::module_& m) {
-  using no_gil = py::call_guard<py::gil_scoped_release>;  // a hook that holds its mutex never waits for the GIL
+  using no_gil = py::call_guard<py::gil_scoped_release>;  // A hook that holds its mutex never waits for the GIL.
   m.def("has_block_products", &has_block_products);
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
-  // Hooks of Python's on what backward keeps may raise (those of activation checkpointing do), and torch's errors shall
-  // be of torch's kinds.
+  // Python hooks on saved tensors may raise, as those of activation checkpointing do. torch's errors must keep torch's
+  // types.
   m.def("fused_linear", torch::wrap_pybind_function_no_gil(&fused_linear), py::arg("input"), py::arg("weight"),
         py::arg("bias"), py::arg("is_conv1d"));
-  // Of a leaf's accumulator, after it has run: those of DistributedDataParallel's reducers, ours or torch's.
+  // Counts the post hooks of a leaf's accumulator: those of DistributedDataParallel's reducers, drivetrain's or
+  // torch's.
   m.def(
       "num_accumulator_hooks", [](const at::Tensor& param) { return grad_accumulator_of(param)->post_hooks().size(); },
       py::arg("param"));

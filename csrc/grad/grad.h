@@ -1,4 +1,4 @@
-// Registers what reads gradients with Python.
+// Registers the functions on gradients with Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

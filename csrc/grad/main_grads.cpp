@@ -1,4 +1,4 @@
-// The hooks that accumulate micro-gradients into main gradients; see main_grads.h.
+// Installs the hooks that accumulate into main gradients; see main_grads.h.
 #include "grad/main_grads.h"
 
 #include <ATen/core/grad_mode.h>
@@ -23,7 +23,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Walked from the first element to the last, both see the same elements in the same order.
+// Returns whether both tensors have the same layout and device.
 bool is_walked_as(const at::Tensor& tensor, const at::Tensor& other) {
   return tensor.layout() == at::kStrided && tensor.device() == other.device() && tensor.sizes() == other.sizes() &&
          tensor.strides() == other.strides();
@@ -76,11 +76,11 @@ void MainGrads::add_hooks() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Parameter& param = params_[i];
     param.accumulator = grad_accumulator_of(param.tensor);
-    // .grad may have another dtype than what backward computes, which autograd would convert before the hook sees it.
+    // .grad may have another dtype than backward's result, which autograd would convert before the hook sees it.
     param.accumulator->mutable_input_metadata(0).set_grad_dtype(std::nullopt);
     auto hook = std::make_unique<Hook>(weak_from_this(), i);
     param.hook = hook.get();
-    // Of the node, not of the tensor: after the hooks that users have on the tensor.
+    // Hooks of the node run after the users' hooks of the tensor.
     param.accumulator->add_pre_hook(std::move(hook));
   }
 }
@@ -99,7 +99,7 @@ void MainGrads::move_to(size_t index, at::Tensor main) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Parameter& param = params_.at(index);
   DT_INVARIANT(is_walked_as(main, param.main) && main.scalar_type() == param.main.scalar_type());
-  // A residual that belonged to what lay in the old place belongs to what lies in the new one.
+  // The residual moves along with the values.
   const bool moves = is_seen(param, param.main) && param.tensor.grad().is_same(main);
   param.main = std::move(main);
   if (moves) see(param);
@@ -111,8 +111,8 @@ at::Tensor MainGrads::residual(size_t index) {
   return is_seen(param, param.tensor.grad()) ? param.residual : at::Tensor();
 }
 
-// Whether it is the gradient that the residual belongs to, and nobody has written it (a reduction, a scaler, a
-// zero_grad).
+// Returns whether the residual belongs to this gradient and no other code (a reduction, a scaler, zero_grad) has
+// written it since.
 bool MainGrads::is_seen(const Parameter& param, const at::Tensor& grad) {
   return grad.defined() && grad.unsafeGetTensorImpl() == param.seen && grad._version() == param.version;
 }
@@ -122,12 +122,12 @@ void MainGrads::see(Parameter& param) {
   param.version = param.tensor.grad()._version();
 }
 
-// What autograd shall accumulate itself: nothing, if it can be helped.
+// Returns the gradient for autograd to accumulate; undefined if it was added here.
 at::Tensor MainGrads::take(size_t index, const at::Tensor& micro) {
-  const bool was_added = was_added_(index);  // takes the GIL: not under the mutex
+  const bool was_added = was_added_(index);  // takes the GIL, so it must precede the mutex
   const std::lock_guard<std::mutex> lock(mutex_);
   Parameter& param = params_[index];
-  // Sparse gradients are autograd's business.
+  // autograd accumulates sparse gradients.
   const bool fits =
       micro.layout() == at::kStrided && micro.sizes() == param.main.sizes() && micro.device() == param.main.device();
   const auto add_micro = [&](const at::Tensor& grad, bool starts) {
@@ -157,8 +157,8 @@ bool MainGrads::add(size_t index, const WeightGrad& weight_grad) {
                 [&](const at::Tensor& grad, bool starts) { grad::add(weight_grad, grad, param.residual, starts); });
 }
 
-// Lets `add` add to .grad, which is the main gradient where it is none yet (starts: nothing is there). Returns whether
-// it did: a graph of the gradient itself is autograd's business, and so is what somebody else has put into .grad.
+// Calls `add` for .grad, or for the main gradient where .grad is undefined. Returns false where autograd must
+// accumulate: for a differentiable gradient, or a .grad that other code has set.
 template <class Add>
 bool MainGrads::add_to(Parameter& param, bool was_added, const Add& add) {
   at::Tensor& grad = param.tensor.mutable_grad();

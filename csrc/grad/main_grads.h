@@ -1,5 +1,5 @@
-// Gradients of 16-bit parameters accumulated in more bits than the parameters have: each micro-gradient is added by a
-// hook before autograd would, and freed.
+// Accumulates the gradients of 16-bit parameters in more bits: a hook adds each micro-batch's gradient before autograd
+// would, and frees it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,30 +15,30 @@
 
 namespace drivetrain::grad {
 
-// A parameter's main gradient has a place for as long as this object lives, and is its .grad while that is defined: the
-// first micro-gradient after zero_grad(set_to_none=True) overwrites it.
+// A parameter's main gradient keeps its memory for as long as this object lives, and is the parameter's .grad while
+// that is defined. The first gradient after zero_grad(set_to_none=True) overwrites it.
 class MainGrads : public std::enable_shared_from_this<MainGrads> {
  public:
-  // Whether the parameter of that index was told by another's hands that its gradient is in the main gradient already,
-  // so that what autograd brings is to be dropped (and forgets it).
+  // Returns whether a layer has added the gradient of parameter `index` to the main gradient itself, so that autograd's
+  // gradient must be dropped. Resets the flag.
   using WasAdded = std::function<bool(size_t index)>;
 
-  // main: per parameter float32, or bfloat16, which then has a residual of 8 bits beside it; of its shape and device,
-  // walked alike.
+  // `main` has a tensor per parameter, of its shape, device and layout: float32, or bfloat16, which then gets a
+  // residual of 8 bits.
   static std::shared_ptr<MainGrads> make(std::vector<at::Tensor> params, std::vector<at::Tensor> main,
                                          WasAdded was_added);
   ~MainGrads();
   MainGrads(const MainGrads&) = delete;
   MainGrads& operator=(const MainGrads&) = delete;
 
-  // Another place for it, of the same kind; whoever says so has moved the .grad that was there.
+  // Moves the main gradient to another tensor of the same kind. The caller has moved .grad.
   void move_to(size_t index, at::Tensor main);
 
-  // int8, in the order of the gradient's memory: what .grad is short of; undefined where it has none, or somebody else
-  // has written .grad since.
+  // Returns the rounding error of .grad as int8, in the order of its memory. Undefined where there is none, or if other
+  // code has written .grad since.
   at::Tensor residual(size_t index);
 
-  // Whether a layer's weight gradient has been added; if not, autograd is to bring it.
+  // Adds a layer's weight gradient. Returns false if autograd must add it.
   bool add(size_t index, const WeightGrad& weight_grad);
 
  private:
@@ -47,9 +47,9 @@ class MainGrads : public std::enable_shared_from_this<MainGrads> {
     at::Tensor main;
     at::Tensor residual;                    // int8; undefined beside float32
     const c10::TensorImpl* seen = nullptr;  // the .grad that the residual belongs to
-    uint32_t version = 0;                   // and its version
+    uint32_t version = 0;                   // the version of that .grad
     std::shared_ptr<torch::autograd::Node> accumulator;
-    torch::autograd::FunctionPreHook* hook = nullptr;  // the accumulator's
+    torch::autograd::FunctionPreHook* hook = nullptr;  // owned by the accumulator
   };
   class Hook;
 

@@ -1,4 +1,4 @@
-// The sum of squares over all gradients: chunks on all threads.
+// Sums the squares of all gradients, chunk by chunk on all threads.
 #include "grad/norm.h"
 
 #include <ATen/Parallel.h>
@@ -24,7 +24,7 @@ double sum_of_squares(const std::vector<Gradient>& gradients) {
     }
   }
   std::vector<double> sums(chunks.size());
-  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
+  constexpr int64_t kGrain = 8;  // chunks per thread at least
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) sums[i] = chunk_sum(*chunks[i].values, chunks[i].begin, chunks[i].end);
   });

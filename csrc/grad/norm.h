@@ -1,4 +1,5 @@
-// The sum of squares of gradients in one read: their 2-norm, and whether any is not finite. No torch header.
+// Declares the sum of squares of gradients, in one read: their 2-norm, and whether one is not finite. Needs no torch
+// header.
 #pragma once
 
 #include <cstdint>
@@ -9,18 +10,18 @@
 
 namespace drivetrain::grad {
 
-// One gradient; its elements may be walked from the first to the last.
+// A gradient with dense memory.
 struct Gradient {
   formats::TypedArray values;
   int64_t numel;
 };
 
-// In double, in the order of summation.h: the same bits whatever the device, the instruction set and the number of
-// threads. Not finite exactly if an element is not (float64: or if the sum overflows). The gradients must lie in this
-// machine's memory.
+// Sums in double, in the order of summation.h, with the same bits for every device, instruction set and number of
+// threads. The sum is not finite exactly if an element is not, or if a sum of float64 overflows. The gradients must be
+// in host memory.
 double sum_of_squares(const std::vector<Gradient>& gradients);
 
-// Elements [begin, end), at most formats::kChunk of them. One copy per instruction set.
+// Sums elements [begin, end), at most formats::kChunk of them. One copy per instruction set.
 namespace baseline {
 double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end);
 }

@@ -1,4 +1,4 @@
-// One chunk's sum of squares: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch header.
+// Sums the squares of one chunk: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch header.
 #include "formats/square_sum_cpu.h"
 #include "formats/tile_cpu.h"
 #include "grad/norm.h"

@@ -1,4 +1,4 @@
-// What reductions have published, and who asks for it; see reduced_norm.h.
+// Registers the sums that reductions publish, and finds them; see reduced_norm.h.
 #include "grad/reduced_norm.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ Gradients sorted(Gradients gradients) {
   return gradients;
 }
 
-// Any write through autograd's eyes moves a tensor's.
+// Every write that autograd tracks increments the version.
 std::vector<uint32_t> versions_of(const Gradients& gradients) {
   std::vector<uint32_t> versions;
   versions.reserve(gradients.size());
@@ -36,8 +36,8 @@ std::vector<uint32_t> versions_of(const Gradients& gradients) {
   return versions;
 }
 
-// Elements of each gradient that are looked at, evenly spread, the first and the last among them. A larger sample costs
-// a cache miss per element, and no sample sees every write.
+// Number of sampled elements per gradient, evenly spread and including the first and the last. A larger sample costs a
+// cache miss per element, and no sample sees every write.
 constexpr int64_t kSampled = 16;
 
 uint64_t hash_of_sample(const c10::TensorImpl& gradient) {
@@ -52,7 +52,7 @@ uint64_t hash_of_sample(const c10::TensorImpl& gradient) {
   return hash;
 }
 
-// Gradients of a reducer on the CPU, each without gaps in memory.
+// The gradients are a reducer's: dense and on the CPU.
 std::vector<uint64_t> samples_of(const Gradients& gradients) {
   std::vector<uint64_t> hashes;
   hashes.reserve(gradients.size());
@@ -94,7 +94,7 @@ void ReducedNorm::forget() {
 
 std::optional<double> ReducedNorm::ask(const Gradients& gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Usually both have them in the model's order.
+  // Usually both lists are in the model's order.
   if (gradients.size() != gradients_.size() || (gradients != gradients_ && sorted(gradients) != sorted(gradients_))) {
     return std::nullopt;
   }

@@ -1,4 +1,4 @@
-// Adafactor's passes on the CPU, one matrix parameter after the other; see adafactor.h.
+// Runs Adafactor's passes on the CPU, one matrix parameter after the other; see adafactor.h.
 #include "optim/adafactor.h"
 
 #include <ATen/Parallel.h>
@@ -11,9 +11,9 @@
 namespace drivetrain::optim {
 namespace {
 
-constexpr int64_t kElements = 1 << 15;  // that are worth a thread
+constexpr int64_t kElements = 1 << 15;  // elements per thread at least
 
-// Calls work(begin, end) for parts of 0 .. count, of `elements` elements each, on all threads.
+// Calls work(begin, end) for parts of 0 .. count, items of `elements` elements each, on all threads.
 template <class Work>
 void in_parallel(int64_t count, int64_t elements, const Work& work) {
   at::parallel_for(0, count, std::max<int64_t>(1, kElements / elements), work);
@@ -53,7 +53,7 @@ void step_matrices(StepJob job, ParamJob param, Adapt adapt) {
   place_factors(factoring, &param, memory.get());
   add_up(job, factoring.matrices.front());
   update(job, factoring.matrices.front());
-  run_layers(job, adapt);
+  run_trust_ratio(job, adapt);
 }
 
 }  // namespace
@@ -76,7 +76,7 @@ void run_adafactor(const StepJob& job, Adapt adapt) {
   rest.params = vectors.data();
   rest.num_params = static_cast<int32_t>(vectors.size());
   rest.total = end;
-  run_layers(rest, adapt);
+  run_trust_ratio(rest, adapt);
 }
 
 void run_shared_adafactor(const StepJob& shared, const Factoring& factoring, Adapt adapt, const Between& between) {
@@ -95,7 +95,7 @@ void run_shared_adafactor(const StepJob& shared, const Factoring& factoring, Ada
   between.factor_sums();
   for (const Factored& of : factoring.matrices) update(job, of);
   between.row_factors();
-  run_shared_layers(job, adapt, between);
+  run_shared_trust_ratio(job, adapt, between);
 }
 
 }  // namespace drivetrain::optim

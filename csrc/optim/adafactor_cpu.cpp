@@ -1,4 +1,4 @@
-// Adafactor's passes over the matrices of a parameter: compiled once per instruction set (DRIVETRAIN_ISA names the
+// Runs Adafactor's passes over the matrices of a parameter: compiled once per instruction set (DRIVETRAIN_ISA names the
 // namespace), includes no torch header.
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 namespace drivetrain::optim::DRIVETRAIN_ISA {
 namespace {
 
-// As a tree: the first half gets the second. What is beyond the count is 0 and need not be there.
+// Sums as a tree: the second half is added to the first. Values beyond `count` are 0 and need not exist.
 double tree_sum(double* values, int64_t count) {
   int64_t width = 1;
   while (width < count) width *= 2;
@@ -20,7 +20,7 @@ double tree_sum(double* values, int64_t count) {
   return values[0];
 }
 
-// Adds the squares to the columns' sums; returns the row's, in the order of a chunk's in formats/summation.h.
+// Adds the squares to the columns' sums, and returns the row's sum in the order of a chunk (formats/summation.h).
 template <class T>
 double add_squares(T factor, const T* __restrict grad, double* __restrict columns, int64_t count) {
   using formats::kLanes, formats::kSlots;
@@ -38,7 +38,7 @@ double add_squares(T factor, const T* __restrict grad, double* __restrict column
     }
     return tree_sum(slots, std::min<int64_t>(count, kSlots));
   }
-  // The tree's first steps in registers.
+  // Keeps the tree's first steps in registers.
   double lanes[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) {
     double squares[kUnitColumns / kLanes];
@@ -56,7 +56,7 @@ double add_squares(T factor, const T* __restrict grad, double* __restrict column
   return lanes[0];
 }
 
-// visit(row, values): the gradient row by row, of short ones several loaded at once.
+// Calls visit(row, values) for each row of the gradient; several short rows are loaded at once.
 template <class T, class Visit>
 void for_each_row(const ParamJob& param, const Strip& strip, const Visit& visit) {
   alignas(64) T scratch[kTile];
@@ -73,7 +73,7 @@ void for_each_row(const ParamJob& param, const Strip& strip, const Visit& visit)
 template <class T>
 void sums(const StepJob& job, const Factored& of, int64_t unit) {
   const ParamJob& param = job.params[of.param];
-  const T factor = T(job.treatment.factor);
+  const T factor = T(job.grad_scaling.factor);
   double* const row_sums = row_sums_of(of, unit);
   double* const column_sums = column_sums_of(of, unit);
   double strips[kStrips][kUnitColumns];
@@ -83,7 +83,7 @@ void sums(const StepJob& job, const Factored& of, int64_t unit) {
     double* columns = strips[s];
     std::fill(columns, columns + width, 0.0);
     for_each_row<T>(param, strip, [&](int64_t row, const T* grad) {
-      if (is_low(of) && row % of.rows == 0) {  // of a matrix of its own
+      if (is_low(of) && row % of.rows == 0) {  // a new matrix begins
         columns = column_sums + row / of.rows * of.columns + strip.column_begin;
         std::fill(columns, columns + width, 0.0);
       }
@@ -101,8 +101,8 @@ void sums(const StepJob& job, const Factored& of, int64_t unit) {
   std::copy(strips[0], strips[0] + width, column_sums + first.row_begin / of.rows * of.columns + first.column_begin);
 }
 
-// One row's or column's new mean, into its state. sums: num_sums of them, `stride` apart, each over count / num_sums
-// squares or so.
+// Updates the mean of one row or column in its state. `sums` points to num_sums values, `stride` apart, which cover
+// about count / num_sums squares each.
 template <class T>
 T take_in(const TypedArray& state, int64_t index, const double* sums, int64_t num_sums, int64_t stride, int64_t count,
           double fresh) {

@@ -1,8 +1,8 @@
-// Adafactor's passes over the matrices of all parameters on CUDA; the others are those of trust_ratio_cuda.cu and the
-// step's. See adafactor_pass.h. Includes no torch header.
+// Runs Adafactor's passes over all matrices on CUDA; trust_ratio_cuda.cu and the step have the other passes. See
+// adafactor_pass.h. Includes no torch header.
 //
-// Of an element in float32 factor_sums reads 4 bytes, the norms' pass 8 (gradient and parameter), and the step reads 8
-// and writes 4: 24 bytes in three passes. Sums and factors take 8 bytes or so per row and column of a unit, 1 % of
+// Per element in float32, factor_sums reads 4 bytes, the norms' pass 8 (gradient and parameter), and the step reads 8
+// and writes 4: 24 bytes in three passes. Sums and factors take about 8 bytes per row and column of a unit, 1 % of
 // that.
 #include "base/launch_cuda.h"
 #include "optim/adafactor_pass.h"
@@ -18,20 +18,20 @@ constexpr int kThreads = 256;
 static_assert(kThreads == kStrips * kLanes && kThreads == kUnitColumns && kThreads == kSlots && kStripRows <= kLanes);
 static_assert(kUnitColumns == kRow && kBlockRows % kThreads == 0);
 
-// Rows whose squares a warp adds up together.
+// Rows whose squares a warp sums together.
 constexpr int kRowsSummed = 4;
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// One step of a sum over a warp's threads, in which a thread hands on half of what it has: `upper` where its lane lacks
-// the bit, else `lower`, to the thread whose lane differs in it.
+// One step of a sum over a warp's threads, in which a thread passes on half of its values to the thread whose lane
+// differs in `bit`: `upper` where its own lane lacks the bit, else `lower`.
 __device__ __forceinline__ double halve(double lower, double upper, int bit) {
   const bool is_upper = (formats::lane_of_thread() & bit) != 0;
   return (is_upper ? upper : lower) + __shfl_xor_sync(kAllLanes, is_upper ? lower : upper, bit);
 }
 
-// Adds up kRowsSummed rows' slots, after the first step: of pairs of rows, of which threads with bit 16 of their lane
-// have the second. 18 exchanges in all do what 80 would. A thread gets the sum of the row that row_of_thread() says.
+// Sums the slots of kRowsSummed rows after the first step: pairs of rows, of which threads with bit 16 in their lane
+// have the second. 18 exchanges in all replace 80. A thread gets the sum of the row row_of_thread().
 __device__ __forceinline__ double sums_of_rows(const double (&pairs)[2][kQuad]) {
   static_assert(kRowsSummed == 4 && kQuad == 4);
   double slots[kQuad];
@@ -48,7 +48,7 @@ __device__ __forceinline__ int row_of_thread() {
   return lane / 16 + lane / 8 % 2 * 2;
 }
 
-// A thread's values of a gradient in one format, for sums in T.
+// A thread's values of a gradient in one format, for sums of type T.
 template <Format kFormat, class T>
 struct Grads {
   static constexpr int kBytes = bytes_of(kFormat);
@@ -56,8 +56,8 @@ struct Grads {
   static constexpr int kRowsAtOnce = kFormat == Format::kBFloat16 || kFormat == Format::kFloat16 ? 8 : 4;
   uint32_t words[kRowsAtOnce][kQuads][kIsConverted ? kQuad : kQuad * kBytes / 4];
 
-  // Of rows that are so many bytes apart, the first `rows` of them and `columns` of each; zeros stand for the rest.
-  // kIsWide: a quad is there or not, and aligned.
+  // Loads rows that are bytes_apart bytes apart: the first `rows` of them and `columns` of each. Zeros stand for the
+  // rest. kIsWide: a quad exists as a whole or not at all, and is aligned.
   template <bool kIsWide>
   __device__ __forceinline__ void load(const char* data, int64_t bytes_apart, int rows, int columns) {
 #pragma unroll
@@ -96,7 +96,8 @@ struct Grads {
   }
 };
 
-// A warp's strip: writes the rows' sums and those of the columns of low matrices, and leaves the columns' others.
+// Sums a warp's strip: writes the rows' sums, and the columns' sums of low matrices; leaves other columns' sums in
+// `sums`.
 template <Format kFormat, bool kIsWide, class T>
 __device__ __forceinline__ void sum_rows(const Factored& of, const void* data, const Strip& strip, T factor,
                                          double* row_sums, double* column_sums, double (&sums)[kQuads][kQuad]) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void sum_rows(const Factored& of, const void* data, c
   const char* from =
       static_cast<const char*>(data) + strip.row_begin * bytes_apart + strip.column_begin * Batch::kBytes;
   row_sums += strip.row_begin;
-  // Of low matrices: where their columns' sums go, and how many rows the one at hand still has.
+  // For low matrices: the address of the columns' sums, and the rows left of the current matrix.
   const bool finishes = is_low(of);
   double* of_matrix = column_sums + strip.row_begin / of.rows * of.columns + strip.column_begin;
   int rows_left = static_cast<int>(of.rows);
@@ -125,7 +126,7 @@ __device__ __forceinline__ void sum_rows(const Factored& of, const void* data, c
         double (&of_row)[kQuad] = slots[r % 2];
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-          // What is not there is 0 and stays so, whatever the factor.
+          // Missing elements stay 0, whatever the factor.
           const T own_factor = is_there && quad_position(q) < columns ? factor : T(0);
 #pragma unroll
           for (int k = 0; k < kQuad; ++k) {
@@ -169,7 +170,7 @@ __device__ __forceinline__ void sum_strip(const Factored& of, const void* data, 
   }
 }
 
-// A block takes a unit, a warp a strip of it.
+// Each block takes a unit, each warp a strip of it.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
     factor_sums(StepJob job, const Factored* matrices, int32_t num_matrices) {
@@ -213,12 +214,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
 #pragma unroll
     for (int s = 0; s < half; ++s) own[s] += own[s + half];
   }
-  const int64_t matrix = strip_of(of, unit, 0).row_begin / of.rows;  // this warp's own strip may be empty
+  const int64_t matrix = strip_of(of, unit, 0).row_begin / of.rows;  // This warp's own strip may be empty.
   const int64_t column = strip.column_begin + threadIdx.x;
   if (column < strip.column_end) column_sums[matrix * of.columns + column] = own[0];
 }
 
-// From the first to the last, with several loads under way at once.
+// Sums from first to last, with several loads outstanding.
 __device__ double sum_of(const double* values, int64_t count, int64_t stride) {
   constexpr int kUnroll = 16;
   double sum = 0;
@@ -249,7 +250,7 @@ __device__ void store_element(const TypedArray& state, int64_t i, T value) {
   }
 }
 
-// One row's or column's new mean, into its state.
+// Updates the mean of one row or column in its state.
 template <class T>
 __device__ T take_in(const TypedArray& state, int64_t index, double sum, int64_t count, double fresh) {
   const T mean = new_mean<T>(load_element<T>(state, index), sum, count, fresh);
@@ -257,11 +258,11 @@ __device__ T take_in(const TypedArray& state, int64_t index, double sum, int64_t
   return mean;
 }
 
-// The rows of a block of the update, or of a warp if its matrices are low: counted through all matrices.
+// The rows of a block of the update, or of a warp if its matrices are low, counted over all matrices.
 struct RowRange {
-  int64_t matrix_begin, matrix_end;  // of the matrix that they are in
+  int64_t matrix_begin, matrix_end;  // rows of the matrix that contains them
   int64_t begin, end;
-  int team, member;  // threads that share them, and which of those this one is
+  int team, member;  // threads that share them, and this thread's index among them
 };
 __device__ __forceinline__ RowRange rows_of_block(const Factored& of, int64_t block) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -276,8 +277,8 @@ __device__ __forceinline__ RowRange rows_of_block(const Factored& of, int64_t bl
   return {matrix_begin, matrix_end, begin, smaller(begin + kBlockRows, matrix_end), kThreads, thread};
 }
 
-// Takes the sums of rows and columns into their states. A row's mean, which its factor is made of when those of all
-// rows are there, takes the place of its first sum.
+// Updates the states with the sums of rows and columns. A row's mean replaces its first sum; its factor is computed
+// from it once the means of all rows exist.
 template <class T>
 __global__ void __launch_bounds__(kThreads) update_means(StepJob job, const Factored* matrices, int32_t num_matrices) {
   if (skips_step(job)) return;
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kThreads) update_means(StepJob job, const Fact
   static_cast<T*>(param.state[0].extra)[column] = factor_of(take_in<T>(param.state[2], column, sum, of.rows, fresh));
 }
 
-// Makes the rows' factors. Every block of a matrix adds up the means of all of its rows, which lie in the L2 cache.
+// Computes the rows' factors. Every block of a matrix sums the means of all of its rows, which are in the L2 cache.
 template <class T>
 __global__ void __launch_bounds__(kThreads) factor_rows(StepJob job, const Factored* matrices, int32_t num_matrices) {
   __shared__ double slots[kSlots];

@@ -1,10 +1,10 @@
-// Adafactor's passes over the matrices of parameters, as plain data: how they are cut up, in which order sums are
-// taken, and what their kernels get on the CPU and on CUDA. Needs no torch header.
+// Describes Adafactor's passes over matrices as plain data: their division, the order of sums, and the arguments of the
+// kernels on the CPU and on CUDA. Needs no torch header.
 //
-// A matrix is cut up in units of kUnitRows * kUnitColumns elements, a unit in strips of kStripRows rows. A row's
-// squares are added up within a unit as those of a chunk are in formats/summation.h, a column's within a strip from top
-// to bottom, strips to each other as a tree (the first half gets the second), units from the first to the last. The
-// mean over a matrix' rows: row i is added to slot i % kSlots, and the slots to each other as a tree. So the order
+// A matrix is divided into units of kUnitRows * kUnitColumns elements, and a unit into strips of kStripRows rows. A
+// row's squares are summed within a unit as those of a chunk (formats/summation.h). A column's squares are summed
+// within a strip from top to bottom, strips as a tree (the second half is added to the first), and units from first to
+// last. For the mean over a matrix's rows, row i is added to slot i % kSlots, and the slots as a tree. So the order
 // depends on shapes alone.
 #pragma once
 
@@ -14,24 +14,24 @@
 
 namespace drivetrain::optim {
 
-constexpr int kStrips = 8;  // of a unit: warps of a block on CUDA
+constexpr int kStrips = 8;  // strips of a unit, and warps of a block on CUDA
 constexpr int kStripRows = 32;
 constexpr int kUnitRows = kStrips * kStripRows;
 constexpr int kUnitColumns = 256;
-constexpr int kSlots = 256;  // threads of a block on CUDA
+constexpr int kSlots = 256;  // also the threads of a block on CUDA
 
-// A parameter of `matrices` matrices, which lies contiguously. Sums are of squares of gradients. The values per row and
-// column whose product its step is to be multiplied by are its first state, of format kFactored.
+// A contiguous parameter of `matrices` matrices, and the sums of squares of its gradient. Its first state, of format
+// kFactored, has the values per row and column whose products scale its step.
 struct Factored {
   int64_t param;  // index into StepJob::params
   int64_t matrices, rows, columns;
-  double* row_sums;     // for every unit of columns: [matrices, rows]
-  double* column_sums;  // for every unit of rows: [matrices, columns]
-  // CUDA: of its units and of its blocks of the update, counted through all parameters.
+  double* row_sums;     // per unit of columns: [matrices, rows]
+  double* column_sums;  // per unit of rows: [matrices, columns]
+  // CUDA: indices of its first unit and of its first block of the update, counted over all parameters.
   int64_t first_unit, first_block;
 };
 
-// A part of a unit; rows are counted through all matrices.
+// A part of a unit; rows are counted over all matrices.
 struct Strip {
   int64_t row_begin, row_end;
   int64_t column_begin, column_end;
@@ -43,10 +43,10 @@ inline namespace DRIVETRAIN_ISA {
 
 DT_HOST_DEVICE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Of low matrices a strip takes several, all of their rows each.
+// Low matrices: a strip takes several whole ones.
 DT_HOST_DEVICE bool is_low(const Factored& of) { return of.rows <= kStripRows; }
 
-// Of one matrix.
+// Count the units of one matrix.
 DT_HOST_DEVICE int64_t num_row_units(const Factored& of) { return (of.rows + kUnitRows - 1) / kUnitRows; }
 DT_HOST_DEVICE int64_t num_column_units(const Factored& of) { return (of.columns + kUnitColumns - 1) / kUnitColumns; }
 
@@ -56,7 +56,7 @@ DT_HOST_DEVICE int64_t num_units(const Factored& of) {
   return high * num_column_units(of);
 }
 
-// On CUDA a block of the update takes kBlockRows rows of a matrix, or all of as many low ones as it has warps, or
+// On CUDA a block of the update takes kBlockRows rows of a matrix, all rows of as many low matrices as it has warps, or
 // kSlots columns.
 constexpr int kBlockRows = 1024;
 DT_HOST_DEVICE int64_t num_row_blocks(const Factored& of) {
@@ -66,7 +66,7 @@ DT_HOST_DEVICE int64_t num_update_blocks(const Factored& of) {
   return num_row_blocks(of) + (of.matrices * of.columns + kSlots - 1) / kSlots;
 }
 
-// May be empty.
+// Returns a strip, which may be empty.
 DT_HOST_DEVICE Strip strip_of(const Factored& of, int64_t unit, int strip) {
   const int64_t across = num_column_units(of), down = unit / across, column = (unit - down * across) * kUnitColumns;
   Strip result = {0, 0, column, smaller(column + kUnitColumns, of.columns)};
@@ -83,7 +83,7 @@ DT_HOST_DEVICE Strip strip_of(const Factored& of, int64_t unit, int strip) {
   return result;
 }
 
-// Where the sums of a unit's rows go, by row; and those of columns, by matrix and column.
+// Return the addresses of the sums of a unit's rows, by row, and of its columns, by matrix and column.
 DT_HOST_DEVICE double* row_sums_of(const Factored& of, int64_t unit) {
   return of.row_sums + unit % num_column_units(of) * of.matrices * of.rows;
 }
@@ -91,14 +91,14 @@ DT_HOST_DEVICE double* column_sums_of(const Factored& of, int64_t unit) {
   return of.column_sums + unit / num_column_units(of) % num_row_units(of) * of.matrices * of.columns;
 }
 
-// A state's new value. sum: over `count` squares.
+// Returns a state's new value; `sum` is over `count` squares.
 template <class T>
 DT_HOST_DEVICE T new_mean(double before, double sum, int64_t count, double fresh) {
   return static_cast<T>(before + fresh * (sum / static_cast<double>(count) - before));
 }
 
-// What a gradient of value 1 is multiplied by: 1 / sqrt(row * column / mean of rows), as the product of both roots and,
-// within the row's, that of the mean. The step itself looks to it that the product is not too large.
+// The factor of a gradient is 1 / sqrt(row * column / mean of rows). It is the product of a row's and a column's root;
+// the row's includes the root of the mean. The step limits the product.
 template <class T>
 DT_HOST_DEVICE T factor_of(T mean) {
   return T(1) / square_root(mean);
@@ -112,8 +112,9 @@ DT_HOST_DEVICE T scale_of_rows(double sum_of_means, int64_t rows, double eps1) {
 }  // namespace DRIVETRAIN_ISA
 #endif
 
-// One copy per instruction set. sums: of one unit. update: takes the sums of the matrices [begin, end) into their
-// states, the second of the parameter's for rows and the third for columns, and writes the first.
+// adafactor_sums_cpu sums one unit. adafactor_update_cpu updates the states of the matrices [begin, end): the
+// parameter's second state for rows, the third for columns, and writes the factors to the first. One copy per
+// instruction set.
 namespace baseline {
 void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
 void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);

@@ -1,14 +1,14 @@
-// Which matrices Adafactor factors, and where their sums and factors lie; see adafactor.h. Needs no torch header.
+// Plans which matrices Adafactor factors, and places their sums and factors; see adafactor.h. Needs no torch header.
 #include "optim/adafactor.h"
 
 namespace drivetrain::optim {
 namespace {
 
-// In doubles; even, so that all parts begin at multiples of 16 bytes.
+// Sizes are in doubles and even, so that all parts begin at multiples of 16 bytes.
 int64_t even(int64_t count) { return count + count % 2; }
 int64_t size_of_row_sums(const Factored& of) { return even(num_column_units(of) * of.matrices * of.rows); }
 int64_t size_of_column_sums(const Factored& of) { return even(num_row_units(of) * of.matrices * of.columns); }
-// Factors may be double, too.
+// Factors may be double.
 int64_t size_of_row_factors(const Factored& of) { return even(of.matrices * of.rows); }
 int64_t size_of_column_factors(const Factored& of) { return even(of.matrices * of.columns); }
 

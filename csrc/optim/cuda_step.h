@@ -1,6 +1,6 @@
-// One step on CUDA as plain data, launch by launch: every call enqueues on a CUDA stream (cudaStream_t), waits for
-// nothing, and throws EnvironmentError when the launch fails. All pointers are of the device. Needs no torch header. In
-// no_cuda.cpp all of it says that there is no CUDA.
+// Declares the launches of one step on CUDA. Every call enqueues on a CUDA stream (cudaStream_t), waits for nothing,
+// and throws EnvironmentError if the launch fails. All pointers are device pointers. Needs no torch header. no_cuda.cpp
+// has the functions of a build without CUDA.
 #pragma once
 
 #include <cstdint>
@@ -15,40 +15,41 @@ namespace drivetrain::optim {
 
 bool has_cuda();
 
-// Where numbers lie that only the device knows; null where the host's hold.
-struct TreatmentScalars {
+// Addresses of numbers on the device; null where the host's numbers apply.
+struct GradScalingScalars {
   const float* grad_scale;
   const float* found_inf;
-  float* overflow;  // gets 1 if the norm is not finite, else 0
+  float* overflow;  // receives 1 if the norm is not finite, else 0
 };
 
 // Enqueues the sums of squares of the gradients of some parameters, chunk by chunk (formats/summation.h) in their
 // order.
 void chunk_sums_cuda(const ParamJob* params, int32_t num_params, int64_t num_chunks, double* sums, void* stream);
 
-// treatment_of(), the norm's sum being that of the chunks.
-void treat_cuda(const TreatmentAsked& asked, const TreatmentScalars& scalars, const double* chunk_sums,
-                int64_t num_chunks, GradTreatment* treatment, void* stream);
+// Computes grad_scaling_of() on the device, with the sum over all chunks.
+void compute_grad_scaling_cuda(const GradScalingOptions& asked, const GradScalingScalars& scalars,
+                               const double* chunk_sums, int64_t num_chunks, GradScaling* grad_scaling, void* stream);
 
 // A group's hyper-parameters.
 struct GroupNumbers {
   Hypers hypers;
-  const void* lr;  // on the device: takes the place of hypers.lr unless null
+  const void* lr;  // on the device: replaces hypers.lr unless null
   bool lr_is_double;
 };
 
-// From what one parameter's RuleArgs and random bits are made.
+// The data that one parameter's RuleArgs and random bits are computed from.
 struct ParamStart {
-  void* counter;  // of steps done; null: neither its rule nor its rounding needs any
+  void* counter;  // step counter; null if neither the rule nor the rounding needs one
   bool counter_is_double;
-  bool counts_steps;  // the rule does
-  int32_t numbers;    // index into the step's
-  double steps_done;  // what a rule that does not is told instead
-  uint64_t seed;      // of the random bits
+  bool counts_steps;  // the rule counts steps
+  int32_t numbers;    // index into StepStart::numbers
+  double steps_done;  // for rules that do not count steps
+  uint64_t seed;      // seed of the random bits
 };
 
-// Fills rules[i], or where the step has a plan (step_plan.h) records[i], and params[i].key; and counts the step unless
-// the treatment (may be null) skips it: of the starts beyond num_params too. params[i].rule must be i.
+// Fills rules[i], or records[i] where the step has a plan (step_plan.h), and params[i].key. Increments the step
+// counters unless the grad scaling (may be null) skips the step, also for the starts beyond num_params. params[i].rule
+// must be i.
 struct StepStart {
   RuleKind kind;
   ParamJob* params;
@@ -56,26 +57,26 @@ struct StepStart {
   const GroupNumbers* numbers;
   RuleArgs* rules;
   int32_t num_params, num_starts;
-  const GradTreatment* treatment;
+  const GradScaling* grad_scaling;
   StepRecord* records = nullptr;
 };
 void start_cuda(const StepStart& start, void* stream);
 
-// Of Adafactor's matrices: takes gradients into the states of rows and columns, and fills what the parameters' first
-// states point to. All pointers are of the device; `rules` have been started.
+// Updates the row and column states of Adafactor's matrices, and fills the factors that the parameters' first states
+// point to. `rules` must have been started.
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
                  int64_t num_blocks, void* stream, const Between* between = nullptr);
 
-// Of a rule that asks for norms (trust_ratio.h): takes the sums over all chunks, for which there must be memory, and
-// adapts `rules`, which are the job's. Writes nothing else.
-void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
+// For a rule with a trust ratio (trust_ratio.h): sums norms over all chunks into `sums` and adapts `rules`, which are
+// the job's. Writes nothing else.
+void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
                 const Between* between = nullptr);
 
-// One launch of a plan (step_plan.h), whose records and items are all of the plan's.
+// Enqueues one launch of a plan (step_plan.h). `records` and `items` are the whole plan's.
 void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,
                       void* stream);
 
-// The whole step, norms apart, with formats chosen at run time.
+// Enqueues the whole step except norms, with formats chosen at run time.
 void step_cuda(const StepJob& job, void* stream);
 
 }  // namespace drivetrain::optim

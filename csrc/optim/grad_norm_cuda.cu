@@ -1,7 +1,7 @@
-// The sums of squares of gradients on CUDA, one warp per chunk. Includes no torch header.
+// Sums squares of gradients on CUDA, one warp per chunk. Includes no torch header.
 //
-// Moves 4 bytes an element in float32 and 2 in 16 bits, and 8 per chunk. Of each element one conversion to double and
-// one fused multiplication and addition: a float's square is exact in double, so that fusing changes no bit.
+// Moves 4 bytes per element in float32, 2 in 16 bits, and 8 per chunk. Each element takes one conversion to double and
+// one fused multiply-add: a float's square is exact in double, so fusing changes no bit.
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
@@ -13,9 +13,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kBytesAtOnce = 64;  // that a thread has under way
+constexpr int kBytesAtOnce = 64;  // outstanding loads of a thread
 
-// kBytes: of an element; value_of(words, k): element k of the words that kQuad of them make.
+// Sums a chunk of elements of kBytes bytes. value_of(words, k) returns element k of the words of a quad.
 template <int kBytes, class ValueOf>
 __device__ __forceinline__ double sum_of_chunk(const void* data, int64_t begin, int64_t end, ValueOf value_of) {
   constexpr int kQuads = kBytesAtOnce / (kQuad * kBytes);

@@ -1,5 +1,5 @@
-// What a step makes of gradients before its rules see them: unscaled, clipped, or not stepped with. Host and device;
-// not for ISA-compiled files.
+// Computes a step's grad scaling: unscaling, clipping, and whether the step is skipped. Host and device; not for
+// ISA-compiled files.
 #pragma once
 
 #include <cmath>
@@ -8,28 +8,30 @@
 
 namespace drivetrain::optim {
 
-// What is asked of a step besides its rules.
-struct TreatmentAsked {
-  double grad_scale = 1;       // gradients are divided by it
-  double found_inf = 0;        // above 0: nothing is updated
-  bool measures = false;       // the norm; nothing is updated unless it is finite
-  double max_norm = INFINITY;  // gradients are clipped to it, as torch.nn.utils.clip_grad_norm_ does it
-  bool zeroes = false;         // gradients, whether or not anything is updated
+// Options of a step besides its rules.
+struct GradScalingOptions {
+  double grad_scale = 1;       // divides gradients
+  double found_inf = 0;        // above 0: skips the step
+  bool measures = false;       // measures the norm; skips the step if it is not finite
+  double max_norm = INFINITY;  // clips gradients to this norm, as torch.nn.utils.clip_grad_norm_ does
+  bool zeroes = false;         // zeroes gradients, also in a skipped step
 };
 
-// sum_of_squares: of the gradients as they are, where the norm is asked for.
-DT_HOST_DEVICE GradTreatment treatment_of(const TreatmentAsked& asked, double sum_of_squares) {
-  GradTreatment treatment;
-  treatment.factor = 1 / asked.grad_scale;
+// `sum_of_squares` is the sum over the scaled gradients, if the norm is measured.
+DT_HOST_DEVICE GradScaling grad_scaling_of(const GradScalingOptions& asked, double sum_of_squares) {
+  GradScaling grad_scaling;
+  grad_scaling.factor = 1 / asked.grad_scale;
   if (asked.measures) {
-    const double norm = treatment.norm = sqrt(sum_of_squares) / asked.grad_scale;
-    treatment.skips = !(norm - norm == 0);  // not finite
+    const double norm = grad_scaling.norm = sqrt(sum_of_squares) / asked.grad_scale;
+    grad_scaling.skips = !(norm - norm == 0);  // not finite
     const double clipped = asked.max_norm / (norm + 1e-6);
-    if (clipped < 1) treatment.factor *= clipped;
+    if (clipped < 1) grad_scaling.factor *= clipped;
   }
-  if (asked.found_inf > 0) treatment.skips = true;
-  treatment.after = asked.zeroes ? GradAfter::kZero : treatment.factor == 1 ? GradAfter::kKeep : GradAfter::kTreated;
-  return treatment;
+  if (asked.found_inf > 0) grad_scaling.skips = true;
+  grad_scaling.after = asked.zeroes               ? GradAfter::kZero
+                       : grad_scaling.factor == 1 ? GradAfter::kKeep
+                                                  : GradAfter::kScaled;
+  return grad_scaling;
 }
 
 }  // namespace drivetrain::optim

@@ -1,4 +1,4 @@
-// Bounds of hyper-parameters; see hypers.h.
+// Checks the bounds of hyper-parameters; see hypers.h.
 #include "optim/hypers.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace drivetrain::optim {
 namespace {
 
-// As arguments are called where a rule's name for them differs.
+// Returns the constructor's name of an argument where the rule's name differs.
 std::string_view argument(std::string_view name) {
   if (name == "beta1") return "betas[0]";
   if (name == "beta2") return "betas[1]";
@@ -25,7 +25,7 @@ std::string_view argument(std::string_view name) {
   return name;
 }
 
-// What is asked of a hyper-parameter, in words, and whether this number is it.
+// A hyper-parameter's bound in words, and whether a number is within it.
 struct Bound {
   const char* words;
   bool holds;
@@ -52,7 +52,7 @@ void check_hypers(py::handle hypers, size_t group) {
   while (PyDict_Next(hypers.ptr(), &position, &key, &value)) {
     const char* name = PyUnicode_AsUTF8(key);
     if (name == nullptr) throw py::error_already_set();
-    // The step reads a learning rate where it is: to look at it is to wait for the device.
+    // The step reads such a learning rate on the device; checking it here would wait for the device.
     if (name == std::string_view("lr") && THPVariable_Check(value) && THPVariable_Unpack(value).is_cuda()) continue;
     const double number = PyFloat_AsDouble(value);
     if (number == -1 && PyErr_Occurred() != nullptr) {

@@ -1,4 +1,4 @@
-// What a step asks of its hyper-parameters.
+// Checks the bounds of a step's hyper-parameters.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,9 +7,9 @@
 
 namespace drivetrain::optim {
 
-// Throws, naming the group and the argument, unless all of a group's numbers, by the names that its native rule reads,
-// are finite and within the bounds of torch's constructors. Those look once and at the defaults only, but schedulers
-// and users write into groups at any time. What is on a CUDA device is not looked at. group: its place in param_groups.
+// Throws, naming the group and the argument, unless all numbers of a group are finite and within the bounds of torch's
+// constructors. torch checks only the constructor's defaults, but schedulers and users may write into groups at any
+// time. Numbers on a CUDA device are not checked. `group` is the position in param_groups.
 void check_hypers(pybind11::handle hypers, size_t group);
 
 }  // namespace drivetrain::optim

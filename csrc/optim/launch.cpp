@@ -1,4 +1,4 @@
-// The step's loop on threads; see launch.h.
+// Runs the step's loop on threads; see launch.h.
 #include "optim/launch.h"
 
 #include <ATen/Parallel.h>
@@ -13,7 +13,7 @@ namespace drivetrain::optim {
 
 void run_step_cpu(const StepJob& job, int64_t begin, int64_t end) {
   const auto step = for_chosen_isa(baseline::step_cpu, avx2::step_cpu, avx512::step_cpu);
-  constexpr int64_t kGrain = (1 << 15) / kBlock;  // blocks that are worth a thread
+  constexpr int64_t kGrain = (1 << 15) / kBlock;  // blocks per thread at least
   at::parallel_for(begin / kBlock, num_blocks(end), kGrain, [&](int64_t from, int64_t to) {
     step(job, std::max(from * kBlock, begin), std::min(to * kBlock, end));
   });

@@ -1,4 +1,4 @@
-// Runs a step's loop over its parameters on the CPU's threads (run_cuda.h: on CUDA).
+// Runs a step's loop on the CPU's threads (run_cuda.h: on CUDA).
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace drivetrain::optim {
 
-// Of the flat order [begin, end): both 0, the total, or where a parameter begins.
+// Updates [begin, end) of the flat order; both are 0, the total, or the begin of a parameter.
 void run_step_cpu(const StepJob& job, int64_t begin, int64_t end);
 
-// How many threads a large step really runs on. (1 in a build without OpenMP, whatever torch.get_num_threads() says.)
+// Returns how many threads a large step runs on: 1 in a build without OpenMP, whatever torch.get_num_threads() returns.
 int num_step_threads();
 
 }  // namespace drivetrain::optim

@@ -1,4 +1,5 @@
-// The CPU loop: walks a range of the flat order tile by tile; formats are chosen per tile, rules by template.
+// Implements the CPU loop: visits a range of the flat order tile by tile. Formats are chosen per tile, rules by
+// template.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +11,17 @@
 namespace drivetrain::optim {
 inline namespace DRIVETRAIN_ISA {
 
-// What update_tile leaves of states that are to be stored as 8-bit codes: prepared values (see storage.h), and the
-// largest magnitude among them. Both cost it nothing: a rule that divides by the root of a mean of squares has it.
+// The largest magnitudes among prepared values (storage.h) of states with 8-bit codes. They cost update_tile() nothing:
+// a rule that divides by the root of a mean of squares has that root.
 struct Prepared {
   uint32_t largest[kMaxStates] = {};
 };
 
-// The one loop that touches elements: compiles to straight vector code for every rule. kCoded: states have 8 bits.
+// The only loop over elements, which compiles to straight vector code for every rule. kCoded: states have 8 bits.
 template <class Rule, bool kCoded, class T>
 void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad, T* __restrict state0,
                  T* __restrict state1, T* __restrict state2, int64_t count, Prepared& prepared) {
-  const Rule rule = shared_rule;  // a local copy cannot alias the arrays
+  const Rule rule = shared_rule;  // A local copy cannot alias the arrays.
   uint32_t largest0 = 0, largest1 = 0, largest2 = 0;
   for (int64_t i = 0; i < count; ++i) {
     T p = param[i];
@@ -45,18 +46,17 @@ void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T
   if constexpr (kCoded) prepared = {{largest0, largest1, largest2}};
 }
 
-// What a tile's gradients become once the rule has read them, while they are still in the cache. grad: where load_tile
-// gave them.
+// Writes a tile's gradients after the rule has read them, while they are in the cache. `grad` is load_tile()'s result.
 template <class T>
-void leave_grad(const GradTreatment& treatment, const TypedArray& stream, int64_t index, int64_t count, T* grad) {
-  const T factor = T(treatment.factor);
-  switch (treatment.after) {
+void leave_grad(const GradScaling& grad_scaling, const TypedArray& stream, int64_t index, int64_t count, T* grad) {
+  const T factor = T(grad_scaling.factor);
+  switch (grad_scaling.after) {
     case GradAfter::kKeep:
       return;
-    case GradAfter::kTreated:
+    case GradAfter::kScaled:
       for (int64_t i = 0; i < count; ++i) grad[i] = factor * grad[i];
       break;
-    case GradAfter::kZero:  // of every plain format, bytes of zeros
+    case GradAfter::kZero:  // Zeros of every plain format are bytes of zeros.
       std::memset(static_cast<char*>(stream.data) + index * bytes_of(stream.format), 0,
                   count * bytes_of(stream.format));
       return;
@@ -64,15 +64,15 @@ void leave_grad(const GradTreatment& treatment, const TypedArray& stream, int64_
   store_tile(stream, index, count, grad);
 }
 
-// kCoded: the parameter's states have 8 bits.
+// Updates elements [begin, end) of a parameter. kCoded: its states have 8 bits.
 template <template <class> class RuleOf, class T, bool kCoded>
 void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
   bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
-  // Without conversion or a second visit there is nothing to cut it up for.
-  const bool is_whole = in_place && job.treatment.after == GradAfter::kKeep;
+  // Without conversion or a second visit, tiles have no benefit.
+  const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
   for (int64_t i = begin; i < end; i += tile) {
@@ -84,9 +84,9 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);
     }
     Prepared prepared;
-    update_tile<Rule, kCoded>(rule, T(job.treatment.factor), values, grad, state[0], state[1], state[2], count,
+    update_tile<Rule, kCoded>(rule, T(job.grad_scaling.factor), values, grad, state[0], state[1], state[2], count,
                               prepared);
-    leave_grad(job.treatment, param.grad, i, count, grad);
+    leave_grad(job.grad_scaling, param.grad, i, count, grad);
     store_tile(param.param, i, count, values, param.key);
     for (int s = 0; s < Rule::kNumStates; ++s) {
       if constexpr (kCoded) {
@@ -98,7 +98,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   }
 }
 
-// A parameter of a few lines is over before the processor has seen its streams: they are asked for ahead.
+// Prefetches small parameters: they are finished before the processor recognizes their access pattern.
 inline void prefetch_small(const ParamJob& param, int num_states) {
   constexpr int kLine = 64, kLines = 4;
   if (param.numel * bytes_of(param.param.format) > kLines * kLine) return;

@@ -1,4 +1,4 @@
-// Muon's matrices in batches of one shape: their momentum, Newton-Schulz, their step; see muon.h.
+// Runs Muon's matrices in batches of one shape: momentum, Newton-Schulz, step; see muon.h.
 #include "optim/muon.h"
 
 #include <ATen/ops/baddbmm.h>
@@ -19,10 +19,10 @@
 namespace drivetrain::optim {
 namespace {
 
-// Elements of a batch: the iteration has about four copies of it in bfloat16.
+// Elements of a batch: the iteration keeps about four copies of it in bfloat16.
 constexpr int64_t kBatchElements = 1 << 23;
 
-// Matrices with the same may share a batch: their shape as memory has it, and what the iteration depends on.
+// Returns the key of matrices that may share a batch: their shape in memory, and the iteration's arguments.
 auto shape_of(const ParamJob& param) {
   return param.is_transposed ? std::pair(param.columns, param.rows) : std::pair(param.rows, param.columns);
 }
@@ -31,7 +31,8 @@ auto batch_key(const ParamJob& param, const MuonArgs& args) {
                     args.eps);
 }
 
-// Of each matrix, in bfloat16 as torch has it. On the CPU in our own order, whatever the number of threads.
+// Returns each matrix's norm, in bfloat16 as in torch. On the CPU the order of the sum does not depend on the number of
+// threads.
 at::Tensor norms_of(const at::Tensor& matrices) {
   if (!matrices.is_cpu()) return at::linalg_vector_norm(matrices, 2, {1, 2}, /*keepdim=*/true);
   at::Tensor norms = at::empty({matrices.size(0), 1, 1}, at::kFloat);
@@ -43,10 +44,10 @@ at::Tensor norms_of(const at::Tensor& matrices) {
   return norms.to(at::kBFloat16);
 }
 
-// Newton-Schulz with a polynomial of degree 5: towards the nearest orthogonal matrices. matrices, other: [number, rows,
-// columns], bfloat16, of which every iteration reads one and writes the other, the first one `other`. A tall matrix is
-// multiplied from the right: the smaller of both products with its own transpose is what the polynomial is taken of,
-// and nothing is transposed in memory.
+// Newton-Schulz with a polynomial of degree 5: converges to the nearest orthogonal matrices. Both tensors are bfloat16
+// [number, rows, columns]. Every iteration reads one and writes the other, the first one `other`. A tall matrix is
+// multiplied from the right, so that the polynomial's argument is the smaller product with its own transpose and
+// nothing is transposed in memory.
 void orthogonalize(at::Tensor matrices, at::Tensor other, const MuonArgs& args) {
   const auto [a, b, c] = args.coefficients;
   const bool is_tall = matrices.size(1) > matrices.size(2);
@@ -54,8 +55,8 @@ void orthogonalize(at::Tensor matrices, at::Tensor other, const MuonArgs& args) 
   for (int i = 0; i < static_cast<int>(args.iterations); ++i) {
     const at::Tensor transposed = matrices.transpose(1, 2);
     const at::Tensor gram = is_tall ? at::bmm(transposed, matrices) : at::bmm(matrices, transposed);
-    // Without the last product where it is not asked for: with alpha = 0 torch 2.13's baddbmm of bfloat16 matrices of
-    // some sizes is wrong on the CPU, by a factor.
+    // Skips the last product if c is 0: with alpha = 0, torch 2.13's baddbmm of bfloat16 matrices of some sizes is
+    // wrong on the CPU, by a factor.
     const at::Tensor polynomial = c == 0 ? gram.mul(b) : at::baddbmm(gram, gram, gram, /*beta=*/b, /*alpha=*/c);
     at::baddbmm_out(other, matrices, is_tall ? matrices : polynomial, is_tall ? polynomial : matrices, /*beta=*/a);
     std::swap(matrices, other);
@@ -94,7 +95,7 @@ MuonPlan plan_muon(c10::Device device, const ParamJob* params, const std::vector
     for (int32_t i = 0; i < batch.number; ++i) {
       ParamJob job = params[plan.order[batch.first + i]];
       job.rule = batch.first + i;
-      job.begin = num_blocks(batch.total) * kBlock;  // states may have blocks
+      job.begin = num_blocks(batch.total) * kBlock;  // States may have blocks.
       batch.total = job.begin + job.numel;
       plan.momenta.push_back(job);
       plan.momenta.back().param = matrix_in(plan.memory[0], i, job.numel);
@@ -121,7 +122,7 @@ void run_muon(const MuonPlan& plan, const StepJob& job, const ParamJob* momenta,
     orthogonalize(matrices(plan.memory[0]), matrices(plan.memory[1]), batch.args);
     pass.kind = RuleKind::kMuonStep;
     pass.params = steps + batch.first;
-    pass.treatment = {};  // the gradients have had it
+    pass.grad_scaling = {};  // The first pass has scaled the gradients.
     pass.only_skips = true;
     run(pass);
   }

@@ -1,4 +1,4 @@
-// The Muon step: a momentum per matrix, made orthogonal by Newton-Schulz in bfloat16 matrix products.
+// Implements the Muon step: a momentum per matrix, orthogonalized by Newton-Schulz in bfloat16 matrix products.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,31 +12,32 @@
 
 namespace drivetrain::optim {
 
-// Matrices of one shape that are iterated together.
+// Matrices of one shape that share an iteration.
 struct MuonBatch {
-  int32_t first, number;  // of the plan's matrices
-  int64_t rows, columns;  // as memory has them
-  int64_t total;          // elements of its jobs, with the gaps between them
-  MuonArgs args;          // what the iteration depends on
+  int32_t first, number;  // indices of the plan's matrices
+  int64_t rows, columns;  // the shape in memory
+  int64_t total;          // elements of its jobs, including gaps
+  MuonArgs args;          // the iteration's arguments
 };
 
-// A step's matrices batch by batch, and their two jobs: of the momenta, which leaves them in bfloat16 as if they were
-// the parameter, and of the step, whose gradient is what the iteration has made of those. Rules have the plan's order.
+// A step's matrices, batch by batch, with two jobs each. The first updates the momentum and leaves it in bfloat16 in
+// place of the parameter. The second steps, with the iteration's result as the gradient. Rules are in the plan's order.
 struct MuonPlan {
   std::vector<int32_t> order;  // indices of the step's parameters
   std::vector<ParamJob> momenta, steps;
   std::vector<MuonBatch> batches;
-  at::Tensor memory[2];  // of the iteration: results go to and fro; batches have it one after the other
+  at::Tensor memory[2];  // buffers of the iteration, which alternates between them; batches share them
 };
 
-// args: of each parameter. What lr is does not matter.
+// Plans the step. `args` has an element per parameter; its lr is ignored.
 MuonPlan plan_muon(c10::Device device, const ParamJob* params, const std::vector<MuonArgs>& args);
 
-// All batches. momenta, steps: the plan's, and like the job's rules where `run`, a pass over a job's parameters, looks.
+// Runs all batches. `momenta`, `steps` and the job's rules are in the memory that `run`, a pass over a job's
+// parameters, reads.
 void run_muon(const MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const ParamJob* steps,
               const std::function<void(const StepJob&)>& run);
 
-// The whole job, on the CPU (run_cuda.cpp: on CUDA).
+// Runs the whole job on the CPU (run_cuda.cpp: on CUDA).
 void run_muon_cpu(const StepJob& job);
 
 }  // namespace drivetrain::optim

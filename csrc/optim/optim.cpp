@@ -1,4 +1,4 @@
-// The optimizer step's boundary: reads the step, picks device and instruction set, and registers it with Python.
+// Registers the optimizer step with Python: reads the step, and picks device and instruction set.
 #include "optim/optim.h"
 
 #include <ATen/Parallel.h>
@@ -31,10 +31,10 @@ namespace py = pybind11;
 namespace drivetrain::optim {
 namespace {
 
-// What has been read and checked, done: counters, versions, launches. Needs no GIL. on_device: see StepJob.
-void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* on_device, const Share& share) {
-  const bool writes_grads = on_device != nullptr || treatment.after != GradAfter::kKeep;
-  constexpr int64_t kGrain = 64;  // parameters that are worth a thread
+// Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
+void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device, const Share& share) {
+  const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
+  constexpr int64_t kGrain = 64;  // parameters per thread at least
   at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto& [param, grad, counter] = read.written[i];
@@ -54,8 +54,8 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
-    job.treatment = treatment;
-    job.treatment_on_device = on_device;
+    job.grad_scaling = grad_scaling;
+    job.grad_scaling_on_device = on_device;
     job.params = batch.params.data();
     job.num_params = static_cast<int32_t>(batch.params.size());
     job.rules = read.rules.data();
@@ -68,7 +68,7 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
     } else if (job.kind == RuleKind::kAdafactor) {
       run_adafactor(job, batch.rule->adapt);
     } else if (batch.rule->adapt != nullptr) {
-      run_layers(job, batch.rule->adapt);
+      run_trust_ratio(job, batch.rule->adapt);
     } else if (job.kind == RuleKind::kMuonMomentum) {
       run_muon_cpu(job);
     } else {
@@ -80,8 +80,8 @@ void run(StepReader& read, const GradTreatment& treatment, const GradTreatment* 
   }
 }
 
-// Over all gradients that the step has read, as they are. Not read again where our DistributedDataParallel has just
-// written them.
+// Sums the squares of all gradients of the step. Uses the sum of drivetrain's DistributedDataParallel if it has just
+// written the gradients.
 double sum_of_squares(const StepReader& read) {
   grad::Gradients written;
   written.reserve(read.written.size());
@@ -95,27 +95,27 @@ double sum_of_squares(const StepReader& read) {
   return grad::sum_of_squares(gradients);
 }
 
-// What a step does besides its rules: unscaling, clipping, looking for overflows, zeroing.
+// Options of a step besides its rules: unscaling, clipping, overflow checks, zeroing.
 struct StepOptions {
-  using Scalar = std::variant<double, at::Tensor>;  // a tensor: one element on a CUDA device
-  Scalar grad_scale = 1.0;                          // gradients are divided by it
-  Scalar found_inf = 0.0;                           // above 0: nothing is updated
+  using Scalar = std::variant<double, at::Tensor>;  // a tensor has one element on a CUDA device
+  Scalar grad_scale = 1.0;                          // divides gradients
+  Scalar found_inf = 0.0;                           // above 0: skips the step
   std::optional<double> max_grad_norm;
-  bool check_finite = false;  // as max_grad_norm does: nothing is updated if a gradient is not finite
+  bool check_finite = false;  // skips the step if a gradient is not finite, as max_grad_norm does
   bool zero_grads = false;
-  std::optional<at::Tensor> overflow;  // the same: gets 1 if a gradient is not finite, else 0
-  Share share;                         // where parameters are parts of whole ones
+  std::optional<at::Tensor> overflow;  // receives 1 if a gradient is not finite, else 0
+  Share share;                         // for parameters that are parts of whole ones
 
   bool measures() const { return max_grad_norm || check_finite; }
-  // On CUDA what the treatment depends on is known to the device alone.
+  // On CUDA only the device knows the numbers that the grad scaling depends on.
   bool is_for_the_device() const {
     return measures() || std::holds_alternative<at::Tensor>(grad_scale) ||
            std::holds_alternative<at::Tensor>(found_inf);
   }
-  bool treats_grads() const { return zero_grads || is_for_the_device() || std::get<double>(grad_scale) != 1; }
+  bool writes_grads() const { return zero_grads || is_for_the_device() || std::get<double>(grad_scale) != 1; }
 
-  TreatmentAsked asked() const {
-    TreatmentAsked asked;
+  GradScalingOptions asked() const {
+    GradScalingOptions asked;
     if (const double* scale = std::get_if<double>(&grad_scale)) asked.grad_scale = *scale;
     if (const double* found = std::get_if<double>(&found_inf)) asked.found_inf = *found;
     asked.measures = measures();
@@ -124,14 +124,14 @@ struct StepOptions {
     return asked;
   }
 
-  // The tensors, on the device of the gradients, where a scaler's need not be.
+  // Moves the tensors to the gradients' device; a scaler's may be on another.
   void move_to(c10::Device device) {
     for (Scalar* scalar : {&grad_scale, &found_inf}) {
       if (auto* tensor = std::get_if<at::Tensor>(scalar))
         *tensor = tensor->to(device, at::kFloat, /*non_blocking=*/true);
     }
   }
-  TreatmentScalars scalars() const {
+  GradScalingScalars scalars() const {
     const auto data = [](const Scalar& scalar) {
       const at::Tensor* tensor = std::get_if<at::Tensor>(&scalar);
       return tensor == nullptr ? nullptr : tensor->const_data_ptr<float>();
@@ -142,30 +142,30 @@ struct StepOptions {
 
 class StepResult {
  public:
-  py::list missing;  // (parameter, index of its group, what users call it): lacks state; nothing has happened then
-  bool has_wrappers = false;  // see StepReader; nothing has happened then either
+  py::list missing;           // (parameter, index of its group, label): lacks state, so nothing was done
+  bool has_wrappers = false;  // see StepReader; nothing was done then
   bool measures = false;
-  GradTreatment treatment;
-  at::Tensor on_device;  // the treatment, unless undefined: the host does not know it
+  GradScaling grad_scaling;
+  at::Tensor on_device;  // the grad scaling as bytes, if only the device knows it
 
-  // Both wait for the device.
+  // Both functions wait for the device.
   std::optional<double> grad_norm() const { return measures ? std::optional(get().norm) : std::nullopt; }
   bool skipped() const { return get().skips; }
 
  private:
-  GradTreatment get() const {
-    if (!on_device.defined()) return treatment;
+  GradScaling get() const {
+    if (!on_device.defined()) return grad_scaling;
     const py::gil_scoped_release no_gil;
     const at::Tensor here = on_device.cpu();
-    GradTreatment result;
+    GradScaling result;
     std::memcpy(&result, here.const_data_ptr(), sizeof(result));
     return result;
   }
 };
 
-// The batches whose gradients' treatment is worked out on their device; none if it is on the host. Throws if what is
-// asked needs gradients to be in one place and they are not.
-std::vector<const Batch*> treated_on_device(const StepReader& read, const StepOptions& options) {
+// Returns the batches whose grad scaling is computed on their device; empty if the host computes it. Throws if the
+// options need gradients on one device and they are on several.
+std::vector<const Batch*> batches_scaled_on_device(const StepReader& read, const StepOptions& options) {
   std::vector<const Batch*> batches;
   if (!options.is_for_the_device()) return batches;
   for (const Batch& batch : read.batches) {
@@ -188,31 +188,31 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
   for (Batch& batch : reader.batches) {
     if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
   }
-  const TreatmentAsked asked = options.asked();
+  const GradScalingOptions asked = options.asked();
   result.measures = asked.measures;
   if (!on_device.empty()) {
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
-    result.on_device = treat_on_device(on_device, asked, placed.scalars());
-    run(reader, {}, static_cast<const GradTreatment*>(result.on_device.const_data_ptr()), options.share);
+    result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars());
+    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), options.share);
     return;
   }
-  result.treatment = treatment_of(asked, asked.measures ? sum_of_squares(reader) : 0);
-  if (!result.treatment.skips) {
-    run(reader, result.treatment, nullptr, options.share);
-  } else if (asked.zeroes) {  // else the next backward would add to what is not finite
+  result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum_of_squares(reader) : 0);
+  if (!result.grad_scaling.skips) {
+    run(reader, result.grad_scaling, nullptr, options.share);
+  } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
     }
   }
 }
 
-// Whether the step is over before the interpreter, which switches every 5 ms, would have given way.
+// Returns whether the step ends before the interpreter, which switches threads every 5 ms, would have switched.
 bool is_short(const StepReader& read) {
   constexpr int64_t kElements = 1 << 22;
   int64_t total = 0;
   for (const Batch& batch : read.batches) {
-    if (batch.rule->kind == RuleKind::kMuonMomentum && batch.total > 0) return false;  // its products are long
+    if (batch.rule->kind == RuleKind::kMuonMomentum && batch.total > 0) return false;  // Muon's products take long.
     total += batch.total;
   }
   return total < kElements;
@@ -222,7 +222,7 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
                         const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
                         const py::list& fresh, const StepOptions& options) {
   StepResult result;
-  reader.begin(state, fresh, options.treats_grads());
+  reader.begin(state, fresh, options.writes_grads());
   for (size_t i = 0; i < groups.size(); ++i) {
     reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i], precisions[i]);
   }
@@ -230,11 +230,11 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   result.missing = reader.missing;
   result.has_wrappers = reader.has_wrappers;
   if (result.has_wrappers || !reader.missing.empty()) return result;
-  const std::vector<const Batch*> on_device = treated_on_device(reader, options);
+  const std::vector<const Batch*> on_device = batches_scaled_on_device(reader, options);
   if (is_short(reader)) {
     run(reader, options, on_device, result);
   } else {
-    // Other threads may now drop a gradient or a state that the jobs point into.
+    // Without the GIL other threads may drop a gradient or a state that the jobs point to.
     const auto owners = reader.owners();
     const py::gil_scoped_release no_gil;
     run(reader, options, on_device, result);
@@ -242,12 +242,12 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   return result;
 }
 
-// Makes one step over all groups, rules[i], hypers[i] and precisions[i] being groups[i]'s. See optim/base.py, the only
-// caller.
+// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. Only optim/native_step.py
+// calls it.
 StepResult step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
                 const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
                 const py::list& fresh, const StepOptions& options) {
-  if (reader.busy) {  // two threads step one optimizer
+  if (reader.busy) {  // Two threads step one optimizer.
     StepReader own;
     return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options);
   }

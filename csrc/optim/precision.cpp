@@ -1,4 +1,4 @@
-// Formats from options; see precision.h.
+// Derives storage formats from options; see precision.h.
 #include "optim/precision.h"
 
 #include "base/check.h"
@@ -59,7 +59,7 @@ std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10:
     case 16:
       return at::kBFloat16;
     case 8:
-      // Small and one-dimensional ones (biases, norms) save nothing and matter more.
+      // Small and one-dimensional parameters (biases, norms) save nothing and are more sensitive.
       if (kind != StateKind::kMean && kind != StateKind::kSquared) return at::kFloat;
       if (param.dim() < 2 || param.numel() < precision.min_8bit_size) return at::kFloat;
       return kind == StateKind::kSquared ? at::kByte : at::kChar;

@@ -10,15 +10,15 @@
 
 namespace drivetrain::optim {
 
-// What a step's treatment says, wherever it lies.
+// Read the step's grad scaling from the device or the host.
 __device__ inline bool skips_step(const StepJob& job) {
-  return job.treatment_on_device != nullptr ? job.treatment_on_device->skips : job.treatment.skips;
+  return job.grad_scaling_on_device != nullptr ? job.grad_scaling_on_device->skips : job.grad_scaling.skips;
 }
 __device__ inline double factor_of_gradients(const StepJob& job) {
-  return job.treatment_on_device != nullptr ? job.treatment_on_device->factor : job.treatment.factor;
+  return job.grad_scaling_on_device != nullptr ? job.grad_scaling_on_device->factor : job.grad_scaling.factor;
 }
 
-// The arguments of a rule, 8 bytes at a time: the compiler would load what lies there as bytes one by one.
+// Loads a rule's arguments 8 bytes at a time: the compiler would load an array of bytes one by one.
 template <class Args>
 __device__ __forceinline__ Args load_args(const RuleArgs& rule) {
   static_assert(sizeof(Args) % 8 == 0 && alignof(RuleArgs) % 8 == 0);
@@ -35,15 +35,15 @@ __device__ __forceinline__ Args load_args(const RuleArgs& rule) {
   return args;
 }
 
-// How often `size` fits into a position below size + kRow: mostly known without a division.
+// Divides a position below size + kRow by `size`, mostly without a division.
 __device__ inline int64_t times_in_row(int64_t position, int64_t size) {
   return size >= kRow ? position >= size : static_cast<uint32_t>(position) / static_cast<uint32_t>(size);
 }
 
-// Where the factors of a row's elements lie, for a parameter whose matrices have a state as rows and columns.
+// Finds the factors of a row's elements, for a parameter whose matrices have a state as rows and columns.
 class FactorPlaces {
  public:
-  // base: the row's first element.
+  // `base` is the row's first element.
   __device__ __forceinline__ FactorPlaces(const ParamJob& param, int64_t base)
       : rows_(param.rows), columns_(param.columns) {
     row_ = base / columns_;
@@ -53,7 +53,7 @@ class FactorPlaces {
   }
 
   struct Place {
-    int64_t row, column;  // counted through all matrices
+    int64_t row, column;  // counted over all matrices
   };
   __device__ __forceinline__ Place of(int position) const {
     const int64_t more_rows = times_in_row(column_ + position, columns_);
@@ -68,13 +68,14 @@ class FactorPlaces {
 template <class Rule>
 concept FactorsMatrices = requires { Rule::kFactorsMatrices; };
 
-// What a rule reads of a row: loaded as it lies in memory where that can be done at once, and converted quad by quad.
+// Loads a row of everything that a rule reads, as it lies in memory where wide loads are possible, and converts it quad
+// by quad.
 template <class Rule, class T>
 class RuleRow {
  public:
   static constexpr int kStates = Rule::kNumStates > 0 ? Rule::kNumStates : 1;
 
-  // Whether a parameter's rows can be loaded at once, as far as they are whole.
+  // Returns whether a parameter's whole rows can be loaded with wide loads.
   static __device__ bool is_wide(const ParamJob& param) {
     bool result = sizeof(T) == sizeof(float) && has_wide_quads(param.param) && has_wide_quads(param.grad);
 #pragma unroll
@@ -84,7 +85,7 @@ class RuleRow {
     return result;
   }
 
-  // end: of the parameter's elements.
+  // `end` is the parameter's number of elements.
   __device__ __forceinline__ void load(const ParamJob& param, bool is_wide, int64_t base, int64_t end) {
     base_ = base;
     end_ = end;
@@ -102,7 +103,7 @@ class RuleRow {
     }
   }
 
-  // The values of the thread's quad q, zeros beyond the end.
+  // Returns the values of the thread's quad q; zeros stand for elements beyond the end.
   __device__ __forceinline__ void get(const ParamJob& param, int q, T (&value)[kQuad], T (&grad)[kQuad],
                                       T (&state)[kStates][kQuad]) const {
     if constexpr (sizeof(T) == sizeof(float)) {
@@ -143,7 +144,7 @@ class RuleRow {
     }
   }
 
-  // Of a matrix with a multiple of kQuad columns: a quad lies in one row of it.
+  // Loads the factors of a matrix with a multiple of kQuad columns: a quad lies in one row of it.
   __device__ __forceinline__ void load_factors(const ParamJob& param, int s) {
     const FactorPlaces places(param, base_);
 #pragma unroll
@@ -167,7 +168,7 @@ class RuleRow {
 
   template <class Load>
   __device__ __forceinline__ void get_one_by_one(Load load, int q, T (&values)[kQuad]) const {
-    // Not unrolled, and so through selects: an index would put the values into local memory.
+    // Not unrolled, and so through selects: an index would move the values to local memory.
 #pragma unroll 1
     for (int at = 0; at < kQuad; ++at) {
       const int64_t i = base_ + quad_position(q) + at;

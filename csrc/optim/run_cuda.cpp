@@ -1,4 +1,4 @@
-// A CUDA step's memory and launches; see run_cuda.h.
+// Allocates a CUDA step's memory and launches its kernels; see run_cuda.h.
 #include "optim/run_cuda.h"
 
 #include <ATen/ops/empty.h>
@@ -17,8 +17,8 @@ at::Tensor empty_on(c10::Device device, int64_t bytes) {
 
 void place_on_device(Batch& batch) {
   const c10::DeviceGuard guard(batch.device);
-  // What lies on the device during the step alone is made anew in every step: torch's allocator mostly gives the same
-  // memory, so that the table stays as it is.
+  // Temporary device memory is allocated in every step. torch's allocator mostly returns the same memory, so that the
+  // table stays equal.
   std::vector<ParamStart> starts = batch.starts;
   if (batch.rule->kind == RuleKind::kAdafactor) {
     batch.factoring = factoring_of(batch.params.data(), static_cast<int32_t>(batch.params.size()));
@@ -37,7 +37,7 @@ void place_on_device(Batch& batch) {
   starts.insert(starts.end(), batch.empty_starts.begin(), batch.empty_starts.end());
   std::vector<char> bytes;
   const auto append = [&bytes](const auto& table) {
-    constexpr size_t kAlignment = 16;  // of what kernels read at once
+    constexpr size_t kAlignment = 16;  // alignment of 16-byte loads
     bytes.resize((bytes.size() + kAlignment - 1) / kAlignment * kAlignment);
     const size_t begin = bytes.size();
     append_bytes(bytes, table.data(), table.size());
@@ -60,8 +60,8 @@ void place_on_device(Batch& batch) {
   batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
 }
 
-at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const TreatmentAsked& asked,
-                           const TreatmentScalars& scalars) {
+at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
+                                          const GradScalingScalars& scalars) {
   const c10::Device device = batches.front()->device;
   const c10::DeviceGuard guard(device);
   void* const stream = current_stream(device);
@@ -70,7 +70,7 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
     for (const Batch* batch : batches) num_chunks += batch->num_chunks;
   }
   const at::Tensor sums = empty_on(device, num_chunks * static_cast<int64_t>(sizeof(double)));
-  const at::Tensor treatment = empty_on(device, sizeof(GradTreatment));
+  const at::Tensor grad_scaling = empty_on(device, sizeof(GradScaling));
   auto* const all = static_cast<double*>(sums.data_ptr());
   if (asked.measures) {
     double* of_batch = all;
@@ -80,8 +80,9 @@ at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const Treat
       of_batch += batch->num_chunks;
     }
   }
-  treat_cuda(asked, scalars, all, num_chunks, static_cast<GradTreatment*>(treatment.data_ptr()), stream);
-  return treatment;
+  compute_grad_scaling_cuda(asked, scalars, all, num_chunks, static_cast<GradScaling*>(grad_scaling.data_ptr()),
+                            stream);
+  return grad_scaling;
 }
 
 void run_on_device(Batch& batch, StepJob job, const Between* between) {
@@ -98,7 +99,7 @@ void run_on_device(Batch& batch, StepJob job, const Between* between) {
   job.num_rules = job.num_params;
   start_cuda({job.kind, is_muon ? batch.placed.steps : batch.placed.params, batch.placed.starts, batch.placed.numbers,
               of_params, job.num_params, static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()),
-              job.treatment_on_device, records},
+              job.grad_scaling_on_device, records},
              stream);
   if (is_planned) {
     for (const StepLaunch& launch : batch.plan.launches) {
@@ -118,8 +119,8 @@ void run_on_device(Batch& batch, StepJob job, const Between* between) {
   if (between != nullptr && job.kind == RuleKind::kAdafactor) between->row_factors();
   at::Tensor sums;
   if (batch.rule->adapt != nullptr) {
-    sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(LayerSums)));
-    adapt_cuda(job, batch.num_chunks, static_cast<LayerSums*>(sums.data_ptr()), of_params, stream, between);
+    sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(TrustRatioSums)));
+    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream, between);
   }
   step_cuda(job, stream);
   batch.factors.reset();

@@ -1,4 +1,5 @@
-// Runs batches on CUDA: their tables, their gradients' treatment and their launches, with no wait for the device.
+// Runs batches on CUDA: uploads their tables, computes the grad scaling and launches kernels, without waiting for the
+// device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,17 +11,17 @@
 
 namespace drivetrain::optim {
 
-// Puts what kernels read of the batch onto its device; before the calls below.
+// Uploads the batch's tables to its device. Must precede the calls below.
 void place_on_device(Batch& batch);
 
-// What is asked of the gradients of all batches, which are on one device, worked out there: a GradTreatment as bytes.
-at::Tensor treat_on_device(const std::vector<const Batch*>& batches, const TreatmentAsked& asked,
-                           const TreatmentScalars& scalars);
+// Computes the grad scaling of all batches, which share one device, there. Returns a GradScaling as bytes.
+at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
+                                          const GradScalingScalars& scalars);
 
-// One launch for the rules' scalars and the step counters; two between for rules that ask for norms, and three before
-// those for Adafactor's matrices; one for the step, or one for each set of formats that has a kernel of its own. Of
-// Muon two for each of its batches, and its matrix products.
-// between: of a rule that asks for norms, null: nobody wants to know.
+// Runs a batch: one launch for the rules' scalars and the step counters, and one for the step, or one per set of
+// storage formats with a specialized kernel. Rules with a trust ratio add two launches, and Adafactor's matrices three
+// before those. Muon has two per batch, and its matrix products. `between` is for rules with a trust ratio; null if
+// sums are not shared.
 void run_on_device(Batch& batch, StepJob job, const Between* between = nullptr);
 
 }  // namespace drivetrain::optim

@@ -1,4 +1,4 @@
-// What a step's passes have added up, as tensors for who shares it with other ranks; see run_shared.h.
+// Exposes the sums of a step's passes as tensors, to be shared with other ranks; see run_shared.h.
 #include "optim/run_shared.h"
 
 #include <ATen/ops/empty.h>
@@ -17,8 +17,8 @@ at::Tensor over(void* data, at::IntArrayRef sizes, at::ScalarType dtype, c10::De
   return at::from_blob(data, sizes, [](void*) {}, options, device);
 }
 
-// Chunks add up in the order of summation.h; a parameter's total takes the place of its first chunk's sum.
-void share_chunks(const Batch& batch, LayerSums* sums, const std::function<void(const at::Tensor&)>& share) {
+// Sums chunks in the order of summation.h; a parameter's total replaces its first chunk's sum.
+void share_chunks(const Batch& batch, TrustRatioSums* sums, const std::function<void(const at::Tensor&)>& share) {
   const at::Tensor chunks = over(sums, {batch.num_chunks, 2}, at::kDouble, batch.device);
   const at::Tensor totals = at::empty({static_cast<int64_t>(batch.params.size()), 2}, chunks.options());
   for (size_t i = 0; i < batch.params.size(); ++i) {
@@ -67,7 +67,7 @@ void run_shared(Batch& batch, const std::vector<Written>& written, const StepJob
     share("row_factors", batch.in_double, matrices, factors);
   };
   const auto share_norms = [&](const at::Tensor& sums) { share("norms", batch.in_double, params, {sums}); };
-  between.norms = [&](LayerSums* sums) {
+  between.norms = [&](TrustRatioSums* sums) {
     if (batch.device.is_cuda()) {
       share_chunks(batch, sums, share_norms);
     } else {
@@ -80,7 +80,7 @@ void run_shared(Batch& batch, const std::vector<Written>& written, const StepJob
   } else if (batch.total > 0 && is_factored) {
     run_shared_adafactor(job, batch.factoring, batch.rule->adapt, between);
   } else if (batch.total > 0) {
-    run_shared_layers(job, batch.rule->adapt, between);
+    run_shared_trust_ratio(job, batch.rule->adapt, between);
   } else {
     if (is_factored) between.factor_sums();
     if (is_factored) between.row_factors();

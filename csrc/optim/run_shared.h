@@ -1,4 +1,4 @@
-// Steps of a rank that has parts of parameters, by rules that add something up over whole ones.
+// Runs the step of a rank that has parts of parameters, for rules with sums over whole parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,15 +11,15 @@
 
 namespace drivetrain::optim {
 
-// Told between passes which sums there are of a batch's parameters; writes what the step goes on with. Per stage:
-//   "factor_sums": of each matrix [units, matrices, rows] and [units, matrices, columns], squares that units add up
-//   "row_factors": of each matrix [matrices, rows], which contain the root of the mean over this rank's rows
-//   "norms": [params, 2], the squares of parameters and of directions
-// All stages of a rule come in every step, also where this rank has no elements.
+// Shares the sums of a batch's parameters between passes, and writes the sums that the step continues with. Stages:
+// "factor_sums": per matrix [units, matrices, rows] and [units, matrices, columns], sums of squares of units
+// "row_factors": per matrix [matrices, rows], which contain the root of the mean over this rank's rows
+// "norms": [params, 2], the sums of squares of parameters and directions
+// Every step runs all stages of a rule, also where this rank has no elements.
 using Share = std::function<void(const std::string& stage, bool in_double, const std::vector<at::Tensor>& params,
                                  const std::vector<at::Tensor>& sums)>;
 
-// The whole job of a batch whose rule asks for norms.
+// Runs the whole job of a batch whose rule has a trust ratio.
 void run_shared(Batch& batch, const std::vector<Written>& written, const StepJob& job, const Share& share);
 
 }  // namespace drivetrain::optim

@@ -1,5 +1,5 @@
-// How a step whose rule adds something up over whole parameters takes in what other ranks have of them. Needs no torch
-// header.
+// Declares the callbacks through which a step with sums over whole parameters includes other ranks' parts. Needs no
+// torch header.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,11 @@
 
 namespace drivetrain::optim {
 
-// Called between a step's passes, on CUDA where their launches are enqueued; each may write into what it is told of.
+// Called between a step's passes, on CUDA when their launches are enqueued. Each may write its argument.
 struct Between {
-  std::function<void()> factor_sums;           // the squares of Adafactor's rows and columns are added up
-  std::function<void()> row_factors;           // their factors are there, with the mean over this rank's rows
-  std::function<void(LayerSums* sums)> norms;  // on the CPU of every parameter, on CUDA of every chunk
+  std::function<void()> factor_sums;                // after the sums of squares of Adafactor's rows and columns
+  std::function<void()> row_factors;                // after the row factors, with the mean over this rank's rows
+  std::function<void(TrustRatioSums* sums)> norms;  // per parameter on the CPU, per chunk on CUDA
 };
 
 }  // namespace drivetrain::optim

@@ -1,5 +1,5 @@
-// What comes before the step itself on CUDA: every parameter's RuleArgs, the step counters, and tables for graphs.
-// Includes no torch header.
+// Starts a step on CUDA: computes every parameter's RuleArgs and increments the step counters. Includes no torch
+// header.
 #include "base/launch_cuda.h"
 #include "optim/cuda_step.h"
 
@@ -31,16 +31,16 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
   step.rules[i] = RuleArgs::of(args);
 }
 
-// number: of the step.
+// `number` is the number of the step.
 __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number) {
   switch (step.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
     return make_rule<Rule, RuleKind::k##Rule>(step, i, hypers, number);
     DT_OPTIM_RULES(DT_CASE)
-    DT_LAYER_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
-    default:  // the reader has refused it
+    default:  // the reader has rejected it
       return;
   }
 }
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
     make_rule(step, i, hypers, done + 1);
     step.params[i].key = random_key(start.seed, steps_done);
   }
-  if (start.counter == nullptr || (step.treatment != nullptr && step.treatment->skips)) return;
+  if (start.counter == nullptr || (step.grad_scaling != nullptr && step.grad_scaling->skips)) return;
   if (start.counter_is_double) {
     *static_cast<double*>(start.counter) += 1;
   } else {

@@ -1,4 +1,4 @@
-// Registers with Python what states and parameters look like in memory, and their conversion; see state.h.
+// Registers the layout and the conversion of states and parameters with Python; see state.h.
 #include "optim/state.h"
 
 #include <ATen/core/Tensor.h>
@@ -38,7 +38,7 @@ void register_state(py::module_& m) {
              return Precision{state_bits, master_bits, min_8bit_size, rounding_of(rounding)};
            }),
            py::kw_only(), py::arg("state_bits"), py::arg("master_bits"), py::arg("min_8bit_size"), py::arg("rounding"));
-  // The rule's states by name, each with its kind (rules.h).
+  // Returns the rule's states by name, each with its kind (precision.h).
   m.def(
       "optim_states",
       [](const std::string& rule) {
@@ -55,14 +55,14 @@ void register_state(py::module_& m) {
         return find_rule(rule).counts_steps || precision.rounding == Rounding::kStochastic;
       },
       py::arg("rule"), py::arg("precision"));
-  // The shape of a state of this parameter; None: it has no such state.
+  // Returns the shape of a state of this parameter; None if it has no such state.
   m.def(
       "optim_state_shape",
       [](const at::Tensor& param, int kind) {
         return state_sizes(*param.unsafeGetTensorImpl(), static_cast<StateKind>(kind));
       },
       py::arg("param"), py::arg("kind"));
-  // The dtype that a state of this parameter must have; None: any floating one.
+  // Returns the dtype that a state of this parameter must have; None allows any floating one.
   m.def(
       "optim_state_dtype",
       [](const Precision& precision, const at::Tensor& param, int kind) {
@@ -74,7 +74,7 @@ void register_state(py::module_& m) {
       [](const at::Tensor& param, const at::Tensor& state, const std::optional<at::Tensor>& scales,
          std::optional<at::ScalarType> dtype) { return is_state_as(param, state, scales ? &*scales : nullptr, dtype); },
       py::arg("param"), py::arg("state"), py::arg("scales"), py::arg("dtype"));
-  // Name and dtype of what the parameter has beside it, or None.
+  // Returns name and dtype of the parameter's companion, or None.
   m.def(
       "optim_param_extra",
       [](const Precision& precision, const at::Tensor& param) -> std::optional<std::pair<std::string, at::ScalarType>> {

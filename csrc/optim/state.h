@@ -1,4 +1,4 @@
-// States outside a step: what a rule keeps, and states made, converted and read. Registered with Python by optim.cpp.
+// Registers the states of rules with Python: their names, shapes and conversions.
 #pragma once
 
 #include <pybind11/pybind11.h>

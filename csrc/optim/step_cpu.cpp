@@ -1,4 +1,4 @@
-// The CPU step: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no torch header.
+// Runs the CPU step: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no torch header.
 #include "optim/loop_cpu.h"
 
 namespace drivetrain::optim::DRIVETRAIN_ISA {
@@ -10,7 +10,7 @@ void step_cpu(const StepJob& job, int64_t begin, int64_t end) {
   case RuleKind::k##Rule:  \
     return loop_cpu<Rule>(job, begin, end);
     DT_OPTIM_RULES(DT_CASE)
-    DT_LAYER_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
   }
 }

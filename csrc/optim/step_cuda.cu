@@ -1,4 +1,4 @@
-// The CUDA step: picks the kernel for the rule and launches it once. Includes no torch header.
+// Launches the kernel of the rule, with formats chosen at run time. Includes no torch header.
 #include <algorithm>
 
 #include "base/launch_cuda.h"
@@ -10,7 +10,7 @@ namespace {
 
 template <template <class> class RuleOf>
 void launch(const StepJob& job, void* stream) {
-  // Enough blocks to fill any GPU several times over; larger steps loop.
+  // Enough blocks to fill any GPU several times; larger steps loop.
   constexpr int64_t kMaxBlocks = 1 << 16;
   const int64_t blocks = std::min((job.total + kTileCuda - 1) / kTileCuda, kMaxBlocks);
   const auto loop = job.in_double ? loop_cuda<RuleOf, double> : loop_cuda<RuleOf, float>;
@@ -28,9 +28,9 @@ void step_cuda(const StepJob& job, void* stream) {
   case RuleKind::k##Rule:  \
     return launch<Rule>(job, stream);
     DT_OPTIM_RULES(DT_CASE)
-    DT_LAYER_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
-    default:  // the reader has refused it
+    default:  // the reader has rejected it
       return;
   }
 }

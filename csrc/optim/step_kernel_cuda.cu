@@ -1,4 +1,4 @@
-// The specialised kernels of a step; see step_kernel_cuda.cuh. Includes no torch header.
+// Launches the specialized kernels of a step; see step_kernel_cuda.cuh. Includes no torch header.
 #include "base/launch_cuda.h"
 #include "optim/cuda_step.h"
 #include "optim/step_kernel_cuda.cuh"
@@ -18,7 +18,7 @@ constexpr Kernel kKernels[] = {
 
 void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,
                       void* stream) {
-  const StepKernelJob kernel_job = {records, items + launch.first_item, job.treatment_on_device, job.treatment,
+  const StepKernelJob kernel_job = {records, items + launch.first_item, job.grad_scaling_on_device, job.grad_scaling,
                                     launch.num_items};
   launch_cuda("launching the optimizer step", kKernels[launch.kernel], launch.num_blocks, kStepThreads, stream,
               kernel_job);

@@ -1,4 +1,4 @@
-// The plan of a CUDA step; see step_plan.h.
+// Plans a CUDA step; see step_plan.h.
 #include "optim/step_plan.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
   std::array<int64_t, kNumKernels> num_blocks = {};
   if (in_double) return {};
   int32_t previous = 0;
-  bool continues = false;  // the last item, of small parameters that come one after the other
+  bool continues = false;  // the last item takes consecutive small parameters
   for (int32_t i = 0; i < num_params; ++i) {
     int32_t kernel = previous;
     if (!fits(kKernels[kernel], kind, params[i])) {
@@ -66,7 +66,7 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
     }
     mine.push_back({static_cast<int32_t>(num_blocks[kernel]), i, is_small ? 1 : 0, 0});
     num_blocks[kernel] += is_small ? 1 : (params[i].numel + kBlockElements - 1) / kBlockElements;
-    if (num_blocks[kernel] > kMaxBlocks) return {};  // more than a launch can have
+    if (num_blocks[kernel] > kMaxBlocks) return {};  // exceeds the limit of a launch
     continues = is_small;
     previous = kernel;
   }

@@ -1,4 +1,4 @@
-// Which parameters of a CUDA step have a kernel that is specialised to their formats, and which blocks of it take them.
+// Plans a CUDA step: which parameters have a kernel specialized to their storage formats, and which blocks take them.
 // Needs no torch header.
 #pragma once
 
@@ -9,9 +9,9 @@
 
 namespace drivetrain::optim {
 
-// The specialised kernels: X(rule, formats of the parameter, its gradient and its states). kSigned8 stands for 8-bit
+// The specialized kernels: X(rule, formats of the parameter, its gradient and its states). kSigned8 stands for 8-bit
 // codes, which are kSquared8 for states that are means of squares. A rule without states names its gradient's format.
-// Of everything else the formats are chosen at run time (loop_cuda.cuh).
+// Other combinations choose formats at run time (loop_cuda.cuh).
 #define DT_STEP_KERNELS(X)                            \
   X(Adam, kFloat32, kFloat32, kFloat32)               \
   X(Adam, kBFloat16, kBFloat16, kFloat32)             \
@@ -33,14 +33,14 @@ namespace drivetrain::optim {
 
 constexpr int kMaxStatesOfKernels = 2;
 
-constexpr int64_t kBlockElements = 2048;  // of a larger parameter that a block of threads takes
-constexpr int kLanesOfSmall = 16;         // threads of a small parameter; 8-bit states need a whole warp
+constexpr int64_t kBlockElements = 2048;  // elements of a larger parameter per block of threads
+constexpr int kLanesOfSmall = 16;         // threads per small parameter; 8-bit states need a whole warp
 constexpr int kStepThreads = 256;
 
-// Elements; of parameters up to it, a block takes several.
+// Largest number of elements of a small parameter; a block takes several of those.
 constexpr int small_param(bool has_codes, int64_t grad_bytes) { return has_codes || grad_bytes == 4 ? 256 : 128; }
 
-// A specialised kernel reads a parameter as one line of the cache.
+// The data of one parameter for a specialized kernel: one line of the cache.
 struct alignas(16) StepRecord {
   char* param;
   char* param_extra;
@@ -50,7 +50,7 @@ struct alignas(16) StepRecord {
     char* data;
     char* extra;
   } state[kMaxStatesOfKernels];
-  alignas(16) unsigned char rule[64];  // the rule itself, for float
+  alignas(16) unsigned char rule[64];  // the rule for float
 };
 static_assert(sizeof(StepRecord) == 128);
 
@@ -69,8 +69,8 @@ DT_HOST_DEVICE StepRecord record_of(const ParamJob& param, const Rule& rule) {
   return record;
 }
 
-// The blocks from first_block on, up to the next item's: kBlockElements each of a larger parameter, or one that takes
-// num_params > 0 small ones.
+// The blocks from first_block up to the next item's: kBlockElements elements each of a larger parameter, or one block
+// for num_params > 0 small parameters.
 struct alignas(16) StepItem {
   int32_t first_block;
   int32_t first_param;
@@ -79,17 +79,17 @@ struct alignas(16) StepItem {
 };
 
 struct StepLaunch {
-  int32_t kernel;  // its row in DT_STEP_KERNELS
+  int32_t kernel;  // row in DT_STEP_KERNELS
   int32_t first_item, num_items;
   int64_t num_blocks;
 };
 
 struct StepPlan {
   std::vector<StepItem> items;
-  std::vector<StepLaunch> launches;  // none: the run-time choice of formats takes all parameters
+  std::vector<StepLaunch> launches;  // empty if formats are chosen at run time
 };
 
-// A parameter that no specialised kernel fits leaves the whole step to the run-time choice.
+// Plans a step. One parameter without a specialized kernel makes the whole step choose formats at run time.
 StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_t num_params);
 
 }  // namespace drivetrain::optim

@@ -1,4 +1,4 @@
-// Both passes over layers, a few parameters at a time; see trust_ratio.h.
+// Runs both passes of steps with a trust ratio, a few parameters at a time; see trust_ratio.h.
 #include "optim/trust_ratio.h"
 
 #include <ATen/Parallel.h>
@@ -14,13 +14,14 @@ namespace drivetrain::optim {
 namespace {
 
 using formats::kChunk;
-// Elements between the two passes: their parameters, gradients and states stay in the cache from one to the other,
-// unless a single parameter is larger.
+// Elements per pair of passes: the second pass finds parameters, gradients and states in the cache, unless a single
+// parameter is larger.
 constexpr int64_t kWave = 1 << 18;
 
-// Of the parameters from `first` to before `last`.
-std::vector<LayerSums> sums_of_layers(const StepJob& job, int32_t first, int32_t last) {
-  const auto sums_of = for_chosen_isa(baseline::layer_sums_cpu, avx2::layer_sums_cpu, avx512::layer_sums_cpu);
+// Sums over the parameters [first, last).
+std::vector<TrustRatioSums> trust_ratio_sums_of(const StepJob& job, int32_t first, int32_t last) {
+  const auto sums_of =
+      for_chosen_isa(baseline::trust_ratio_sums_cpu, avx2::trust_ratio_sums_cpu, avx512::trust_ratio_sums_cpu);
   struct Chunk {
     int32_t param;
     int64_t begin;
@@ -29,15 +30,15 @@ std::vector<LayerSums> sums_of_layers(const StepJob& job, int32_t first, int32_t
   for (int32_t i = first; i < last; ++i) {
     for (int64_t begin = 0; begin < job.params[i].numel; begin += kChunk) chunks.push_back({i, begin});
   }
-  std::vector<LayerSums> sums(chunks.size());
-  constexpr int64_t kGrain = 8;  // chunks that are worth a thread
+  std::vector<TrustRatioSums> sums(chunks.size());
+  constexpr int64_t kGrain = 8;  // chunks per thread at least
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const ParamJob& param = job.params[chunks[i].param];
       sums[i] = sums_of(job, param, chunks[i].begin, std::min(chunks[i].begin + kChunk, param.numel));
     }
   });
-  std::vector<LayerSums> totals;
+  std::vector<TrustRatioSums> totals;
   for (size_t i = 0; i < chunks.size();) {
     const int32_t param = chunks[i].param;
     formats::Total params, directions;
@@ -50,7 +51,7 @@ std::vector<LayerSums> sums_of_layers(const StepJob& job, int32_t first, int32_t
   return totals;
 }
 
-// A job in which every parameter has a rule of its own.
+// A copy of a job in which every parameter has its own rule.
 struct OwnRules {
   explicit OwnRules(const StepJob& shared) : params(shared.params, shared.params + shared.num_params), job(shared) {
     rules.reserve(params.size());
@@ -70,23 +71,23 @@ struct OwnRules {
 
 }  // namespace
 
-void run_layers(const StepJob& shared, Adapt adapt) {
+void run_trust_ratio(const StepJob& shared, Adapt adapt) {
   OwnRules own(shared);
   const StepJob& job = own.job;
   for (int32_t first = 0; first < job.num_params;) {
     int32_t last = first + 1;
     const int64_t begin = job.params[first].begin;
     while (last < job.num_params && job.params[last].begin + job.params[last].numel - begin <= kWave) ++last;
-    const std::vector<LayerSums> sums = sums_of_layers(job, first, last);
+    const std::vector<TrustRatioSums> sums = trust_ratio_sums_of(job, first, last);
     for (int32_t i = first; i < last; ++i) adapt(own.rules[i], sums[i - first], job.params[i].numel);
     run_step_cpu(job, begin, last < job.num_params ? job.params[last].begin : job.total);
     first = last;
   }
 }
 
-void run_shared_layers(const StepJob& shared, Adapt adapt, const Between& between) {
+void run_shared_trust_ratio(const StepJob& shared, Adapt adapt, const Between& between) {
   OwnRules own(shared);
-  std::vector<LayerSums> sums = sums_of_layers(own.job, 0, own.job.num_params);
+  std::vector<TrustRatioSums> sums = trust_ratio_sums_of(own.job, 0, own.job.num_params);
   between.norms(sums.data());
   for (int32_t i = 0; i < own.job.num_params; ++i) adapt(own.rules[i], sums[i], own.params[i].numel);
   run_step_cpu(own.job, 0, own.job.total);

@@ -1,4 +1,5 @@
-// Steps whose length depends on norms over a whole parameter: a pass that only reads, then the step itself.
+// Runs steps with a trust ratio, whose length depends on norms of the whole parameter: a pass that only reads, then the
+// step.
 #pragma once
 
 #include "optim/share.h"
@@ -6,14 +7,14 @@
 
 namespace drivetrain::optim {
 
-// What a rule makes of one parameter's sums, before its step.
-using Adapt = void (*)(RuleArgs& args, const LayerSums& sums, int64_t numel);
+// Adapts a rule's arguments to one parameter's sums, before its step.
+using Adapt = void (*)(RuleArgs& args, const TrustRatioSums& sums, int64_t numel);
 
-// The whole job, on the CPU (trust_ratio_cuda.cu: on CUDA). The same bits whatever the number of threads, the
-// instruction set and the device.
-void run_layers(const StepJob& job, Adapt adapt);
+// Runs the whole job on the CPU (trust_ratio_cuda.cu: on CUDA). The bits do not depend on the number of threads, the
+// instruction set or the device.
+void run_trust_ratio(const StepJob& job, Adapt adapt);
 
-// The same where other ranks have parts of the parameters: all sums first.
-void run_shared_layers(const StepJob& job, Adapt adapt, const Between& between);
+// Runs the whole job where other ranks have parts of the parameters: all sums come first.
+void run_shared_trust_ratio(const StepJob& job, Adapt adapt, const Between& between);
 
 }  // namespace drivetrain::optim

@@ -1,5 +1,5 @@
-// The sums over a layer that its step's length depends on: compiled once per instruction set (DRIVETRAIN_ISA names the
-// namespace), includes no torch header.
+// Sums norms for trust ratios: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no
+// torch header.
 #include "formats/square_sum_cpu.h"
 #include "formats/tile_cpu.h"
 #include "optim/step.h"
@@ -10,7 +10,7 @@ namespace {
 template <class Rule, class T>
 void directions_of(const Rule& shared_rule, T factor, const T* __restrict param, const T* __restrict grad,
                    const T* __restrict state0, const T* __restrict state1, T* __restrict direction, int64_t count) {
-  const Rule rule = shared_rule;  // a local copy cannot alias the arrays
+  const Rule rule = shared_rule;  // A local copy cannot alias the arrays.
   static_assert(Rule::kNumStates <= 2);
   for (int64_t i = 0; i < count; ++i) {
     T s[kMaxStates] = {};
@@ -21,7 +21,7 @@ void directions_of(const Rule& shared_rule, T factor, const T* __restrict param,
 }
 
 template <template <class> class RuleOf, class T>
-LayerSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
+TrustRatioSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
   alignas(64) T scratch[3 + kMaxStates][kTile];
@@ -34,7 +34,7 @@ LayerSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int6
     for (int s = 0; s < Rule::kNumStates; ++s) {
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[3 + s]);
     }
-    directions_of(rule, T(job.treatment.factor), values, grad, state[0], state[1], scratch[2], count);
+    directions_of(rule, T(job.grad_scaling.factor), values, grad, state[0], state[1], scratch[2], count);
     params.add(values, count);
     directions.add(scratch[2], count);
   }
@@ -43,12 +43,12 @@ LayerSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int6
 
 }  // namespace
 
-LayerSums layer_sums_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
+TrustRatioSums trust_ratio_sums_cpu(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   switch (job.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
     return job.in_double ? sums_of<Rule, double>(job, param, begin, end) : sums_of<Rule, float>(job, param, begin, end);
-    DT_LAYER_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
     default:
       return {};

@@ -1,9 +1,8 @@
-// Steps whose length depends on norms over a whole parameter, on CUDA: the sums and what they make of a rule. See
-// trust_ratio.h. Includes no torch header.
+// Sums norms for trust ratios on CUDA and adapts the rules; see trust_ratio.h. Includes no torch header.
 //
-// The sums' pass reads what the step itself reads and writes 16 bytes per chunk of 4,096 elements. Of LAMB in float32
-// it moves 16 bytes an element and the step 28, of Adafactor 8 and 12 beside what adafactor_cuda.cu moves. A warp takes
-// a chunk row by row, and all that a row has is under way at once: 128 bytes a thread of LAMB in float32.
+// The sums' pass reads what the step reads and writes 16 bytes per chunk of 4,096 elements. For LAMB in float32 it
+// moves 16 bytes per element and the step 28; for Adafactor 8 and 12, beside adafactor_cuda.cu. A warp takes a chunk
+// row by row and issues a row's loads at once: 128 bytes per thread of LAMB in float32.
 #include "base/launch_cuda.h"
 #include "formats/summation_cuda.cuh"
 #include "optim/cuda_step.h"
@@ -20,7 +19,7 @@ constexpr int kWarps = kThreads / kLanes;
 
 template <template <class> class RuleOf, class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
-    layer_sums(StepJob job, int64_t num_chunks, LayerSums* sums) {
+    trust_ratio_sums(StepJob job, int64_t num_chunks, TrustRatioSums* sums) {
   using Rule = RuleOf<T>;
   const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
   if (chunk >= num_chunks || skips_step(job)) return;
@@ -51,19 +50,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
       }
     }
   }
-  const LayerSums own = {formats::sum_of_slots(of_param), formats::sum_of_slots(of_direction)};
+  const TrustRatioSums own = {formats::sum_of_slots(of_param), formats::sum_of_slots(of_direction)};
   if (formats::lane_of_thread() == 0) sums[chunk] = own;
 }
 
-// A block takes a parameter.
+// Each block takes one parameter.
 template <template <class> class RuleOf>
-__global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const LayerSums* sums, RuleArgs* rules) {
+__global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const TrustRatioSums* sums, RuleArgs* rules) {
   using Args = typename RuleOf<float>::Args;
   if (skips_step(job)) return;
   const ParamJob& param = job.params[blockIdx.x];
-  const LayerSums* own = sums + param.first_chunk;
+  const TrustRatioSums* own = sums + param.first_chunk;
   const int64_t count = (param.numel + kChunk - 1) / kChunk;
-  LayerSums total;
+  TrustRatioSums total;
   total.param = formats::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].param; });
   total.direction = formats::sum_in_groups<kThreads>(count, [=](int64_t chunk) { return own[chunk].direction; });
   if (threadIdx.x != 0) return;
@@ -73,9 +72,9 @@ __global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const Layer
 }
 
 template <template <class> class RuleOf>
-void adapt(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
+void adapt(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
            const Between* between) {
-  const auto read = job.in_double ? layer_sums<RuleOf, double> : layer_sums<RuleOf, float>;
+  const auto read = job.in_double ? trust_ratio_sums<RuleOf, double> : trust_ratio_sums<RuleOf, float>;
   launch_cuda("launching the norms of parameters", read, (num_chunks + kWarps - 1) / kWarps, kThreads, stream, job,
               num_chunks, sums);
   if (between != nullptr) between->norms(sums);
@@ -85,16 +84,16 @@ void adapt(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* ru
 
 }  // namespace
 
-void adapt_cuda(const StepJob& job, int64_t num_chunks, LayerSums* sums, RuleArgs* rules, void* stream,
+void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
                 const Between* between) {
   if (num_chunks == 0) return;
   switch (job.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
     return adapt<Rule>(job, num_chunks, sums, rules, stream, between);
-    DT_LAYER_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
-    default:  // no other asks for norms
+    default:  // No other rule has a trust ratio.
       return;
   }
 }

@@ -29,10 +29,10 @@ constexpr bool kOneRule = false;
 #endif
 const std::vector<int64_t> kSizes = {0, 1, 255, 256, 257, 0, 1283};
 
-void test_step(const TestedRule& rule, const Layout& layout, const optim::GradTreatment& treatment) {
+void test_step(const TestedRule& rule, const Layout& layout, const optim::GradScaling& grad_scaling) {
   const Params expected(rule, layout, kSizes);
   optim::StepJob job = expected.job();
-  job.treatment = treatment;
+  job.grad_scaling = grad_scaling;
   optim::baseline::step_cpu(job, 0, job.total);
   for (cuda_on_cpu::Order order : kOrders) {
     // What depends on the order is the loop's, not the rule's: one rule in both is enough.
@@ -40,15 +40,15 @@ void test_step(const TestedRule& rule, const Layout& layout, const optim::GradTr
     cuda_on_cpu::order = order;
     const Params found(rule, layout, kSizes);
     job = found.job();
-    job.treatment = treatment;
+    job.grad_scaling = grad_scaling;
     optim::step_cuda(job, nullptr);
     expect(found.bytes() == expected.bytes(),
-           text("CUDA ", rule.name, ", ", layout.name, ", factor ", treatment.factor, ": other bytes than the CPU"));
+           text("CUDA ", rule.name, ", ", layout.name, ", factor ", grad_scaling.factor, ": other bytes than the CPU"));
   }
 }
 
 void test_steps() {
-  const optim::GradTreatment treated = {0.3, optim::GradAfter::kTreated}, zeroed = {0.7, optim::GradAfter::kZero};
+  const optim::GradScaling treated = {0.3, optim::GradAfter::kScaled}, zeroed = {0.7, optim::GradAfter::kZero};
   for (const TestedRule& rule : tested_rules()) {
     if (kOneRule && rule.kind != optim::RuleKind::kAdam) continue;
     for (const Layout& layout : kLayouts) {
@@ -185,30 +185,32 @@ void test_accumulations() {
   }
 }
 
-void test_treatment() {
+void test_grad_scaling() {
   constexpr double kInf = INFINITY;
   for (int64_t count : {0, 1, 33, 1000, 1024, 1025, 70'001}) {
     for (double last : {4.0, kInf, static_cast<double>(NAN)}) {
-      for (const optim::TreatmentAsked& asked :
-           {optim::TreatmentAsked{}, {4, 0, true, kInf, false}, {4, 0, true, 0.5, true}, {2, 3, false, kInf, false}}) {
+      for (const optim::GradScalingOptions& asked : {optim::GradScalingOptions{},
+                                                     {4, 0, true, kInf, false},
+                                                     {4, 0, true, 0.5, true},
+                                                     {2, 3, false, kInf, false}}) {
         std::vector<double> sums(count);
         formats::Total total;
         for (int64_t i = 0; i < count; ++i) {
           sums[i] = i + 1 == count ? last : 1.0 / static_cast<double>(i + 3);
           total.add(sums[i]);
         }
-        const optim::GradTreatment expected = optim::treatment_of(asked, total.get());
+        const optim::GradScaling expected = optim::grad_scaling_of(asked, total.get());
         const float scale = static_cast<float>(asked.grad_scale), found_inf = static_cast<float>(asked.found_inf);
-        optim::TreatmentAsked rest = asked;
+        optim::GradScalingOptions rest = asked;
         rest.grad_scale = 1;
         rest.found_inf = 0;
         float overflow = -1;
-        optim::GradTreatment found;
-        optim::treat_cuda(rest, {&scale, &found_inf, &overflow}, sums.data(), count, &found, nullptr);
+        optim::GradScaling found;
+        optim::compute_grad_scaling_cuda(rest, {&scale, &found_inf, &overflow}, sums.data(), count, &found, nullptr);
         const bool is_same_norm = found.norm == expected.norm || (found.norm != found.norm && last != 4.0);
         const bool is_same_factor = found.factor == expected.factor || (expected.skips && found.skips);
         expect(is_same_norm && is_same_factor && found.after == expected.after && found.skips == expected.skips,
-               text("CUDA treatment of ", count, " chunks, the last ", last, ": another than the CPU's"));
+               text("CUDA grad scaling of ", count, " chunks, the last ", last, ": another than the CPU's"));
         expect(overflow == ((asked.measures && count > 0 && !(last == 4.0)) ? 1.0f : 0.0f), "an overflow is told of");
       }
     }
@@ -219,7 +221,7 @@ void test_treatment() {
 void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   constexpr double kSteps = 2;
   const TestedRule rule = tested_rules(kSteps + 1)[which];
-  const optim::TreatmentAsked asked = {4, 0, true, 2.5, true};
+  const optim::GradScalingOptions asked = {4, 0, true, 2.5, true};
   const uint64_t seed = 77;
   Params expected(rule, layout, kSizes), found(rule, layout, kSizes);
   if (overflows) {
@@ -235,8 +237,8 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
     job.key = formats::random_key(seed, kSteps);
   }
   optim::StepJob cpu = expected.job();
-  cpu.treatment = optim::treatment_of(asked, total.get());
-  expect(cpu.treatment.skips == overflows, "a step is left out where a gradient is not finite");
+  cpu.grad_scaling = optim::grad_scaling_of(asked, total.get());
+  expect(cpu.grad_scaling.skips == overflows, "a step is left out where a gradient is not finite");
   if (!overflows) optim::baseline::step_cpu(cpu, 0, cpu.total);
 
   std::vector<optim::ParamJob>& params = found.jobs();
@@ -270,19 +272,19 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   write_cuda(table.data(), params.data(), params.size() * sizeof(optim::ParamJob), nullptr);
   std::vector<double> sums(found.num_chunks());
   std::vector<optim::RuleArgs> rules(params.size());
-  optim::GradTreatment treatment;
+  optim::GradScaling grad_scaling;
   const optim::StepPlan plan = optim::plan_step(rule.kind, layout.param == Format::kFloat64, params.data(), num_params);
   std::vector<optim::StepRecord> records(plan.launches.empty() ? 0 : params.size());
   optim::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
-  optim::treat_cuda(asked, {}, sums.data(), found.num_chunks(), &treatment, nullptr);
+  optim::compute_grad_scaling_cuda(asked, {}, sums.data(), found.num_chunks(), &grad_scaling, nullptr);
   optim::start_cuda({rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1,
-                     &treatment, records.empty() ? nullptr : records.data()},
+                     &grad_scaling, records.empty() ? nullptr : records.data()},
                     nullptr);
   optim::StepJob job = found.job();
   job.params = table.data();
   job.rules = rules.data();
   job.num_rules = num_params;
-  job.treatment_on_device = &treatment;
+  job.grad_scaling_on_device = &grad_scaling;
   for (const optim::StepLaunch& launch : plan.launches) {
     optim::step_kernel_cuda(launch, records.data(), plan.items.data(), job, nullptr);
   }
@@ -320,7 +322,7 @@ void test_whole_steps() {
 }
 
 // What norms make of the rule's arguments.
-optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const optim::LayerSums& sums,
+optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const optim::TrustRatioSums& sums,
                         int64_t numel) {
   switch (kind) {
 #define DT_CASE(Rule, ...)                           \
@@ -329,7 +331,7 @@ optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const
     args.adapt(sums, numel);                         \
     return optim::RuleArgs::of(args);                \
   }
-    DT_LAYER_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
     default:
       return rule;
@@ -337,11 +339,11 @@ optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const
 }
 
 // Of one parameter.
-optim::LayerSums layer_totals(const optim::StepJob& job, const optim::ParamJob& param) {
+optim::TrustRatioSums trust_ratio_totals(const optim::StepJob& job, const optim::ParamJob& param) {
   formats::Total of_param, of_direction;
   for (int64_t begin = 0; begin < param.numel; begin += formats::kChunk) {
-    const optim::LayerSums sums =
-        optim::baseline::layer_sums_cpu(job, param, begin, std::min(begin + formats::kChunk, param.numel));
+    const optim::TrustRatioSums sums =
+        optim::baseline::trust_ratio_sums_cpu(job, param, begin, std::min(begin + formats::kChunk, param.numel));
     of_param.add(sums.param);
     of_direction.add(sums.direction);
   }
@@ -370,20 +372,20 @@ void test_layers(const TestedRule& rule, const Layout& layout, bool moves) {
   }
   std::vector<optim::RuleArgs> rules(num_params, rule.args), found_rules = rules;
   optim::StepJob job = expected.job();
-  job.treatment = {0.3, moves ? optim::GradAfter::kKeep : optim::GradAfter::kTreated};
+  job.grad_scaling = {0.3, moves ? optim::GradAfter::kKeep : optim::GradAfter::kScaled};
   job.rules = rules.data();
-  std::vector<optim::LayerSums> totals;
-  for (const optim::ParamJob& param : expected.jobs()) totals.push_back(layer_totals(job, param));
+  std::vector<optim::TrustRatioSums> totals;
+  for (const optim::ParamJob& param : expected.jobs()) totals.push_back(trust_ratio_totals(job, param));
   for (int32_t i = 0; i < num_params; ++i) {
     rules[i] = adapted(rule.kind, rules[i], totals[i], expected.jobs()[i].numel);
   }
   optim::baseline::step_cpu(job, 0, job.total);
 
-  const optim::GradTreatment treatment = job.treatment;
+  const optim::GradScaling grad_scaling = job.grad_scaling;
   job = found.job();
-  job.treatment_on_device = &treatment;
+  job.grad_scaling_on_device = &grad_scaling;
   job.rules = found_rules.data();
-  std::vector<optim::LayerSums> sums(found.num_chunks());
+  std::vector<optim::TrustRatioSums> sums(found.num_chunks());
   optim::adapt_cuda(job, found.num_chunks(), sums.data(), found_rules.data(), nullptr);
   optim::step_cuda(job, nullptr);
   expect(found.bytes() == expected.bytes(), text("CUDA ", rule.name, ", ", layout.name, ": other bytes than the CPU"));
@@ -456,7 +458,7 @@ class Matrices {
 };
 
 // As optim/adafactor.cpp does it and, on CUDA, optim/run_cuda.cpp.
-void test_factored(const Layout& layout, const optim::GradTreatment& treatment, bool moves = false) {
+void test_factored(const Layout& layout, const optim::GradScaling& grad_scaling, bool moves = false) {
   constexpr double kSteps = 6;
   constexpr uint64_t kSeed = 5;
   const std::string name = text("CUDA adafactor, ", layout.name);
@@ -471,14 +473,14 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment, 
     param.key = formats::random_key(kSeed, kSteps);
   }
   optim::StepJob job = expected.job;
-  job.treatment = treatment;
+  job.grad_scaling = grad_scaling;
   job.rules = rules.data();
   for (const optim::Factored& of : expected.factoring.matrices) {
     for (int64_t unit = 0; unit < optim::num_units(of); ++unit) optim::baseline::adafactor_sums_cpu(job, of, unit);
     optim::baseline::adafactor_update_cpu(job, of, 0, of.matrices);
   }
   for (size_t i = 0; i < rules.size(); ++i) {
-    rules[i] = adapted(job.kind, rules[i], layer_totals(job, expected.jobs()[i]), expected.jobs()[i].numel);
+    rules[i] = adapted(job.kind, rules[i], trust_ratio_totals(job, expected.jobs()[i]), expected.jobs()[i].numel);
   }
   optim::baseline::step_cpu(job, 0, job.total);
 
@@ -487,11 +489,11 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment, 
   for (float& counter : counters) starts.push_back({&counter, false, true, 0, 0, kSeed});
   const optim::GroupNumbers numbers = {fixed_hypers(), nullptr, false};
   const std::vector<unsigned char> before = found.bytes();
-  const auto step = [&](const optim::GradTreatment& of_gradients) {
+  const auto step = [&](const optim::GradScaling& of_gradients) {
     std::vector<optim::RuleArgs> found_rules(rules.size());
-    std::vector<optim::LayerSums> sums(found.num_chunks());
+    std::vector<optim::TrustRatioSums> sums(found.num_chunks());
     optim::StepJob job = found.job;
-    job.treatment_on_device = &of_gradients;
+    job.grad_scaling_on_device = &of_gradients;
     job.rules = found_rules.data();
     cuda_on_cpu::num_launches = 0;
     optim::start_cuda({job.kind, found.jobs().data(), starts.data(), &numbers, found_rules.data(), job.num_params,
@@ -504,17 +506,17 @@ void test_factored(const Layout& layout, const optim::GradTreatment& treatment, 
     optim::step_cuda(job, nullptr);
     expect(cuda_on_cpu::num_launches == 7, text(name, ": ", cuda_on_cpu::num_launches, " launches"));
   };
-  optim::GradTreatment skipping = treatment;
+  optim::GradScaling skipping = grad_scaling;
   skipping.skips = true;
   skipping.after = optim::GradAfter::kKeep;
   step(skipping);
   expect(found.bytes() == before && counters[0] == kSteps, text(name, ": a step that is left out changes something"));
-  step(treatment);
+  step(grad_scaling);
   expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
 }
 
 // Of Muon: both passes, with what they say in the place of products. As optim/muon.cpp and optim/run_cuda.cpp do it.
-void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatment treatment) {
+void test_muon(const TestedRule& rule, const Layout& layout, optim::GradScaling grad_scaling) {
   constexpr double kSteps = 4;
   constexpr uint64_t kSeed = 5;
   Params expected(rule, layout, kSizes), found(rule, layout, kSizes);
@@ -543,12 +545,12 @@ void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatmen
   }
   optim::StepJob job = expected.job();
   job.rules = rules.data();
-  if (!treatment.skips) {
-    job.treatment = treatment;
+  if (!grad_scaling.skips) {
+    job.grad_scaling = grad_scaling;
     job.params = momenta.data();
     optim::baseline::step_cpu(job, 0, job.total);
     job.kind = optim::RuleKind::kMuonStep;
-    job.treatment = {};
+    job.grad_scaling = {};
     job.params = expected.jobs().data();
     optim::baseline::step_cpu(job, 0, job.total);
   }
@@ -560,10 +562,10 @@ void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatmen
   const optim::GroupNumbers numbers = {fixed_hypers(), nullptr, false};
   std::vector<optim::RuleArgs> found_rules(rules.size());
   job = found.job();
-  job.treatment_on_device = &treatment;
+  job.grad_scaling_on_device = &grad_scaling;
   job.rules = found_rules.data();
   optim::start_cuda({job.kind, found.jobs().data(), starts.data(), &numbers, found_rules.data(), job.num_params,
-                     job.num_params, &treatment},
+                     job.num_params, &grad_scaling},
                     nullptr);
   job.params = momenta.data();
   optim::step_cuda(job, nullptr);
@@ -572,9 +574,9 @@ void test_muon(const TestedRule& rule, const Layout& layout, optim::GradTreatmen
   job.params = found.jobs().data();
   optim::step_cuda(job, nullptr);
   const std::string name = text("CUDA muon, both passes, ", layout.name);
-  expect(counters[0] == kSteps + (treatment.skips ? 0 : 1), text(name, ": counters"));
-  expect(treatment.skips || results[0] == results[1], text(name, ": the step writes the iteration's results"));
-  expect(found.bytes() == (treatment.skips ? before : expected.bytes()), text(name, ": other bytes than the CPU"));
+  expect(counters[0] == kSteps + (grad_scaling.skips ? 0 : 1), text(name, ": counters"));
+  expect(grad_scaling.skips || results[0] == results[1], text(name, ": the step writes the iteration's results"));
+  expect(found.bytes() == (grad_scaling.skips ? before : expected.bytes()), text(name, ": other bytes than the CPU"));
 }
 
 }  // namespace
@@ -584,7 +586,7 @@ void test_cuda_kernels() {
   test_norm();
   test_norm_of_views();
   test_accumulations();
-  test_treatment();
+  test_grad_scaling();
   test_whole_steps();
   for (cuda_on_cpu::Order order : kOrders) {
     cuda_on_cpu::order = order;
@@ -596,15 +598,15 @@ void test_cuda_kernels() {
     }
     for (const Layout& layout : kLayouts) {
       if (kOneRule && layout.param != Format::kFloat32) continue;
-      test_factored(layout, {0.3, optim::GradAfter::kTreated});
+      test_factored(layout, {0.3, optim::GradAfter::kScaled});
       if (!kOneRule) test_factored(layout, {0.3, optim::GradAfter::kKeep}, /*moves=*/true);
     }
     test_factored(kLayouts[0], {1, optim::GradAfter::kZero});
     for (const TestedRule& rule : tested_rules()) {
       if (rule.kind != optim::RuleKind::kMuonMomentum) continue;
-      for (const Layout& layout : kLayouts) test_muon(rule, layout, {0.3, optim::GradAfter::kTreated});
+      for (const Layout& layout : kLayouts) test_muon(rule, layout, {0.3, optim::GradAfter::kScaled});
       test_muon(rule, kLayouts[0], {1, optim::GradAfter::kZero});
-      test_muon(rule, kLayouts[0], {0.3, optim::GradAfter::kTreated, /*skips=*/true});
+      test_muon(rule, kLayouts[0], {0.3, optim::GradAfter::kScaled, /*skips=*/true});
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "formats/convert.h"
 #include "formats/summation.h"
 #include "optim/step.h"
 
@@ -134,7 +135,7 @@ inline std::vector<TestedRule> layer_rules() {
 #define DT_ROW(Rule, name, ...)                                                                    \
   {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, 3)), \
    optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
-      DT_LAYER_RULES(DT_ROW)
+      DT_TRUST_RATIO_RULES(DT_ROW)
 #undef DT_ROW
   };
 }

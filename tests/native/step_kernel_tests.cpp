@@ -204,18 +204,18 @@ class Tested {
   }
   Tested(const Tested&) = delete;
 
-  void step_on_cpu(const optim::GradTreatment& treatment) {
-    job_.treatment = treatment;
+  void step_on_cpu(const optim::GradScaling& grad_scaling) {
+    job_.grad_scaling = grad_scaling;
     optim::baseline::step_cpu(job_, 0, job_.total);
   }
 
   // Whether the specialised kernels took it.
-  bool step_on_cuda(const optim::GradTreatment& treatment, bool on_device) {
+  bool step_on_cuda(const optim::GradScaling& grad_scaling, bool on_device) {
     const optim::StepPlan plan = optim::plan_step(rule_.kind, false, jobs_.data(), job_.num_params);
     std::vector<optim::StepRecord> records;
     for (const optim::ParamJob& param : jobs_) records.push_back(record_of(rule_.kind, param, rule_.args));
-    job_.treatment = on_device ? optim::GradTreatment{} : treatment;
-    job_.treatment_on_device = on_device ? &treatment : nullptr;
+    job_.grad_scaling = on_device ? optim::GradScaling{} : grad_scaling;
+    job_.grad_scaling_on_device = on_device ? &grad_scaling : nullptr;
     for (const optim::StepLaunch& launch : plan.launches) {
       optim::step_kernel_cuda(launch, records.data(), plan.items.data(), job_, nullptr);
     }
@@ -241,13 +241,13 @@ std::vector<Shape> all_shapes() {
 
 void test_bytes() {
   const std::vector<Shape> shapes = kFew ? std::vector<Shape>{{64, 0}, {257, 0}, {2200, 0}, {65, 1}} : all_shapes();
-  const optim::GradTreatment plain = {}, treated = {0.3, optim::GradAfter::kTreated},
-                             zeroed = {0.7, optim::GradAfter::kZero},
-                             skipped = {1, optim::GradAfter::kZero, /*skips=*/true};
+  const optim::GradScaling plain = {}, treated = {0.3, optim::GradAfter::kScaled},
+                           zeroed = {0.7, optim::GradAfter::kZero},
+                           skipped = {1, optim::GradAfter::kZero, /*skips=*/true};
   for (const KernelRow& row : kernel_rows()) {
     if (kFew && row.rule.kind != optim::RuleKind::kAdam) continue;
     struct Case {
-      optim::GradTreatment treatment;
+      optim::GradScaling grad_scaling;
       Values values;
       bool on_device;  // the treatment
     };
@@ -257,10 +257,10 @@ void test_bytes() {
       if (kFew && run.values != Values::kMixed) continue;
       cuda_on_cpu::order = run.on_device ? cuda_on_cpu::Order::kForwards : cuda_on_cpu::Order::kBackwards;
       Tested expected(row, shapes, run.values), found(row, shapes, run.values);
-      expected.step_on_cpu(run.treatment);
+      expected.step_on_cpu(run.grad_scaling);
       const std::string name = text("CUDA kernel of ", row.rule.name, ", ", row.layout.name, ", values ",
-                                    static_cast<int>(run.values), ", factor ", run.treatment.factor);
-      expect(found.step_on_cuda(run.treatment, run.on_device), text(name, ": there is none"));
+                                    static_cast<int>(run.values), ", factor ", run.grad_scaling.factor);
+      expect(found.step_on_cuda(run.grad_scaling, run.on_device), text(name, ": there is none"));
       expect(found == expected, text(name, ": other bytes than the CPU"));
     }
     Tested before(row, shapes, Values::kUsual), found(row, shapes, Values::kUsual);

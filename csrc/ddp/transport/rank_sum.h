@@ -1,4 +1,4 @@
-// The transports' arithmetic: adds up the ranks' values of a range. Needs no torch header.
+// Declares the sum over ranks of a range of values, for all transports. Needs no torch header.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The sum over ranks: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no torch header.
+// Sums values over ranks: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no torch
+// header.
 #include <cstring>
 
 #include "ddp/transport/rank_sum.h"
@@ -24,8 +25,8 @@ Format format_of(ElementType type) {
   }
 }
 
-// A tile of every input is added up in L1 and copied to the outputs: a loop of its own for each number of ranks would
-// only save trips to L1, and memory decides.
+// Adds a tile of every input in the L1 cache and copies it to the outputs. A loop for each number of ranks would only
+// save trips to L1, while memory bandwidth decides.
 template <class T>
 void sum_floats(const SumJob& job) {
   const Format format = format_of(job.type);

@@ -1,0 +1,74 @@
+// Declares a batch: the parameters of one rule, device and computing type, which one launch updates.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "base/device_table.h"
+#include "optim/adafactor.h"
+#include "optim/cuda_step.h"
+#include "optim/muon.h"
+#include "optim/rule_table.h"
+#include "optim/step.h"
+#include "optim/step_plan.h"
+
+namespace drivetrain::optim {
+
+// A contiguous copy of a tensor with holes or with other strides than its parameter. The step reads and writes the
+// copy.
+struct Copy {
+  at::Tensor original;  // receives the result; undefined if the copy is only read
+  at::Tensor copy;
+};
+
+// All parameters of one rule, device and computing type: one launch updates them.
+struct Batch {
+  const RuleInfo* rule;
+  at::Device device;
+  bool in_double;
+  std::vector<ParamJob> params;
+  std::deque<Copy> copies;  // a deque keeps references valid
+  int64_t total = 0;
+  int64_t num_chunks = 0;  // chunks of gradients (formats/summation.h)
+
+  std::vector<uint32_t> written_of = {};  // indices into StepReader::written, in the order of `params`
+
+  // On CUDA: the data that start_cuda() reads, and its addresses on the device.
+  std::vector<ParamStart> starts = {};        // in the order of `params`
+  std::vector<ParamStart> empty_starts = {};  // parameters without elements, whose steps are only counted
+  std::vector<GroupNumbers> numbers = {};
+  int64_t numbers_group = -1;                  // the group of numbers.back()
+  DeviceTable table = {}, numbers_table = {};  // separate, because schedulers change only the numbers in every step
+  struct Placed {
+    ParamJob* params;
+    const ParamStart* starts;
+    const GroupNumbers* numbers;
+    const Factored* factored;
+    const ParamJob* momenta;
+    ParamJob* steps;
+    const StepItem* items;
+  } placed = {};
+  StepPlan plan = {};
+  Factoring factoring = {};
+  at::Tensor factors = {};  // memory of the factors during the step
+  MuonPlan muon = {};       // Muon's memory during the step
+};
+
+// A step counter. On CUDA it is beside its parameter and the step itself increments it, so that no one waits for the
+// device to learn whether the step was skipped. Otherwise it is on the CPU.
+struct StepCounter {
+  void* value;     // null if the rule has no counter
+  bool is_double;  // else float
+};
+
+// A parameter that the step writes, and its gradient, which it may write. The step increments their autograd versions.
+struct Written {
+  c10::TensorImpl* param;
+  c10::TensorImpl* grad;
+  StepCounter counter;  // only a counter on the CPU
+};
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,247 @@
+// Reads plain parameters on all threads, by code that only looks at memory; see step_reader.h.
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+
+#include "formats/storage_torch.h"
+#include "optim/python_values.h"
+#include "optim/step_reader.h"
+#include "optim/tensor_checks.h"
+
+namespace drivetrain::optim {
+namespace {
+
+constexpr size_t kAhead = 16;  // parameters between the prefetch and the read
+
+// Dispatch keys of plain tensors: no wrapper, not sparse, no lazy conjugation or negation.
+constexpr c10::DispatchKeySet kPlainKeys =
+    c10::DispatchKeySet(c10::DispatchKey::Dense) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+    c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+
+// Returns the memory of a contiguous plain tensor, else null.
+void* contiguous_memory(const c10::TensorImpl& tensor) {
+  if ((tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0 || !tensor.is_contiguous()) return nullptr;
+  c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr || storage->data() == nullptr) return nullptr;
+  return static_cast<char*>(storage->mutable_data()) + tensor.storage_offset() * tensor.itemsize();
+}
+
+// Reads a contiguous tensor of a plain format.
+bool read_contiguous(const c10::TensorImpl& tensor, TypedArray& stream) {
+  const std::optional<Format> format = format_of(tensor.dtype().toScalarType());
+  if (!format || (stream.data = contiguous_memory(tensor)) == nullptr) return false;
+  stream.format = *format;
+  return true;
+}
+
+// Reads the companion `extra` of a format.
+bool read_extra(PyObject* object, const c10::TensorImpl& param, at::ScalarType dtype, int64_t numel,
+                TypedArray& stream) {
+  if (object == nullptr || !THPVariable_CheckExact(object)) return false;
+  const c10::TensorImpl& extra = *THPVariable_Unpack(object).unsafeGetTensorImpl();
+  if (extra.dtype().toScalarType() != dtype || extra.numel() != numel || extra.device() != param.device()) return false;
+  return (stream.extra = contiguous_memory(extra)) != nullptr;
+}
+
+bool same_memory(const c10::TensorImpl& param, const c10::TensorImpl& other) {
+  return other.device() == param.device() &&
+         c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());
+}
+
+bool same_kind(const c10::TensorImpl& param, const c10::TensorImpl& other) {
+  return other.sizes().equals(param.sizes()) && same_memory(param, other);
+}
+
+}  // namespace
+
+void Footprint::prefetch() const {
+  for (int i = 0; i < num_objects; ++i) optim::prefetch(objects[i]);
+  for (int i = 0; i < num_tensors; ++i) {
+    optim::prefetch(tensors[i], sizeof(c10::TensorImpl) / 64 + 1);
+    optim::prefetch(storages[i]);
+  }
+  optim::prefetch(step_value);
+}
+
+void Footprint::add(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  tensors[num_tensors] = impl;
+  storages[num_tensors] = impl->unsafe_storage().unsafeGetStorageImpl();
+  ++num_tensors;
+}
+
+void Footprint::add(PyObject* object, const at::Tensor& tensor) {
+  objects[num_objects++] = object;
+  add(tensor);
+}
+
+// Finds a parameter's entries in its state, which is complete if no entry is missing. torch's own classes leave some
+// None (SGD's first momentum_buffer) or absent (amsgrad switched on later). Iterates over the few items of the dict
+// instead of looking names up. That neither hashes nor counts references nor touches the interpreter's thread state, so
+// any thread may do it while one holds the GIL.
+StepReader::StateValues StepReader::state_values(const Entry& entry) const {
+  static PyObject* const step_name = PyUnicode_InternFromString("step");
+  static PyObject* const extra_names[] = {PyUnicode_InternFromString(kExtraNames[0]),
+                                          PyUnicode_InternFromString(kExtraNames[1]),
+                                          PyUnicode_InternFromString(kExtraNames[2])};
+  const Group& group = groups_[entry.group];
+  const auto& states = group.rule->states;
+  StateValues found;
+  PyObject* codes[kMaxStates] = {};
+  if (entry.state != nullptr && PyDict_Check(entry.state)) {
+    Py_ssize_t position = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    while (PyDict_Next(entry.state, &position, &key, &value)) {
+      if (group.counts_steps && is_name(key, step_name)) found.step = value;
+      for (size_t s = 0; s < states.size(); ++s) {
+        if (is_name(key, states[s].name) && value != Py_None) found.states[s] = value;
+      }
+      if (group.precision.is_default()) continue;
+      for (size_t s = 0; s < states.size(); ++s) {
+        if (is_name(key, states[s].codes_name) && THPVariable_Check(value)) codes[s] = value;
+        if (is_name(key, states[s].scales_name) && THPVariable_Check(value)) found.scales[s] = value;
+      }
+      for (PyObject* name : extra_names) {
+        if (is_name(key, name) && THPVariable_Check(value)) found.extra = value;
+      }
+    }
+  }
+  found.complete = true;
+  for (size_t s = 0; s < states.size(); ++s) {
+    if (!states[s].of_all_shapes && !has_state(*THPVariable_Unpack(entry.param).unsafeGetTensorImpl(), states[s])) {
+      found.states[s] = nullptr;
+      continue;
+    }
+    if (found.states[s] == nullptr) found.states[s] = codes[s];
+    found.complete &= found.states[s] != nullptr;
+  }
+  return found;
+}
+
+void StepReader::read() {
+  footprints_.resize(entries_.size());
+  readings_.resize(entries_.size());
+  constexpr int64_t kGrain = 64;  // parameters per thread at least
+  at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (const int64_t ahead = i + 2 * kAhead; ahead < end) {
+        prefetch(entries_[ahead].state);
+        prefetch(footprints_[ahead].dict_keys, 3);
+      }
+      if (const int64_t ahead = i + kAhead; ahead < end) {
+        prefetch(entries_[ahead].param);
+        footprints_[ahead].prefetch();
+      }
+      read_plain(entries_[i], footprints_[i], readings_[i]);
+      if (readings_[i].kind == Kind::kPlain && was_cast(i)) readings_[i].kind = Kind::kOther;
+    }
+  });
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
+    if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
+  }
+  if (has_wrappers || !missing.empty()) return;
+  check_apart();
+  stepped_.resize(entries_.size());
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (readings_[i].kind == Kind::kNoGradient) continue;
+    stepped_[i] = {entries_[i].param, readings_[i].dtype};
+  }
+}
+
+// Returns whether a parameter was cast in place (module.half(), param.data = ...) after the last step. Its state then
+// belongs to other values, and its remainder to other bits.
+bool StepReader::was_cast(size_t index) const {
+  if (index >= stepped_.size() || stepped_[index].param != entries_[index].param) return false;
+  if (readings_[index].dtype == stepped_[index].dtype) return false;
+  PyObject* state = entries_[index].state;
+  return state != nullptr && PyDict_Check(state) && PyDict_Size(state) > 0;
+}
+
+void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const {
+  reading.kind = Kind::kOther;
+  reading.job = {};
+  const Group& group = groups_[entry.group];
+  const RuleInfo& rule = *group.rule;
+  const at::Tensor& param_tensor = THPVariable_Unpack(entry.param);
+  const c10::TensorImpl& param = *param_tensor.unsafeGetTensorImpl();
+  reading.dtype = param.dtype().toScalarType();
+  if (!THPVariable_CheckExact(entry.param)) return;
+  const at::Tensor& grad_tensor = param.grad();
+  if (!grad_tensor.defined()) {
+    reading.kind = Kind::kNoGradient;
+    return;
+  }
+  const c10::TensorImpl& grad = *grad_tensor.unsafeGetTensorImpl();
+  reading.device = param.device();
+  if (param.numel() == 0 || !(reading.device.is_cpu() || reading.device.is_cuda()) ||
+      !read_contiguous(param, reading.job.param) || !same_kind(param, grad) ||
+      !read_contiguous(grad, reading.job.grad)) {
+    return;
+  }
+  reading.in_double = reading.job.param.format == Format::kFloat64;
+  if (reading.in_double != (reading.job.grad.format == Format::kFloat64)) return;
+  const StateValues values = state_values(entry);
+  if (!values.complete) return;
+  if (entry.state != nullptr && PyDict_Check(entry.state)) {
+    footprint.dict_keys = reinterpret_cast<PyDictObject*>(entry.state)->ma_keys;
+  }
+  footprint.num_objects = footprint.num_tensors = 0;
+  footprint.add(param_tensor);
+  footprint.add(grad_tensor);
+  const at::ScalarType dtype = param.dtype().toScalarType();
+  if (!group.precision.is_default()) {
+    if (!why_not(group.precision, dtype).empty()) return;
+    reading.job.param.format = param_format(group.precision, dtype);
+    if (const std::optional<Extra> extra = extra_of(reading.job.param.format)) {
+      if (!read_extra(values.extra, param, extra->dtype, param.numel(), reading.job.param)) return;
+      if (!THPVariable_Unpack(values.extra).sizes().equals(param.sizes())) return;
+      footprint.add(values.extra, THPVariable_Unpack(values.extra));
+    } else if (values.extra != nullptr) {
+      return;
+    }
+  }
+  for (size_t s = 0; s < rule.states.size(); ++s) {
+    if (!has_state(param, rule.states[s])) continue;
+    if (!THPVariable_CheckExact(values.states[s])) return;
+    const at::Tensor& state_tensor = THPVariable_Unpack(values.states[s]);
+    const c10::TensorImpl& state = *state_tensor.unsafeGetTensorImpl();
+    TypedArray& stream = reading.job.state[s];
+    if (!same_memory(param, state) || !is_shaped_as_state(param, state, rule.states[s])) return;
+    const std::optional<at::ScalarType> wanted = state_dtype(group.precision, param, rule.states[s].kind);
+    if (wanted && state.dtype().toScalarType() != *wanted) return;
+    if (wanted && is_block_dtype(*wanted)) {
+      if ((stream.data = contiguous_memory(state)) == nullptr ||
+          !read_extra(values.scales[s], param, at::kFloat, num_blocks(param.numel()), stream)) {
+        return;
+      }
+      stream.format = rule.states[s].kind == StateKind::kSquared ? Format::kSquared8 : Format::kSigned8;
+      footprint.add(values.scales[s], THPVariable_Unpack(values.scales[s]));
+    } else if (!read_contiguous(state, stream)) {
+      return;
+    }
+    footprint.add(values.states[s], state_tensor);
+  }
+  reading.counter = {};
+  reading.steps_done = 0;
+  if (group.counts_steps) {
+    if (values.step == nullptr || !THPVariable_CheckExact(values.step)) return;
+    const at::Tensor& step = THPVariable_Unpack(values.step);
+    if (!is_step_counter(step, reading.device)) return;
+    footprint.add(values.step, step);
+    reading.counter = counter_of(step);
+    if (step.is_cpu()) {
+      footprint.step_value = reading.counter.value;
+      reading.steps_done = steps_done(reading.counter);
+    }
+  }
+  if (!meets(rule.needs, param)) return;
+  if (rule.needs != RuleInfo::Needs::kNothing) read_shape(param, reading.job);
+  reading.job.numel = param.numel() * (param_tensor.is_complex() ? 2 : 1);
+  reading.param = param_tensor.unsafeGetTensorImpl();
+  reading.grad = grad_tensor.unsafeGetTensorImpl();
+  reading.kind = Kind::kPlain;
+}
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,53 @@
+// Declares the hyper-parameters and the sums that rules read. Needs no torch header.
+#pragma once
+
+#include <cmath>
+
+#include "formats/storage.h"
+
+namespace drivetrain::optim {
+
+using namespace formats;
+
+constexpr int kMaxStates = 3;
+
+// Sums over a whole parameter: the squares of its elements, and of its direction's.
+struct TrustRatioSums {
+  double param = 0, direction = 0;
+};
+
+// A step's hyper-parameters by torch's names, as the Python class passes them; NaN for those that it omits.
+#define DT_HYPERS(X)        \
+  X(lr)                     \
+  X(weight_decay)           \
+  X(decoupled_weight_decay) \
+  X(maximize)               \
+  X(eps)                    \
+  X(beta1)                  \
+  X(beta2)                  \
+  X(momentum)               \
+  X(dampening)              \
+  X(nesterov)               \
+  X(lr_decay)               \
+  X(alpha)                  \
+  X(grad_averaging)         \
+  X(bias_correction)        \
+  X(always_adapt)           \
+  X(trust_clip)             \
+  X(eps1)                   \
+  X(eps2)                   \
+  X(d)                      \
+  X(beta2_decay)            \
+  X(match_rms_adamw)        \
+  X(ns_a)                   \
+  X(ns_b)                   \
+  X(ns_c)                   \
+  X(ns_steps)
+
+struct Hypers {
+#define DT_FIELD(name) double name = NAN;
+  DT_HYPERS(DT_FIELD)
+#undef DT_FIELD
+};
+
+}  // namespace drivetrain::optim

@@ -1,0 +1,82 @@
+// Implements RMSprop's arithmetic. Host and device; needs no torch header.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "optim/rules/arithmetic.h"
+#include "optim/rules/hypers.h"
+
+namespace drivetrain::optim {
+
+#if defined(DRIVETRAIN_ISA)
+inline namespace DRIVETRAIN_ISA {
+#endif
+
+// RMSprop (Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, eq. 38 to 41), with torch's momentum.
+struct RmspropArgs {
+  double lr, alpha, eps, l2, sign, momentum;
+
+  static constexpr bool kCountsSteps = true;
+  static DT_HOST_DEVICE RmspropArgs make(const Hypers& hyper, double) {
+    RmspropArgs args;
+    args.lr = hyper.lr;
+    args.alpha = hyper.alpha;
+    args.eps = hyper.eps;
+    args.l2 = hyper.weight_decay;
+    args.sign = hyper.maximize != 0 ? -1 : 1;
+    args.momentum = hyper.momentum;
+    return args;
+  }
+};
+
+template <class T, bool kCentered, bool kMomentum>
+struct RmspropRule {
+  using Args = RmspropArgs;
+  static constexpr int kNumStates = 1 + kCentered + kMomentum;
+  static constexpr bool kSquared[kMaxStates] = {true};
+  T lr, alpha, one_minus_alpha, eps, l2, sign, momentum;
+
+  DT_HOST_DEVICE explicit RmspropRule(const Args& a)
+      : lr(T(a.lr)),
+        alpha(T(a.alpha)),
+        one_minus_alpha(T(1 - a.alpha)),
+        eps(T(a.eps)),
+        l2(T(a.l2)),
+        sign(T(a.sign)),
+        momentum(T(a.momentum)) {}
+
+  template <class V>
+  DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
+    V& square_avg = state[0];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    square_avg = alpha * square_avg + one_minus_alpha * (grad * grad);
+    V variance = square_avg;
+    if constexpr (kCentered) {
+      V& grad_avg = state[1];
+      grad_avg = grad_avg + one_minus_alpha * (grad - grad_avg);
+      variance = variance - grad_avg * grad_avg;
+    }
+    V update = grad / (square_root(variance) + eps);
+    if constexpr (kMomentum) {
+      V& buffer = state[1 + kCentered];
+      update = buffer = momentum * buffer + update;
+    }
+    param = param - lr * update;
+  }
+};
+template <class T>
+using Rmsprop = RmspropRule<T, false, false>;
+template <class T>
+using RmspropMomentum = RmspropRule<T, false, true>;
+template <class T>
+using RmspropCentered = RmspropRule<T, true, false>;
+template <class T>
+using RmspropCenteredMomentum = RmspropRule<T, true, true>;
+
+#if defined(DRIVETRAIN_ISA)
+}  // namespace DRIVETRAIN_ISA
+#endif
+
+}  // namespace drivetrain::optim

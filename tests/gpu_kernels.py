@@ -27,7 +27,7 @@ MATRICES: list[Any] = [(5, 67), (33, 9)]
 
 
 def optimizers(device: str) -> Iterator[Any]:
-    """One per rule, storage and dtype; the first step of each is still to come."""
+    """Yields one optimizer per rule, storage format and dtype, before its first step."""
     whole = {"max_grad_norm": 1.0, "zero_grads_in_step": True}
     for case in CASES.values():
         for dtype in (torch.float32, torch.float64):
@@ -35,7 +35,7 @@ def optimizers(device: str) -> Iterator[Any]:
     for precision in PRECISIONS.values():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             if dtype == torch.float16 and precision.get("master_bits") == 24:
-                continue  # for bfloat16 parameters alone
+                continue  # 24 bits are for bfloat16 parameters only.
             for ours, options in _one_case_per_rule():
                 yield ours(_on(device, dtype, SHAPES), **options, **precision, min_8bit_size=0, **whole)
             yield optim.Muon(_on(device, dtype, MATRICES), **precision, min_8bit_size=0, **whole)
@@ -60,7 +60,7 @@ def _on(device: str, dtype: torch.dtype, shapes: list[Any]) -> list[Tensor]:
 
 
 def run_steps(device: str) -> None:
-    """Two steps of every optimizer, the second with states, and micro-gradients into main gradients."""
+    """Makes two steps of every optimizer, the second with states, and accumulates into main gradients."""
     for optimizer in optimizers(device):
         optimizer.step()
         optimizer.step()
@@ -75,7 +75,7 @@ def run_steps(device: str) -> None:
 
 
 def run_packing(device: str) -> None:
-    """Into each smaller form and back, from memory that is aligned to eight bytes and that is not."""
+    """Packs into each smaller storage format and back, from memory with and without 8-byte alignment."""
     packings: list[tuple[str, list[torch.dtype]]] = [("bits", [torch.bool]), *ROUNDED.items()]
     for packing, dtypes in packings:
         for dtype, numel, start in itertools.product(dtypes, (0, 1, 7, 257, 1283, 9001), (0, 3)):
@@ -85,7 +85,7 @@ def run_packing(device: str) -> None:
 
 
 def run_captured(device: str) -> None:
-    """A step of every optimizer, replayed from a CUDA graph. On the CPU, where there is none: the step."""
+    """Replays a step of every optimizer from a CUDA graph; on the CPU, makes the step."""
     for optimizer in optimizers(device):
         optimizer.step()
         if device == "cpu":

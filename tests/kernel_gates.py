@@ -1,8 +1,8 @@
-"""Checks the machine code of the specialised CUDA kernels of optimizer steps against limits, with no GPU at hand.
+"""Checks the machine code of the specialized CUDA kernels of optimizer steps against limits, without a GPU.
 
-What decided their speed on an H100 can be read off the code for sm_90: registers, the width of loads and stores, how
-many bytes are under way before the first is used. `make check-kernels` disassembles the built module and prints a
-table; a kernel beyond a limit is named with it, and the exit status is 1.
+The code for sm_90 shows what decided the speed on an H100: registers, the width of loads and stores, and the bytes that
+are loaded before the first is used. `make check-kernels` disassembles the built module and prints a table. A kernel
+beyond a limit is named with the limit, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from machine_code import (
     blocks_of,
     codes_of_file,
     first_loads,
-    is_stream_load,
+    is_array_load,
 )
 
-THREADS = 256  # of a block
-REGISTERS = 65536  # of a multiprocessor, given to warps in units of 8 a thread
+THREADS = 256  # threads per block
+REGISTERS = 65536  # registers per multiprocessor, allocated to warps in units of 8 per thread
 MOST_THREADS = 2048
-LEAST_BYTES_UNDER_WAY = 40 << 10  # per multiprocessor
+LEAST_BYTES_UNDER_WAY = 40 << 10  # outstanding loads per multiprocessor
 
-# The values of Format (csrc/formats/storage.h) that kernels are made for, with the bytes of a value and of its extra.
+# Values of Format (csrc/formats/storage.h) with kernels: name, bytes per element, and bytes of `extra`.
 FORMATS = {0: ("fp32", 4, 0), 2: ("bf16", 2, 0), 6: ("bf16+16", 2, 2), 7: ("bf16+8", 2, 1), 11: ("8 bit", 1, 0)}
 STATES = {"Adam": 2, "Sgd": 0, "SgdMomentum": 1, "Adagrad": 1, "Rmsprop": 1, "Lion": 1}
 CODES = 11
 
-# The layouts that benchmarks name, and the most registers that leave enough threads on a multiprocessor.
+# The layouts that benchmarks name, and the largest number of registers that leaves enough threads per multiprocessor.
 LAYOUTS = {
     (0, 0, 0): "A",
     (2, 2, 0): "B",
@@ -51,9 +51,9 @@ LAYOUTS = {
 }
 MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64}
 
-# Instructions per element of the kernels that chose formats at run time, of commit 62af386 as nvcc 13.0 compiles it.
-# tests/run_time_kernel_count.py counts them in one turn of the loop over tiles and leaves out what comes before it.
-# The figures of today's kernels include what comes before: a lane has 4 or 8 elements there, and no loop.
+# Instructions per element of the kernels that chose formats at run time, of commit 62af386 compiled by nvcc 13.0.
+# tests/run_time_kernel_count.py counts them in one turn of the loop over tiles, without the code before it. The figures
+# of today's kernels include that code: a lane has 4 or 8 elements there, and no loop.
 BEFORE = {
     "Adam A": 107.5,
     "Adam B": 113.5,
@@ -78,7 +78,7 @@ BEFORE = {
 @dataclass
 class Kernel:
     rule: str
-    formats: tuple[int, int, int]  # of parameter, gradient and states
+    formats: tuple[int, int, int]  # formats of parameter, gradient and states
     registers: int = 0
     local: int = 0  # bytes of stack and local memory
     instructions: list[Instruction] = field(default_factory=list)
@@ -94,29 +94,29 @@ class Kernel:
 
     @property
     def unit(self) -> int:
-        """Consecutive elements of a lane; twice as many are a lane's where states have codes."""
+        """Consecutive elements of a lane; lanes have two such units where states have codes."""
         return 4 if 4 in (FORMATS[self.formats[1]][1], FORMATS[self.formats[2]][1]) or self.formats[2] == CODES else 8
 
     @property
     def units(self) -> int:
         return 2 if self.formats[2] == CODES and STATES[self.rule] else 1
 
-    def streams(self, stored: bool) -> list[int]:
-        """Bytes per element of each stream that a step loads, or stores."""
+    def arrays(self, stored: bool) -> list[int]:
+        """Returns the bytes per element of each array that a step loads, or stores."""
         (_, param, extra), (_, grad, _), (_, state, _) = (FORMATS[number] for number in self.formats)
         states = [state] * STATES[self.rule]
         return [size for size in [param, extra, *([] if stored else [grad]), *states] if size > 0]
 
     @property
     def packs(self) -> int:
-        """Instructions that round two values to bfloat16, of a lane's step."""
+        """Number of instructions of a lane's step that round two values to bfloat16."""
         values = [*([self.formats[0]] if self.formats[0] == 2 else []), *([self.formats[2]] * STATES[self.rule])]
         return values.count(2) * self.unit * self.units // 2
 
     def expected(self, stored: bool) -> Counter[int]:
-        """How many accesses of which width a lane needs."""
+        """Returns how many accesses of which width a lane needs."""
         widths: Counter[int] = Counter()
-        for size in self.streams(stored):
+        for size in self.arrays(stored):
             width = min(size * self.unit, 16)
             widths[width] += size * self.unit // width * self.units
         return widths
@@ -132,8 +132,8 @@ class Finding:
 @dataclass
 class Measured:
     kernel: Kernel
-    bytes_under_way: int  # of a lane, before the first use
-    threads: int  # that fit on a multiprocessor
+    bytes_under_way: int  # bytes that a lane loads before the first use
+    threads: int  # threads that fit on a multiprocessor
     per_element: float
     findings: list[Finding]
 
@@ -143,7 +143,7 @@ NAME = re.compile(rf"11step_kernelINS0_\d+(\w+?)E((?:{FORMAT})+)")
 
 
 def kernel_of(mangled: str) -> Kernel | None:
-    """The specialised kernel of that name, if it is one."""
+    """Returns the specialized kernel of that name, or None for other kernels."""
     found = NAME.search(mangled)
     if found is None:
         return None
@@ -154,7 +154,7 @@ def kernel_of(mangled: str) -> Kernel | None:
 
 
 def kernels_in(codes: Iterable[Code]) -> list[Kernel]:
-    """The specialised kernels among them."""
+    """Returns the specialized kernels among the codes."""
     kernels = []
     for code in codes:
         if kernel := kernel_of(code.name):
@@ -164,9 +164,11 @@ def kernels_in(codes: Iterable[Code]) -> list[Kernel]:
 
 
 def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int, packs: int) -> list[int]:
-    """Finds the way with the fewest instructions from the entry to the exit that passes through one block,
-    packs that often and stores that many bytes per lane: its blocks, none if there is no such way. It passes loops over
-    what is found at run time once."""
+    """Returns the blocks of the shortest path from the entry to the exit, or none if there is no path.
+
+    The path contains the block `through`, rounds `packs` times and stores `stored` bytes per lane. It passes loops over
+    data found at run time once.
+    """
     order = sorted(blocks)
     following = dict(pairwise(order))
 
@@ -209,15 +211,15 @@ def shortest_way(blocks: dict[int, list[Instruction]], through: int, stored: int
 
 def measure(kernel: Kernel) -> Measured:
     blocks = blocks_of(kernel.instructions)
-    through = max(blocks, key=lambda block: sum(i.bytes for i in blocks[block] if is_stream_load(i)))
+    through = max(blocks, key=lambda block: sum(i.bytes for i in blocks[block] if is_array_load(i)))
     loads = first_loads(blocks[through])
     elements = kernel.unit * kernel.units
-    stored = elements * sum(kernel.streams(stored=True))
+    stored = elements * sum(kernel.arrays(stored=True))
     way = [i for block in shortest_way(blocks, through, stored, kernel.packs) for i in blocks[block]]
     threads = min(MOST_THREADS, REGISTERS // (-(-kernel.registers // 8) * 8 * THREADS) * THREADS)
     loaded = Counter(i.bytes for i in loads)
     if kernel.formats[2] == CODES:
-        loaded[4] -= STATES[kernel.rule]  # scales, which a warp shares
+        loaded[4] -= STATES[kernel.rule]  # Scales are shared by a warp.
     under_way = sum(size * count for size, count in loaded.items())
     stores = Counter(i.bytes for i in way if i.is_global_store)
     findings = []
@@ -242,7 +244,7 @@ def measure(kernel: Kernel) -> Measured:
     expected = kernel.expected(stored=True)
     check("widths of stores", stores >= expected, widths(stores), widths(expected))
     total = under_way * threads
-    least = min(LEAST_BYTES_UNDER_WAY, MOST_THREADS * elements * sum(kernel.streams(False)))
+    least = min(LEAST_BYTES_UNDER_WAY, MOST_THREADS * elements * sum(kernel.arrays(False)))
     check("bytes under way on a multiprocessor", total >= least, total, f"at least {least}")
     return Measured(kernel, under_way, threads, len(way) / elements, findings)
 
@@ -261,7 +263,7 @@ def table(all_measured: Iterable[Measured]) -> str:
 
 
 def check(codes: Iterable[Code], file: Path) -> list[Measured]:
-    """Measures every specialised kernel of a module or an object file."""
+    """Measures every specialized kernel of a module or an object file."""
     kernels = kernels_in(codes)
     if not kernels:
         raise GateError(f"{file} has no specialised kernels for {ARCHITECTURE}: was it built with nvcc for it?")
@@ -269,7 +271,7 @@ def check(codes: Iterable[Code], file: Path) -> list[Measured]:
 
 
 def report(all_measured: list[Measured]) -> int:
-    """Prints the table and what fails; the exit status."""
+    """Prints the table and the failures, and returns the exit status."""
     print(table(all_measured))
     failed = [(measured.kernel, finding) for measured in all_measured for finding in measured.findings]
     for kernel, finding in failed:

@@ -1,4 +1,4 @@
-"""Reads the machine code of CUDA kernels out of a module or an object file, with no GPU at hand.
+"""Reads the machine code of CUDA kernels from a module or an object file, without a GPU.
 
 The disassembler comes with the packages in TOOLS or with the CUDA toolkit.
 """
@@ -20,7 +20,7 @@ TIMEOUT_S = 300
 
 
 class GateError(Exception):
-    """What keeps the gates from being checked at all."""
+    """An error that prevents the check of the gates."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """What a thread moves with it."""
+        """Bytes that a thread moves with the instruction."""
         parts = self.opcode.split(".")
         for part, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
             if part in parts:
@@ -49,14 +49,14 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes to."""
+        """The target address of a branch."""
         found = re.search(r"(0x[0-9a-f]+)", self.operands) if self.opcode.split(".")[0] == "BRA" else None
         return int(found.group(1), 16) if found else None
 
 
 @dataclass
 class Code:
-    """A kernel by its mangled name."""
+    """The code of a kernel and its mangled name."""
 
     name: str
     registers: int
@@ -65,7 +65,7 @@ class Code:
 
 
 def tool(name: str) -> str:
-    """The path of a tool: of its package, else of the CUDA toolkit."""
+    """Returns the path of a tool in its package, else in the CUDA toolkit."""
     for package in TOOLS:
         try:
             files = importlib.metadata.files(package) or []
@@ -88,7 +88,7 @@ def output_of(*command: str) -> str:
 
 
 def codes_in(usage: str, disassembly: str) -> list[Code]:
-    """The kernels in what cuobjdump prints."""
+    """Parses the kernels in cuobjdump's output."""
     codes: dict[str, Code] = {}
     name = ""
     for line in usage.splitlines():
@@ -108,7 +108,7 @@ def codes_in(usage: str, disassembly: str) -> list[Code]:
 
 
 def codes_of_file(file: Path) -> list[Code]:
-    """All kernels of a module or an object file."""
+    """Returns all kernels of a module or an object file."""
     cuobjdump = tool("cuobjdump")
     tool("nvdisasm")  # which it calls
     options = ("-arch", ARCHITECTURE)
@@ -118,7 +118,7 @@ def codes_of_file(file: Path) -> list[Code]:
 
 
 def registers_of(operand: str, size: int) -> set[int]:
-    """Those of a value of that many bytes."""
+    """Returns the registers of a value of `size` bytes."""
     found = re.match(r"R(\d+)", operand)
     return {int(found.group(1)) + i for i in range(max(1, size // 4))} if found else set()
 
@@ -132,7 +132,7 @@ def read_registers(instruction: Instruction) -> set[int]:
 
 
 def blocks_of(code: list[Instruction]) -> dict[int, list[Instruction]]:
-    """Basic blocks by their first address."""
+    """Returns basic blocks by their first address."""
     begins = {code[0].address} | {target for i in code if (target := i.target) is not None}
     for instruction, following in pairwise(code):
         if instruction.opcode.split(".")[0] in ("BRA", "EXIT", "RET"):
@@ -145,19 +145,20 @@ def blocks_of(code: list[Instruction]) -> dict[int, list[Instruction]]:
     return blocks
 
 
-def is_stream_load(instruction: Instruction) -> bool:
-    """Loads of pointers and rules are "strong", the treatment's has a predicate."""
+def is_array_load(instruction: Instruction) -> bool:
+    """Returns whether it loads an array: loads of pointers and rules are "strong", that of the scaling has a
+    predicate."""
     return instruction.is_global_load and ".STRONG" not in instruction.opcode and not instruction.predicate
 
 
 def first_loads(block: Iterable[Instruction]) -> list[Instruction]:
-    """The streams' loads that are issued before any of their values is used."""
+    """Returns the arrays' loads that are issued before any of their values is used."""
     loads: list[Instruction] = []
     loaded: set[int] = set()
     for instruction in block:
         if loaded & read_registers(instruction):
             break
-        if is_stream_load(instruction):
+        if is_array_load(instruction):
             loads.append(instruction)
             loaded |= registers_of(instruction.operands.split(",")[0], instruction.bytes)
     return loads

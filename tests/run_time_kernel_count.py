@@ -1,6 +1,6 @@
-"""Counts instructions per element of the steps that chose formats at run time, as they were before their rewrite.
+"""Counts instructions per element of the kernels that chose formats at run time, before their rewrite.
 
-The table of the specialised kernels (tests/kernel_gates.py) has these figures beside its own. Pass an object file or a
+The table of the specialized kernels (tests/kernel_gates.py) has these figures beside its own. Pass an object file or a
 module that has the loop_cuda of commit 62af386 or before:
 
     nvcc -std=c++20 -O3 -arch=sm_90 -fmad=false -Icsrc -c csrc/optim/step_cuda.cu -o step.o
@@ -35,7 +35,8 @@ def opcode(kind: str, width: str) -> str:
 
 
 def needed(rule: str, formats: tuple[int, int, int]) -> dict[str, int]:
-    """How many accesses of which opcode a turn makes. With 8-bit states only loads that tell formats apart count."""
+    """Returns how many accesses of each opcode a turn makes. With 8-bit states only loads that tell formats apart
+    count."""
     (_, param, extra), (_, grad, _), (_, state, _) = (FORMATS[number] for number in formats)
     has_codes = formats[2] == CODES and STATES[rule] > 0
     result: dict[str, int] = {}
@@ -57,7 +58,7 @@ def needed(rule: str, formats: tuple[int, int, int]) -> dict[str, int]:
 
 
 def tile_loop(code: Code) -> tuple[int, int]:
-    """The first and the last address of the loop over tiles: the smallest that has most of the stores."""
+    """Returns the first and the last address of the loop over tiles: the smallest loop with most of the stores."""
     stores = [i.address for i in code.instructions if i.opcode.startswith("ST.")]
     loops = [(i.target, i.address) for i in code.instructions if i.target is not None and i.target < i.address]
     counts = [sum(first <= address <= last for address in stores) for first, last in loops]
@@ -68,7 +69,7 @@ def tile_loop(code: Code) -> tuple[int, int]:
 
 
 def shortest_turn(code: Code, need: dict[str, int]) -> int:
-    """The fewest instructions of a turn that makes exactly those accesses."""
+    """Returns the smallest number of instructions of a turn with exactly those accesses."""
     blocks = blocks_of(code.instructions)
     following = dict(pairwise(sorted(blocks)))
     first, last = tile_loop(code)

@@ -58,7 +58,7 @@ def bytes_under_way(block: Iterable[Instruction]) -> int:
 
 
 def violations(code: Code, limits: Limits) -> list[str]:
-    """Every limit that the kernel breaks, with the value found."""
+    """Returns every limit that the kernel exceeds, with the value found."""
     blocks = blocks_of(code.instructions).values()
     barriers = sum(i.opcode.startswith("BAR") for i in code.instructions)
     under_way = max(bytes_under_way(block) for block in blocks)
@@ -75,7 +75,7 @@ def violations(code: Code, limits: Limits) -> list[str]:
 
 
 def check(codes: Iterable[Code]) -> dict[str, list[str]]:
-    """What each kernel breaks, by pattern and name; a pattern that no kernel has is reported, too."""
+    """Returns the limits that each kernel exceeds, by pattern and name, and reports patterns without a kernel."""
     codes = list(codes)
     result: dict[str, list[str]] = {}
     for limits in LIMITS:
@@ -88,7 +88,7 @@ def check(codes: Iterable[Code]) -> dict[str, list[str]]:
 
 
 def report(found: dict[str, list[str]]) -> int:
-    """Prints what fails; the exit status."""
+    """Prints the failures and returns the exit status."""
     failed = [(name, violation) for name, all_of in found.items() for violation in all_of]
     for name, violation in failed:
         print(f"FAILED {name}: {violation}")

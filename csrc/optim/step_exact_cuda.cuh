@@ -123,7 +123,6 @@ struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
   using Base::kStateBytes;
   using Base::kStates;
   using Base::kUnit;
-  using Base::store_stream;
   using typename Base::Prepared;
   using typename Base::Raw;
 
@@ -185,7 +184,7 @@ struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
         encode<SignedCode>(raw, s, prepared.value[s]);
       }
       if (wide) {
-        store_stream<kStateBytes>(to.state[s].data, first + lane * kUnit, raw.state[s]);
+        Base::template store_stream<kStateBytes>(to.state[s].data, first + lane * kUnit, raw.state[s]);
       } else {
 #pragma unroll
         for (int k = 0; k < kElements; ++k) {

@@ -11,7 +11,6 @@ template <template <class> class RuleOf, Format kParam, Format kGrad, Format kSt
 struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
   using Base = StepCodes<RuleOf, kParam, kGrad, kState>;
   using Base::element;
-  using Base::encode;
   using Base::encode_states;
   using Base::grad_value;
   using Base::is_squared;
@@ -28,15 +27,12 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
   using Base::kTeam;
   using Base::kUnit;
   using Base::load;
-  using Base::loaded_plain;
   using Base::param_value;
   using Base::pointers_of;
   using Base::put_param;
   using Base::put_state;
   using Base::rule_of;
   using Base::state_value;
-  using Base::store_plain;
-  using Base::store_stream;
   using Base::update_exactly;
   using typename Base::Prepared;
   using typename Base::Raw;
@@ -88,15 +84,16 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
                                                      int64_t first, unsigned team, bool wide) {
     if (wide && grad_scaling.after == GradAfter::kZero) {
       const uint32_t zeros[kElements * kGradBytes / 4] = {};
-      return store_stream<kGradBytes>(at.grad, first + lane_of(team) * kUnit, zeros);
+      return Base::template store_stream<kGradBytes>(at.grad, first + lane_of(team) * kUnit, zeros);
     }
 #pragma unroll 1
     for (int k = 0; k < kElements; ++k) {
       const int64_t e = element(first, team, wide, k);
       if (e >= at.numel) continue;
-      const float grad =
-          grad_scaling.after == GradAfter::kZero ? 0.0f : grad_scaling.factor * loaded_plain<kGrad>(at.grad, e);
-      store_plain<kGrad>(at.grad, e, grad);
+      const float grad = grad_scaling.after == GradAfter::kZero
+                             ? 0.0f
+                             : grad_scaling.factor * Base::template loaded_plain<kGrad>(at.grad, e);
+      Base::template store_plain<kGrad>(at.grad, e, grad);
     }
   }
 
@@ -116,11 +113,12 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
         is_computed = compute(rule_of(job, param), lane_scaling_of(job).factor, raw, prepared);
         if (is_computed) {
           const StepRecord to = pointers_of(job, param);
-          store_stream<kParamBytes>(to.param, i, raw.param);
-          if constexpr (kPairs) store_stream<kExtraBytes>(to.param_extra, i, raw.extra);
+          Base::template store_stream<kParamBytes>(to.param, i, raw.param);
+          if constexpr (kPairs) Base::template store_stream<kExtraBytes>(to.param_extra, i, raw.extra);
           if constexpr (!kCodes) {
 #pragma unroll
-            for (int s = 0; s < kStates; ++s) store_stream<kStateBytes>(to.state[s].data, i, raw.state[s]);
+            for (int s = 0; s < kStates; ++s)
+              Base::template store_stream<kStateBytes>(to.state[s].data, i, raw.state[s]);
           }
         }
       }

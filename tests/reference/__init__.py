@@ -1,1 +1,1 @@
-"""Plain PyTorch twins of the native kernels: slow and obvious."""
+"""Plain PyTorch references of the native kernels: slow and obvious."""

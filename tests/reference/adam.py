@@ -9,7 +9,7 @@ from torch import Tensor
 def advance_moments(
     state: dict[str, Tensor], grad: Tensor, betas: tuple[float, float], gradient_share: float | None = None
 ) -> int:
-    """Counts the step, and lets both means take in the gradient, the first with its share; returns which step it is."""
+    """Counts the step and updates both means with the gradient; returns the step's number."""
     beta1, beta2 = betas
     state["step"] = state.get("step", torch.zeros(())) + 1
     zeros = torch.zeros_like(grad)

@@ -1,4 +1,4 @@
-"""Plain twins of csrc/formats/storage.h's formats, in torch's own operations: float32 tensors to codes and back."""
+"""Reference of the storage formats of csrc/formats/storage.h in torch's own operations: float32 to codes and back."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ BLOCK = 256
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """A float32 tensor's bits, as int64 from 0 to 2^32 - 1."""
+    """Returns a float32 tensor's bits, as int64 from 0 to 2^32 - 1."""
     return values.view(torch.int32).long() & 0xFFFFFFFF
 
 
@@ -16,13 +16,13 @@ def float_of(bits: Tensor) -> Tensor:
 
 
 def signed(bits: Tensor, width: int) -> Tensor:
-    """The two's complement number in the last `width` bits."""
+    """Returns the two's complement number in the last `width` bits."""
     bits = bits & (2**width - 1)
     return torch.where(bits >= 2 ** (width - 1), bits - 2**width, bits)
 
 
 def split(values: Tensor, remainder_bits: int) -> tuple[Tensor, Tensor]:
-    """float32 as the bits of a bfloat16 and a remainder of 16 or 8 bits, both int64."""
+    """Splits float32 into the bits of a bfloat16 and a remainder of 16 or 8 bits, both int64."""
     bits = bits_of(values)
     if remainder_bits == 8:
         bits = torch.where(values.isnan(), bits, (bits + 0x7F + ((bits >> 8) & 1)) & ~0xFF)
@@ -33,25 +33,25 @@ def split(values: Tensor, remainder_bits: int) -> tuple[Tensor, Tensor]:
 
 
 def blocks(values: Tensor) -> Tensor:
-    """One row per block, the last one filled up with zeros."""
+    """Returns one row per block; zeros fill the last one."""
     flat = values.flatten()
     rows = -(-flat.numel() // BLOCK)
     return torch.cat([flat, flat.new_zeros(rows * BLOCK - flat.numel())]).view(rows, BLOCK)
 
 
 def root(values: Tensor) -> Tensor:
-    """Correctly rounded, which torch's own float32 root is not everywhere."""
+    """Returns the correctly rounded root; torch's own float32 root is not correct everywhere."""
     return values.double().sqrt().float()
 
 
 def _scales(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest finite magnitude of each row, and whether something in it is not finite."""
+    """Returns the largest finite magnitude of each row, and whether an element is not finite."""
     finite = rows.isfinite()
     return torch.where(finite, rows.abs(), 0).amax(1), ~finite.all(1)
 
 
 def encode_signed(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (int8, flat) and scales (float32)."""
+    """Returns codes (int8, flat) and scales (float32)."""
     rows = blocks(values)
     scales, special = _scales(rows)
     scales = torch.where(scales > 0, scales.clamp(min=2.0**-113), 0)

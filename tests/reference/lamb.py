@@ -40,7 +40,7 @@ def lamb(
 
 
 class LAMB(torch.optim.Optimizer):
-    """The twin with the face of torch's optimizers."""
+    """The reference with the interface of torch's optimizers."""
 
     def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
         defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "maximize": False}

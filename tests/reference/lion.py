@@ -27,7 +27,7 @@ def lion(
 
 
 class Lion(torch.optim.Optimizer):
-    """The twin with the face of torch's optimizers."""
+    """The reference with the interface of torch's optimizers."""
 
     def __init__(self, params: Any, lr: float = 1e-4, **options: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False} | options)

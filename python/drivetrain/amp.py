@@ -56,7 +56,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last update() followed an overflow, so that the step was skipped. Waits for the device."""
+        """True if the last update() followed an overflow, so that the step was skipped. Waits for the device."""
         return self._found_inf is not None and bool(self._found_inf > 0)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

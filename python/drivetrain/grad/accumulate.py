@@ -28,7 +28,7 @@ def accumulate(
     scheduler: Any = None,
     max_grad_norm: float | None = None,
 ) -> "Window":
-    """Steps the optimizer once per `steps` micro-batches, with the mean of their gradients over all that they count.
+    """Steps the optimizer once per `steps` micro-batches, with the weighted mean of their gradients.
 
     ::
 

@@ -12,25 +12,24 @@ from .mesh_sums import smallest_part
 
 
 class Adafactor(FusedOptimizer, torch.optim.Adafactor):
-    """torch.optim.Adafactor, constructor and state included: second moments of matrices kept as a row and a column.
+    """Adafactor: torch.optim.Adafactor with a native step over all parameters.
 
-    Takes real parameters of the dtypes of :class:`drivetrain.optim.Adam`, on the CPU and on CUDA devices; those of two
-    and more dimensions are matrices in their last two, and others have a second moment per element. `foreach` is
-    accepted and changes nothing. Options beside torch's as in every class here; the factors are small, and with
-    `state_bits=8` they are float32, as vectors are.
+    The constructor's arguments, the state and the results are torch's. Takes real parameters;
+    :class:`drivetrain.optim.Adam` lists the dtypes and devices. The last two dimensions of a parameter are matrices,
+    whose second moment is kept as a row and a column. Parameters of fewer dimensions keep it per element. These states
+    are small and stay float32 with `state_bits=8`.
 
-    Three passes over a matrix, of which only the last writes: its gradient for the sums of rows and columns; both for
-    its norm and that of the update; the step. Two over a vector, the norms and the step. Sums are in float64 in a fixed
-    order: the same bits whatever the number of threads, the instruction set and the device. Matrices that do not lie
-    row by row in memory are stepped in a copy.
+    A step makes three passes over a matrix: its gradient for the sums of rows and columns, gradient and parameter for
+    the norms, and the update. Vectors take two: the norms and the update. Sums are in float64 in a fixed order, so the
+    bits do not depend on threads, instruction set or device. Matrices that are not row-major in memory are stepped in a
+    copy.
 
-    On CUDA six launches, however many parameters there are, and four where none is a matrix: the step's scalars; the
-    sums of rows and columns; the factors; the norms; what they make of each parameter's step; the step. From the third
-    on, each needs all that the one before it has written.
+    On CUDA a step takes six launches for any number of parameters, or four without matrices: the step's scalars, the
+    sums of rows and columns, the factors, the norms, the adapted step sizes, and the update.
 
     Source: Shazeer & Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", algorithms 4 and 5,
-    in torch's form: means instead of sums, eps1 in the update and not in the factors, no first moment. Where `eps[0]`
-    is None it is the resolution of the dtype of the group's first parameter.
+    as torch implements it: means instead of sums, eps1 in the update and not in the factors, and no first moment. If
+    `eps[0]` is None it is the resolution of the dtype of the group's first parameter.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
@@ -51,8 +50,8 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
-        ValueError: as torch, for hyper-parameters out of range.
-        RuntimeError: at a step with complex parameters or sparse gradients.
+        ValueError: A hyper-parameter is out of range, as under torch.
+        RuntimeError: A step has complex parameters or sparse gradients.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         )
 
     def _gathers(self, param: Any) -> bool:
-        # A rank without rows or columns of a matrix could not keep the others' states.
+        # A rank without rows or columns of a matrix could not keep the other ranks' states.
         if param.ndim < 2:
             return False
         sizes = [[param.device_mesh.size(at) for at in sharded.dims_that_split(param, dim)] for dim in (-2, -1)]

@@ -16,7 +16,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
     and devices. Sparse gradients are stepped by torch's function.
 
-    Source: Duchi et al. 2011, section 1.1, in torch's form.
+    Source: Duchi et al. 2011, section 1.1, as torch implements it.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
@@ -102,4 +102,4 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         }
 
     def _initial_value(self, group: dict[str, Any]) -> float:
-        return float(group["initial_accumulator_value"])  # of complex parameters both parts, as torch has it
+        return float(group["initial_accumulator_value"])  # as in torch, both parts of complex parameters

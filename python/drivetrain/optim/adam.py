@@ -15,7 +15,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     Takes float32, float64, bfloat16, float16 and complex parameters on the CPU and on CUDA devices. The arithmetic is
     float32, or float64 for float64 parameters. 16-bit parameters may have float32 gradients (`grad_dtype`).
 
-    Source: Kingma & Ba 2015, algorithm 1; AMSGrad after Reddi et al. 2018, in torch's form.
+    Source: Kingma & Ba 2015, algorithm 1; AMSGrad after Reddi et al. 2018, as torch implements it.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.

@@ -53,7 +53,7 @@ class GradScaling(torch.optim.Optimizer):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step() changed nothing because a gradient was not finite.
+        """True if the last step() changed nothing because a gradient was not finite.
 
         Reading it on CUDA waits for the device; after the replay of a captured step it describes the replay.
         """
@@ -61,7 +61,7 @@ class GradScaling(torch.optim.Optimizer):
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether all parameters are on the CPU."""
+        """True if all parameters are on the CPU."""
         return all(param.device.type == "cpu" for group in self.param_groups for param in group["params"])
 
     def _find_devices(self) -> None:

@@ -35,7 +35,7 @@ def _on_gradient(of: "weakref.ref[StepInBackward]", param: Tensor) -> None:
 
 
 class StepInBackward:
-    """What `optimizer.step_in_backward()` returns.
+    """Steps an optimizer's parameters in backward; `optimizer.step_in_backward()` returns it.
 
     Attributes:
         divisor: Divides the gradients of the next backward that steps. It is 1.0 unless a caller sets it.

@@ -1,4 +1,4 @@
-"""LAMB, which torch does not have, in the manner of torch's classes."""
+"""LAMB, which torch lacks, with the interface of torch's classes."""
 
 from typing import Any
 
@@ -10,21 +10,20 @@ from .base import FusedOptimizer, learning_rate
 
 
 class LAMB(FusedOptimizer):
-    """LAMB, for large batches: Adam's direction, in steps as long for every parameter, relative to its norm.
+    """LAMB, for large batches: Adam's direction, with a step length relative to the parameter's norm.
 
     With m and v the bias-corrected means of gradients and of their squares, and x the parameter::
 
         u = m / (sqrt(v) + eps) + weight_decay * x
         x = x - lr * |x| / |u| * u          (without the ratio where one of the norms is zero)
 
-    Two passes over a parameter: one that reads it, its gradient and its state for both norms, and the step. Parameters
-    are taken a few at a time, so that the second finds all but large ones in the cache. The norms are summed in
-    float64 in a fixed order: the same bits whatever the number of threads and the instruction set.
+    A step makes two passes over a parameter: one reads it, its gradient and its state for both norms, and one updates
+    it. It takes a few parameters at a time, so that the second pass finds them in the cache. The norms are summed in
+    float64 in a fixed order, so the bits do not depend on threads, instruction set or device.
 
-    On CUDA four launches, however many parameters there are: the step's scalars, the norms, what they make of each
-    parameter's step, and the step; the same bits. Dtypes, options beside these and what they change: as in
-    :class:`drivetrain.optim.Adam`. The clipping by the norm of all gradients that other implementations have built in
-    (at 1.0) is `max_grad_norm` here, and off by default.
+    On CUDA a step takes four launches for any number of parameters: the step's scalars, the norms, the adapted step
+    sizes, and the update. :class:`drivetrain.optim.Adam` lists the dtypes and devices. Other implementations clip by
+    the norm of all gradients (at 1.0); here that is `max_grad_norm`, and off by default.
 
     Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", algorithm 2.
 

@@ -1,4 +1,4 @@
-"""Lion, which torch does not have, in the manner of torch's classes."""
+"""Lion, which torch lacks, with the interface of torch's classes."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from .base import FusedOptimizer, learning_rate
 
 
 class Lion(FusedOptimizer):
-    """Lion: steps of one size along the sign of a momentum, with decoupled weight decay; half of Adam's state.
+    """Lion: steps of constant size along the sign of a momentum, with decoupled weight decay and half of Adam's state.
 
-    Dtypes and devices as in :class:`drivetrain.optim.Adam`; `max_grad_norm` and `zero_grads_in_step` as in every class
-    here. Its authors use learning rates 3 to 10 times smaller than AdamW's, and weight decay as many times larger.
+    :class:`drivetrain.optim.Adam` lists the dtypes and devices. The authors use learning rates 3 to 10 times smaller
+    than AdamW's, and weight decay larger by the same factor.
 
     Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2.
 
@@ -34,7 +34,7 @@ class Lion(FusedOptimizer):
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
-        ValueError: hyper-parameters out of range.
+        ValueError: A hyper-parameter is out of range.
     """
 
     def __init__(

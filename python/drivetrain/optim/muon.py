@@ -11,21 +11,21 @@ from .base import FusedOptimizer, learning_rate
 
 
 class Muon(FusedOptimizer, torch.optim.Muon):
-    """torch.optim.Muon, constructor and state included: momentum, made orthogonal, for matrices.
+    """Muon: torch.optim.Muon with a native step over all parameters.
 
-    Takes real parameters of two dimensions, of the dtypes of :class:`drivetrain.optim.Adam`, on the CPU and on CUDA
-    devices. Biases, embeddings and the like belong to another optimizer. Options beside torch's as in every class here.
+    The constructor's arguments, the state and the results are torch's. Takes real parameters of two dimensions;
+    :class:`drivetrain.optim.Adam` lists the dtypes and devices. Give biases and embeddings to another optimizer.
 
-    One pass over gradient and momentum, which leaves the momentum in bfloat16; Newton-Schulz on that, as torch has it
-    in bfloat16, in batches of matrices of one shape; one pass over the parameter and the result. The multiplications
-    take nearly all of the time. They are torch's: their last bits, and so the step's, may depend on the number of
-    threads, the processor and the device, those of the momentum do not.
+    A step makes one pass over gradient and momentum, which leaves the momentum in bfloat16. Newton-Schulz runs on that
+    in bfloat16, as in torch, in batches of matrices of one shape. One pass updates the parameter with the result. The
+    matrix products take nearly all of the time. They are torch's, so the last bits of a step may depend on threads,
+    processor and device; those of the momentum do not.
 
-    On CUDA one launch for the step's scalars and two per batch, for both passes, beside those of torch's products. A
-    step that is left out there runs the products all the same, as the host does not know of it, and writes nothing.
+    On CUDA a step takes one launch for the step's scalars and two per batch, beside those of torch's products. A
+    skipped step still runs the products, because the host does not know of it, and writes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; `adjust_lr_fn` after Liu et
-    al. 2025, "Muon is Scalable for LLM Training", section 2.2; in torch's form.
+    al. 2025, "Muon is Scalable for LLM Training", section 2.2; as torch implements it.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
@@ -47,9 +47,9 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
-        ValueError: as torch, for hyper-parameters out of range and parameters that are not matrices; eps negative,
-            ns_steps not from 0 to 99, ns_coefficients not three finite numbers.
-        RuntimeError: at a step with complex parameters or sparse gradients.
+        ValueError: A hyper-parameter is out of range or a parameter is not a matrix, as under torch. Or `eps` is
+        negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not three finite numbers.
+        RuntimeError: A step has complex parameters or sparse gradients.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every class here, and refuses parameters that are not matrices."""
+        """Adds a group as every class here does, and rejects parameters that are not matrices."""
         if isinstance(param_group, dict):
             _check(self.defaults | param_group)
         super().add_param_group(param_group)
@@ -128,7 +128,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
 
 def _check(group: dict[str, Any]) -> None:
-    """What torch's constructor does not look at."""
+    """Checks the options that torch's constructor does not check."""
     steps, coefficients = group["ns_steps"], group["ns_coefficients"]
     if not group["eps"] >= 0:
         raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from .. import _C
 from . import precision, sharded, sparse
 from .grad_scaling import GradScaling
 from .mesh_sums import MeshSums
+
+
+class Replaced(NamedTuple):
+    """A state entry that a step wrote or removed; the name "" stands for the parameter itself."""
+
+    param: Tensor
+    name: str
+    before: Any
 
 
 class NativeStep(GradScaling):
@@ -47,7 +55,7 @@ class NativeStep(GradScaling):
         params: Sequence[tuple[Tensor, dict[str, Any], str]],
         rule: str,
         states: dict[Tensor, Any],
-        written: list[tuple[Tensor, str, Any]],
+        written: list[Replaced],
     ) -> list[Tensor]:
         """Creates missing states under torch's names, and converts states to the storage format that their group asks
         for.
@@ -72,7 +80,7 @@ class NativeStep(GradScaling):
             for name, value in entries.items():
                 if value is None and name not in state:
                     continue
-                written.append((param, name, state.get(name)))
+                written.append(Replaced(param, name, state.get(name)))
                 if value is None:
                     del state[name]
                 else:
@@ -85,7 +93,7 @@ class NativeStep(GradScaling):
             before = param.detach().clone() if had_extra else None
             entries = precision.extra_as_asked(state, param, precisions[id(group)], label, conversions)
             if entries and before is not None:
-                written.append((param, "", before))
+                written.append(Replaced(param, "", before))
             write(param, entries)
 
         # float32, as torch keeps it by default (float64 where that is the default dtype).
@@ -149,9 +157,9 @@ class NativeStep(GradScaling):
         """
 
         def run(
-            plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], treatment: _C.StepOptions
+            plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], step_options: _C.StepOptions
         ) -> tuple[_C.StepResult, bool]:
-            return self._step_plain(plain_groups, state, reader, treatment)
+            return self._step_plain(plain_groups, state, reader, step_options)
 
         if self._shards is None:
             result, _ = run(groups, self.state, options)
@@ -188,7 +196,7 @@ class NativeStep(GradScaling):
                 f"drivetrain.optim.{type(self).__name__}: {label} has no state yet, and every replay of a CUDA graph "
                 "would create it again: call step() once before the capture."
             )
-        written: list[tuple[Tensor, str, Any]] = []
+        written: list[Replaced] = []
         fresh: list[Tensor] = []
         skipped = True
         try:
@@ -213,7 +221,7 @@ class NativeStep(GradScaling):
             raise type(error)(f"param_groups[{index}]: {error}") from error
 
 
-def _take_back(states: dict[Tensor, Any], written: list[tuple[Tensor, str, Any]]) -> None:
+def _take_back(states: dict[Tensor, Any], written: list[Replaced]) -> None:
     for param, name, before in reversed(written):
         if not name:
             param.detach().copy_(before)

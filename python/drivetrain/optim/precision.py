@@ -45,7 +45,7 @@ _NOTHING_ASKED = _C.Precision(state_bits=0, master_bits=0, min_8bit_size=0, roun
 
 
 def of(group: Group) -> _C.Precision:
-    """The group's options for the native step.
+    """Converts the group's options for the native step.
 
     Raises:
         ValueError: An option is out of range.

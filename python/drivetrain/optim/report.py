@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,18 +150,28 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class _Labeled(NamedTuple):
+    """A parameter, its name or position, and its group."""
+
+    label: str
+    param: Tensor
+    group: dict[str, Any]
+
+
 def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[str, Any], dict[str, Any]]]:
     """Yields the parameters that a step is about; for DTensors this rank's part.
 
     Skips parameters that have neither a gradient nor a state, unless that holds for all.
     """
     params = [
-        (f"param_groups[{g}] {i}" if group.get("param_names") is None else group["param_names"][i], param, group)
+        _Labeled(
+            f"param_groups[{g}] {i}" if group.get("param_names") is None else group["param_names"][i], param, group
+        )
         for g, group in enumerate(optimizer.param_groups)
         for i, param in enumerate(group["params"])
     ]
-    begun = [each for each in params if each[1].grad is not None or optimizer.state.get(each[1])]
-    for label, param, group in begun or [each for each in params if each[1].requires_grad]:
+    begun = [each for each in params if each.param.grad is not None or optimizer.state.get(each.param)]
+    for label, param, group in begun or [each for each in params if each.param.requires_grad]:
         state = sharded.local_values(param, optimizer.state.get(param, {}))
         grad = None if param.grad is None else sharded.local_part(param.grad)
         yield label, sharded.local_part(param), grad, group, state
@@ -197,7 +207,7 @@ def _lost_share(
         for dtype in (param.dtype, torch.float32):
             copy = param.detach().to(dtype, copy=True).requires_grad_()
             copy.grad = grad.to(dtype)
-            _twin(optimizer, group, state, copy).step()
+            _optimizer_of(optimizer, group, state, copy).step()
             results.append(copy.detach())
         stored, exact = results
         changes = exact != param.float()
@@ -205,16 +215,16 @@ def _lost_share(
         return lost.sum().item() / max(1, changes.sum().item())
 
 
-def _twin(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
+def _optimizer_of(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
     """Returns an optimizer of the same class for `copy` alone, with a copy of the state and without clipping."""
     state = {name: value.clone() for name, value in state.items()}
-    twin: Any = object.__new__(type(optimizer))
-    twin.__setstate__(
+    result: Any = object.__new__(type(optimizer))
+    result.__setstate__(
         optimizer.__getstate__()
         | {"state": defaultdict(dict, {copy: state} if state else {}), "param_groups": [{**group, "params": [copy]}]}
         | {"_max_grad_norm": None, "zero_grads_in_step": False}
     )
-    return twin
+    return result
 
 
 def _triad_bandwidth(num_floats: int = 1 << 25, rounds: int = 5) -> float:

@@ -15,7 +15,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     The constructor's arguments, the state and the results are torch's. :class:`drivetrain.optim.Adam` lists the dtypes
     and devices.
 
-    Source: Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, equations 38 to 41; in torch's form.
+    Source: Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, equations 38 to 41; as torch implements it.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.

@@ -217,12 +217,12 @@ class Measured:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether only the device knows the result."""
+        """True if only the device knows the result."""
         return self.native.is_on_device
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped."""
+        """True if the step was skipped."""
         return self.native.skipped
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,13 @@ def _unwrapped(given: Any, name: str, kind: type[Any]) -> Any:
     return given
 
 
+class _Announcement(NamedTuple):
+    """The running all-reduce that announces a window, and its tensor, which must stay alive."""
+
+    work: Any
+    flag: Tensor
+
+
 class Window:
     """One `with` block of windows of micro-batches; `accumulate` returns it."""
 
@@ -115,7 +122,7 @@ class Window:
         self._check_in_backward()
         self._micro_steps = 0
         self._weight = 0.0  # weight of this rank's micro-batches in the current window
-        self._begun: Any = None  # the all-reduce that announced the window to the other ranks
+        self._begun: _Announcement | None = None  # the all-reduce that announced the window to the other ranks
         self._seen: tuple[Tensor, Tensor | None, int] | None = None  # parameter, gradient, its version
 
     @property
@@ -278,7 +285,7 @@ class Window:
     def _step(self) -> None:
         """Steps with the gradients of a window whose last backward has finished."""
         if self._begun is not None:  # The announcement preceded the finished reduction.
-            self._begun[0].wait()
+            self._begun.work.wait()
             self._begun = None
         if self._ddp is None and not self._weight > 0:
             raise ValueError(f"the weights given to window.backward() sum to {self._weight}, expected a sum above 0.")
@@ -419,7 +426,7 @@ class Window:
         if self._ddp is None or self._begun is not None or dist.get_world_size(self._ddp.process_group) == 1:
             return
         flag = torch.ones(1, dtype=torch.int32, device=self._ddp.device)
-        self._begun = dist.all_reduce(flag, group=self._ddp.process_group, async_op=True), flag
+        self._begun = _Announcement(dist.all_reduce(flag, group=self._ddp.process_group, async_op=True), flag)
 
     def _is_any_rank_beginning(self) -> bool:
         assert self._ddp is not None

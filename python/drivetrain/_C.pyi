@@ -345,6 +345,7 @@ def activation_solve(
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     uses: Sequence[tuple[int, bool]],
     budget_bytes: int,
+    without: Sequence[str] = ...,
 ) -> dict[str, Any]: ...
 def activation_bound(
     values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],

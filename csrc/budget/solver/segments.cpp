@@ -98,7 +98,8 @@ struct Segments::Kind {
   void add(int64_t number) { hash = mix(hash, static_cast<uint64_t>(number)); }
 };
 
-Segments::Segments(const TraceIndex& index, Cuts cuts) : index_(index) {
+Segments::Segments(const TraceIndex& index, Cuts cuts, bool uses_min_cut)
+    : index_(index), uses_min_cut_(uses_min_cut) {
   find_last_readers();
   find_cuts(cuts);
   find_menus();
@@ -218,7 +219,7 @@ Segments::Menu Segments::menu_of(const Trace& part) const {
   std::vector<PricedKeeping> hull = {cut.at(0), cut.at(all_seconds + 1)};  // from the most bytes to the least
   std::vector<std::pair<double, size_t>> gaps;  // how much there may be between a point and the next
   std::vector<uint8_t> is_closed = {0};         // nothing between a point and the next
-  while (hull.size() < kMaxChoices) {
+  while (uses_min_cut_ && hull.size() < kMaxChoices) {
     size_t widest = hull.size();
     double most = 0;
     const double scale = (hull.back().seconds - hull[0].seconds) / std::max(1.0, hull[0].bytes - hull.back().bytes);

@@ -18,7 +18,7 @@ class Segments {
   };
 
   // Finds where to cut, and what each segment may cost. The index must outlive it.
-  Segments(const TraceIndex& index, Cuts cuts);
+  Segments(const TraceIndex& index, Cuts cuts, bool uses_min_cut);
 
   // The cuts and the keeping within them that take least seconds; none: whatever was found has a higher peak.
   // What one segment's replay does in another's memory is not seen: the simulator has the last word.
@@ -57,6 +57,7 @@ class Segments {
   void put(const Step& step, size_t end_cut, Keeping& keeping) const;
 
   const TraceIndex& index_;
+  const bool uses_min_cut_;
   std::vector<int32_t> last_reader_;  // per value: the last op that may be replayed and reads it
   IndexLists uses_of_value_;
   std::vector<int32_t> cuts_;                   // each before the op; the first is 0, the last the number of ops

@@ -198,9 +198,10 @@ double tightened(const TraceIndex& index, const Search& search, const PricedBoun
 }
 
 // Whether or not they are asked for: what more memory could still be spared.
-void find_smallest(const TraceIndex& index, Search& search, Keeping keeping) {
-  Polish polish(index, search.simulator());
+void find_smallest(const TraceIndex& index, Search& search, Keeping keeping, bool uses_local_search) {
   int64_t smallest = search.try_keeping(keeping).peak_bytes;
+  if (!uses_local_search) return;
+  Polish polish(index, search.simulator());
   constexpr int kMaxSteps = 50;
   for (int step = 0; step < kMaxSteps; ++step) {
     constexpr double kStep = 0.99;
@@ -211,25 +212,42 @@ void find_smallest(const TraceIndex& index, Search& search, Keeping keeping) {
   }
 }
 
+// Keeps every value that can be kept.
+Keeping everything_kept(const TraceIndex& index) {
+  Keeping keeping(index.num_values(), kForget);
+  for (int32_t value = 0; value < index.num_values(); ++value) {
+    if (index.trace.values[value].can_keep) keeping[value] = 0;
+  }
+  return keeping;
+}
+
 }  // namespace
 
-Solution solve(const Trace& trace, int64_t budget_bytes) {
+Solution solve(const Trace& trace, int64_t budget_bytes, const SolverParts& parts) {
   if (budget_bytes <= 0) throw UserError(text("budget_bytes is ", budget_bytes, ": expected more than 0"));
   const TraceIndex index(trace);
   Search search(index, budget_bytes);
-  PricedSearch priced(index, search);
-  const PricedBound bound = priced.bound();
-  priced.find_fitting();
-  std::vector<Keeping> keepings = priced.closest();
+  PricedBound bound;
+  std::vector<Keeping> keepings;
+  if (parts.min_cut) {
+    PricedSearch priced(index, search);
+    bound = priced.bound();
+    priced.find_fitting();
+    keepings = priced.closest();
+  } else {
+    keepings = {everything_kept(index)};
+    search.try_keeping(keepings[0]);
+  }
   for (Segments::Cuts cuts : {Segments::Cuts::kInValleys, Segments::Cuts::kEverywhere}) {
-    if (cuts == Segments::Cuts::kEverywhere && index.num_ops() > kFewOps) continue;
-    const Segments segments(index, cuts);
-    find_smallest(index, search, segments.smallest());
+    if (!parts.segments) continue;
+    if (cuts == Segments::Cuts::kEverywhere && (index.num_ops() > kFewOps || !parts.segments_anywhere)) continue;
+    const Segments segments(index, cuts, parts.min_cut);
+    find_smallest(index, search, segments.smallest(), parts.local_search);
     for (Keeping& keeping : in_segments(segments, search)) keepings.push_back(std::move(keeping));
   }
-  polish(index, search, std::move(keepings), bound.seconds);
+  if (parts.local_search) polish(index, search, std::move(keepings), bound.seconds);
   Solution solution = search.solution();
-  solution.bound_seconds = tightened(index, search, bound);
+  solution.bound_seconds = parts.min_cut ? tightened(index, search, bound) : 0;
   return solution;
 }
 

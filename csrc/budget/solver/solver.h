@@ -66,7 +66,15 @@ struct Solution {
   int64_t smallest_bytes = 0;  // the smallest peak that was found
 };
 
-// The least seconds that we find with a peak of at most that many bytes.
-Solution solve(const Trace& trace, int64_t budget_bytes);
+// The parts of the solver that an ablation can leave out.
+struct SolverParts {
+  bool min_cut = true;  // Without it, menus of segments hold enumerated keepings only.
+  bool segments = true;
+  bool segments_anywhere = true;  // Besides those in valleys, where the trace has few ops.
+  bool local_search = true;
+};
+
+// Finds a keeping with a peak of at most `budget_bytes` that takes the least seconds.
+Solution solve(const Trace& trace, int64_t budget_bytes, const SolverParts& parts = {});
 
 }  // namespace drivetrain::budget

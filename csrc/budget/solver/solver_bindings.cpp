@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -52,13 +53,32 @@ py::dict plain(const Outcome& outcome) {
   return dict;
 }
 
+SolverParts parts_without(const std::vector<std::string>& without) {
+  SolverParts parts;
+  for (const std::string& part : without) {
+    if (part == "min cut") {
+      parts.min_cut = false;
+    } else if (part == "segments") {
+      parts.segments = false;
+    } else if (part == "segments anywhere") {
+      parts.segments_anywhere = false;
+    } else if (part == "local search") {
+      parts.local_search = false;
+    } else {
+      throw UserError(text("without has \"", part, "\": expected min cut, segments, segments anywhere or local search"));
+    }
+  }
+  return parts;
+}
+
 py::dict solve_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
-                     const std::vector<PlainUse>& uses, int64_t budget_bytes) {
+                     const std::vector<PlainUse>& uses, int64_t budget_bytes, const std::vector<std::string>& without) {
   const Trace trace = trace_of(values, ops, uses);
+  const SolverParts parts = parts_without(without);
   Solution solution;
   {
     py::gil_scoped_release no_gil;
-    solution = solve(trace, budget_bytes);
+    solution = solve(trace, budget_bytes, parts);
   }
   py::dict dict = plain(solution.outcome);
   dict["keeping"] = std::vector<int>(solution.keeping.begin(), solution.keeping.end());
@@ -102,7 +122,8 @@ double bound_plain(const std::vector<PlainValue>& values, const std::vector<Plai
 }  // namespace
 
 void register_solver(py::module_& m) {
-  m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"));
+  m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"),
+        py::arg("without") = std::vector<std::string>());
   m.def("activation_bound", &bound_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"),
         py::arg("enough_seconds"), py::arg("price"), py::arg("num_choices"));
   m.def("activation_timeline", &ask_plain<Timeline, timeline_of>, py::arg("values"), py::arg("ops"), py::arg("uses"),

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "topic",
-        choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "all"],
-        help="what to measure (all: everything on the CPU)",
+        choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "ablation", "all"],
+        help="what to measure (all: everything on the CPU but the ablation)",
     )
     parser.add_argument("--only", metavar="NAME", help="of topic gpu: this measurement alone")
     parser.add_argument(
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import accumulate, activations, comm, ddp, gpu, optim
+    from . import ablation, accumulate, activations, comm, ddp, gpu, optim
     from .measure import Row, print_table
 
     if args.topic == "gpu":
@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.only or args.dry_run:
         print(f"bench {args.topic}: --only and --dry-run are options of topic gpu", file=sys.stderr)
         return 2
+    if args.topic == "ablation":
+        return ablation.run(args.json)
     topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:

@@ -114,7 +114,7 @@ def _budget_rows(case: Case, rounds: int, findings: Findings) -> list[Row]:
     plain = Variant.of("without", case)
     for _ in range(2):
         plain.step()
-    plain_s = statistics.median(_seconds(plain.step) for _ in range(3))
+    plain_s = statistics.median(seconds_of(plain.step) for _ in range(3))
     rounds = max(round(rounds / ROUNDS_PER_STEP * min(1.0, STEP_S / plain_s)), 3)
     plain.peak_bytes = peak_of_alive(plain.forward, plain.model, case.batch)
     budgets = [_planned(case, share, plain_s, findings) for share in SHARES]
@@ -176,7 +176,7 @@ def _planned(case: Case, share: int, plain_s: float, findings: Findings) -> Vari
 
     def step() -> None:
         nonlocal in_steps
-        in_steps += _seconds(variant.step)
+        in_steps += seconds_of(variant.step)
 
     begin = time.process_time()
     try:
@@ -213,7 +213,7 @@ def _rival(name: str, case: Case, way: Callable[[list[nn.Module]], None]) -> Var
     return variant
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     begin = time.process_time()
     call()
     return time.process_time() - begin

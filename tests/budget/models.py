@@ -142,7 +142,7 @@ class Custom(nn.Module):
 
 
 class Unseen(nn.Module):
-    """Writes memory where no operation of torch's says so, as kernels do that are called with pointers."""
+    """Writes memory without a torch operation that shows it, like kernels called with pointers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class InPlace(nn.Module):
 
 
 class Operations(nn.Module):
-    """Lists of tensors, several results, indices, complex numbers, values that Python sees."""
+    """Uses lists of tensors, several results, indices, complex numbers, and values read by Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Autocast(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module used three times, its weight once more as itself, and checkpoints of torch's and ours inside."""
+    """Uses one module three times, its weight directly, and nested checkpoints of torch's and ours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 class Run:
-    """A model, and its gradients and buffers after some steps."""
+    """Runs a model, and collects its gradients and buffers after some steps."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -304,7 +304,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def forget_all(model: nn.Module, step: Step) -> tuple[Recording, _C.ActivationRecorder]:
-    """Everything that can be is forgotten, however dear."""
+    """Recomputes everything that can be recomputed, at any cost."""
     before = copy.deepcopy(model.state_dict())
     trace, _ = profile(model, step)
     model.load_state_dict(before)
@@ -314,7 +314,7 @@ def forget_all(model: nn.Module, step: Step) -> tuple[Recording, _C.ActivationRe
 
 
 def fill_free_memory() -> None:
-    """What is read before it is written shall show."""
+    """Fills free memory with NaN, to reveal reads of uninitialized memory."""
     sizes = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
     held = [torch.full((numel,), torch.nan) for numel in sizes for _ in range(40)]
     held.clear()
@@ -322,7 +322,7 @@ def fill_free_memory() -> None:
 
 def smallest_in(error: ValueError) -> str:
     number, unit = str(error).split("this step is ")[1].split(" (")[0].split()
-    return f"{1.05 * float(number):.2f} {unit}"  # operations take other times when they are measured again
+    return f"{1.05 * float(number):.2f} {unit}"  # a second profile measures other times
 
 
 def gradients(model: nn.Module, step: Step) -> dict[str, Tensor]:
@@ -331,7 +331,7 @@ def gradients(model: nn.Module, step: Step) -> dict[str, Tensor]:
 
 
 def ask_all_hooks(plan: drivetrain.budget.ActivationPlan) -> None:
-    """From here on, whatever is kept."""
+    """Makes the recorder hook all saved tensors from here on."""
     plan._recorder.set_plans(
         [
             [op._replace(unhooked_arguments=None, unhooked=()) for op in one]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.budget.plan import FORGET, KEEP, Choice, PlannedOp
+from drivetrain.budget.plan import RECOMPUTE, SAVE, ChosenPolicy, PlannedOp
 from drivetrain.budget.trace import Recording, Trace, profile
 
 
@@ -45,20 +45,20 @@ def test_bits_with_everything_forgotten(name: str) -> None:
 
 
 def any_choice(trace: Trace, share: float, choose: random.Random) -> _C.ActivationRecorder:
-    """That share of what can be is forgotten."""
-    keeping = [
-        FORGET if not can_keep or (can_forget and choose.random() < share) else KEEP
+    """Makes a recorder that recomputes a random share of the values."""
+    policy = [
+        RECOMPUTE if not can_keep or (can_forget and choose.random() < share) else SAVE
         for one in trace.passes
         for _, can_keep, can_forget, _, _ in one.values
     ]
     recorder = _C.ActivationRecorder()
-    recorder.set_plans(Choice(keeping, 0, 0.0, 0.0, 0, True).tape_plans(trace))
+    recorder.set_plans(ChosenPolicy(policy, 0, 0.0, 0.0, 0, True).tape_plans(trace))
     return recorder
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_whatever_is_forgotten(name: str) -> None:
-    """Other choices than the solver's, most of which no budget would lead to."""
+    """Tries random policies, most of which no budget would lead to."""
     expected = Run(name).result()
     run, fresh = Run(name), Run(name)
     before = copy.deepcopy(run.model.state_dict())
@@ -83,11 +83,11 @@ def test_bits_and_bytes_within_a_budget(name: str, share: str) -> None:
     expected = Run(name).result()
     run, fresh = Run(name), Run(name)
     plan, budget = None, share
-    for _ in range(3):  # other times, other plans: the smallest of a profile need not be the next one's
+    for _ in range(3):  # profiles measure different times, so their smallest plans differ
         try:
             plan = drivetrain.activation_budget(run.model, run.step, budget)
             break
-        except ValueError as error:  # this model cannot get so low: then what the message says is possible, is
+        except ValueError as error:  # takes the smallest budget that the message names
             run, budget = Run(name), smallest_in(error)
     assert plan is not None, f"what was said to be possible is not, three times: {budget}"
     run.model.load_state_dict(fresh.model.state_dict())
@@ -210,9 +210,7 @@ def test_masks_are_kept_as_bits_without_loss() -> None:
         for write in op[4]
         for form in trace.passes[0].values[write][4]
     }
-    assert {trace.passes[0].ops[index][0] for index, _ in packable} == {
-        "aten::div_"
-    }  # dropout's masks, and nothing else
+    assert {trace.passes[0].ops[index][0] for index, _ in packable} == {"aten::div_"}  # only dropout's masks
     assert len(packable) == 4
     assert all(form[0] == 1 and form[1] <= 256 * 64 * 4 / 31 for form in packable.values())
     recorder = _C.ActivationRecorder()
@@ -234,7 +232,7 @@ def test_a_lossy_form_is_close(lossy: str) -> None:
     model, _, step = masks_and_more()
     expected = gradients(model, step)
     plan = drivetrain.activation_budget(model, step, "60%", lossy=lossy)
-    # So that nothing is recomputed: every saved tensor in that form.
+    # Nothing is recomputed: every saved tensor is in that storage format.
     trace = plan._trace.passes[0]
     code = {"bfloat16": 2, "int8": 3}[lossy]
     plan._recorder.set_plans(
@@ -267,11 +265,11 @@ def test_tensors_that_wait_on_the_host() -> None:
     copies = plan._pool.num_copies
     plan.reset_peak()
     loss = model(x).square().mean()
-    assert plan.live_bytes <= 256 * 128 * 4  # of the last one, which nobody reads any more
+    assert plan.live_bytes <= 256 * 128 * 4  # of the last tensor, which no later operation reads
     assert plan._pool.bytes_in_use >= 10 * 256 * 128 * 4
     model.zero_grad()
     loss.backward()
-    assert plan._pool.num_copies > copies + 20  # there and back
+    assert plan._pool.num_copies > copies + 20  # out and back
     assert plan._pool.bytes_in_use == 0
     assert plan.live_bytes == 0
     assert plan.peak_bytes <= plan.budget_bytes
@@ -293,7 +291,7 @@ def test_noted_only_operations_are_kept_when_steps_part_again(gpt: tuple[nn.Modu
     model, step = gpt
     expected = gradients(model, step)
     plan = drivetrain.activation_budget(model, step, "80%")
-    # No operation's arguments are known: nothing can be forgotten, whatever the plan says.
+    # No operation's arguments are known, so nothing can be recomputed under any plan.
     names = [op[0] for op in plan._trace.passes[0].ops]
     plan._recorder.set_plans(
         [[PlannedOp(name, [-1] * len(op[4]), False) for name, op in zip(names, plan._trace.passes[0].ops, strict=True)]]
@@ -354,13 +352,13 @@ def test_statistics_that_are_updated_by_what_is_not_replayed() -> None:
     expected = gradients(model, step)
     trace, _ = profile(model, step)
     waits, updates = trace.passes
-    keeping = [
-        FORGET if one is waits and value[2] and value[0] > 64 * 4 else KEEP
+    policy = [
+        RECOMPUTE if one is waits and value[2] and value[0] > 64 * 4 else SAVE
         for one in trace.passes
         for value in one.values
     ]
     recorder = _C.ActivationRecorder()
-    recorder.set_plans(Choice(keeping, 0, 0.0, 0.0, 0, True).tape_plans(trace))
+    recorder.set_plans(ChosenPolicy(policy, 0, 0.0, 0.0, 0, True).tape_plans(trace))
     assert "aten::native_batch_norm" in [op[0] for op in updates.ops]
     model.load_state_dict(state)
     with Recording(model, recorder):
@@ -370,8 +368,8 @@ def test_statistics_that_are_updated_by_what_is_not_replayed() -> None:
 
 @pytest.fixture
 def _deterministic_cudnn() -> Iterator[None]:
-    """Sets the flag through torch's context manager: the module `torch.testing._internal.common_utils`, which other
-    tests import, forbids every other way."""
+    """Sets the flag through torch's context manager, because `torch.testing._internal.common_utils`, which other tests
+    import, forbids other ways."""
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         yield
 
@@ -387,7 +385,7 @@ def test_cudnns_flags_can_be_set_beside_torchs_own_tests() -> None:
 @pytest.mark.parametrize("offload", [None, "1GiB"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "encoder-decoder", "custom function", "shared"])
 def test_bits_and_bytes_on_a_gpu(name: str, offload: str | None) -> None:
-    """With everything forgotten, and within a budget; the allocator sees what the plan counts."""
+    """Compares bits with everything recomputed and within a budget, and the plan's bytes with the allocator's."""
 
     def on_gpu() -> Run:
         run = Run(name)

@@ -82,7 +82,7 @@ def test_what_is_written_before_backward_needs_it_is_an_error(gpt: tuple[nn.Modu
 @pytest.mark.parametrize("write", ["relu_", "detached", "no_grad"])
 @pytest.mark.parametrize("share", ["90%", "60%", "50%"])
 def test_a_result_that_is_written_after_the_pass(write: str, share: str) -> None:
-    """Autograd has not saved it, so that torch allows it; the plan may need it for replays."""
+    """Writes a result that autograd did not save, so torch allows the write; replays may need the result."""
 
     class Backbone(nn.Module):
         def __init__(self) -> None:
@@ -162,8 +162,8 @@ def test_a_pass_that_is_interrupted_leaves_nothing(error: type[BaseException]) -
 
 
 def test_data_that_is_written_behind_autograds_back() -> None:
-    """Gradients are of what forward read: those of a model that saves a copy. Torch's own are of what was written
-    later, which nobody tells it."""
+    """Expects gradients of the values that forward read, like a model that saves a copy. Torch's own gradients use
+    the values written later, because torch does not see the write."""
     torch.manual_seed(0)
 
     class Behind(nn.Module):

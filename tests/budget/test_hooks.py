@@ -9,7 +9,7 @@ import drivetrain
 
 
 def hooked_and_unhooked(loss: Tensor) -> tuple[int, int]:
-    """How many saved tensors of a graph have hooks, and how many do not."""
+    """Counts the saved tensors of a graph with hooks and without."""
     counts = [0, 0]
     seen, todo = set(), [loss.grad_fn]
     while todo:
@@ -26,7 +26,7 @@ def hooked_and_unhooked(loss: Tensor) -> tuple[int, int]:
                 try:
                     saved.register_hooks(lambda x: x, lambda x: x)
                 except RuntimeError as error:
-                    counts[0] += "already been set" in str(error)  # else there is no tensor
+                    counts[0] += "already been set" in str(error)  # otherwise no tensor was saved
                 else:
                     counts[1] += 1
     return counts[0], counts[1]
@@ -52,7 +52,7 @@ def test_hooks_do_not_see_what_is_kept_as_it_is(gpt: tuple[nn.Module, Step]) -> 
         assert hooked_and_unhooked(loss) == (without, 0)
         assert_same_bits(gradients(model, step), expected)
         plan.remove()
-    assert counts[200][0] < without / 8  # what is given back last has the tape
+    assert counts[200][0] < without / 8  # the value that is released last holds the tape
     assert 1 < counts[60][0] < without
 
 
@@ -100,7 +100,7 @@ def test_hooks_inside_a_pass_see_what_they_saw() -> None:
 
 
 def test_hooks_inside_an_operation_see_what_they_saw() -> None:
-    """One that is made of others by a kernel of Python's for autograd."""
+    """Uses an operation that a Python kernel for autograd composes of others."""
     seen: list[torch.Size] = []
 
     def scaled_sine(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from drivetrain.bench.activation_memory import allocated
 from drivetrain.budget.trace import _recorded
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # in torch 2.11
 def test_what_is_kept_is_what_the_allocator_sees() -> None:
     torch.manual_seed(0)
     model = Gpt(width=64)
@@ -49,7 +49,7 @@ def test_everything_kept_where_the_budget_allows(gpt: tuple[nn.Module, Step]) ->
 
 @pytest.mark.parametrize("way", ["a gradient is stopped", "a part is dropped"])
 def test_bytes_whoever_gives_back_first(way: str) -> None:
-    """What forward saves first is not always what backward gives back last."""
+    """Backward does not always release last what forward saved first."""
     torch.manual_seed(0)
 
     class Parts(nn.Module):
@@ -89,7 +89,7 @@ def test_bytes_whoever_gives_back_first(way: str) -> None:
 
 
 def test_another_graph_by_the_same_names_is_counted() -> None:
-    """What is saved changes with what requires a gradient, and with which tensors an operation is called."""
+    """Saved tensors depend on which tensors require gradients and on the arguments of an operation."""
     torch.manual_seed(0)
 
     class Scaled(nn.Module):
@@ -123,7 +123,7 @@ def test_another_graph_by_the_same_names_is_counted() -> None:
 
 
 def test_results_that_somebody_keeps_are_no_passes_that_wait() -> None:
-    """Of a step's two passes each finds its plan, whoever still has what earlier ones gave."""
+    """Both passes of a step find their plans while results of earlier passes are still alive."""
     torch.manual_seed(0)
 
     class TwoPaths(nn.Module):

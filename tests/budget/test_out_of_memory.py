@@ -69,7 +69,7 @@ def test_gradients_get_back_into_their_memory(gpt: tuple[nn.Module, Step]) -> No
 def test_gradients_before_the_first_saved_tensor_are_put_back_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model.bias = nn.Parameter(torch.ones(8))  # its gradient takes nothing that was saved
+    model.bias = nn.Parameter(torch.ones(8))  # its gradient reads no saved tensor
     x, calls = torch.randn(4, 8), 0
 
     def step() -> None:
@@ -89,7 +89,7 @@ def test_gradients_before_the_first_saved_tensor_are_put_back_too() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp
 def test_a_transform_inside_a_pass_that_does_not_fit() -> None:
     torch.manual_seed(0)
     inner = nn.Linear(8, 8)
@@ -147,7 +147,7 @@ def test_a_profile_with_nothing_kept_sees_what_one_with_everything_does(name: st
         assert [(*op[:2], *op[3:]) for op in mine.ops] == [(*op[:2], *op[3:]) for op in others.ops]
         assert [value[:4] for value in mine.values] == [value[:4] for value in others.values]
     assert sorted(use for use in frugal.uses if use[1]) == sorted(use for use in whole.uses if use[1])
-    assert 0.7 * peak <= estimate <= peak  # which has what might have turned out to be needed
+    assert 0.7 * peak <= estimate <= peak  # the peak includes values that might have been needed
 
 
 DOES_NOT_FIT = """
@@ -192,11 +192,14 @@ print(plan)
 )
 def test_a_step_that_does_not_fit_into_memory_gets_its_budget() -> None:
     command = [sys.executable, "-c", DOES_NOT_FIT]
-    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # tensors come from the system, and go back to it
+    environ = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": str(2**20),
+    }  # tensors use memory of the system
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "can't allocate memory" in done.stdout.splitlines()[0]
-    assert "a step with everything kept did not fit: that it would keep 9" in done.stdout  # of MiB
+    assert "a step with everything saved did not fit: its 9" in done.stdout  # MiB
 
 
 def test_gradients_and_random_states_are_as_before_a_step_that_did_not_fit(gpt: tuple[nn.Module, Step]) -> None:
@@ -224,7 +227,7 @@ def test_gradients_and_random_states_are_as_before_a_step_that_did_not_fit(gpt: 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
     plan = drivetrain.activation_budget(model, fails_once, "40%")
-    assert calls == 3  # with everything kept, with nothing, and under the plan
+    assert calls == 3  # with everything saved, with nothing saved, and under the plan
     assert_same_bits({name: param.grad for name, param in model.named_parameters()}, expected)
     assert plan.measured_bytes is not None
     assert 0.9 * plan.budget_bytes <= plan.measured_bytes <= plan.budget_bytes

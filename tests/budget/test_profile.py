@@ -15,7 +15,7 @@ from drivetrain.budget.trace import Trace, _profile_step, profile
 
 
 class Doubled(nn.Module):
-    """Calls an operation, of whichever library."""
+    """Calls an operation of any library."""
 
     def __init__(self, double: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Doubled(nn.Module):
 
 
 def define(schema: str, function: Callable[[Tensor], Tensor]) -> torch.library.Library:
-    """An operation that is the function, below autograd and for it; there until the library's `_destroy()`."""
+    """Defines an operation by a function, below autograd and for it, until the library's `_destroy()`."""
     library = torch.library.Library("test_activation_places", "FRAGMENT")
     library.define(schema)
     for key in ("CompositeExplicitAutograd", "Autograd"):
@@ -35,7 +35,7 @@ def define(schema: str, function: Callable[[Tensor], Tensor]) -> torch.library.L
 
 
 class ManyReaders(nn.Module):
-    """Many values made of one that autograd does not save."""
+    """Computes many values from one that autograd does not save."""
 
     def __init__(self, readers: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ManyReaders(nn.Module):
 
 
 def called(trace: Trace) -> dict[str, list[bool]]:
-    """Whether each operation of that name was called again."""
+    """Returns, per name, if each operation was re-executed."""
     found: dict[str, list[bool]] = {}
     for name, _, seconds, _, _ in trace.passes[0].ops:
         found.setdefault(name, []).append(seconds is not None)
@@ -58,7 +58,7 @@ def test_backwards_times_are_of_what_it_asks_for() -> None:
     torch.manual_seed(0)
     model, x = ManyReaders(readers=1), torch.randn(64, 16)
     timed, _ = _profile_step(model, lambda: model(x).backward(), [], None, "timings")
-    # The sine's argument, and what leads to it; nobody asks for the sine.
+    # Backward needs the sine's argument and the operations before it, but not the sine.
     assert called(timed) == {
         "aten::addmm": [True], "aten::add": [True, True], "aten::sin": [False], "aten::stack": [False],
         "aten::sum": [False],
@@ -90,7 +90,7 @@ def test_what_many_ask_for_is_called_a_few_times_in_a_profile() -> None:
 
 
 def test_a_profile_leaves_random_numbers_as_a_step_does() -> None:
-    """Also of an operation that draws them and does not say so."""
+    """Covers an operation that draws random numbers without declaring it."""
     torch.manual_seed(0)
     library = define("noisy(Tensor x) -> Tensor", lambda x: x + torch.rand(x.shape))
     model, x = Doubled(torch.ops.test_activation_places.noisy), torch.randn(8, 16)
@@ -109,7 +109,7 @@ def test_a_profile_leaves_random_numbers_as_a_step_does() -> None:
 
 
 def test_an_operation_that_takes_anothers_place() -> None:
-    """The dispatcher gives what a removed operation had to the next one: as in a notebook, whose cells run again."""
+    """The dispatcher reuses the entry of a removed operation, as when a notebook's cell runs again."""
     x = torch.randn(8, 16)
     for count in range(8):
         name = f"double{count}"
@@ -202,14 +202,14 @@ def test_forms_are_of_the_size_that_the_values_have() -> None:
         model.zero_grad()
         model(torch.randn(next(rows), 64)).sum().backward()
 
-    # Those of the first step's values would be of other values.
+    # Storage formats measured in the first step would belong to other values.
     assert not any(value[4] for one in profile(model, step, [1, 3])[0].passes for value in one.values)
     rows = itertools.repeat(256)
     assert any(value[4] for one in profile(model, step, [1, 3])[0].passes for value in one.values)
 
 
 def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, Step]) -> None:
-    """By chance alone the solver would choose among equal layers."""
+    """Otherwise noise would decide among equal layers."""
     model, step = gpt
     trace, _ = profile(model, step)
     layers = [
@@ -225,7 +225,7 @@ def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, St
 
 
 def test_what_is_changed_between_forward_and_backward_is_kept() -> None:
-    """Backward would compute again something else than forward saved, of which torch's own knows nothing."""
+    """Recomputation would differ from what forward saved, and torch does not see the change."""
     torch.manual_seed(0)
     model, x, scale = nn.Linear(16, 16), torch.randn(64, 16), torch.rand(16)
 

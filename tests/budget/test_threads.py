@@ -128,7 +128,7 @@ def a_collective_inside() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-            nn.init.zeros_(self.down.weight)  # while it is profiled, all that is added is zero
+            nn.init.zeros_(self.down.weight)  # zero at first, so the profiled additions have no effect
             nn.init.zeros_(self.down.bias)
 
         def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.budget.plan import FORGET, PlannedOp
+from drivetrain.budget.plan import RECOMPUTE, PlannedOp
 from drivetrain.budget.trace import Recording, profile
 
 NUM_CHECKED_FIRST, CHECKED_EVERY = 8, 31
@@ -43,7 +43,7 @@ def forgetting(
     recorder.set_plans(
         [
             [
-                PlannedOp(op[0], [0 if is_kept(op[0]) else FORGET] * len(op[4]), True, module=trace.modules[op[1]])
+                PlannedOp(op[0], [0 if is_kept(op[0]) else RECOMPUTE] * len(op[4]), True, module=trace.modules[op[1]])
                 for op in one.ops
             ]
             for one in trace.passes

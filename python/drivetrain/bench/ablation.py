@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,11 +18,11 @@ from rich.table import Table
 
 from .. import _C
 from ..budget.trace import FORMS, profile
-from .activation_models import Case, cases
+from .activation_models import ModelCase, cases
 from .activations import SHARES, Variant, seconds_of
 from .measure import keep_freed_memory
 
-PARTS = ("segments", "segments anywhere", "min cut", "local search")
+PARTS = ("segments", "min cut", "local search")
 WHOLE = "whole solver"
 
 
@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
     """A model's trace, as the solver takes it, and the figures that plans of it are compared with."""
 
     name: str
-    trace: tuple[list[object], list[object], list[tuple[int, bool]]]
+    trace: tuple[list[Any], list[Any], list[tuple[int, bool]]]
     unplanned_bytes: int
     step_seconds: float
 
@@ -63,7 +63,7 @@ def run(json_file: Path | None) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
-        results = [result for case in cases() for result in solved_cases(_recorded(case))]
+        results = [result for recorded in recorded_models() for result in solved_cases(recorded)]
     finally:
         torch.set_num_threads(before)
     _print_table(results)
@@ -71,6 +71,11 @@ def run(json_file: Path | None) -> int:
         facts = {"torch": torch.__version__, "isa": _C.isa(), "machine": platform.machine()}
         json_file.write_text(json.dumps({**facts, "ablation": [asdict(result) for result in results]}, indent=2) + "\n")
     return 0
+
+
+def recorded_models() -> Iterator[Recorded]:
+    """Profiles the models one after another."""
+    return (_recorded(case) for case in cases())
 
 
 def solved_cases(recorded: Recorded) -> Iterator[CaseResult]:
@@ -97,7 +102,7 @@ def _planned(found: dict[str, object], whole: dict[str, object], step_seconds: f
     return Planned(extra, extra / step_seconds, total, ratio, smallest)
 
 
-def _recorded(case: Case) -> Recorded:
+def _recorded(case: ModelCase) -> Recorded:
     variant = Variant.of("profiled", case)
     for _ in range(2):
         variant.step()

@@ -156,8 +156,10 @@ def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
             loss = forward()
             return run_until(at, lambda: loss.backward())
         if where == "planning":
-            twin = copy.deepcopy(model)
-            return run_until(at, lambda: drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%"))
+            reference = copy.deepcopy(model)
+            return run_until(
+                at, lambda: drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%")
+            )
         return run_until(at, forward if where == "forward" else forward_in_with)
 
     run(0)  # modules are imported
@@ -213,9 +215,9 @@ def test_planning_that_is_interrupted_leaves_the_model_as_it_was(has_grads: bool
     def planning() -> None:
         plans.append(drivetrain.activation_budget(model, step, "60%"))
 
-    twin = copy.deepcopy(model)
-    drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%").remove()  # modules are imported
-    num_moments = run_until(0, lambda: drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%"))
+    reference = copy.deepcopy(model)
+    drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%").remove()  # modules are imported
+    num_moments = run_until(0, lambda: drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%"))
     if has_grads:
         step()
     else:
@@ -274,7 +276,12 @@ def test_long_planning_says_what_it_is_at(
     with caplog.at_level("INFO", logger="drivetrain"):
         drivetrain.activation_budget(model, step, "60%")
     messages = [record.getMessage() for record in caplog.records]
-    for said in ("with everything kept", "time the recomputation in backward", "chooses what to keep", "under the plan"):
+    for said in (
+        "with everything kept",
+        "time the recomputation in backward",
+        "chooses what to keep",
+        "under the plan",
+    ):
         assert any(said in message for message in messages), said
     written = io.StringIO()
     caplog.clear()
@@ -598,10 +605,10 @@ def test_copies_of_the_model_have_no_part_of_the_plan(copied: Callable[[nn.Modul
     model = CopiesAll()
     x = torch.randn(16, 32)
     plan = drivetrain.activation_budget(model, lambda: model(x).backward(), "60%")
-    twin = copied(model)
-    twin.when_called = lambda: None
+    reference = copied(model)
+    reference.when_called = lambda: None
     plan.reset_peak()
-    twin(x).backward()
+    reference(x).backward()
     assert (plan.peak_bytes > 0) == (copied is copy.copy)  # which copies no attribute
     assert type(model) is CopiesAll
 

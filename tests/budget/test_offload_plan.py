@@ -122,17 +122,17 @@ def test_when_copies_run() -> None:
         link = HostLink(1000 * MIB / seconds_per_copy, 1000 * MIB / seconds_per_copy, 0.0)
         return copies_of(trace, keeping, timeline["peak_bytes"], timeline["brought_back_at"], budget_mib * MIB, link)
 
-    # Backward takes values 8 to 1 at 8, 10, ... 22 seconds. Copies start a quarter earlier than they have to.
+    # Backward takes values 8 to 1 at 8, 10, ... 22 seconds. Copies start earlier by a quarter of their time.
     quick = run(1.0)
     assert (quick.num_bytes, quick.num_values, quick.exposed_seconds) == (2000 * MIB, 2, 0.0)
     assert quick.prefetches == [Prefetch(2, 3), Prefetch(1, 2)]
-    # Of four seconds: out until 5 and 9, which forward's end sees at 8.
+    # Copies of four seconds end on the host at 5 and 9 seconds; forward ends at 8.
     slow = run(4.0)
     assert slow.exposed_seconds == 0.0
     assert slow.prefetches == [Prefetch(2, 6), Prefetch(1, 4)]
-    # The budget has no room for what is not out at the end of forward: the step waits a second.
+    # The budget has no room for the copy that is still running at the end of forward, so the step waits a second.
     assert run(4.0, 6000).exposed_seconds >= 1.0
-    # And so slow that nothing hides it: out until 9 and 17, back until 25 and 33, needed at 20 and 22.
+    # Copies of eight seconds cannot be hidden. They end at 9 and 17, and back at 25 and 33, needed at 20 and 22.
     assert run(8.0).exposed_seconds == pytest.approx(11.0)
 
 

@@ -53,7 +53,7 @@ class Embedded(nn.Module):
         self.table, self.rnn = nn.Embedding(10, 16), nn.LSTM(16, 8, batch_first=True)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        # Processors without AVX-512 have no LSTM in bfloat16, into which autocast would put this one.
+        # Autocast would run the LSTM in bfloat16, which needs a processor with AVX-512.
         with torch.autocast(
             "cpu", enabled=torch.is_autocast_enabled("cpu") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         ):

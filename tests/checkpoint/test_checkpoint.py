@@ -89,8 +89,8 @@ def test_nested(call: Checkpoint) -> None:
 @ALL
 def test_keyword_arguments(call: Checkpoint) -> None:
     attention, x, mask = Attention(), torch.randn(2, 5, 16), torch.randn(5, 5)
-    twin = copy.deepcopy(attention)
-    assert_same(result_of(call, attention, x, mask=mask), result_of(plain, twin, x, mask=mask))
+    reference = copy.deepcopy(attention)
+    assert_same(result_of(call, attention, x, mask=mask), result_of(plain, reference, x, mask=mask))
 
 
 def test_arguments_in_structures() -> None:
@@ -258,7 +258,7 @@ def test_random_numbers_may_be_let_go() -> None:
     assert not torch.equal(x.grad != 0, out.detach() != 2)
 
 
-# ---- Where it ends, and what it keeps.
+# ---- Early stop and memory.
 
 
 class Counting(TorchDispatchMode):
@@ -467,7 +467,7 @@ def test_verified_where_the_graph_breaks() -> None:
         step(x).sum().backward()
 
 
-# ---- Any function.
+# ---- Random chains of operations.
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda x: x.clamp(-2, 2).exp(),
@@ -578,9 +578,9 @@ def test_parameters_that_backward_steps() -> None:
 def test_bits_on_a_gpu(name: str, call: Checkpoint) -> None:
     make, make_input = MODELS[name]
     model, x = make().cuda(), make_input().cuda()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     results = []
-    for of, which in ((call, model), (plain, twin)):
+    for of, which in ((call, model), (plain, reference)):
         torch.cuda.manual_seed(1)
         results.append([*result_of(of, which, x), torch.cuda.get_rng_state()])
     assert_same(*results)

@@ -80,7 +80,7 @@ def test_other_values_are_an_error_with_verify() -> None:
     with pytest.raises(
         CheckpointError,
         match=r"tensor 1 of 4 that Wandering saved for backward has other values .*\n  forward: .* in inner.0 of "
-        r"Wandering \(checkpoint.*\n  recomputed: .*AddBackward0, in inner.0 of Wandering .*\nUsually random numbers of ",
+        r"Wandering \(check.*\n  recomputed: .*AddBackward0, in inner.0 of Wandering .*\nUsually random numbers of ",
     ):
         out.sum().backward()
     x = torch.ones(100, requires_grad=True)

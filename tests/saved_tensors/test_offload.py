@@ -71,7 +71,7 @@ def test_small_pieces_share_slabs() -> None:
     assert (pool.num_slabs, pool.bytes_reserved, pool.bytes_in_use) == (1, SLAB, SLAB)
     pieces.append(pool.begin(torch.ones(1, dtype=torch.uint8)))
     assert (pool.num_slabs, pool.bytes_reserved) == (2, 2 * SLAB)
-    # Neighbours grow together again, whatever the order.
+    # Free neighbors merge in any order.
     for index in (5, 3, 4, 0, 1, 2, -1):
         pieces[index] = None
     pieces.append(pool.begin(torch.ones(6 * 512, dtype=torch.uint8)))
@@ -235,7 +235,7 @@ def test_on_a_late_device(repository: Path, late_device: Path, script: str, says
     assert says in run.stdout
 
 
-# ---- What only a GPU shows.
+# ---- Tests that need a GPU.
 
 LONG = 500_000_000  # cycles: some tenths of a second
 
@@ -347,7 +347,7 @@ def test_copies_run_beside_the_current_stream() -> None:
         torch.cuda._sleep(4 * LONG)
         done = torch.cuda.Event()
         done.record()
-    # The copy out has no sleep before it; its end is seen by a copy back that another stream asks for.
+    # The copy to the host does not wait for a sleep. Another stream's copy back shows its end.
     y = offloaded.take()
     torch.cuda.current_stream().synchronize()
     assert not done.query()

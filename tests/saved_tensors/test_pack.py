@@ -13,12 +13,12 @@ from reference import formats
 
 on_devices = pytest.mark.usefixtures("device")
 BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of every size of element.
+# The dtypes cover every element size.
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.int16),
     *(torch.float32, torch.int32, torch.float64, torch.int64, torch.complex64),
 ]
-# Around a byte of bits, a block of them, a block of codes and a piece that one thread takes; several pieces.
+# The sizes lie around one byte of bits, one block of bits, one block of codes and one piece of a thread.
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1000, 16383, 16384, 16385, 150_001]
 ROUNDED = {"bfloat16": [torch.float32, torch.float64], "int8": [torch.float32, torch.bfloat16, torch.float16]}
 CASES = [(packing, dtype) for packing, dtypes in ROUNDED.items() for dtype in dtypes]
@@ -97,9 +97,9 @@ def test_instruction_sets_agree_on_bits(dtype: torch.dtype, size: int) -> None:
     x = two_values(dtype, size)
     _C.force_isa("baseline")
     want = packed(x)
-    # A bit of 0 is the first element, and of bools false.
-    twin = x if dtype == torch.bool else (bits_of(x).reshape(-1) != bits_of(x)[:1]).view(-1)
-    rows = torch.nn.functional.pad(twin, (0, -size % 8)).view(-1, 8)
+    # A bit of 0 stands for the first element, or for false in bool tensors.
+    reference = x if dtype == torch.bool else (bits_of(x).reshape(-1) != bits_of(x)[:1]).view(-1)
+    rows = torch.nn.functional.pad(reference, (0, -size % 8)).view(-1, 8)
     assert torch.equal(want.bytes, (rows.int() << torch.arange(8)).sum(1).to(torch.uint8))
     for isa in _C.available_isas():
         _C.force_isa(isa)
@@ -211,7 +211,7 @@ def int8_bound(x: Tensor) -> Tensor:
     finite = rows.isfinite()
     scales = torch.where(finite, rows.abs(), 0).amax(1, keepdim=True).clamp(min=2.0**-113)
     bound = (rows.abs() * scales).sqrt() / 126 + scales / 63504
-    # Then rounded to its dtype; and the arithmetic is float32.
+    # The result is rounded to its dtype, and the arithmetic is float32.
     eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
     return (bound * (1 + 1e-5) + eps * (rows.abs() + bound) + tiny).flatten()[: x.numel()]
 

@@ -13,7 +13,7 @@ namespace {
 using Lock = std::lock_guard<std::mutex>;
 
 // Up to this many unhooked storages are searched at every new peak. Longer lists are searched only after the live bytes
-// have grown by 1/256, because the total time would otherwise grow with the square of the number of operations.
+// have grown by 1/256. Otherwise the total time would grow with the square of the number of operations.
 constexpr size_t kFew = 4096;
 
 }  // namespace

@@ -408,8 +408,8 @@ void Recording::apply_plan(int32_t index) {
 
 void Recording::save(const std::shared_ptr<SavedTensor>& saved, const at::Tensor& tensor) {
   if (is_running_) {
-    // The tensor may be a result that has no value yet, or an argument that the operation is about to write, such as
-    // the noise of rrelu_with_noise, which autograd saves before it is drawn.
+    // The tensor may be a result that has no value yet, or an argument that the operation is about to write. For
+    // example, autograd saves the noise of rrelu_with_noise before it is drawn.
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     const auto found = known_.find(storage);
     const bool is_known = found != known_.end() &&

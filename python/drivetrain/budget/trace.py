@@ -1,5 +1,7 @@
-"""Profiles training steps of a model, and describes them as a trace: the operations of a forward pass, the values that
-they make, and the use of these values by backward."""
+"""Profiles training steps of a model, and describes them as a trace.
+
+A trace has the operations of a forward pass, the values that they make, and the use of these values by backward.
+"""
 
 import contextlib
 import dataclasses
@@ -146,8 +148,8 @@ class Trace:
         """Finds the operations of a pass during which autograd needs no hooks, and the values that it saves in each.
 
         These operations save only values that are stored unchanged, and tensors that existed before. Excluded are:
-        - operations that save the value which autograd frees last, because the hooks of one saved tensor must keep the
-          tape alive and show that the pass waits for its backward;
+        - operations that save the value which autograd frees last: the hooks of one saved tensor must keep the tape
+          alive, and show that the pass waits for its backward;
         - operations that are not torch's own, because other hooks may be pushed within them.
 
         Args:

@@ -40,9 +40,9 @@ def checkpoint(
     supported: `torch.autograd.grad`, a retained graph, a part of the graph, `create_graph`, and a backward inside of
     the function.
 
-    Raises if gradients would differ: when the second call saves tensors of other number, shape, dtype or device, or
-    when an argument (also in tuples, lists and dicts), a parameter or a buffer was modified in place in between. The
-    second call receives lists and dicts among the arguments as the first call found them.
+    Raises if gradients would differ. This is the case if the second call saves tensors of other number, shape, dtype or
+    device. It is also the case if an argument, a parameter or a buffer was modified in place in between; arguments in
+    tuples, lists and dicts count. The second call receives lists and dicts as the first call found them.
 
     Side effects of the function happen twice. BatchNorm in training mode updates its running statistics twice, as with
     torch's checkpoint; gradients do not depend on them. Some changes are not detected: writes through `.data`, writes
@@ -58,7 +58,7 @@ def checkpoint(
         determinism_check: "default" compares number, shape, dtype and device of the recomputed tensors, and raises if
             tensors were modified in place in between. "none" compares the number only.
         debug: True calls torch's own variant instead, which logs operations.
-        early_stop: Whether the second call ends as soon as the last needed tensor is recomputed.
+        early_stop: End the second call as soon as the last needed tensor is recomputed.
             `torch.utils.checkpoint.set_checkpoint_early_stop` overrides it.
         preserve_rng_state: False saves 2.5 KB per call, for functions that draw no random numbers.
         verify: Compare 64-bit hashes of the values of every saved tensor, and name the module that saved a differing

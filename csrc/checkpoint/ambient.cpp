@@ -1,4 +1,4 @@
-// Keeping and putting back random states and autocast; see ambient.h.
+// Reads and restores random states and autocast; see ambient.h.
 #include "checkpoint/ambient.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -18,16 +18,16 @@ at::CPUGeneratorImpl& cpu_generator() {
   return *at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
 }
 
-// The accelerator that torch was built for, if a script has used it; torch's Python module is what knows.
-std::optional<c10::DeviceType> initialised_accelerator() {
+// Returns the accelerator that torch was built for, if a script has used it. Only torch's Python module knows that.
+std::optional<c10::DeviceType> initialized_accelerator() {
   static const std::optional<c10::DeviceType> type = at::accelerator::getAccelerator();
-  static std::atomic<bool> is_initialised = false;  // and stays so
-  if (!type || is_initialised) return type;
-  const py::gil_scoped_acquire gil;  // operations run without it
+  static std::atomic<bool> is_initialized = false;  // never becomes false again
+  if (!type || is_initialized) return type;
+  const py::gil_scoped_acquire gil;  // callers may run without it
   const std::string name = c10::DeviceTypeName(*type, /*lower_case=*/true);
   const py::object module = py::getattr(py::module_::import("torch"), name.c_str(), py::none());
-  is_initialised = py::getattr(module, "_initialized", py::bool_(false)).cast<bool>();
-  return is_initialised ? type : std::nullopt;
+  is_initialized = py::getattr(module, "_initialized", py::bool_(false)).cast<bool>();
+  return is_initialized ? type : std::nullopt;
 }
 
 at::Generator generator_of_device(size_t index) {
@@ -61,20 +61,20 @@ RandomStates RandomStates::now() {
 
 RandomStates RandomStates::now_of(c10::Device device) {
   if (device.is_cpu()) return of_cpu();
-  if (device.type() != initialised_accelerator() || !device.has_index()) return now();
+  if (device.type() != initialized_accelerator() || !device.has_index()) return now();
   RandomStates states = of_cpu();
   states.add(static_cast<size_t>(device.index()));
   return states;
 }
 
-RandomStates RandomStates::same_now() const {
+RandomStates RandomStates::current() const {
   RandomStates states = of_cpu();
-  for (const OfDevice& device : devices_) states.add(device.index);
+  for (const DeviceState& device : devices_) states.add(device.index);
   return states;
 }
 
 size_t RandomStates::num_devices_now() {
-  const auto type = initialised_accelerator();
+  const auto type = initialized_accelerator();
   return type ? at::accelerator::deviceCount() : 0;
 }
 
@@ -86,7 +86,7 @@ void RandomStates::restore() const {
     cpu.set_next_float_normal_sample(next_float_normal_);
     cpu.set_next_double_normal_sample(next_double_normal_);
   }
-  for (const OfDevice& device : devices_) {
+  for (const DeviceState& device : devices_) {
     at::Generator generator = generator_of_device(device.index);
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(device.state);
@@ -95,7 +95,7 @@ void RandomStates::restore() const {
 
 RandomStatesGuard::RandomStatesGuard(const RandomStates* states) {
   if (states == nullptr) return;
-  before_ = states->same_now();
+  before_ = states->current();
   states->restore();
 }
 

@@ -1,4 +1,4 @@
-// What surrounds a function besides its arguments, kept and put back: random numbers and autocast.
+// Declares the ambient state of a function call, which a recomputation restores: random states and autocast.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -11,21 +11,21 @@
 
 namespace drivetrain::checkpoint {
 
-// Of the default generators of the CPU and of every device of the accelerator, once that is initialised (asking would
-// initialise it). Takes the GIL where it has to.
+// The states of the default generators of the CPU and of all accelerator devices. An accelerator that is not
+// initialized is left out, because reading its state would initialize it. Methods take the GIL if they need it.
 class RandomStates {
  public:
   static RandomStates now();
-  static RandomStates now_of(c10::Device device);  // and the CPU's
-  RandomStates same_now() const;                   // of the same generators as these
+  static RandomStates now_of(c10::Device device);  // of the CPU and this device
+  RandomStates current() const;                    // of the generators that this object covers
   void restore() const;
   size_t num_devices() const { return devices_.size(); }
   static size_t num_devices_now();
 
  private:
-  struct OfDevice {
+  struct DeviceState {
     size_t index;
-    at::Tensor state;  // uint8, on the CPU; needs no synchronisation
+    at::Tensor state;  // uint8, on the CPU, so that reading it needs no synchronization
   };
 
   explicit RandomStates(const at::mt19937& engine) : engine_(engine) {}
@@ -33,15 +33,15 @@ class RandomStates {
   void add(size_t device);
 
   at::mt19937 engine_;
-  std::optional<float> next_float_normal_;  // normal numbers come in pairs
+  std::optional<float> next_float_normal_;  // normal numbers are drawn in pairs
   std::optional<double> next_double_normal_;
-  std::vector<OfDevice> devices_;
+  std::vector<DeviceState> devices_;
 };
 
-// Random states for as long as this object lives.
+// Sets random states as long as the object lives.
 class RandomStatesGuard {
  public:
-  explicit RandomStatesGuard(const RandomStates* states);  // null: leaves everything as it is
+  explicit RandomStatesGuard(const RandomStates* states);  // null: does nothing
   ~RandomStatesGuard();
   RandomStatesGuard(const RandomStatesGuard&) = delete;
   RandomStatesGuard& operator=(const RandomStatesGuard&) = delete;
@@ -50,7 +50,7 @@ class RandomStatesGuard {
   std::optional<RandomStates> before_;
 };
 
-// Of this thread, for every type of device.
+// The autocast state of a thread, for every device type.
 class Autocast {
  public:
   static Autocast now();
@@ -58,15 +58,16 @@ class Autocast {
   bool operator==(const Autocast&) const = default;
 
  private:
-  struct OfDevice {
+  struct DeviceSetting {
     bool enabled;
     at::ScalarType dtype;
-    bool operator==(const OfDevice&) const = default;
+    bool operator==(const DeviceSetting&) const = default;
   };
-  std::array<OfDevice, at::autocast::_AUTOCAST_SUPPORTED_DEVICES.size()> devices_;
+  std::array<DeviceSetting, at::autocast::_AUTOCAST_SUPPORTED_DEVICES.size()> devices_;
   bool is_cache_enabled_;
 };
 
+// Sets the autocast state of this thread as long as the object lives.
 class AutocastGuard {
  public:
   explicit AutocastGuard(const Autocast& autocast);

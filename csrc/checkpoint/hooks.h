@@ -1,4 +1,4 @@
-// autograd's hooks on what it saves, as functions of Python's made in C++.
+// Defines helpers to push saved-tensor hooks that are implemented in C++.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -10,7 +10,7 @@
 
 namespace drivetrain::checkpoint {
 
-// A C++ value that Python holds.
+// Wraps a C++ value in a Python capsule, which owns it.
 template <class T>
 pybind11::object capsule(T value, const char* name) {
   auto owned = std::make_unique<T>(std::move(value));
@@ -22,6 +22,7 @@ pybind11::object capsule(T value, const char* name) {
   return pybind11::reinterpret_steal<pybind11::object>(made);
 }
 
+// Returns the value in a capsule; throws if the name is another.
 template <class T>
 T& value_in(PyObject* object, const char* name) {
   void* value = PyCapsule_GetPointer(object, name);
@@ -44,7 +45,7 @@ inline void pop_hooks() {
   if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) at::SavedTensorDefaultHooks::pop_hooks();
 }
 
-// For as long as this object lives.
+// Pushes hooks for as long as the object lives.
 class HooksGuard {
  public:
   HooksGuard(PyMethodDef* pack, const pybind11::object& pack_self, PyMethodDef* unpack) {

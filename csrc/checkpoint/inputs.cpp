@@ -1,4 +1,4 @@
-// Taking arguments apart and putting them together again; see inputs.h.
+// Replaces the tensors among arguments with capsules, and back; see inputs.h.
 #include "checkpoint/inputs.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,17 +10,17 @@ namespace py = pybind11;
 namespace drivetrain::checkpoint {
 namespace {
 
-constexpr const char* kPlace = "drivetrain.Inputs";  // of a tensor: its index and 1, as capsules hold no null
+constexpr const char* kTensorIndex = "drivetrain.Inputs";  // holds the index plus 1, because capsules hold no null
 
-py::object place_of(size_t index) {
-  return py::reinterpret_steal<py::object>(PyCapsule_New(reinterpret_cast<void*>(index + 1), kPlace, nullptr));
+py::object capsule_of(size_t index) {
+  return py::reinterpret_steal<py::object>(PyCapsule_New(reinterpret_cast<void*>(index + 1), kTensorIndex, nullptr));
 }
 
-bool is_place(PyObject* object) { return PyCapsule_IsValid(object, kPlace); }
+bool is_capsule(PyObject* object) { return PyCapsule_IsValid(object, kTensorIndex); }
 
-size_t index_at(PyObject* place) { return reinterpret_cast<size_t>(PyCapsule_GetPointer(place, kPlace)) - 1; }
+size_t index_in(PyObject* capsule) { return reinterpret_cast<size_t>(PyCapsule_GetPointer(capsule, kTensorIndex)) - 1; }
 
-// A structure with other leaves: leaf(object) returns what replaces it.
+// Copies a nested structure and replaces each leaf with leaf(object).
 template <class Leaf>
 py::object with_leaves(PyObject* object, const Leaf& leaf) {
   if (PyTuple_CheckExact(object)) {
@@ -46,9 +46,9 @@ py::object with_leaves(PyObject* object, const Leaf& leaf) {
   return copy;
 }
 
-// Where below `name` the tensor of that index is; empty: not there.
+// Returns the path below `name` to the tensor of this index; empty: it is not there.
 std::string path_to(size_t index, PyObject* object, const std::string& name) {
-  if (is_place(object)) return index_at(object) == index ? name : "";
+  if (is_capsule(object)) return index_in(object) == index ? name : "";
   const auto below = [&](py::handle key, py::handle value) {
     return path_to(index, value.ptr(), text(name, "[", py::repr(key).cast<std::string>(), "]"));
   };
@@ -71,18 +71,18 @@ Inputs::Inputs(py::tuple args, py::dict kwargs) {
     if (!THPVariable_Check(object)) return py::reinterpret_borrow<py::object>(object);
     const at::Tensor& tensor = THPVariable_Unpack(object);
     inputs_.push_back({torch::autograd::SavedVariable(tensor, /*is_output=*/false), tensor._version()});
-    return place_of(inputs_.size() - 1);
+    return capsule_of(inputs_.size() - 1);
   };
   args_ = with_leaves(args.ptr(), keep);
   kwargs_ = with_leaves(kwargs.ptr(), keep);
 }
 
 std::pair<py::tuple, py::dict> Inputs::get() const {
-  const auto put_back = [this](PyObject* object) {
-    if (!is_place(object)) return py::reinterpret_borrow<py::object>(object);
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(inputs_[index_at(object)].saved.unpack()));
+  const auto unpack = [this](PyObject* object) {
+    if (!is_capsule(object)) return py::reinterpret_borrow<py::object>(object);
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(inputs_[index_in(object)].saved.unpack()));
   };
-  return {with_leaves(args_.ptr(), put_back), with_leaves(kwargs_.ptr(), put_back)};
+  return {with_leaves(args_.ptr(), unpack), with_leaves(kwargs_.ptr(), unpack)};
 }
 
 std::string Inputs::first_written() const {

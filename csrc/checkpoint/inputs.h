@@ -1,4 +1,4 @@
-// The arguments of a checkpointed function, kept until it is called again.
+// Declares Inputs, which keeps the arguments of a checkpointed function until it is called again.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,18 +11,18 @@
 
 namespace drivetrain::checkpoint {
 
-// Tensors are kept as autograd keeps what it saves, so that whoever holds saved tensors now (an outer checkpoint, say)
-// holds these, too. Those in tuples, lists and dicts are found, however deeply nested, and lists and dicts are kept as
-// they are now. The GIL must be held.
+// Keeps tensors as autograd's saved variables, so that saved-tensor hooks in force, such as those of an outer
+// checkpoint, apply to them. Finds tensors in nested tuples, lists and dicts, and copies lists and dicts. The GIL must
+// be held.
 class Inputs {
  public:
   Inputs(pybind11::tuple args, pybind11::dict kwargs);
 
-  // The same again, in new lists and dicts.
+  // Returns the arguments, in new lists and dicts.
   std::pair<pybind11::tuple, pybind11::dict> get() const;
 
-  // Where the first tensor is that has been written since it was kept: "argument 0", "argument 'mask'['left']"; empty:
-  // all are as they were. Those that an outer checkpoint holds are not looked at: it recomputes them.
+  // Names the first tensor that was written in place since construction: "argument 0", "argument 'mask'['left']";
+  // empty: none. Skips tensors that an outer checkpoint holds, because it recomputes them.
   std::string first_written() const;
 
  private:
@@ -31,7 +31,7 @@ class Inputs {
     int64_t version;
   };
 
-  pybind11::tuple args_;  // with the index into inputs_, in a capsule, where a tensor was
+  pybind11::tuple args_;  // tensors are replaced by capsules with their index in inputs_
   pybind11::dict kwargs_;
   std::vector<Input> inputs_;
 };

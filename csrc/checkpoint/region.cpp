@@ -1,4 +1,4 @@
-// Forgetting what a function saves, and calling it again; see region.h.
+// Calls a function without keeping its saved tensors, and calls it again in backward; see region.h.
 #include "checkpoint/region.h"
 
 #include <ATen/core/grad_mode.h>
@@ -25,17 +25,18 @@ constexpr const char* kRegion = "drivetrain.Region";
 constexpr const char* kTicket = "drivetrain.Ticket";
 constexpr const char* kRecomputation = "drivetrain.Recomputation";
 
-// Those that operations save (RNNs, normalisations) have bytes that nobody wrote.
+// Operations such as RNNs and normalizations save workspaces, which they do not write completely.
 bool is_workspace(const at::Tensor& tensor) { return tensor.scalar_type() == at::kByte && tensor.dim() == 1; }
 
-// torch's GraphExecGroup that the current backward belongs to, or None.
+// Returns torch's GraphExecGroup of the current backward, or None.
 py::object current_group() {
-  static const auto* get = new py::object(
-      py::getattr(py::module_::import("torch._C"), "_get_graph_exec_group", py::none()));  // lives for ever
+  static const auto* get = new py::object(py::getattr(py::module_::import("torch._C"), "_get_graph_exec_group",
+                                                      py::none()));  // leaked: it may outlive Python
   return get->is_none() ? py::none() : (*get)();
 }
 
-// No Exception in Python's sense, so that the function's own handlers let it pass.
+// The exception that ends a recomputation early. It derives from BaseException, so that handlers in the function let it
+// pass.
 PyObject* recomputation_stopped() {
   static PyObject* const type = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
   return type;
@@ -45,8 +46,8 @@ PyObject* recomputation_stopped() {
 
 uint64_t hash_of(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
-                              "verify=True cannot hash the values of a saved tensor subclass: checkpoint what works on "
-                              "plain tensors, or leave verify=False");
+                              "verify=True cannot hash the values of a saved tensor subclass: checkpoint functions "
+                              "that work on plain tensors, or pass verify=False");
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;
   at::Tensor values = tensor.detach();
@@ -55,7 +56,7 @@ uint64_t hash_of(const at::Tensor& tensor) {
   return hash_bytes(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
 }
 
-Saved::Saved(const at::Tensor& tensor)
+SavedMetadata::SavedMetadata(const at::Tensor& tensor)
     : sizes(tensor.sym_sizes()),
       dtype(tensor.scalar_type()),
       device(tensor.device()),
@@ -78,10 +79,10 @@ struct Region::Ticket {
   size_t index;
 };
 
-// One more call of the function, up to the last tensor that its forward saved.
+// One call of the function in backward, up to the last tensor that its forward saved.
 class Region::Recomputation {
  public:
-  // Gives the region the values that its graph waits for.
+  // Gives the region the values that its graph still refers to.
   static void run(Region& region);
 
  private:
@@ -89,11 +90,11 @@ class Region::Recomputation {
       : region_(region.shared_from_this()), num_expected_(region.saved_.size()), values_(num_expected_) {}
 
   static PyObject* pack(PyObject* recomputation, PyObject* tensor);
-  static PyObject* unpack(PyObject* nobody, PyObject* tensor) { return Py_NewRef(tensor); }
+  static PyObject* unpack(PyObject* unused, PyObject* tensor) { return Py_NewRef(tensor); }
 
   void call_function(const std::shared_ptr<Recomputation>& self);
-  // Returns what the recomputed graph shall save: inside the function that may have a backward of its own. Nothing more
-  // is needed once is_stopped_ is set.
+  // Returns the tensor for the recomputed graph to save, because the function may run a backward of its own. Sets
+  // is_stopped_ when no more tensors are needed.
   at::Tensor take(const at::Tensor& tensor);
   std::string difference(size_t index, const at::Tensor& tensor) const;
   [[noreturn]] void fail(std::string failure);
@@ -156,26 +157,26 @@ py::object Region::run(py::object function, py::tuple args, py::dict kwargs, Reg
 }
 
 py::object Region::save(const at::Tensor& tensor) {
-  Saved saved(tensor);
+  SavedMetadata saved(tensor);
   if (options_.verify) {
     if (!is_workspace(tensor)) saved.hash = hash_of(tensor);
-    saved.place = place_now();
+    saved.location = current_location();
   }
   saved_.push_back(std::move(saved));
   return capsule(Ticket(shared_from_this(), saved_.size() - 1), kTicket);
 }
 
 void Region::end_forward() {
-  if (!saved_.empty()) {  // else nothing will be recomputed
+  if (!saved_.empty()) {  // otherwise backward recomputes nothing
     const std::string written = inputs_->first_written();
     if (!written.empty()) failure_ = input_written(written);
     if (random_states_ && random_states_->num_devices() < RandomStates::num_devices_now()) {
-      failure_ = device_initialised();
+      failure_ = device_initialized();
     }
   }
   has_ended_ = true;
   if (failure_.empty()) return;
-  inputs_.reset();  // an argument that was written refers to the graph now, which refers to this
+  inputs_.reset();  // breaks a reference cycle: an argument that was written refers to the graph
   throw_checkpoint_error(failure_);
 }
 
@@ -188,7 +189,7 @@ at::Tensor Region::value_of(size_t index) {
     graph_task_ = graph_task;
     group_ = std::move(group);
   }
-  const at::Tensor value = std::move(saved_[index].value);  // gone from here even if the graph is retained
+  const at::Tensor value = std::move(saved_[index].value);  // freed here even if the graph is retained
   DT_INVARIANT(value.defined());
   if (value._version() != saved_[index].value_version) throw_checkpoint_error(value_written(index));
   return value;
@@ -204,12 +205,12 @@ void Region::recompute() {
 void Region::Recomputation::run(Region& region) {
   const std::shared_ptr<Recomputation> self(new Recomputation(region));
   self->call_function(self);
-  if (!self->failure_.empty()) throw_checkpoint_error(self->failure_);  // which the function has caught
+  if (!self->failure_.empty()) throw_checkpoint_error(self->failure_);  // the function has caught it
   if (self->num_taken_ != self->num_expected_ && region.has_ended_) {
     throw_checkpoint_error(region.other_number(self->num_taken_));
   }
   for (size_t index = 0; index < self->num_expected_; ++index) {
-    Saved& saved = region.saved_[index];
+    SavedMetadata& saved = region.saved_[index];
     if (!saved.is_wanted) continue;
     saved.value = std::move(self->values_[index].tensor);
     saved.value_version = self->values_[index].version;
@@ -227,7 +228,7 @@ void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& 
   const auto result =
       py::reinterpret_steal<py::object>(PyObject_Call(region_->function_.ptr(), args.ptr(), kwargs.ptr()));
   if (result) return;
-  // While the function's frames were left, an interrupt may have come instead.
+  // An interrupt may have replaced the exception that ends the recomputation.
   if (!is_stopped_ || !PyErr_ExceptionMatches(recomputation_stopped())) throw py::error_already_set();
   PyErr_Clear();
 }
@@ -235,7 +236,7 @@ void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& 
 at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
   const size_t index = num_taken_;
   if (index >= num_expected_) {
-    // More than the forward had saved when it asked for its own backward is as it should be.
+    // If the forward itself runs a backward, a complete recomputation saves more than the forward had saved by then.
     if (!region_->options_.early_stop && !region_->has_ended_) return tensor.detach();
     if (!is_stopped_) fail(region_->other_number(index + 1));
     return {};
@@ -251,11 +252,11 @@ at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
   return value;
 }
 
-// What is not as it was in the forward; empty: nothing.
+// Describes how a recomputed tensor differs from the saved one; empty: it does not.
 std::string Region::Recomputation::difference(size_t index, const at::Tensor& tensor) const {
-  const Saved& before = region_->saved_[index];
+  const SavedMetadata& before = region_->saved_[index];
   if (region_->options_.checks_metadata) {
-    const Saved now(tensor);
+    const SavedMetadata now(tensor);
     if (now.sizes != before.sizes || now.dtype != before.dtype || now.device != before.device) {
       return region_->changed(index, tensor);
     }

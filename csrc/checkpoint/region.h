@@ -1,4 +1,4 @@
-// A checkpointed call: what its function saved for backward is forgotten, and recomputed when backward asks for it.
+// Declares Region: one checkpointed call, whose saved tensors are freed and recomputed when backward asks for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,35 +23,35 @@ namespace drivetrain::checkpoint {
 
 struct RegionOptions {
   bool preserve_rng_state;
-  bool early_stop;       // a recomputation ends with the last tensor that was saved
-  bool checks_metadata;  // shape, dtype and device, and that nobody has written what outlives the function
-  bool verify;           // values
+  bool early_stop;       // end a recomputation after the last saved tensor
+  bool checks_metadata;  // compare shape, dtype and device, and refuse tensors that were written in place
+  bool verify;           // compare hashes of values
 };
 
-// What is known of a saved tensor while its values are forgotten.
-struct Saved {
-  explicit Saved(const at::Tensor& tensor);
+// The description of a saved tensor whose memory was freed.
+struct SavedMetadata {
+  explicit SavedMetadata(const at::Tensor& tensor);
 
   c10::SymDimVector sizes;
   at::ScalarType dtype;
   c10::Device device;
-  // Weak: nobody gets that storage's address meanwhile, and whoever has it at recomputation, in the same version, has
-  // the same values.
+  // A weak reference, so that the address is not reused: if a recomputation saves the same storage in the same version,
+  // it has the same values.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   int64_t version;
-  const std::type_info* grad_fn;  // of whose output it is; null: of nobody's
-  std::optional<uint64_t> hash;   // both with verify
-  std::string place;
+  const std::type_info* grad_fn;  // the type of the node whose output it is; null: none
+  std::optional<uint64_t> hash;   // set by verify
+  std::string location;           // set by verify: where it was saved
 
-  bool is_wanted = true;  // the graph has it still
-  at::Tensor value;       // recomputed and not yet used
+  bool is_wanted = true;  // the graph still refers to it
+  at::Tensor value;       // recomputed, but not taken yet
   int64_t value_version = 0;
 };
 
 class Region : public std::enable_shared_from_this<Region> {
  public:
-  // Calls the function, in grad mode; whatever it saves belongs to a new region, which lives as long as the graph. The
-  // GIL must be held, as for all of this class.
+  // Calls the function in grad mode. The tensors that autograd saves in it belong to a new region, which lives as long
+  // as the graph. The GIL must be held, as for all of this class.
   static pybind11::object run(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs,
                               RegionOptions options);
 
@@ -59,10 +59,10 @@ class Region : public std::enable_shared_from_this<Region> {
 
  private:
   class Recomputation;
-  struct Ticket;  // what the graph has instead of a tensor
+  struct Ticket;  // the graph holds it instead of a saved tensor
 
   static PyObject* pack(PyObject* region, PyObject* tensor);
-  static PyObject* unpack(PyObject* nobody, PyObject* ticket);
+  static PyObject* unpack(PyObject* unused, PyObject* ticket);
 
   pybind11::object save(const at::Tensor& tensor);
   void end_forward();
@@ -70,40 +70,42 @@ class Region : public std::enable_shared_from_this<Region> {
   void recompute();
   std::string name() const;
 
-  // region_errors.cpp: what each says, and why that usually happens.
+  // Error messages, in region_errors.cpp: each says what differs and why that usually happens.
   std::string input_written(const std::string& input) const;
-  std::string device_initialised() const;
+  std::string device_initialized() const;
   std::string outliving_written(size_t index, const at::Tensor& recomputed) const;
   std::string changed(size_t index, const at::Tensor& recomputed) const;
   std::string other_number(size_t num_recomputed) const;
   std::string value_written(size_t index) const;
 
   const pybind11::object function_;
-  std::optional<Inputs> inputs_;  // none once the forward has failed
+  std::optional<Inputs> inputs_;  // none after the forward has failed
   const RegionOptions options_;
   const std::optional<RandomStates> random_states_;
   const Autocast autocast_;
-  std::vector<Saved> saved_;
-  bool has_ended_ = false;  // its forward
-  std::string failure_;     // of its forward
+  std::vector<SavedMetadata> saved_;
+  bool has_ended_ = false;  // the forward
+  std::string failure_;     // the error of the forward; empty: none
 
-  // The backward that the values are for: autograd's number for it, -1 outside of any, or torch's GraphExecGroup.
+  // The backward for which the values were recomputed: autograd's number (-1: none), or torch's GraphExecGroup.
   int graph_task_ = -1;
   pybind11::object group_;
 };
 
-// Of a tensor's values.
+// Returns a hash of a tensor's values. Raises NotImplementedError for tensor subclasses.
 uint64_t hash_of(const at::Tensor& tensor);
 
-// "in mlp.act (model.py:88 in forward)": where Python code is now, for errors.
-std::string place_now();
+// Returns where Python code runs now, for error messages: "in mlp.act (model.py:88 in forward)".
+std::string current_location();
 
-// "parameter 'mlp.up.weight'": whose memory the tensor is of, in the module that a weak reference of Python's is to;
-// empty: nobody's there.
+// Names the parameter or buffer that shares the tensor's memory: "parameter 'mlp.up.weight'"; empty: none. `module` is
+// a Python weak reference.
 std::string owner_in(const c10::SafePyObject& module, const at::Tensor& tensor);
 
+// Returns whether the tensor belongs to the running statistics of a normalization module that is being called.
 bool is_running_statistic(const at::Tensor& tensor);
 
-[[noreturn]] void throw_checkpoint_error(const std::string& message);  // torch's CheckpointError
+// Throws torch.utils.checkpoint.CheckpointError.
+[[noreturn]] void throw_checkpoint_error(const std::string& message);
 
 }  // namespace drivetrain::checkpoint

@@ -1,4 +1,4 @@
-// What is said when a region cannot be recomputed as it was; see region.h.
+// Writes the error messages for regions whose recomputation differs from their forward; see region.h.
 #include <c10/util/Type.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/pybind.h>
@@ -14,15 +14,15 @@ namespace {
 
 constexpr const char* kOtherPath =
     "Usually the function took another path: it depends on a counter, a global, a cache that its first call filled, "
-    "random numbers that are not torch's, train() or eval() called in between, or something else that was changed "
-    "between forward and backward.";
+    "random numbers that are not torch's, train() or eval() called in between, or other state that changed between "
+    "forward and backward.";
 
 py::object location_py(const char* function) {
   return py::module_::import("drivetrain.checkpoint.location").attr(function);
 }
 
-// torch.float32 [4, 8] on cpu, result of AddmmBackward0
-std::string description(const Saved& saved) {
+// Returns a text such as "float32 [4, 8] on cpu, output of AddmmBackward0".
+std::string description(const SavedMetadata& saved) {
   std::string described = text(py::str(py::cast(saved.dtype)).cast<std::string>(), " ",
                                c10::SymIntArrayRef(saved.sizes), " on ", saved.device.str());
   if (saved.grad_fn == nullptr) return described;
@@ -32,7 +32,7 @@ std::string description(const Saved& saved) {
 
 }  // namespace
 
-std::string place_now() { return location_py("here")().cast<std::string>(); }
+std::string current_location() { return location_py("here")().cast<std::string>(); }
 
 std::string owner_in(const c10::SafePyObject& module, const at::Tensor& tensor) {
   const py::object alive = py::handle(module.ptr(getPyInterpreter()))();
@@ -53,34 +53,36 @@ std::string Region::input_written(const std::string& input) const {
   const std::string which = text(input, " of ", name());
   if (!has_ended_) {
     return text(which,
-                " was modified in place by the function itself, which backward has to call again with what it "
-                "was given: clone that tensor first, or use an operation that is not in place.");
+                " was modified in place by the function itself, but backward calls the function again with the "
+                "same arguments: clone that tensor first, or use an operation that is not in place.");
   }
   return text(which,
               " was modified in place after the forward: backward calls the function again with it, and "
-              "gradients would be those of other values. Usually an operation in place (add_, masked_fill_, copy_) "
+              "gradients would belong to other values. Usually an operation in place (add_, masked_fill_, copy_) "
               "came in between: clone the tensor, or use one that is not in place.");
 }
 
-std::string Region::device_initialised() const {
-  return text(name(),
-              " was the first to use the accelerator, so that the state of its random numbers before is not "
-              "known: initialise it before (torch.cuda.init()), or pass preserve_rng_state=False if it draws none.");
+std::string Region::device_initialized() const {
+  return text(
+      name(),
+      " was the first to use the accelerator, so the state of its random numbers before the call is "
+      "unknown: initialize it before (torch.cuda.init()), or pass preserve_rng_state=False if the function draws "
+      "no random numbers.");
 }
 
 std::string Region::outliving_written(size_t index, const at::Tensor& recomputed) const {
   const std::string owner = location_py("owner_of")(recomputed).cast<std::string>();
-  return text(owner.empty() ? text("tensor ", index + 1, " of ", saved_.size()) : owner, " (",
-              description(saved_[index]), "), which ", name(),
-              " saved for backward, has been modified in place since, ", place_now(),
-              ": gradients would be those of other values. Usually an optimizer stepped between forward and backward, "
-              "or the function updates a buffer in place and then computes with it. Where it only writes what was "
-              "there before: determinism_check=\"none\".");
+  return text(
+      owner.empty() ? text("tensor ", index + 1, " of ", saved_.size()) : owner, " (", description(saved_[index]),
+      "), which ", name(), " saved for backward, has been modified in place since, ", current_location(),
+      ": gradients would belong to other values. Usually an optimizer stepped between forward and backward, or "
+      "the function updates a buffer in place and then computes with it. If the write does not change any value, "
+      "pass determinism_check=\"none\".");
 }
 
 std::string Region::changed(size_t index, const at::Tensor& recomputed) const {
-  const Saved& before = saved_[index];
-  const Saved now(recomputed);
+  const SavedMetadata& before = saved_[index];
+  const SavedMetadata now(recomputed);
   const bool same_metadata = now.sizes == before.sizes && now.dtype == before.dtype && now.device == before.device;
   std::string why = kOtherPath;
   if (same_metadata) {
@@ -88,29 +90,29 @@ std::string Region::changed(size_t index, const at::Tensor& recomputed) const {
                                            : "Usually dropout or other random numbers, as preserve_rng_state is False",
                "; a buffer that forward updates (running statistics) and then computes with; a parameter or buffer "
                "that was written through .data in between; a global that was changed; or an operation that is not "
-               "deterministic (torch.use_deterministic_algorithms(True) finds those).");
+               "deterministic (torch.use_deterministic_algorithms(True) finds such operations).");
   }
   return text("tensor ", index + 1, " of ", saved_.size(), " that ", name(), " saved for backward has other ",
               same_metadata ? "values" : "metadata", " when it is recomputed.\n  forward: ", description(before),
-              before.place.empty() ? "" : ", ", before.place, "\n  recomputed: ", description(now), ", ", place_now(),
-              "\n", why);
+              before.location.empty() ? "" : ", ", before.location, "\n  recomputed: ", description(now), ", ",
+              current_location(), "\n", why);
 }
 
 std::string Region::other_number(size_t num_recomputed) const {
   const bool is_fewer = num_recomputed < saved_.size();
   return text(name(), " saved ", saved_.size(), " tensors for backward and ", is_fewer ? "only " : "at least ",
               num_recomputed, " when it was called again.\n  ",
-              is_fewer ? text("The first that is missing: ", description(saved_[num_recomputed]),
-                              saved_[num_recomputed].place.empty() ? "" : ", ", saved_[num_recomputed].place)
-                       : text("The first that is new is saved ", place_now()),
+              is_fewer ? text("The first missing one: ", description(saved_[num_recomputed]),
+                              saved_[num_recomputed].location.empty() ? "" : ", ", saved_[num_recomputed].location)
+                       : text("The first additional one is saved ", current_location()),
               "\n", kOtherPath);
 }
 
 std::string Region::value_written(size_t index) const {
   return text("tensor ", index + 1, " of ", saved_.size(), " that ", name(), " saved for backward (",
-              description(saved_[index]), saved_[index].place.empty() ? "" : ", ", saved_[index].place,
-              ") was modified in place afterwards, inside the function: backward needs it as it was. Use an operation "
-              "that is not in place, as without checkpointing.");
+              description(saved_[index]), saved_[index].location.empty() ? "" : ", ", saved_[index].location,
+              ") was modified in place afterwards, inside the function, but backward needs the saved values. Use an "
+              "operation that is not in place, as without checkpointing.");
 }
 
 }  // namespace drivetrain::checkpoint

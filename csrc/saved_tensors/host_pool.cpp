@@ -1,4 +1,4 @@
-// Slabs of host memory; see host_pool.h.
+// Reserves, cuts and merges slabs of host memory; see host_pool.h.
 #include "saved_tensors/host_pool.h"
 
 #include <ATen/ops/empty.h>
@@ -13,15 +13,16 @@
 namespace drivetrain::saved_tensors {
 namespace {
 
-constexpr int64_t kAlignment = 512;  // of every piece, for a device's copies
+constexpr int64_t kAlignment = 512;  // bytes; every piece is aligned for copies of a device
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 int64_t power_from(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes))); }
 int64_t power_up_to(int64_t bytes) { return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))); }
 
-void add_uses(Uses& to, const Uses& from) {
-  for (const Use& use : from) {
-    const auto same = std::find_if(to.begin(), to.end(), [&](const Use& other) { return other.stream == use.stream; });
+void add_uses(StreamUses& to, const StreamUses& from) {
+  for (const StreamUse& use : from) {
+    const auto same =
+        std::find_if(to.begin(), to.end(), [&](const StreamUse& other) { return other.stream == use.stream; });
     if (same == to.end()) {
       to.push_back(use);
     } else if (same->turn < use.turn) {
@@ -64,7 +65,7 @@ HostPool::Memory HostPool::get(int64_t bytes, bool pinned) {
   return memory;
 }
 
-// Of the smallest free piece that is large enough; nothing if there is none.
+// Cuts from the smallest free piece that is large enough. Returns empty memory if there is none.
 HostPool::Memory HostPool::cut(int64_t bytes, bool pinned) {
   const int64_t size = std::max(aligned(bytes), kAlignment);
   Slab* slab = nullptr;
@@ -94,15 +95,15 @@ HostPool::Memory HostPool::cut(int64_t bytes, bool pinned) {
   return memory;
 }
 
-// A new slab with room for that much: a smaller one if the limit leaves no more.
+// Reserves a slab with room for that many bytes. It is smaller than slab_bytes if the limit demands it.
 void HostPool::reserve(int64_t bytes, bool pinned) {
   const int64_t least = power_from(std::max(aligned(bytes), kAlignment));
   release_unused(least);
   const int64_t left = power_up_to(max_bytes_ - stats_.bytes_reserved);
   if (least > left) {
-    throw UserError(text("offloading ", bytes, " bytes more needs max_bytes to be at least ",
-                         stats_.bytes_reserved + least, ", and it is ", max_bytes_, ": ", stats_.bytes_reserved,
-                         " are reserved, ", stats_.bytes_in_use, " of them in use. Raise the limit, or offload less."));
+    throw UserError(text("max_bytes is ", max_bytes_, ", and offloading ", bytes, " bytes more needs at least ",
+                         stats_.bytes_reserved + least, ": ", stats_.bytes_reserved, " are reserved, ",
+                         stats_.bytes_in_use, " of them in use. Raise the limit, or offload less."));
   }
   const int64_t size = std::min(std::max(least, slab_bytes_), left);
   Slab slab{at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(pinned)), pinned, {}};
@@ -112,8 +113,8 @@ void HostPool::reserve(int64_t bytes, bool pinned) {
   ++stats_.num_slabs;
 }
 
-// Where a slab of the wanted size would be beyond the limit. torch's allocator of pinned memory waits for what devices
-// still do with it.
+// Frees unused slabs until the wanted bytes fit under the limit. torch's allocator of pinned memory waits for devices
+// that still use them.
 void HostPool::release_unused(int64_t wanted) {
   for (auto slab = slabs_.begin(); slab != slabs_.end() && stats_.bytes_reserved + wanted > max_bytes_;) {
     if (slab->is_unused()) {

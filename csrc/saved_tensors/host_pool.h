@@ -1,4 +1,4 @@
-// Host memory for activations: slabs that are cut up, given back and cut up again from step to step.
+// Declares HostPool, which reuses host memory for offloaded activations from step to step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,32 +15,32 @@
 
 namespace drivetrain::saved_tensors {
 
-// All that a stream had enqueued up to an event, some of which may still read or write a piece of memory.
-struct Use {
+// The work of a stream up to an event, some of which may still read or write a piece of memory.
+struct StreamUse {
   c10::Stream stream;
-  uint64_t turn;  // of that stream's events: a later one says more
+  uint64_t turn;  // numbers the events of the stream: a later event covers earlier ones
   std::shared_ptr<const c10::Event> event;
 };
 
-// One per stream.
-using Uses = std::vector<Use>;
+// At most one per stream.
+using StreamUses = std::vector<StreamUse>;
 
 struct HostPoolStats {
   int64_t bytes_in_use;
   int64_t peak_bytes_in_use;
   int64_t bytes_reserved;
-  int64_t num_slabs;  // reserved so far, which a steady step leaves as it is
+  int64_t num_slabs;  // reserved since construction; constant when steps repeat
   int64_t num_copies;
   int64_t bytes_copied;
 };
 
-// Slabs are powers of two, as torch's allocator of pinned memory makes them anyway. A piece is cut from the smallest
-// free one that is large enough, and grows together with its free neighbours when it is given back: at once, whatever
-// devices still do with it, as the next owner's copy waits for that on its stream. So what a step finds free depends on
-// the order of calls alone, and one like the last reserves nothing. Any thread may call.
+// The size of a slab is a power of two, to which torch's allocator of pinned memory rounds in any case. The pool cuts a
+// piece from the smallest free one that is large enough, and merges it with its free neighbors when it is returned. It
+// is free at once, even if a device still uses it, because the stream of the next owner waits for that use. Therefore
+// the layout depends only on the order of calls, and a step that repeats the last one reserves nothing. Thread-safe.
 class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
-  // A piece of a slab, given back by its end.
+  // A piece of a slab, which the destructor returns to the pool.
   class Memory {
    public:
     Memory() = default;
@@ -49,9 +49,9 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     ~Memory();
 
     const at::Tensor& bytes() const { return bytes_; }
-    const Uses& uses() const { return uses_; }  // before the first write: those of former owners
-    // What the next owner waits for: it must have followed all uses so far.
-    void set_last_use(Use last_use) { uses_ = {std::move(last_use)}; }
+    const StreamUses& uses() const { return uses_; }  // before the first write: by former owners
+    // Sets the use that the next owner waits for. The stream must have waited for all earlier uses.
+    void set_last_use(StreamUse last_use) { uses_ = {std::move(last_use)}; }
 
    private:
     friend class HostPool;
@@ -59,13 +59,14 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     void* slab_ = nullptr;
     int64_t offset_ = 0, size_ = 0;
     at::Tensor bytes_;
-    Uses uses_;
+    StreamUses uses_;
   };
 
-  // max_bytes: of what is reserved; slab_bytes: of the smallest slab, a power of two.
+  // max_bytes: the limit on reserved bytes. slab_bytes: the size of the smallest slab, a power of two.
   static std::shared_ptr<HostPool> make(int64_t max_bytes, int64_t slab_bytes);
 
-  // pinned: for copies of a device. Throws UserError beyond the limit, and says how much would do.
+  // Returns at least that many bytes. `pinned` is for copies of a device. Throws UserError beyond the limit, and says
+  // which limit suffices.
   Memory get(int64_t bytes, bool pinned);
 
   void count_copy(int64_t bytes);
@@ -76,12 +77,12 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
  private:
   struct Free {
     int64_t size;
-    Uses uses;
+    StreamUses uses;
   };
   struct Slab {
     at::Tensor bytes;
     bool pinned;
-    std::map<int64_t, Free> free;  // by offset; no two of them touch
+    std::map<int64_t, Free> free;  // by offset; two free pieces never touch
 
     bool is_unused() const { return free.size() == 1 && free.begin()->second.size == bytes.numel(); }
   };

@@ -1,20 +1,20 @@
-// The absence of packing on CUDA: what a build without nvcc answers.
+// Replaces packing on CUDA in builds without nvcc: every function raises.
 #include "base/check.h"
 #include "saved_tensors/pack_cuda.h"
 
 namespace drivetrain::saved_tensors {
 namespace {
 
-[[noreturn]] void say_there_is_none() {
+[[noreturn]] void throw_without_cuda() {
   throw UnsupportedError(
-      "this activation is on a CUDA device, but drivetrain was built without nvcc: put nvcc on PATH and reinstall with "
-      "\"pip install --no-build-isolation --force-reinstall --no-deps .\", or do not pack there.");
+      "tensor is on a CUDA device, but drivetrain was built without nvcc: put nvcc on PATH and reinstall with \"pip "
+      "install --no-build-isolation --force-reinstall --no-deps .\", or do not pack tensors on CUDA.");
 }
 
 }  // namespace
 
-void pack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { say_there_is_none(); }
-void unpack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { say_there_is_none(); }
-void convert_cuda(const optim::Stream&, const optim::Stream&, int64_t, void*) { say_there_is_none(); }
+void pack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { throw_without_cuda(); }
+void unpack_bools_cuda(const uint8_t*, int64_t, uint8_t*, void*) { throw_without_cuda(); }
+void convert_cuda(const optim::Stream&, const optim::Stream&, int64_t, void*) { throw_without_cuda(); }
 
 }  // namespace drivetrain::saved_tensors

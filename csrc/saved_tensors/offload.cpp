@@ -1,5 +1,4 @@
-// Copies to the host and back; see offload.h. Streams and events are those of torch's device-independent interface: no
-// CUDA header, no CUDA library.
+// Copies tensors to the host and back through torch's device-independent streams and events; see offload.h.
 #include "saved_tensors/offload.h"
 
 #include <ATen/core/grad_mode.h>
@@ -24,6 +23,7 @@ namespace {
 
 using c10::impl::VirtualGuardImpl;
 
+// A stream for copies in one direction, whose events are numbered.
 class CopyStream {
  public:
   explicit CopyStream(c10::Device device)
@@ -31,9 +31,9 @@ class CopyStream {
 
   const c10::Stream& stream() const { return stream_; }
 
-  // All that is enqueued now.
-  Use use() {
-    const std::lock_guard<std::mutex> lock(*mutex_);  // events come in the order of their turns
+  // Returns the work that is enqueued now.
+  StreamUse use() {
+    const std::lock_guard<std::mutex> lock(*mutex_);  // records events in the order of their turns
     const auto event = std::make_shared<c10::Event>(stream_.device_type());
     event->record(stream_);
     return {stream_, ++turns_, event};
@@ -45,7 +45,7 @@ class CopyStream {
   uint64_t turns_ = 0;
 };
 
-// Of a device. Two: a copy back must not stand behind copies out.
+// The streams of a device. Copies back must not queue behind copies to the host, so there are two.
 struct CopyStreams {
   CopyStream out, in;
 };
@@ -68,7 +68,7 @@ void wait_for(const c10::Stream& waiting, const c10::Stream& awaited) {
   event.block(waiting);
 }
 
-// Its memory is given to others only after what that stream has enqueued when it is freed.
+// Tells the allocator to reuse the tensor's memory only after the work that the stream has when the tensor is freed.
 void record_use(const at::Tensor& tensor, const c10::Stream& stream) {
   VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
@@ -91,11 +91,11 @@ Offloaded Offloaded::begin(const std::shared_ptr<HostPool>& pool, const at::Tens
   }
   CopyStream& out = copy_streams(device).out;
   wait_for(out.stream(), current_stream_of(device));
-  for (const Use& use : result.memory_.uses()) use.event->block(out.stream());
+  for (const StreamUse& use : result.memory_.uses()) use.event->block(out.stream());
   record_use(flat, out.stream());
   const c10::StreamGuard guard(out.stream());
   result.on_host().copy_(flat, /*non_blocking=*/true);
-  const Use use = out.use();
+  const StreamUse use = out.use();
   result.copied_out_ = use.event;
   result.memory_.set_last_use(use);
   return result;
@@ -109,7 +109,7 @@ Offloaded::~Offloaded() {
   if (!on_device_.defined() || !stream_) return;
   try {
     record_use(on_device_, copy_streams(on_device_.device()).in.stream());
-  } catch (...) {  // the device is lost, and its memory with it
+  } catch (...) {  // the device and its memory are lost
   }
 }
 
@@ -127,13 +127,13 @@ void Offloaded::prefetch() {
   CopyStream& in = copy_streams(device).in;
   const c10::Stream current = current_stream_of(device);
   wait_for(in.stream(), current);
-  for (const Use& use : memory_.uses()) use.event->block(in.stream());
-  on_device_ = std::move(flat);  // from here on the end of this object knows of the copy
+  for (const StreamUse& use : memory_.uses()) use.event->block(in.stream());
+  on_device_ = std::move(flat);  // from here on the destructor knows about the copy
   stream_ = current;
   copied_back_.reset();
   const c10::StreamGuard guard(in.stream());
   on_device_.copy_(on_host(), /*non_blocking=*/true);
-  const Use use = in.use();
+  const StreamUse use = in.use();
   copied_back_ = use.event;
   memory_.set_last_use(use);
 }
@@ -144,14 +144,14 @@ at::Tensor Offloaded::take() {
     DT_INVARIANT(copied_back_);
     const c10::Stream current = current_stream_of(on_device_.device());
     copied_back_->block(current);
-    // Freed in the order of its own stream, the memory would be given away without regard to this one.
+    // The allocator orders a free by the stream that owns the memory, so it must learn about this one.
     if (current != *stream_) record_use(on_device_, current);
     stream_.reset();
   }
   return std::exchange(on_device_, {});
 }
 
-// As a tensor of its dtype.
+// Returns the copy on the host as a tensor of the original dtype.
 at::Tensor Offloaded::on_host() const { return memory_.bytes().view(c10::typeMetaToScalarType(options_.dtype())); }
 
 void register_offload(py::module_& m) {
@@ -170,7 +170,7 @@ void register_offload(py::module_& m) {
           "begin",
           [](const std::shared_ptr<HostPool>& pool, const at::Tensor& tensor) {
             if (!tensor.is_contiguous()) {
-              throw UserError(text("begin takes contiguous tensors and got one of strides ", tensor.strides()));
+              throw UserError(text("tensor has strides ", tensor.strides(), ", expected a contiguous tensor"));
             }
             return Offloaded::begin(pool, tensor.detach().view({-1}));
           },

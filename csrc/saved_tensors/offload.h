@@ -1,4 +1,4 @@
-// What is on the host instead of a device's memory, and its way there and back beside the device's work.
+// Declares Offloaded, a tensor in host memory, which is copied there and back beside the device's work.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,30 +13,29 @@
 
 namespace drivetrain::saved_tensors {
 
-// Each device has two streams for copies, out and in. The host waits for none of them: streams wait for each other's
-// events. On the CPU, copies go to the pool's memory and back at once. One thread at a time.
+// Each device has one stream for copies to the host and one for copies back. Streams wait for each other's events, and
+// the host waits for none. Tensors on the CPU are copied at once. Not thread-safe.
 class Offloaded {
  public:
-  // Of a contiguous tensor in one dimension. The copy starts after what the current stream has enqueued so far. The
-  // caller may free the tensor at once: torch's allocator is told that the copy reads its memory (recordStream), and
-  // gives it to others when the copy has ended. That memory may come back a little later than the current stream would
-  // have it; an event in its place would make the current stream wait for every copy. Before anything else writes to
-  // the tensor's memory, call await_copy_out(): the copy may still be reading it.
+  // Starts to copy a contiguous tensor of one dimension to the host, after the work that the current stream has so far.
+  // The caller may free the tensor at once, because recordStream tells torch's allocator that the copy reads its
+  // memory. The allocator may therefore reuse it a little later; an event instead would make the current stream wait
+  // for every copy. Call await_copy_out() before anything else writes to the memory.
   static Offloaded begin(const std::shared_ptr<HostPool>& pool, const at::Tensor& flat);
 
   Offloaded(Offloaded&&) noexcept = default;
   Offloaded& operator=(Offloaded&&) = delete;
-  ~Offloaded();  // any time, with copies under way
+  ~Offloaded();  // copies may be under way
 
-  // The current stream waits until the copy out has read the tensor: what it enqueues next may write there.
+  // Makes the current stream wait until the copy to the host has read the tensor. Its later work may write there.
   void await_copy_out() const;
 
-  // The copy back starts, into memory of the current stream: after what that has enqueued so far, which may use what
-  // the memory was before, and after the copy out. A second one does nothing.
+  // Starts the copy back, into memory of the current stream. It waits for the copy to the host, and for the work that
+  // the current stream has so far, which may still use that memory. A second call does nothing.
   void prefetch();
 
-  // The tensor as it was; the current stream waits for the copy, and prefetch() is called if it was not. The host's
-  // copy stays: another call brings it back once more.
+  // Returns the tensor on its device. Calls prefetch() unless that was done, and makes the current stream wait for the
+  // copy. The copy on the host stays, so that take() may be called again.
   at::Tensor take();
 
   int64_t nbytes() const { return memory_.bytes().numel(); }
@@ -50,9 +49,9 @@ class Offloaded {
   int64_t numel_;
   HostPool::Memory memory_;
 
-  std::shared_ptr<const c10::Event> copied_out_;  // none on the CPU
+  std::shared_ptr<const c10::Event> copied_out_;  // null for tensors on the CPU
   at::Tensor on_device_;                          // prefetched
-  std::optional<c10::Stream> stream_;             // of its memory; none on the CPU
+  std::optional<c10::Stream> stream_;             // the stream that owns its memory; none on the CPU
   std::shared_ptr<const c10::Event> copied_back_;
 };
 

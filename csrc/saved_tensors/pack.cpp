@@ -1,4 +1,4 @@
-// Packs and unpacks on all threads or on the current stream; see pack.h.
+// Packs and unpacks tensors on all threads or on the current stream; see pack.h.
 #include "saved_tensors/pack.h"
 
 #include <ATen/Parallel.h>
@@ -30,8 +30,8 @@ namespace {
 using optim::Format;
 using optim::Stream;
 
-constexpr int64_t kPiece = 1 << 14;  // elements: a multiple of all blocks
-constexpr int64_t kGrain = 4;        // pieces that are worth a thread
+constexpr int64_t kPiece = 1 << 14;  // elements; a multiple of both block sizes
+constexpr int64_t kGrain = 4;        // pieces per task of a thread, at least
 static_assert(kPiece % optim::kBlock == 0 && kPiece % kBitsBlock == 0);
 
 int64_t num_pieces(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
@@ -44,7 +44,7 @@ at::Tensor empty_bytes(int64_t size, c10::Device device) {
 
 // ---- Bits.
 
-// The two values as threads find them.
+// Shares the two values among threads while they find them.
 class SharedValues {
  public:
   explicit SharedValues(uint64_t first) : values_{{first, first}} {}
@@ -54,7 +54,7 @@ class SharedValues {
     return values_;
   }
 
-  // False: the two of a thread are others than another's.
+  // Returns false if the second value differs from the one that another thread found.
   bool merge(const TwoValues& found) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!values_.has_second()) values_ = found;
@@ -66,15 +66,15 @@ class SharedValues {
   TwoValues values_;
 };
 
-// An element as an integer: its bytes, the rest zeros.
+// Returns the bytes of an element as an integer, padded with zeros.
 uint64_t element_bits(const void* element, size_t size) {
   uint64_t bits = 0;
   std::memcpy(&bits, element, size);
   return bits;
 }
 
-// The values of an element of `size` bytes each, as `Packed` keeps them.
-at::Tensor kept(const TwoValues& values, int size) {
+// Returns two values of `size` bytes each as Packed::extra.
+at::Tensor extra_of(const TwoValues& values, int size) {
   at::Tensor extra = empty_bytes(2 * size, at::kCPU);
   auto* bytes = static_cast<char*>(extra.data_ptr());
   for (int i = 0; i < 2; ++i) std::memcpy(bytes + i * size, &values.bits[i], size);
@@ -84,7 +84,7 @@ at::Tensor kept(const TwoValues& values, int size) {
 std::optional<Packed> pack_bits_cuda(const at::Tensor& flat) {
   if (flat.scalar_type() != at::kBool) return std::nullopt;
   const int64_t numel = flat.numel();
-  Packed packed{Packing::kBits, at::kBool, numel, empty_bytes((numel + 7) / 8, flat.device()), kept({{0, 1}}, 1)};
+  Packed packed{Packing::kBits, at::kBool, numel, empty_bytes((numel + 7) / 8, flat.device()), extra_of({{0, 1}}, 1)};
   pack_bools_cuda(static_cast<const uint8_t*>(flat.const_data_ptr()), numel,
                   static_cast<uint8_t*>(packed.bytes.data_ptr()), current_stream(flat.device()));
   return packed;
@@ -95,7 +95,7 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   const int64_t numel = flat.numel();
   const auto size = static_cast<int>(flat.element_size());
   const void* from = flat.const_data_ptr();
-  // Of bools the first value is false wherever it stands, as on CUDA.
+  // A bit of 0 stands for false in bool tensors, whichever comes first, as on CUDA.
   const bool is_bool = flat.scalar_type() == at::kBool;
   SharedValues shared(numel == 0 || is_bool ? 0 : element_bits(from, size));
   Packed packed{Packing::kBits, flat.scalar_type(), numel, empty_bytes((numel + 7) / 8, flat.device()), {}};
@@ -109,13 +109,13 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
       if (!pack_bits_cpu(from, size, piece * kPiece, last, values, to) || !shared.merge(values)) has_third = true;
     }
   };
-  // The first by itself: what has many values shows it there, before threads are asked for.
+  // The first piece is packed without threads: a tensor with many values mostly shows a third one there.
   pack_pieces(0, std::min<int64_t>(num_pieces(numel), 1));
   if (!has_third) at::parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
   if (has_third) return std::nullopt;
   TwoValues values = shared.get();
   if (is_bool && !values.has_second()) values.bits[1] = 1;
-  packed.extra = kept(values, size);
+  packed.extra = extra_of(values, size);
   return packed;
 }
 
@@ -135,11 +135,11 @@ void unpack_bits(const Packed& packed, const at::Tensor& flat) {
   });
 }
 
-// ---- Formats of optim/storage.h.
+// ---- The formats of formats/storage.h.
 
 Format packed_format(Packing packing) { return packing == Packing::kInt8 ? Format::kSigned8 : Format::kBFloat16; }
 
-// From another element on; a multiple of a block.
+// Returns the array from a later element on, which must be a multiple of the block size.
 Stream advanced(Stream stream, int64_t elements) {
   stream.data = static_cast<char*>(stream.data) + elements * optim::bytes_of(stream.format);
   if (stream.extra != nullptr) stream.extra = static_cast<float*>(stream.extra) + elements / optim::kBlock;
@@ -177,9 +177,9 @@ Packed pack_format(const at::Tensor& flat, Packing packing) {
 void check_packable(at::ScalarType dtype, Packing packing) {
   if (is_packable(dtype, packing)) return;
   const char* takes = packing == Packing::kBits       ? "elements of 1, 2, 4 or 8 bytes"
-                      : packing == Packing::kBFloat16 ? "float32 and float64"
-                                                      : "float32, bfloat16 and float16";
-  throw UserTypeError(text("packing as ", name_of(packing), " takes ", takes, " and got ", dtype));
+                      : packing == Packing::kBFloat16 ? "float32 or float64"
+                                                      : "float32, bfloat16 or float16";
+  throw UserTypeError(text("tensor has dtype ", dtype, ", expected ", takes, " for packing '", name_of(packing), "'"));
 }
 
 }  // namespace
@@ -206,7 +206,7 @@ std::optional<Packed> pack(const at::Tensor& flat, Packing packing) {
   DT_INVARIANT(flat.dim() == 1 && flat.is_contiguous());
   check_packable(flat.scalar_type(), packing);
   if (!flat.is_cpu() && !flat.is_cuda()) {
-    throw UnsupportedError(text("packing is for tensors on cpu and cuda and got one on ", flat.device().str()));
+    throw UnsupportedError(text("tensor is on ", flat.device().str(), ", expected cpu or cuda"));
   }
   const c10::DeviceGuard guard(flat.device());
   return packing == Packing::kBits ? pack_bits(flat) : pack_format(flat, packing);
@@ -252,7 +252,7 @@ void register_pack(py::module_& m) {
       "pack",
       [](const at::Tensor& tensor, const std::string& packing) {
         if (!tensor.is_contiguous()) {
-          throw UserError(text("pack takes contiguous tensors and got one of strides ", tensor.strides()));
+          throw UserError(text("tensor has strides ", tensor.strides(), ", expected a contiguous tensor"));
         }
         return pack(tensor.detach().view({-1}), packing_of(packing));
       },

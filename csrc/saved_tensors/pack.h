@@ -1,4 +1,4 @@
-// Smaller forms of what autograd saves: bits without loss, bfloat16 and 8-bit codes for those who choose to lose some.
+// Declares the packed storage formats of saved tensors: bits without loss, and bfloat16 and 8-bit codes with loss.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,42 +10,45 @@
 namespace drivetrain::saved_tensors {
 
 enum class Packing {
-  kBits,      // no loss: one bit per element of a tensor that has at most two values, by their bits
-  kBFloat16,  // of float32, float64 and their complex numbers: rounded to nearest even; NaN stays NaN
-  // Of float32, bfloat16, float16 and their complex numbers: the optimizers' signed codes (optim/storage.h) with a
-  // scale per 256 of them. With s, the largest finite magnitude of the block or 2^-113 if that is more, x comes back
-  // within sqrt(|x| s) / 126 + s / 63504, rounded to its dtype; infinities and NaN stay what and where they are.
+  // Lossless: one bit per element, for tensors that have at most two distinct values, compared by their bits.
+  kBits,
+  // For float32, float64 and their complex dtypes: rounds to nearest even, and keeps NaN.
+  kBFloat16,
+  // For float32, bfloat16, float16 and their complex dtypes: the signed codes of formats/storage.h with a scale per 256
+  // elements. Let s be the largest finite magnitude of the block, at least 2^-113. Then x is restored with an error of
+  // at most sqrt(|x| s) / 126 + s / 63504, rounded to its dtype. Infinities and NaN are preserved.
   kInt8,
 };
 
-// What is kept instead of a contiguous tensor.
+// The packed contents of a contiguous tensor.
 struct Packed {
   Packing packing;
   at::ScalarType dtype;
   int64_t numel;
   at::Tensor bytes;
-  // Of kBits the two values, on the host: what a bit of 0 stands for (of bools false, else the first element) and what
-  // a bit of 1 does. Of kInt8 the scales, beside the bytes. Else undefined.
+  // kBits: the two values, on the host; a bit of 0 stands for false in bool tensors, otherwise for the first element.
+  // kInt8: the scales, on the device of the bytes. kBFloat16: undefined.
   at::Tensor extra;
 
   int64_t nbytes() const;
 };
 
-// Whether tensors of this dtype can have that form; of kBits only those with two values do then.
+// Returns whether tensors of this dtype can be packed. For kBits, the values of the tensor decide in addition.
 bool is_packable(at::ScalarType dtype, Packing packing);
 
-// What `Packed` holds, known before it is there.
+// Returns Packed::nbytes() of a tensor with that many elements.
 int64_t packed_bytes(at::ScalarType dtype, int64_t numel, Packing packing);
 
-// On the CPU's threads or on the device's current stream; the host does not wait for it, and autograd does not see it.
-// kBits: nothing if there are more than two values, at the cost of reading until the third, and nothing on CUDA for
-// other dtypes than bool: to find the values, the host would have to wait. There, a bool that is not 0 counts as 1.
+// Packs a contiguous tensor of one dimension on the CPU's threads or on the current stream of its CUDA device. The host
+// does not wait, and autograd does not record it. kBits returns nothing if the tensor has more than two values. On CUDA
+// it returns nothing for dtypes other than bool, because the host would have to wait for the values; a bool whose byte
+// is not 0 counts as 1 there.
 std::optional<Packed> pack(const at::Tensor& flat, Packing packing);
 
-// One dimension, contiguous, on the device it came from.
+// Returns a contiguous tensor of one dimension on the original device.
 at::Tensor unpack(const Packed& packed);
 
-// "bits", "bfloat16", "int8".
+// Convert from and to the names "bits", "bfloat16" and "int8". An unknown name raises UserError.
 Packing packing_of(const std::string& name);
 const char* name_of(Packing packing);
 

@@ -1,5 +1,5 @@
-// Bits from two values and back on the CPU: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no
-// torch header.
+// Packs two distinct values into bits and back on the CPU. Compiled once per instruction set, which DRIVETRAIN_ISA
+// names, and includes no torch header.
 #include <immintrin.h>
 
 #include <cstring>
@@ -9,7 +9,7 @@
 namespace drivetrain::saved_tensors::DRIVETRAIN_ISA {
 namespace {
 
-// The highest bits of 64 bytes.
+// Returns the highest bits of 64 bytes.
 inline uint64_t highest_bits(const uint8_t* bytes) {
 #if defined(__AVX512BW__)
   return _mm512_movepi8_mask(_mm512_load_si512(bytes));
@@ -27,7 +27,8 @@ inline uint64_t highest_bits(const uint8_t* bytes) {
 #endif
 }
 
-// Of a block, whether each element is another than the first value; `strange`: whether one is neither.
+// Returns, for each element of a block, whether it differs from the first value. Sets `strange` to whether any element
+// equals neither value.
 template <class T>
 inline uint64_t pack_block(const T* from, T first, T second, bool& strange) {
 #if defined(__AVX512BW__)
@@ -48,7 +49,7 @@ inline uint64_t pack_block(const T* from, T first, T second, bool& strange) {
   return highest_bits(is_other);
 }
 
-// Of one block; notes the second value where it is the first to meet it. False: there is a third.
+// Packs one block, and sets the second value if none is known. Returns false if there is a third.
 template <class T>
 inline bool pack_whole(const T* from, T first, T& second, uint64_t& bits) {
   bool strange = false;
@@ -140,18 +141,18 @@ void unpack_elements(const uint8_t* from, const TwoValues& values, int64_t begin
   }
 }
 
-// use(T()) with the unsigned integer of that size.
-template <class Use>
-auto with_element(int size, const Use& use) {
+// Calls function(T()) with the unsigned integer type of that size.
+template <class Function>
+auto with_element(int size, const Function& function) {
   switch (size) {
     case 1:
-      return use(uint8_t());
+      return function(uint8_t());
     case 2:
-      return use(uint16_t());
+      return function(uint16_t());
     case 4:
-      return use(uint32_t());
+      return function(uint32_t());
     default:
-      return use(uint64_t());
+      return function(uint64_t());
   }
 }
 

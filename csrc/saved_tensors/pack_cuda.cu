@@ -1,9 +1,9 @@
-// Packing on CUDA. Includes no torch header.
+// Packs and unpacks tensors on CUDA. Includes no torch header.
 //
-// A bool moves 1 byte and an eighth. A conversion of an element moves what it has in both formats: of bfloat16 to 8
-// bits and back 3 bytes, and 4 for a scale per 256 elements. A thread has 64 bytes of loads under way for bools, and of
-// what is converted kRowsAtOnce rows of 256 elements, 8 elements each; a warp owns the blocks of 8-bit codes that it
-// writes.
+// Memory traffic: 1.125 bytes per bool. A conversion moves each element in both formats, for example 3 bytes from
+// bfloat16 to 8-bit codes, and 4 bytes per 256 elements for a scale. To hide latency, a thread has 64 bytes of loads
+// under way for bools, and kRowsAtOnce rows of 256 elements (8 elements per thread) for conversions. A warp owns the
+// blocks of 8-bit codes that it writes.
 #include "base/check.h"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
@@ -22,9 +22,9 @@ using optim::Stream;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / grad::kLanes;
 
-// Bools of a thread, which it loads or stores at once; their bits are two bytes.
+// The bools that a thread loads or stores with one instruction. Their bits fill two bytes.
 constexpr int kBools = kWideBytes;
-constexpr int kUnits = 4;  // of kBools, a block's width apart
+constexpr int kUnits = 4;  // groups of kBools per thread, one thread block's width apart
 constexpr int kBoolsOfBlock = kThreads * kBools * kUnits;
 
 __device__ __forceinline__ uint64_t eight_of(const uint32_t (&words)[kBools / 4], int k) {
@@ -90,18 +90,18 @@ __global__ void __launch_bounds__(kThreads) unpack_bools(const uint8_t* from, in
   }
 }
 
-// ---- Conversions: of plain formats into each other, into signed codes and back.
+// ---- Conversions between float formats, and between them and signed codes.
 
-// SignedCode::encode of a finite value, with the root's bits but without its branch: the instructions that the compiler
-// has for it where the argument is at least 2^-101 (on an H100, all such floats gave the same bits as __fsqrt_rn). The
-// code of what is smaller is 0 in any case.
+// Computes SignedCode::encode of a finite value without the branch of a correctly rounded square root. The instructions
+// are those that the compiler emits for arguments of at least 2^-101; on an H100, all such floats give the same bits as
+// __fsqrt_rn. The code of a smaller argument is 0 in either case.
 __device__ __forceinline__ int8_t encode_finite(float value, float factor) {
 #ifdef __CUDA_ARCH__
   constexpr float kSmallest = 3.94430453e-31f;  // 2^-101
   const float scaled = fabsf(value) * factor, x = scaled < kSmallest ? 0.0f : scaled;
   float reciprocal;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-  reciprocal = fminf(reciprocal, 3.402823466e38f);  // of 0
+  reciprocal = fminf(reciprocal, 3.402823466e38f);  // the reciprocal of 0 is infinite
   const float near = x * reciprocal, half = 0.5f * reciprocal;
   const float root = fmaf(fmaf(-near, near, x), half, near);
   return static_cast<int8_t>(optim::nearest_integer_bits(copysignf(root, value)));
@@ -110,7 +110,7 @@ __device__ __forceinline__ int8_t encode_finite(float value, float factor) {
 #endif
 }
 
-// A warp's row as its threads' quads, in one format. Rows are blocks of codes.
+// A row that a warp processes, as quads of its threads, in one format. A row is one block of codes.
 template <Format kFormat>
 struct Row {
   optim::Neighbors<kFormat, kQuad> quads[kQuads];
@@ -144,7 +144,7 @@ struct Row {
 template <>
 struct Row<Format::kSigned8> {
   using Kind = optim::SignedCode;
-  uint32_t codes[kQuads][1];  // four each
+  uint32_t codes[kQuads][1];  // four per word
   float scale;
 
   template <bool kIsWide>
@@ -164,7 +164,7 @@ struct Row<Format::kSigned8> {
 
   __device__ __forceinline__ void get(float (&values)[kQuads][kQuad]) const {
     const float unit = Kind::unit_of(fabsf(scale));
-    const bool is_special = optim::has_special(scale);  // the same for all threads
+    const bool is_special = optim::has_special(scale);  // equal in all threads of the warp
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
@@ -176,12 +176,12 @@ struct Row<Format::kSigned8> {
     }
   }
 
-  // All threads of the warp call it; zeros stand for values beyond the end.
+  // All threads of the warp must call it. Values beyond the end must be zero.
   template <bool kIsWide>
   static __device__ __forceinline__ void store(const Stream& to, int64_t row, int64_t end,
                                                const float (&values)[kQuads][kQuad]) {
     uint32_t largest = largest_of(values, optim::magnitude_bits);
-    const bool is_special = largest >= optim::kInfinity;  // the same for all threads
+    const bool is_special = largest >= optim::kInfinity;  // equal in all threads of the warp
     if (is_special) largest = largest_of(values, optim::finite_magnitude);
     const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
     uint32_t codes[kQuads][1];
@@ -234,7 +234,7 @@ struct Row<Format::kSigned8> {
   }
 };
 
-// Of a warp.
+// The rows that a warp loads before it stores the first.
 template <Format kFrom>
 constexpr int kRowsAtOnce = kFrom == Format::kFloat64 ? 2 : 4;
 
@@ -286,7 +286,7 @@ void unpack_bools_cuda(const uint8_t* from, int64_t numel, uint8_t* to, void* st
 
 void convert_cuda(const Stream& from, const Stream& to, int64_t numel, void* stream) {
   if (numel == 0) return;
-  // What packing asks for.
+  // The conversions that pack.cpp uses.
 #define DT_EITHER_WAY(kWhole, kPart)                                                  \
   if (from.format == Format::kWhole && to.format == Format::kPart) {                  \
     return launch_conversion<Format::kWhole, Format::kPart>(from, to, numel, stream); \

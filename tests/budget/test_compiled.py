@@ -1,4 +1,4 @@
-"""activation_budget on models that torch.compile has a part in: bytes, gradients, and what else is left as it was."""
+"""Tests activation_budget on models with compiled parts: bytes, gradients, and the state that planning leaves."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 def peak_of(model: nn.Module, step: Callable[[], object]) -> int:
-    """Seen by a recorder of the test's own, which keeps everything that it is given."""
+    """Measures saved bytes with a recorder that keeps everything."""
     recorder = _C.ActivationRecorder()
     with Recording(model, recorder):
         step()
@@ -118,7 +118,7 @@ def test_keeps_to_the_budget(how: Callable[[Mlp], nn.Module]) -> None:
 
 @pytest.mark.parametrize("share", ["60%", "85%"])
 def test_blocks_share_what_a_single_ratio_leaves(share: str) -> None:
-    """Equal blocks change together: one ratio for all leaves much of the budget, or does not fit."""
+    """Equal blocks change together, so one ratio for all either leaves much of the budget unused or does not fit."""
     model = blocks_in_place(Mlp())
     step = step_of(model)
     step()
@@ -199,7 +199,7 @@ def test_without_need_nothing_is_compiled_anew() -> None:
 
 
 class Seen:
-    """A backend that writes down the ratio that is in force."""
+    """A backend that records the memory budget in force when it compiles."""
 
     def __init__(self) -> None:
         self.ratios: list[float] = []
@@ -277,7 +277,7 @@ def test_plan_for_compiled_regions_needs_them() -> None:
     model = Mlp()
     model.blocks.compile(backend=BACKEND)
     written = drivetrain.activation_budget(model, step_of(model), "50%").to_dict()
-    with pytest.raises(ValueError, match="compile this one before"):
+    with pytest.raises(ValueError, match="compile the model before it gets the plan"):
         drivetrain.activation_budget(Mlp(), plan=written)
 
 

@@ -1,4 +1,4 @@
-"""activation_budget when a step, its backward or planning ends early: nothing goes on being recorded or kept."""
+"""Tests that activation_budget stops recording and frees memory when a step, its backward or planning ends early."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ AFTERWARDS = {drivetrain.activation_budget.__code__}  # what is left of it after
 
 
 class Twice(torch.autograd.Function):
-    """Has Python code in backward, where an interrupt can strike."""
+    """Runs Python code in backward, where an interrupt can strike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def step(model: Model) -> Step:
 
 
 class Moments:
-    """The moments at which the interpreter gives a thread the exceptions that come from outside: when a function begins
+    """Counts the moments at which the interpreter raises asynchronous exceptions in a thread: when a function begins
     and when a call has returned. Raises at one of them."""
 
     def __init__(self, at: int = 0) -> None:
@@ -95,7 +95,7 @@ class Moments:
 
 
 def run_until(at: int, function: Step) -> int:
-    """Runs the function, interrupted at that moment (0: at none); gives the number of moments that there were."""
+    """Runs the function, interrupted at that moment (0: at none), and returns the number of moments."""
     moments = Moments(at)
     sys.setprofile(moments)
     try:
@@ -113,7 +113,7 @@ def gradients(model: nn.Module, step: Step) -> list[Tensor]:
 
 
 def assert_clean(plan: drivetrain.budget.ActivationPlan | None = None) -> None:
-    """Another model's steps are not recorded, and nothing of the interrupted one is kept."""
+    """Checks that steps of another model are not recorded, and that nothing of the interrupted step is kept."""
     weight = torch.ones(64, 64, requires_grad=True)
     kept = (weight @ weight).tanh().sum()
     if plan is not None:
@@ -128,7 +128,7 @@ def assert_clean(plan: drivetrain.budget.ActivationPlan | None = None) -> None:
 
 
 def hooks_on(weight: Tensor) -> bool:
-    """Whether autograd would give hooks what it saves now."""
+    """Returns whether autograd would call hooks for a tensor that it saves now."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("none should be there"):
             return False
@@ -156,8 +156,10 @@ def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
             loss = forward()
             return run_until(at, lambda: loss.backward())
         if where == "planning":
-            twin = copy.deepcopy(model)
-            return run_until(at, lambda: drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%"))
+            reference = copy.deepcopy(model)
+            return run_until(
+                at, lambda: drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%")
+            )
         return run_until(at, forward if where == "forward" else forward_in_with)
 
     run(0)  # modules are imported
@@ -178,7 +180,7 @@ def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that planning may change, by name."""
+    """Returns all state that planning may change, by name."""
     state: dict[str, Any] = {"random": torch.get_rng_state()}
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         state[name] = (id(tensor), tensor._version, tensor.detach().clone())
@@ -213,9 +215,9 @@ def test_planning_that_is_interrupted_leaves_the_model_as_it_was(has_grads: bool
     def planning() -> None:
         plans.append(drivetrain.activation_budget(model, step, "60%"))
 
-    twin = copy.deepcopy(model)
-    drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%").remove()  # modules are imported
-    num_moments = run_until(0, lambda: drivetrain.activation_budget(twin, lambda: twin(x).backward(), "60%"))
+    reference = copy.deepcopy(model)
+    drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%").remove()  # modules are imported
+    num_moments = run_until(0, lambda: drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%"))
     if has_grads:
         step()
     else:
@@ -234,7 +236,7 @@ def test_planning_that_is_interrupted_leaves_the_model_as_it_was(has_grads: bool
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_step_that_fails_under_the_plan_leaves_the_model_as_it_was(error: type[BaseException], model: Model) -> None:
-    """In the third step, buffers have been written twice."""
+    """Buffers have been written twice when the third step begins."""
     x, calls = torch.randn(16, 32), itertools.count(1)
 
     def step() -> None:
@@ -252,7 +254,7 @@ def test_a_step_that_fails_under_the_plan_leaves_the_model_as_it_was(error: type
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Planning takes long from its beginning. Gives what waits in a step until that is known."""
+    """Shows progress from the beginning of planning. Returns a function that waits within a step until it is shown."""
     monkeypatch.setattr(progress, "_LONG_SECONDS", 0.0)
 
     def wait() -> None:
@@ -274,7 +276,12 @@ def test_long_planning_says_what_it_is_at(
     with caplog.at_level("INFO", logger="drivetrain"):
         drivetrain.activation_budget(model, step, "60%")
     messages = [record.getMessage() for record in caplog.records]
-    for said in ("with everything kept", "what backward would recompute", "chooses which tensors", "under the plan"):
+    for said in (
+        "with everything kept",
+        "time the recomputation in backward",
+        "chooses which tensors",
+        "under the plan",
+    ):
         assert any(said in message for message in messages), said
     written = io.StringIO()
     caplog.clear()
@@ -304,7 +311,7 @@ def test_other_ranks_say_nothing(
 
 @pytest.fixture
 def alarms() -> Iterator[list[int]]:
-    """Those that have rung; each raises."""
+    """Returns the alarms that have gone off; each raises."""
     rung: list[int] = []
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -451,7 +458,9 @@ def test_a_backward_that_fails_while_it_recomputes_says_so_when_it_is_run_again(
     model, x = InPlace(), torch.randn(8, 32)
     trace, _ = profile(model, lambda: model(x).backward())
     recorder = _C.ActivationRecorder()
-    recorder.set_plans([[PlannedOp(op[0], [RECOMPUTE] * len(op[4]), True) for op in one.ops] for one in trace.passes])
+    recorder.set_plans(
+        [[PlannedOp(op.name, [RECOMPUTE] * len(op.writes), True) for op in one.ops] for one in trace.passes]
+    )
     with Recording(model, recorder):
         loss = model(x)
         fails = True
@@ -468,7 +477,7 @@ def test_a_backward_that_fails_while_it_recomputes_says_so_when_it_is_run_again(
 
 
 def test_an_interrupt_while_a_recomputation_ends_is_told() -> None:
-    """It comes while the function's frames are left, in the place of what ends it."""
+    """The interrupt strikes while the frames of the function are left, and replaces the exception that ends it."""
     is_recomputed = False
 
     def function(x: Tensor) -> Tensor:
@@ -532,7 +541,7 @@ def test_a_pass_that_cannot_begin_is_none(model: Model, step: Step) -> None:
 
 
 def test_hooks_that_somebody_leaves_behind_stay(model: Model, step: Step) -> None:
-    """As without a budget; ours, which lie below them, go."""
+    """Hooks of the user stay as without a budget, and the hooks of the pass below them are removed."""
     plan = drivetrain.activation_budget(model, step, "60%")
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     model.when_called = hooks.__enter__
@@ -585,7 +594,7 @@ def test_forward_that_is_called_directly_has_no_budget(model: Model, step: Step)
 
 
 class CopiesAll(Model):
-    """Whose state is everything, unlike nn.Module's."""
+    """Pickles all of its attributes, unlike nn.Module."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "when_called": None}
@@ -596,10 +605,10 @@ def test_copies_of_the_model_have_no_part_of_the_plan(copied: Callable[[nn.Modul
     model = CopiesAll()
     x = torch.randn(16, 32)
     plan = drivetrain.activation_budget(model, lambda: model(x).backward(), "60%")
-    twin = copied(model)
-    twin.when_called = lambda: None
+    reference = copied(model)
+    reference.when_called = lambda: None
     plan.reset_peak()
-    twin(x).backward()
+    reference(x).backward()
     assert (plan.peak_bytes > 0) == (copied is copy.copy)  # which copies no attribute
     assert type(model) is CopiesAll
 

@@ -1,4 +1,4 @@
-"""Which values are offloaded for a link of a known bandwidth, when their copies run, and what the plan says of it."""
+"""Tests which values are offloaded over a link of known bandwidth, when their copies run, and what the plan reports."""
 
 import dataclasses
 import json
@@ -15,24 +15,33 @@ from drivetrain.budget import host_link
 from drivetrain.budget.copies import Copies, Prefetch, StepClock, copies_of
 from drivetrain.budget.host_link import HostLink
 from drivetrain.budget.plan import ChosenPolicy, PlannedOp, choose
-from drivetrain.budget.trace import FORMS, Pass, Trace
+from drivetrain.budget.trace import (
+    STORAGE_FORMATS,
+    AutogradSave,
+    BackwardUse,
+    FormatCost,
+    Pass,
+    Trace,
+    TracedOp,
+    TracedValue,
+)
 
-HOST = FORMS["host"]
+HOST = STORAGE_FORMATS["host"]
 MIB = 1 << 20
 EVERYTHING = 1 << 60
-LEAST = 1 << 16  # that is offered to the host
+LEAST = 1 << 16  # bytes of the smallest value that may be offloaded
 
 
 def trace_of(recorder: activation_traces.Recorder, seconds_per_byte: float = 1e-6) -> Trace:
-    """As a profile has it: every large value may be offloaded, for the time that its copies take by themselves."""
+    """Returns a trace in which every large value may be offloaded, at the time that its copies take."""
     values, ops, uses = recorder.trace()
     offered = [
-        (b, can_keep, can_forget, replaces, [(HOST, 0, b * seconds_per_byte)] if b >= LEAST else [])
-        for b, can_keep, can_forget, replaces, _ in values
+        TracedValue(*value[:4], [FormatCost(HOST, 0, value[0] * seconds_per_byte)] if value[0] >= LEAST else [])
+        for value in values
     ]
-    saves = [(op, value) for op, saved in enumerate(recorder.nodes) for value in saved]
-    plain = [("aten::op", -1, seconds, reads, writes) for seconds, reads, writes in ops]
-    return Trace([Pass(plain, offered, saves, [0] * len(ops))], uses, [""])
+    saves = [AutogradSave(op, value) for op, saved in enumerate(recorder.nodes) for value in saved]
+    traced = [TracedOp("aten::op", -1, seconds, reads, writes) for seconds, reads, writes in ops]
+    return Trace([Pass(traced, offered, saves, [0] * len(ops))], [BackwardUse(*use) for use in uses], [""])
 
 
 def gpt2(layers: int = 12) -> activation_traces.Recorder:
@@ -101,10 +110,11 @@ def chain(num_bytes: int, seconds: float, length: int) -> activation_traces.Reco
 def test_when_copies_run() -> None:
     """Eight values made a second apart, the first two offloaded; backward takes two seconds for each."""
     trace = trace_of(chain(1000 * MIB, 1.0, 8))
-    trace.passes[0].values[1:3] = [(value[0], *value[1:4], [(HOST, 0, 0.0)]) for value in trace.passes[0].values[1:3]]
+    values = trace.passes[0].values
+    values[1:3] = [value._replace(formats=[FormatCost(HOST, 0, 0.0)]) for value in values[1:3]]
     keeping = [0, 1, 1, *[0] * 6]
     timeline = _C.activation_timeline(*trace.for_solver(), keeping)
-    uses = [use for use, (_, is_release) in enumerate(trace.uses) if not is_release]
+    uses = [index for index, use in enumerate(trace.uses) if not use.is_release]
     assert timeline["restored_at"] == [-1, uses[7], uses[6], *[-1] * 6]
     assert timeline["peak_bytes"][0] == 6000 * MIB
 
@@ -112,17 +122,17 @@ def test_when_copies_run() -> None:
         link = HostLink(1000 * MIB / seconds_per_copy, 1000 * MIB / seconds_per_copy, 0.0)
         return copies_of(trace, keeping, timeline["peak_bytes"], timeline["restored_at"], budget_mib * MIB, link)
 
-    # Backward takes values 8 to 1 at 8, 10, ... 22 seconds. Copies start a quarter earlier than they have to.
+    # Backward takes values 8 to 1 at 8, 10, ... 22 seconds. Copies start earlier by a quarter of their time.
     quick = run(1.0)
     assert (quick.num_bytes, quick.num_values, quick.exposed_seconds) == (2000 * MIB, 2, 0.0)
     assert quick.prefetches == [Prefetch(2, 3), Prefetch(1, 2)]
-    # Of four seconds: out until 5 and 9, which forward's end sees at 8.
+    # Copies of four seconds end on the host at 5 and 9 seconds; forward ends at 8.
     slow = run(4.0)
     assert slow.exposed_seconds == 0.0
     assert slow.prefetches == [Prefetch(2, 6), Prefetch(1, 4)]
-    # The budget has no room for what is not out at the end of forward: the step waits a second.
+    # The budget has no room for the copy that is still running at the end of forward, so the step waits a second.
     assert run(4.0, 6000).exposed_seconds >= 1.0
-    # And so slow that nothing hides it: out until 9 and 17, back until 25 and 33, needed at 20 and 22.
+    # Copies of eight seconds cannot be hidden. They end at 9 and 17, and back at 25 and 33, needed at 20 and 22.
     assert run(8.0).exposed_seconds == pytest.approx(11.0)
 
 
@@ -130,7 +140,7 @@ def test_copies_back_start_where_the_plan_says() -> None:
     """On the CPU copies are made at once, so that their number says when they started."""
     pool = _C.OffloadPool(64 * MIB)
     recorder = _C.ActivationRecorder()
-    recorder.set_forms([], pool, EVERYTHING)
+    recorder.set_formats([], pool, EVERYTHING)
     host, kept = [HOST], [0]
     prefetches = [[], [], [[(1, 0), (0, 0)]]]
     recorder.set_plans(

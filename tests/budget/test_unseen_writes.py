@@ -1,4 +1,4 @@
-"""Writes that autograd does not see, between a forward under a budget and its backward: told, and by name."""
+"""Tests that writes which no version counter shows, between forward and backward, raise errors that name the tensor."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -37,13 +37,18 @@ def model() -> Model:
 def forgetting(
     model: nn.Module, step: Callable[[], object], is_kept: Callable[[str], bool] = lambda op: False
 ) -> Recording:
-    """Has everything forgotten but what such operations make."""
+    """Returns a recording that recomputes everything except the results of operations for which is_kept is true."""
     trace, _ = profile(model, step)
     recorder = _C.ActivationRecorder()
     recorder.set_plans(
         [
             [
-                PlannedOp(op[0], [0 if is_kept(op[0]) else RECOMPUTE] * len(op[4]), True, module=trace.modules[op[1]])
+                PlannedOp(
+                    op.name,
+                    [0 if is_kept(op.name) else RECOMPUTE] * len(op.writes),
+                    True,
+                    module=trace.modules[op.module],
+                )
                 for op in one.ops
             ]
             for one in trace.passes
@@ -72,7 +77,7 @@ def through_dlpack(tensor: Tensor) -> None:
 
 
 def through_a_pointer(tensor: Tensor) -> None:
-    """As an operator of one's own may, without counting it."""
+    """Writes as a custom operator may, without a version bump."""
     ctypes.memset(tensor.data_ptr() + 4 * (tensor.numel() - 1), 1, 4)
 
 
@@ -84,7 +89,7 @@ def through_a_pointer(tensor: Tensor) -> None:
         ("up.weight", r"parameter 'up\.weight' \(\[16, 64\] float\), which aten::addmm in 'up' read"),
         ("scale", r"buffer 'scale' \(\[64\] float\), which aten::mul read"),
         ("x", r"a tensor of \[8, 16\] float that the model was given \(argument 'self'\), which aten::sin read"),
-        ("hidden", r"what aten::softplus gave \(\[8, 64\] float\), which aten::mul read"),
+        ("hidden", r"the result of aten::softplus \(\[8, 64\] float\), which aten::mul read"),
     ],
 )
 def test_what_was_written_is_named(
@@ -106,7 +111,7 @@ def test_what_was_written_is_named(
 
 @pytest.mark.usefixtures("recording")
 def test_what_is_given_and_not_written_may_have_written_neighbors(model: Model) -> None:
-    """Only what the operation reads counts, not the rest of its memory."""
+    """Only the elements that the operation reads count, not the rest of their memory."""
     whole = torch.randn(8, 32)
     rows = torch.randn(24, 16)
     for given, rest in (
@@ -143,7 +148,7 @@ def test_a_plan_is_checked_from_its_first_step(model: Model, x: Tensor) -> None:
     loss = model(x)
     x.numpy()[:] = 0
     model.up.weight.detach().numpy()[:] = 0
-    with pytest.raises(CheckpointError, match="other values when backward computes that again"):
+    with pytest.raises(CheckpointError, match="other values when backward recomputes that operation"):
         loss.backward()
     del loss
     model.hidden = None

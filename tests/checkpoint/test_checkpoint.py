@@ -1,14 +1,13 @@
-"""drivetrain.checkpoint gives the bits that no checkpointing gives, with torch's operations, or says why it cannot."""
+"""Tests that drivetrain.checkpoint gives the bits of plain calls, with the same operations as torch's checkpoint."""
 
 import contextlib
 import copy
 import functools
 import gc
-import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,118 +16,28 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from regions import (
+    ALL,
+    MODELS,
+    Attention,
+    Block,
+    Checkpoint,
+    assert_same,
+    grads_of,
+    loss_of,
+    plain,
+    result_of,
+    torchs,
+    verified,
+)
 from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
-from drivetrain import _C, DistributedDataParallel, checkpoint
+from drivetrain import DistributedDataParallel, checkpoint
 from drivetrain.optim import AdamW
 
-Checkpoint = Callable[..., Any]
-torchs: Checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-verified: Checkpoint = functools.partial(checkpoint, verify=True)
-
-
-def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-ALL = pytest.mark.parametrize("call", [checkpoint, verified, torchs], ids=["ours", "verified", "torch"])
-
-
 # ---- Bits.
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).movedim(-3, 0).transpose(-2, -3)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.25)
-        return self.out(mixed.transpose(-2, -3).flatten(-2))
-
-
-class Block(nn.Module):
-    def __init__(self, call: Checkpoint = plain) -> None:
-        super().__init__()
-        self.call = call
-        self.attention, self.norm, self.drop = Attention(), nn.LayerNorm(16), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(x))
-        return x + self.call(self.mlp, self.norm(x))
-
-
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.rnn = nn.Embedding(10, 16), nn.LSTM(16, 8, batch_first=True)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        # Processors without AVX-512 have no LSTM in bfloat16, into which autocast would put this one.
-        with torch.autocast(
-            "cpu", enabled=torch.is_autocast_enabled("cpu") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        ):
-            y, (h, _) = self.rnn(self.table(tokens))
-        return y, {"hidden": h, "no tensor": "text", "list": [y.sum(), 3]}
-
-
-def images() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
-                         nn.Dropout1d(0.5), nn.Linear(72, 4))  # fmt: skip
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), lambda: torch.randn(4, 8)),
-    "dropout": (lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh()), lambda: torch.randn(4, 8)),
-    "attention": (Attention, lambda: torch.randn(2, 5, 16)),
-    "block": (Block, lambda: torch.randn(2, 5, 16)),
-    "embedding": (Embedded, lambda: torch.randint(0, 10, (3, 7))),
-    "images": (images, lambda: torch.randn(4, 3, 8, 8)),
-    "identity": (nn.Identity, lambda: torch.randn(3)),
-}
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
-def loss_of(output: Any) -> Tensor:
-    return torch.stack([t.float().sin().sum() for t in tensors_in(output) if t.requires_grad]).sum()
-
-
-def result_of(call: Checkpoint, model: nn.Module, x: Tensor, repeats: int = 2, **kwargs: Any) -> list[Tensor]:
-    """Outputs, gradients and the state of random numbers of some steps, each with a region of the same model."""
-    torch.manual_seed(1)
-    x = x.clone().requires_grad_(x.is_floating_point())
-    results = []
-    for _ in range(repeats):
-        output = call(model, x, **kwargs)
-        results += [t.detach() for t in tensors_in(output)] + [torch.get_rng_state(), torch.rand(2)]
-        loss_of(output).backward()
-        results += [torch.get_rng_state()]
-    return results + grads_of(x, *model.parameters())
-
-
-def grads_of(*tensors: Tensor) -> list[Tensor]:
-    return [t.grad for t in tensors if t.grad is not None]
-
-
-def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(results) == len(expected)
-    for a, b in zip(results, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
 
 
 @ALL
@@ -180,8 +89,8 @@ def test_nested(call: Checkpoint) -> None:
 @ALL
 def test_keyword_arguments(call: Checkpoint) -> None:
     attention, x, mask = Attention(), torch.randn(2, 5, 16), torch.randn(5, 5)
-    twin = copy.deepcopy(attention)
-    assert_same(result_of(call, attention, x, mask=mask), result_of(plain, twin, x, mask=mask))
+    reference = copy.deepcopy(attention)
+    assert_same(result_of(call, attention, x, mask=mask), result_of(plain, reference, x, mask=mask))
 
 
 def test_arguments_in_structures() -> None:
@@ -349,7 +258,7 @@ def test_random_numbers_may_be_let_go() -> None:
     assert not torch.equal(x.grad != 0, out.detach() != 2)
 
 
-# ---- Where it ends, and what it keeps.
+# ---- Early stop and memory.
 
 
 class Counting(TorchDispatchMode):
@@ -472,235 +381,6 @@ def test_an_inner_region_keeps_nothing_of_the_outer() -> None:
     assert torch.equal(x.grad, expected.grad)
 
 
-# ---- What would give other gradients.
-
-
-class Wandering(nn.Module):
-    """Its second call is not like the first."""
-
-    def __init__(self, change: str) -> None:
-        super().__init__()
-        self.change, self.calls = change, 0
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        again = self.calls > 1
-        if self.change == "fewer" and again:
-            return self.inner(x)
-        if self.change == "more" and again:
-            x = x.exp().sin()
-        if self.change == "shape" and again:
-            x = x[:2]
-        if self.change == "dtype" and again:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.inner(x).float().exp()
-        if self.change == "buffer":
-            assert isinstance(self.scale, Tensor)
-            self.scale.add_(1)
-            x = x * self.scale
-        if self.change == "value" and again:
-            x = x + 1
-        return self.inner(x).exp()
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("fewer", r"Wandering saved 4 tensors for backward and only 3 when it was called again\.\n  The first that is "
-         r"missing: torch.float32 \[3, 4\] on cpu, output of ExpBackward0\nUsually the function took another path"),
-        ("more", r"saved 4 tensors .* and at least 5 .*\n  The first that is new is saved in \w+.* of Wandering \("
-         r"tests/checkpoint/test_checkpoint.py:\d+ in forward\)|tensor 2 of 4 .* other metadata"),
-        ("shape", r"tensor 1 of 4 that Wandering saved for backward has other metadata when it is recomputed\.\n"
-         r"  forward: torch.float32 \[3, 4\] on cpu\n  recomputed: torch.float32 \[2, 4\] on cpu.* in inner.0 of "
-         r"Wandering \("),
-        ("dtype", r"forward: torch.float32 .*\n  recomputed: torch.bfloat16 .* in inner.0 of Wandering \("),
-        ("buffer", r"buffer 'scale' of Wandering \(torch.float32 \[4\] on cpu\), which Wandering saved for backward, "
-         r"has been modified in place since, in Wandering \(tests/checkpoint/test_checkpoint.py:"
-         r"\d+ in forward\): .* optimizer"),
-    ],
-)  # fmt: skip
-def test_another_path_is_an_error(change: str, message: str, early_stop: bool) -> None:
-    model, x = Wandering(change), torch.randn(3, 4, requires_grad=True)
-    out = checkpoint(model, x, early_stop=early_stop)
-    with pytest.raises(CheckpointError, match=message):
-        out.sum().backward()
-    assert x.grad is None
-
-
-def test_other_values_are_an_error_with_verify() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    out = checkpoint(Wandering("value"), x, verify=True)
-    with pytest.raises(
-        CheckpointError,
-        match=r"tensor 1 of 4 that Wandering saved for backward has other values .*\n  forward: .* in inner.0 of "
-        r"Wandering \(tests.*\n  recomputed: .*AddBackward0, in inner.0 of Wandering .*\nUsually random numbers of ",
-    ):
-        out.sum().backward()
-    x = torch.ones(100, requires_grad=True)
-    out = checkpoint(nn.Sequential(nn.Dropout(0.5), nn.Tanh()), x, verify=True, preserve_rng_state=False)
-    with pytest.raises(CheckpointError, match=r"Usually dropout .* as preserve_rng_state is False"):
-        out.sum().backward()
-
-
-def test_a_parameter_that_was_stepped() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(x).sum().backward()
-    out = checkpoint(model, x)
-    optimizer.step()
-    with pytest.raises(CheckpointError, match=r"parameter '0.weight' of Sequential .* modified in place since, in 0"):
-        out.sum().backward()
-    out = checkpoint(model, x)
-    out.sum().backward()  # nothing was left behind
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x, y, z: x.add_(1), "argument 0 of <lambda> was modified in place after the forward"),
-        (lambda x, y, z: y.mul_(2), r"argument 1\['deep'\]\[1\] of <lambda> was modified"),
-        (lambda x, y, z: z[0].zero_(), r"argument 'z' of <lambda> was modified"),
-    ],
-)
-def test_an_argument_that_is_written_afterwards(change: Callable[..., Any], message: str) -> None:
-    x = torch.randn(3, requires_grad=True).clone()
-    y, z = torch.randn(3), torch.randn(3)
-    out = checkpoint(lambda x, y, *, z: (x * y["deep"][1]).exp() * z, x, {"deep": [1, y]}, z=z)
-    with torch.no_grad():
-        change(x, y, z)
-    with pytest.raises(CheckpointError, match=message):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_an_argument_that_the_function_writes(grad: bool) -> None:
-    x = torch.randn(3, requires_grad=True)
-    argument = x.clone() if grad else torch.randn(3)
-    region = weakref.ref(argument)
-    with pytest.raises(CheckpointError, match="argument 1 of <lambda> was modified in place by the function itself"):
-        checkpoint(lambda x, a: a.mul_(2).exp() * x, x, argument)
-    del argument
-    gc.collect()
-    assert region() is None
-
-
-def test_a_saved_tensor_that_the_function_writes() -> None:
-    """As without checkpointing; where recomputation stops before that, gradients are right."""
-
-    def function(x: Tensor, more: int) -> Tensor:
-        y = x.exp()
-        z = y * 2
-        y.add_(1)
-        return z.sin() if more else z
-
-    x = torch.randn(3, requires_grad=True)
-    for call in (plain, checkpoint):
-        with pytest.raises(RuntimeError, match=r"modified .*in.?place"):
-            call(function, x, 1).sum().backward()
-    checkpoint(function, x, 0).sum().backward()
-    assert torch.equal(x.grad, (x.exp() * 2).detach())
-
-
-def test_subclasses_are_not_verified() -> None:
-    x = TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_()
-    gradient = torch.autograd.grad(checkpoint(lambda x: x.exp().sin(), x).sum(), x)[0]
-    assert torch.equal(gradient.a, (x.exp().cos() * x.exp()).detach().a)
-    with pytest.raises(NotImplementedError, match="verify=True cannot hash the values of a saved tensor subclass"):
-        checkpoint(lambda x: x.exp().sin(), x, verify=True)
-
-
-def test_names_of_functions() -> None:
-    block, x = Block(), torch.randn(2, 5, 16, requires_grad=True)
-    for function in (block, block.forward, functools.partial(block.forward)):
-        with torch.device("cpu"):
-            out = checkpoint(function, x)
-        with torch.no_grad():
-            x.zero_()
-        with pytest.raises(CheckpointError, match="argument 0 of Block was modified"):
-            out.sum().backward()
-
-
-def test_checks_may_be_let_go() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    checkpoint(Wandering("buffer"), x, determinism_check="none").sum().backward()
-    with pytest.raises(ValueError, match=r"determinism_check is 'all', expected one of \('default', 'none'\)"):
-        checkpoint(Wandering("buffer"), x, determinism_check="all")
-
-
-@pytest.mark.parametrize("call", [1, 2])
-def test_an_error_of_the_function(call: int) -> None:
-    calls = []
-
-    def function(x: Tensor) -> Tensor:
-        calls.append(1)
-        y = F.dropout(x.exp())
-        if len(calls) == call:
-            raise LookupError("of the function")
-        return y.sin()
-
-    x = torch.randn(3, requires_grad=True)
-    torch.manual_seed(0)
-    state = None
-    with torch.autocast("cpu", torch.bfloat16), contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.raises(LookupError, match="of the function"))
-        out = checkpoint(function, x)
-        state = torch.get_rng_state()
-        out.sum().backward()
-    assert (state is not None) == (call == 2)
-    if state is not None:
-        assert torch.equal(torch.get_rng_state(), state)
-    checkpoint(function, x).sum().backward()
-    assert not torch.is_autocast_enabled("cpu")
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        x.exp()
-    assert len(saved) == 1  # the hooks outside are in force again
-
-
-# ---- Hashes.
-
-
-def hash_of(data: bytes) -> int:
-    """csrc/base/hash*.cpp in Python."""
-
-    def mix(hash: int, word: int) -> int:
-        hash = (hash ^ word) * 0x9E3779B97F4A7C15 % 2**64
-        return hash ^ hash >> 29
-
-    def of_chunk(chunk: bytes) -> int:
-        padded = chunk + bytes(-len(chunk) % 256)
-        lanes = list(range(32))
-        for at in range(0, len(padded), 8):
-            lanes[at // 8 % 32] = mix(lanes[at // 8 % 32], int.from_bytes(padded[at : at + 8], "little"))
-        return functools.reduce(mix, lanes, len(chunk))
-
-    return functools.reduce(mix, (of_chunk(data[at : at + 2**20]) for at in range(0, len(data), 2**20)), len(data))
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 255, 256, 257, 4096, 2**20, 2**20 + 9])
-def test_hash(size: int, isa: str) -> None:
-    data = random.Random(size).randbytes(size)
-    assert _C.hash_tensor(torch.tensor(list(data), dtype=torch.uint8).view(1, size).contiguous()) == hash_of(data)
-
-
-def test_hash_is_of_values_in_order() -> None:
-    x = torch.randn(8, 6, dtype=torch.complex64)
-    assert _C.hash_tensor(x.t()) == _C.hash_tensor(x.t().contiguous()) != _C.hash_tensor(x)
-    assert _C.hash_tensor(x.conj()) == _C.hash_tensor(x.conj().resolve_conj()) != _C.hash_tensor(x)
-    assert _C.hash_tensor(x[::2, 1:]) == _C.hash_tensor(x[::2, 1:].clone())
-    assert _C.hash_tensor(torch.eye(3).to_sparse()) == _C.hash_tensor(torch.eye(3))
-    assert _C.hash_tensor(torch.tensor(0.0)) != _C.hash_tensor(torch.tensor(-0.0))
-    flipped = torch.zeros(10_000)
-    hashes = set()
-    for i in range(0, 10_000, 7):
-        flipped[i] = -flipped[i]
-        hashes.add(_C.hash_tensor(flipped))
-    assert len(hashes) == len(range(0, 10_000, 7))
-
-
 # ---- Threads, contexts, other variants.
 
 
@@ -757,7 +437,7 @@ def test_torchs_variants(options: dict[str, Any]) -> None:
     out = checkpoint(lambda x: x.exp().sin(), x, **options)
     out.sum().backward()
     assert torch.equal(x.grad, (x.exp().cos() * x.exp()).detach())
-    with pytest.raises(NotImplementedError, match="verify=True cannot be had with use_reentrant=True"):
+    with pytest.raises(NotImplementedError, match="verify=True is not supported with use_reentrant=True"):
         checkpoint(lambda x: x.exp(), x, verify=True, **options)
 
 
@@ -787,7 +467,7 @@ def test_verified_where_the_graph_breaks() -> None:
         step(x).sum().backward()
 
 
-# ---- Any function.
+# ---- Random chains of operations.
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda x: x.clamp(-2, 2).exp(),
@@ -898,9 +578,9 @@ def test_parameters_that_backward_steps() -> None:
 def test_bits_on_a_gpu(name: str, call: Checkpoint) -> None:
     make, make_input = MODELS[name]
     model, x = make().cuda(), make_input().cuda()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     results = []
-    for of, which in ((call, model), (plain, twin)):
+    for of, which in ((call, model), (plain, reference)):
         torch.cuda.manual_seed(1)
         results.append([*result_of(of, which, x), torch.cuda.get_rng_state()])
     assert_same(*results)

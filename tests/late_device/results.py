@@ -9,7 +9,7 @@ import sys
 
 from drivetrain import _C
 from drivetrain.budget.plan import PlannedOp
-from drivetrain.budget.trace import FORMS
+from drivetrain.budget.trace import STORAGE_FORMATS
 
 sys.path.insert(0, sys.argv[1])
 late_device = importlib.import_module("late_device")  # after torch, whose libraries it needs
@@ -18,8 +18,8 @@ late_device = importlib.import_module("late_device")  # after torch, whose libra
 def check(seed: int, num_elements: int) -> None:
     pool = _C.OffloadPool(1 << 20, 1 << 13)
     recorder = _C.ActivationRecorder()
-    recorder.set_forms([], pool, 1 << 30)
-    recorder.set_plans([[PlannedOp("aten::exp", [FORMS["host"]], False)]])
+    recorder.set_formats([], pool, 1 << 30)
+    recorder.set_plans([[PlannedOp("aten::exp", [STORAGE_FORMATS["host"]], False)]])
     x = late_device.full_float(1.0, num_elements).requires_grad_()
     with _C.ActivationScope(recorder):
         y = x.exp()

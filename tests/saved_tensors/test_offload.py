@@ -1,4 +1,4 @@
-"""Activations on the host: what comes back, what the pool reserves, and on a GPU who waits for whom."""
+"""Tests activations on the host: their values, the reserved memory, and on a GPU the order of streams."""
 
 import gc
 import subprocess
@@ -71,7 +71,7 @@ def test_small_pieces_share_slabs() -> None:
     assert (pool.num_slabs, pool.bytes_reserved, pool.bytes_in_use) == (1, SLAB, SLAB)
     pieces.append(pool.begin(torch.ones(1, dtype=torch.uint8)))
     assert (pool.num_slabs, pool.bytes_reserved) == (2, 2 * SLAB)
-    # Neighbours grow together again, whatever the order.
+    # Free neighbors merge in any order.
     for index in (5, 3, 4, 0, 1, 2, -1):
         pieces[index] = None
     pieces.append(pool.begin(torch.ones(6 * 512, dtype=torch.uint8)))
@@ -91,7 +91,7 @@ def test_the_limit_says_what_is_needed() -> None:
     pool = make_pool(max_bytes=3 * SLAB)
     x = torch.ones(SLAB, dtype=torch.uint8)
     kept = [pool.begin(x) for _ in range(3)]
-    message = f"{SLAB} bytes more .* at least {4 * SLAB}, and it is {3 * SLAB}: {3 * SLAB} are reserved, {3 * SLAB} of"
+    message = f"is {3 * SLAB}, .* {SLAB} bytes more needs at least {4 * SLAB}: {3 * SLAB} are reserved, {3 * SLAB} of"
     with pytest.raises(ValueError, match=message):
         pool.begin(x)
     assert pool.bytes_in_use == 3 * SLAB
@@ -119,9 +119,9 @@ def test_what_is_no_pool_is_refused() -> None:
         _C.OffloadPool(MIB, 1000)
     with pytest.raises(ValueError, match="max_bytes is -1"):
         _C.OffloadPool(-1)
-    with pytest.raises(ValueError, match=r"contiguous tensors and got one of strides \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"tensor has strides \[1, 4\], expected a contiguous tensor"):
         make_pool().begin(torch.zeros(3, 4).t())
-    with pytest.raises(ValueError, match="max_bytes to be at least 512, and it is 0"):
+    with pytest.raises(ValueError, match=r"max_bytes is 0, .* needs at least 512"):
         make_pool(max_bytes=0).begin(torch.zeros(1))
 
 
@@ -164,7 +164,7 @@ def test_threads() -> None:
 
 
 def pieces_of(pool: _C.OffloadPool, actions: list[tuple[str, int]]) -> Iterator[list[Any]]:
-    """Acts, and after each action says who is there: what it offloaded, and what that was."""
+    """Offloads and takes tensors, and yields the live ones with their expected values after each action."""
     alive: list[Any] = []
     for count, (action, number) in enumerate(actions):
         if action == "begin":
@@ -209,7 +209,7 @@ def test_any_sequence(actions: list[tuple[str, int]]) -> None:
 @given(sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
-    """Kept through forward, taken in the reverse order."""
+    """Offloads in forward order and takes in reverse order."""
     pool, slabs = make_pool(), []
     for _ in range(6):
         kept = [pool.begin(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
@@ -228,14 +228,14 @@ def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
     ],
 )
 def test_on_a_late_device(repository: Path, late_device: Path, script: str, says: str) -> None:
-    """Who waits for whom where streams run in a drawn order; and who needs the GIL."""
+    """Runs streams in a random order, which shows missing waits and missing releases of the GIL."""
     command = [sys.executable, str(repository / "tests/late_device" / script), str(late_device)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert says in run.stdout
 
 
-# ---- What only a GPU shows.
+# ---- Tests that need a GPU.
 
 LONG = 500_000_000  # cycles: some tenths of a second
 
@@ -288,7 +288,7 @@ def test_memory_that_is_freed_at_once_is_not_written_before_it_is_copied() -> No
 
 @pytest.mark.gpu
 def test_host_memory_is_reused_only_after_its_copies() -> None:
-    """What is dropped with copies under way, out or back, is written by the next owner after those."""
+    """The next owner of memory that is freed during a copy writes to it after that copy."""
     pool = make_pool(64 * MIB, 64 * MIB)
     busy, x = torch.cuda.Stream(), torch.ones(8 * MIB, device="cuda")
     torch.cuda.synchronize()
@@ -347,7 +347,7 @@ def test_copies_run_beside_the_current_stream() -> None:
         torch.cuda._sleep(4 * LONG)
         done = torch.cuda.Event()
         done.record()
-    # The copy out has no sleep before it; its end is seen by a copy back that another stream asks for.
+    # The copy to the host does not wait for a sleep. Another stream's copy back shows its end.
     y = offloaded.take()
     torch.cuda.current_stream().synchronize()
     assert not done.query()

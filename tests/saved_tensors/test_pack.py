@@ -1,4 +1,4 @@
-"""Smaller forms of saved tensors against plain torch: bits that come back, and how far the others may be off."""
+"""Tests packed saved tensors against plain torch: lossless bits, and the error bounds of the lossy formats."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from reference import formats
 
 on_devices = pytest.mark.usefixtures("device")
 BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of every size of element.
+# The dtypes cover every element size.
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.int16),
     *(torch.float32, torch.int32, torch.float64, torch.int64, torch.complex64),
 ]
-# Around a byte of bits, a block of them, a block of codes and a piece that one thread takes; several pieces.
+# The sizes lie around one byte of bits, one block of bits, one block of codes and one piece of a thread.
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1000, 16383, 16384, 16385, 150_001]
 ROUNDED = {"bfloat16": [torch.float32, torch.float64], "int8": [torch.float32, torch.bfloat16, torch.float16]}
 CASES = [(packing, dtype) for packing, dtypes in ROUNDED.items() for dtype in dtypes]
@@ -42,7 +42,7 @@ def packed(tensor: Tensor, packing: str = "bits") -> _C.Packed:
 
 
 def two_values(dtype: torch.dtype, size: int) -> Tensor:
-    """Of a mask: 0 and 1, or 0 and what dropout multiplies with."""
+    """Masks have the values 0 and 1, or 0 and the factor of dropout."""
     mask = torch.rand(size) < 0.7
     return mask if dtype == torch.bool else mask.to(torch.float32).mul(2).to(dtype)
 
@@ -59,7 +59,7 @@ def test_bool_comes_back(size: int) -> None:
 @on_devices
 @pytest.mark.parametrize("size", SIZES)
 def test_a_bit_of_1_is_true(size: int) -> None:
-    """Whatever the first element is: CPU and CUDA have one format."""
+    """CPU and CUDA share one format, whatever the first element is."""
     for mask in (torch.rand(size) < 0.5, torch.rand(size) < 0.99, torch.ones(size) > 0, torch.zeros(size) > 0):
         small = packed(mask)
         in_bytes = torch.nn.functional.pad(mask.cpu(), (0, -size % 8)).view(-1, 8).to(torch.uint8)
@@ -72,7 +72,7 @@ def test_a_bit_of_1_is_true(size: int) -> None:
 
 @on_devices
 def test_any_start() -> None:
-    """Of memory that is aligned to an element alone."""
+    """The memory is aligned to one element only."""
     mask = torch.rand(5000) < 0.5
     for start in (1, 3, 7, 8, 64):
         assert_bits(_C.unpack(packed(mask[start:])), mask[start:])
@@ -97,9 +97,9 @@ def test_instruction_sets_agree_on_bits(dtype: torch.dtype, size: int) -> None:
     x = two_values(dtype, size)
     _C.force_isa("baseline")
     want = packed(x)
-    # A bit of 0 is the first element, and of bools false.
-    twin = x if dtype == torch.bool else (bits_of(x).reshape(-1) != bits_of(x)[:1]).view(-1)
-    rows = torch.nn.functional.pad(twin, (0, -size % 8)).view(-1, 8)
+    # A bit of 0 stands for the first element, or for false in bool tensors.
+    reference = x if dtype == torch.bool else (bits_of(x).reshape(-1) != bits_of(x)[:1]).view(-1)
+    rows = torch.nn.functional.pad(reference, (0, -size % 8)).view(-1, 8)
     assert torch.equal(want.bytes, (rows.int() << torch.arange(8)).sum(1).to(torch.uint8))
     for isa in _C.available_isas():
         _C.force_isa(isa)
@@ -123,7 +123,7 @@ def test_a_third_value_gives_nothing(dtype: torch.dtype, isa: str) -> None:
 
 
 def test_threads_that_find_other_second_values() -> None:
-    """Each has seen two of the three."""
+    """Each thread has seen two of the three values."""
     x = torch.zeros(20 * 16384)
     x[5 * 16384] = 1
     x[15 * 16384] = 2
@@ -171,7 +171,7 @@ def test_any_bits(size_of_element: int) -> None:
 
 
 def awkward(dtype: torch.dtype, size: int) -> Tensor:
-    """Values of many magnitudes, and for some blocks what is not finite."""
+    """Returns values of many magnitudes, with infinities and NaN in some blocks."""
     values = torch.randn(size, dtype=torch.float64) * 10.0 ** torch.randint(-8, 4, (size,))
     for position, value in ((7, torch.inf), (100, -0.0), (301, torch.nan), (302, -torch.inf), (900, 0.0)):
         values[position : position + 1] = value
@@ -179,7 +179,7 @@ def awkward(dtype: torch.dtype, size: int) -> Tensor:
 
 
 def assert_same_numbers(got: Tensor, want: Tensor) -> None:
-    """The same bits, but that a NaN is as good as another."""
+    """Compares bits, except that all NaNs are equal."""
     assert got.dtype == want.dtype
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(bits_of(got.nan_to_num(nan=0.0)), bits_of(want.nan_to_num(nan=0.0)))
@@ -206,12 +206,12 @@ def test_bfloat16_of_any_values(values: list[float]) -> None:
 
 
 def int8_bound(x: Tensor) -> Tensor:
-    """How far pack.h says each value may come back from where it was."""
+    """Returns the error bound of pack.h for each value."""
     rows = formats.blocks(x.double())
     finite = rows.isfinite()
     scales = torch.where(finite, rows.abs(), 0).amax(1, keepdim=True).clamp(min=2.0**-113)
     bound = (rows.abs() * scales).sqrt() / 126 + scales / 63504
-    # Then rounded to its dtype; and the arithmetic is float32.
+    # The result is rounded to its dtype, and the arithmetic is float32.
     eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
     return (bound * (1 + 1e-5) + eps * (rows.abs() + bound) + tiny).flatten()[: x.numel()]
 
@@ -240,7 +240,7 @@ def test_int8_error(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ROUNDED["int8"], ids=str)
 def test_int8_is_the_optimizers(dtype: torch.dtype, size: int, isa: str) -> None:
-    """The plain twin of its 8-bit codes, on every instruction set."""
+    """Compares 8-bit codes with a plain reference on every instruction set."""
     x = awkward(dtype, size)
     small = packed(x, "int8")
     codes, scales = formats.encode_signed(x.float()) if size else (x.to(torch.int8), x.float())
@@ -260,7 +260,7 @@ def test_int8_of_any_values(values: list[float], repeats: int) -> None:
 
 
 def test_int8_of_what_activations_look_like() -> None:
-    """The relative error of a whole tensor, beside that of codes in equal steps with the same scale."""
+    """Compares the relative error of a tensor with that of linear codes with the same scale."""
     errors = {}
     for name, x in (("normal", torch.randn(1 << 18)), ("gelu", torch.nn.functional.gelu(torch.randn(1 << 18)))):
         rows = formats.blocks(x)
@@ -343,15 +343,17 @@ def test_shapes_and_gradients_do_not_matter() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(TypeError, match="packing as int8 takes float32, bfloat16 and float16 and got Double"):
+    with pytest.raises(TypeError, match="dtype Double, expected float32, bfloat16 or float16 for packing 'int8'"):
         _C.pack(torch.zeros(3, dtype=torch.float64), "int8")
-    with pytest.raises(TypeError, match="packing as bfloat16 takes float32 and float64 and got BFloat16"):
+    with pytest.raises(TypeError, match="dtype BFloat16, expected float32 or float64 for packing 'bfloat16'"):
         _C.pack(torch.zeros(3, dtype=torch.bfloat16), "bfloat16")
-    with pytest.raises(TypeError, match="packing as bits takes elements of 1, 2, 4 or 8 bytes and got ComplexDouble"):
+    with pytest.raises(
+        TypeError, match="dtype ComplexDouble, expected elements of 1, 2, 4 or 8 bytes for packing 'bits'"
+    ):
         _C.packed_bytes(torch.complex128, 3, "bits")
     with pytest.raises(ValueError, match="packing is 'zip', expected 'bits', 'bfloat16' or 'int8'"):
         _C.pack(torch.zeros(3), "zip")
-    with pytest.raises(ValueError, match=r"contiguous tensors and got one of strides \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"tensor has strides \[1, 4\], expected a contiguous tensor"):
         _C.pack(torch.zeros(3, 4).t(), "bits")
     with pytest.raises(NotImplementedError, match="on meta"):
         _C.pack(torch.zeros(3, device="meta"), "int8")

@@ -1,4 +1,4 @@
-// Recording a module's calls; see call.h.
+// Records calls of modules and `with` blocks as passes; see call.h.
 #include "budget/recorder/call.h"
 
 #include <ATen/SavedTensorHooks.h>
@@ -17,19 +17,19 @@ namespace {
 
 constexpr const char* kAttribute = "_compiled_call_impl";
 
-// A pass for as long as this object lives.
+// Records a pass as long as the object lives.
 class PassGuard {
  public:
   explicit PassGuard(Recorder& recorder) : recorder_(recorder), entry_(recorder.enter()) {}
   ~PassGuard() {
-    if (!has_left_) recorder_.leave(entry_, /*is_whole=*/false);
+    if (!has_left_) recorder_.leave(entry_, /*is_complete=*/false);
   }
   PassGuard(const PassGuard&) = delete;
   PassGuard& operator=(const PassGuard&) = delete;
 
   void leave() {
     has_left_ = true;
-    recorder_.leave(entry_, /*is_whole=*/true);
+    recorder_.leave(entry_, /*is_complete=*/true);
   }
 
  private:
@@ -52,11 +52,11 @@ class ModuleGuard {
   const int32_t before_;
 };
 
-// Without gradients nothing is kept; torch.func's transforms know no hooks on what is saved; and what a compiler traces
-// is not the pass.
+// Returns whether a pass can begin. Without gradients autograd saves nothing, torch.func transforms allow no hooks, and
+// a compiler's tracing run is not a pass.
 bool can_record() {
   static const auto* is_compiling =
-      new py::object(py::module_::import("torch.compiler").attr("is_compiling"));  // lives for ever
+      new py::object(py::module_::import("torch.compiler").attr("is_compiling"));  // leaked: it may outlive Python
   return c10::GradMode::is_enabled() && at::SavedTensorDefaultHooks::is_enabled() && !(*is_compiling)().cast<bool>();
 }
 
@@ -66,7 +66,7 @@ py::object called(const py::object& function, const py::args& args, const py::kw
   return result;
 }
 
-// Past what torch.compile's wrapper of a module makes of its attributes.
+// Bypasses the attribute access of torch.compile's wrapper of a module.
 py::dict attributes_of(const py::object& module) {
   return py::reinterpret_steal<py::dict>(PyObject_GenericGetDict(module.ptr(), nullptr));
 }
@@ -76,10 +76,11 @@ py::object attribute_in(const py::dict& attributes) {
   return found == nullptr ? py::none() : py::reinterpret_borrow<py::object>(found);
 }
 
-// The module whose call this is, as nn.Module's own function has it; None: another function calls.
+// Returns the module whose call runs, read from the frame of nn.Module's own function; None: another function calls.
 py::object caller() {
   static const auto* code = new py::object(
-      py::module_::import("torch").attr("nn").attr("Module").attr("_wrapped_call_impl").attr("__code__"));  // for ever
+      py::module_::import("torch").attr("nn").attr("Module").attr("_wrapped_call_impl").attr("__code__"));  // leaked,
+                                                                                                            // too
   PyFrameObject* innermost = PyThreadState_GetFrame(PyThreadState_Get());
   if (innermost == nullptr) return py::none();
   const auto frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(innermost));
@@ -93,24 +94,24 @@ bool is_constructed(PyObject* self) {
 
 }  // namespace
 
-Call::Call(std::shared_ptr<Recorder> recorder, py::object module, std::optional<int32_t> index)
+ModuleCall::ModuleCall(std::shared_ptr<Recorder> recorder, py::object module, std::optional<int32_t> index)
     : recorder_(std::move(recorder)), module_(module), index_(index) {}
 
-void Call::install() {
+void ModuleCall::install() {
   const auto module = py::reinterpret_borrow<py::object>(module_());
   const py::dict attributes = attributes_of(module);
   inner_ = attribute_in(attributes);
   attributes[kAttribute] = py::cast(this);
 }
 
-void Call::remove() {
+void ModuleCall::remove() {
   is_removed_ = true;
   const py::object module = module_();
   if (module.is_none()) return;
   const py::dict attributes = attributes_of(module);
   py::object outermost = attribute_in(attributes);
-  while (py::isinstance<Call>(outermost) && outermost.cast<Call&>().is_removed_) {
-    outermost = outermost.cast<Call&>().inner_;
+  while (py::isinstance<ModuleCall>(outermost) && outermost.cast<ModuleCall&>().is_removed_) {
+    outermost = outermost.cast<ModuleCall&>().inner_;
     if (outermost.is_none()) {
       PyDict_DelItemString(attributes.ptr(), kAttribute);
     } else {
@@ -119,15 +120,15 @@ void Call::remove() {
   }
 }
 
-py::object Call::target() const {
+py::object ModuleCall::target() const {
   if (!inner_.is_none()) return inner_;
   const py::object module = module_();
-  // nn.DataParallel's replicas have the attributes of the module that they are made of.
+  // A replica of nn.DataParallel shares the attributes of the original module, but its call must run the replica.
   const py::object self = caller();
   return (self.is_none() ? module : self).attr("_call_impl");
 }
 
-py::object Call::operator()(const py::args& args, const py::kwargs& kwargs) const {
+py::object ModuleCall::operator()(const py::args& args, const py::kwargs& kwargs) const {
   const std::shared_ptr<Recorder> recorder = recorder_;
   const py::object function = target();
   if (is_removed_) return called(function, args, kwargs);
@@ -142,60 +143,60 @@ py::object Call::operator()(const py::args& args, const py::kwargs& kwargs) cons
   return result;
 }
 
-int Call::traverse(visitproc visit, void* arg) const {
+int ModuleCall::traverse(visitproc visit, void* arg) const {
   Py_VISIT(inner_.ptr());
   return 0;
 }
 
-void Scope::enter() {
+void PassScope::enter() {
   Recorder::Entry entry = recorder_->enter();
-  if (entry.place == Recorder::Place::kRefused) {
-    throw std::runtime_error("another thread is in a forward pass of this plan: one at a time can have its budget");
+  if (entry.kind == Recorder::EntryKind::kRefused) {
+    throw std::runtime_error("another thread is in a forward pass of this plan: run one forward pass at a time");
   }
   entries_.emplace_back(std::this_thread::get_id(), std::move(entry));
 }
 
-void Scope::exit(bool is_whole) {
+void PassScope::exit(bool is_complete) {
   const auto last = std::find_if(entries_.rbegin(), entries_.rend(),
                                  [](const auto& entry) { return entry.first == std::this_thread::get_id(); });
   if (last == entries_.rend()) return;
   const Recorder::Entry entry = std::move(last->second);
   entries_.erase(std::next(last).base());
-  recorder_->leave(entry, is_whole);
+  recorder_->leave(entry, is_complete);
 }
 
 void register_calls(py::module_& m) {
-  py::class_<Call>(m, "ActivationCall", py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-                     // What it calls may hold the module, which holds it.
-                     PyTypeObject& type = heap_type->ht_type;
-                     type.tp_flags |= Py_TPFLAGS_HAVE_GC;
-                     type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-                       Py_VISIT(Py_TYPE(self));
-                       if (!is_constructed(self)) return 0;
-                       return py::cast<Call&>(py::handle(self)).traverse(visit, arg);
-                     };
-                     type.tp_clear = [](PyObject* self) {
-                       if (is_constructed(self)) py::cast<Call&>(py::handle(self)).clear();
-                       return 0;
-                     };
-                   }))
+  py::class_<ModuleCall>(m, "ActivationCall", py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+                           // `inner` may refer to the module, which refers to this object.
+                           PyTypeObject& type = heap_type->ht_type;
+                           type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+                           type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+                             Py_VISIT(Py_TYPE(self));
+                             if (!is_constructed(self)) return 0;
+                             return py::cast<ModuleCall&>(py::handle(self)).traverse(visit, arg);
+                           };
+                           type.tp_clear = [](PyObject* self) {
+                             if (is_constructed(self)) py::cast<ModuleCall&>(py::handle(self)).clear();
+                             return 0;
+                           };
+                         }))
       .def(py::init<std::shared_ptr<Recorder>, py::object, std::optional<int32_t>>(), py::arg("recorder"),
            py::arg("module"), py::arg("index") = py::none())
-      .def("__call__", &Call::operator())
-      .def("install", &Call::install)
-      .def("remove", &Call::remove)
-      .def_property_readonly("inner", &Call::inner)
-      // A copy of a module whose class copies this too has None in its place, as if nothing had been there.
+      .def("__call__", &ModuleCall::operator())
+      .def("install", &ModuleCall::install)
+      .def("remove", &ModuleCall::remove)
+      .def_property_readonly("inner", &ModuleCall::inner)
+      // Some classes copy all attributes of a module. Their copies get None, as if nothing had been installed.
       .def("__reduce__", [](const py::object&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); })
       .def("__deepcopy__", [](const py::object&, const py::object&) { return py::none(); }, py::arg("memo"));
-  py::class_<Scope>(m, "ActivationScope")
+  py::class_<PassScope>(m, "ActivationScope")
       .def(py::init<std::shared_ptr<Recorder>>(), py::arg("recorder"))
       .def("__enter__",
            [](py::object self) {
-             self.cast<Scope&>().enter();
+             self.cast<PassScope&>().enter();
              return self;
            })
-      .def("__exit__", [](Scope& scope, const py::object& kind, const py::object&, const py::object&) {
+      .def("__exit__", [](PassScope& scope, const py::object& kind, const py::object&, const py::object&) {
         scope.exit(kind.is_none());
       });
 }

@@ -1,4 +1,4 @@
-// What is recorded, from where to where: a module's call, or what is inside a with statement.
+// Declares what starts and ends a recorded pass: a call of a module, or a `with` statement.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,21 +10,21 @@
 #include <utility>
 #include <vector>
 
-#include "budget/recorder/record.h"
+#include "budget/recorder/recorder.h"
 
 namespace drivetrain::budget {
 
-// Stands in a module's `_compiled_call_impl`, which nn.Module calls in place of its own implementation and leaves out
-// of copies. Records each call as a pass, or notes operations for a module. A destructor ends both, so that neither
-// outlives the call, whatever ends that and wherever Python was: no hook of a module is called after a
-// KeyboardInterrupt.
-class Call {
+// Replaces a module's `_compiled_call_impl`, which nn.Module calls instead of its own implementation and leaves out of
+// copies. Records each call as a pass, or notes the module of each operation. A destructor ends both, so that neither
+// outlives the call even after a KeyboardInterrupt, which skips the hooks of modules.
+class ModuleCall {
  public:
-  // index: of the module that operations are noted for; none: the call is a pass. The module must not have gone.
-  Call(std::shared_ptr<Recorder> recorder, pybind11::object module, std::optional<int32_t> index);
+  // index: the module index to record operations with; none: the call is a pass.
+  ModuleCall(std::shared_ptr<Recorder> recorder, pybind11::object module, std::optional<int32_t> index);
 
+  // The module must be alive.
   void install();
-  // The module's calls go by without it; safe to call twice, in any order with those that were installed later.
+  // Restores the module's calls. Safe to call twice, and before or after the removal of calls installed later.
   void remove();
 
   pybind11::object operator()(const pybind11::args& args, const pybind11::kwargs& kwargs) const;
@@ -39,21 +39,21 @@ class Call {
   const std::shared_ptr<Recorder> recorder_;
   const pybind11::weakref module_;
   const std::optional<int32_t> index_;
-  pybind11::object inner_ = pybind11::none();  // that was there before; None: nothing
+  pybind11::object inner_ = pybind11::none();  // what install() replaced; None: nothing
   bool is_removed_ = false;
 };
 
-// A pass from `with` to its end, whatever ends that.
-class Scope {
+// Records a `with` block as a pass.
+class PassScope {
  public:
-  explicit Scope(std::shared_ptr<Recorder> recorder) : recorder_(std::move(recorder)) {}
+  explicit PassScope(std::shared_ptr<Recorder> recorder) : recorder_(std::move(recorder)) {}
 
   void enter();
-  void exit(bool is_whole);
+  void exit(bool is_complete);
 
  private:
   const std::shared_ptr<Recorder> recorder_;
-  std::vector<std::pair<std::thread::id, Recorder::Entry>> entries_;  // of with statements, in each thread nested
+  std::vector<std::pair<std::thread::id, Recorder::Entry>> entries_;  // per thread, nested ones later
 };
 
 void register_calls(pybind11::module_& m);

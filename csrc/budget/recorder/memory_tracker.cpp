@@ -1,8 +1,10 @@
-// Counting what is kept alive for backward; see memory_tracker.h.
+// Counts live and peak bytes of recorded passes; see memory_tracker.h.
 #include "budget/recorder/memory_tracker.h"
 
 #include <algorithm>
 #include <utility>
+
+#include "budget/recorder/recorded_pass.h"
 
 namespace drivetrain::budget {
 
@@ -10,32 +12,32 @@ namespace {
 
 using Lock = std::lock_guard<std::mutex>;
 
-// So many are looked at whenever there may be a new peak. More of them when it has grown by a 256th since the last
-// time, or a pass would take the square of its length.
+// Up to this many unhooked storages are searched at every new peak. Longer lists are searched only after the live bytes
+// have grown by 1/256. Otherwise the total time would grow with the square of the number of operations.
 constexpr size_t kFew = 4096;
 
 }  // namespace
 
-void Ledger::add(int64_t bytes) {
+void MemoryTracker::add(int64_t bytes) {
   const Lock lock(mutex_);
   add_locked(bytes);
 }
 
-void Ledger::add_locked(int64_t bytes) {
+void MemoryTracker::add_locked(int64_t bytes) {
   live_bytes_ += bytes;
   if (live_bytes_ <= peak_bytes_) return;
-  if (unhooked_.size() <= kFew || live_bytes_ > next_look_) forget_freed();
+  if (unhooked_.size() <= kFew || live_bytes_ > next_check_bytes_) forget_freed();
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
 }
 
-void Ledger::add_unhooked(const Tape* of, c10::weak_intrusive_ptr<c10::StorageImpl> storage, int64_t bytes) {
+void MemoryTracker::add_unhooked(const Tape& tape, c10::weak_intrusive_ptr<c10::StorageImpl> storage, int64_t bytes) {
   const Lock lock(mutex_);
-  unhooked_.push_back({of, std::move(storage), bytes});
+  unhooked_.push_back({&tape, std::move(storage), bytes});
   add_locked(bytes);
 }
 
 template <class Predicate>
-void Ledger::forget_if(const Predicate& is_over) {
+void MemoryTracker::forget_if(const Predicate& is_over) {
   std::erase_if(unhooked_, [&](const Unhooked& kept) {
     if (!is_over(kept)) return false;
     live_bytes_ -= kept.bytes;
@@ -43,43 +45,43 @@ void Ledger::forget_if(const Predicate& is_over) {
   });
 }
 
-void Ledger::forget_freed() {
+void MemoryTracker::forget_freed() {
   forget_if([](const Unhooked& kept) { return kept.storage.expired(); });
-  next_look_ = live_bytes_ + live_bytes_ / 256;
+  next_check_bytes_ = live_bytes_ + live_bytes_ / 256;
 }
 
-void Ledger::open(const std::shared_ptr<Tape>& tape) {
+void MemoryTracker::open(const std::shared_ptr<RecordedPass>& pass) {
   const Lock lock(mutex_);
-  std::erase_if(tapes_, [](const std::weak_ptr<Tape>& other) { return other.expired(); });
-  tapes_.push_back(tape);
+  std::erase_if(passes_, [](const std::weak_ptr<RecordedPass>& other) { return other.expired(); });
+  passes_.push_back(pass);
 }
 
-void Ledger::close(const Tape* tape) {
+void MemoryTracker::close(const Tape& tape) {
   const Lock lock(mutex_);
-  forget_if([tape](const Unhooked& kept) { return kept.of == tape; });
+  forget_if([&tape](const Unhooked& kept) { return kept.tape == &tape; });
 }
 
-std::vector<std::shared_ptr<Tape>> Ledger::tapes() const {
+std::vector<std::shared_ptr<RecordedPass>> MemoryTracker::passes() const {
   const Lock lock(mutex_);
-  std::vector<std::shared_ptr<Tape>> open;
-  for (const std::weak_ptr<Tape>& tape : tapes_) {
-    if (auto alive = tape.lock()) open.push_back(std::move(alive));
+  std::vector<std::shared_ptr<RecordedPass>> open;
+  for (const std::weak_ptr<RecordedPass>& pass : passes_) {
+    if (auto alive = pass.lock()) open.push_back(std::move(alive));
   }
   return open;
 }
 
-int64_t Ledger::live_bytes() {
+int64_t MemoryTracker::live_bytes() {
   const Lock lock(mutex_);
   forget_freed();
   return live_bytes_;
 }
 
-int64_t Ledger::peak_bytes() const {
+int64_t MemoryTracker::peak_bytes() const {
   const Lock lock(mutex_);
   return peak_bytes_;
 }
 
-void Ledger::reset() {
+void MemoryTracker::reset() {
   const Lock lock(mutex_);
   forget_freed();
   peak_bytes_ = live_bytes_;
@@ -87,28 +89,28 @@ void Ledger::reset() {
   replay_seconds_ = 0;
 }
 
-void Ledger::note_replay(double seconds) {
+void MemoryTracker::count_replay(double seconds) {
   const Lock lock(mutex_);
   replay_seconds_ += seconds;
   ++num_replayed_;
 }
 
-int64_t Ledger::num_replayed() const {
+int64_t MemoryTracker::num_replayed() const {
   const Lock lock(mutex_);
   return num_replayed_;
 }
 
-double Ledger::replay_seconds() const {
+double MemoryTracker::replay_seconds() const {
   const Lock lock(mutex_);
   return replay_seconds_;
 }
 
-int64_t Ledger::num_uses() const {
+int64_t MemoryTracker::num_uses() const {
   const Lock lock(mutex_);
   return num_uses_;
 }
 
-int64_t Ledger::next_use() {
+int64_t MemoryTracker::next_use() {
   const Lock lock(mutex_);
   return num_uses_++;
 }

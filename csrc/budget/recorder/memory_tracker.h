@@ -1,5 +1,4 @@
-// The books of a recorder: what its tapes keep alive for backward, in bytes, and what replaying cost. Forward passes
-// record without the GIL, so that every entry takes a lock.
+// Declares MemoryTracker, which counts the bytes that recorded passes keep alive for backward and the cost of replays.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -12,33 +11,38 @@
 
 namespace drivetrain::budget {
 
-class Tape;
+class RecordedPass;
+struct Tape;
 
-class Ledger {
+// Serves all passes of one recorder. Every method takes a lock, because forward passes record without the GIL.
+class MemoryTracker {
  public:
+  // Adds to the live bytes; a negative number subtracts.
   void add(int64_t bytes);
-  // What autograd keeps itself, which does not say when it gives it back: counts until its memory goes, at the latest
-  // until `of` is closed.
-  void add_unhooked(const Tape* of, c10::weak_intrusive_ptr<c10::StorageImpl> storage, int64_t bytes);
+  // Adds memory that autograd keeps without our hooks, and whose release it does not announce. The bytes count until
+  // the storage is freed, at the latest until close() is called for the same tape.
+  void add_unhooked(const Tape& tape, c10::weak_intrusive_ptr<c10::StorageImpl> storage, int64_t bytes);
 
-  void open(const std::shared_ptr<Tape>& tape);
-  void close(const Tape* tape);
-  std::vector<std::shared_ptr<Tape>> tapes() const;  // that are open
+  void open(const std::shared_ptr<RecordedPass>& pass);
+  void close(const Tape& tape);
+  // Returns the passes that were opened and are still alive.
+  std::vector<std::shared_ptr<RecordedPass>> passes() const;
 
   int64_t live_bytes();
   int64_t peak_bytes() const;  // since reset()
   void reset();
 
-  void note_replay(double seconds);
+  void count_replay(double seconds);
   int64_t num_replayed() const;
-  double replay_seconds() const;  // on the host
+  double replay_seconds() const;  // measured on the host
 
+  // Numbers the uses of saved tensors by backward in their order over all profiled passes.
   int64_t num_uses() const;
-  int64_t next_use();  // by autograd, of a profile: its place among those of all tapes
+  int64_t next_use();
 
  private:
   struct Unhooked {
-    const Tape* of;
+    const Tape* tape;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int64_t bytes;
   };
@@ -49,10 +53,10 @@ class Ledger {
   void forget_freed();
 
   mutable std::mutex mutex_;
-  std::vector<std::weak_ptr<Tape>> tapes_;
+  std::vector<std::weak_ptr<RecordedPass>> passes_;
   std::vector<Unhooked> unhooked_;
   int64_t live_bytes_ = 0;
-  int64_t next_look_ = 0;  // at unhooked_: when so much is alive
+  int64_t next_check_bytes_ = 0;  // the live bytes from which unhooked_ is searched for freed storages again
   int64_t peak_bytes_ = 0;
   int64_t num_replayed_ = 0;
   double replay_seconds_ = 0;

@@ -1,4 +1,4 @@
-// Views of tensors' memory; see tensor_ref.h.
+// Describes, rebuilds, copies and hashes views of tensor storages; see tensor_ref.h.
 #include "budget/recorder/tensor_ref.h"
 
 #include <ATen/ops/empty_strided.h>
@@ -13,8 +13,8 @@ namespace drivetrain::budget {
 
 namespace {
 
-// A transform or mode that the pass is in would have copies of ours for itself.
-constexpr c10::DispatchKeySet kOthersKeys =
+// Excluded while the recorder copies tensors: otherwise an active transform or mode would intercept these copies.
+constexpr c10::DispatchKeySet kInterceptingKeys =
     kPythonKeys | c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                        c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
@@ -29,7 +29,7 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_of(const at::Tensor& tensor) {
-  // A TorchDispatchMode would be asked for it.
+  // An active TorchDispatchMode would otherwise intercept the shallow copy.
   const c10::impl::ExcludeDispatchKeyGuard no_python(kPythonKeys);
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(), /*allow_tensor_metadata_change=*/true));
@@ -70,7 +70,7 @@ uint64_t hash_of_storage(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   const auto num_bytes = static_cast<int64_t>(storage.nbytes());
   if (tensor.is_cpu()) return hash_bytes(storage.data(), num_bytes);
-  const c10::impl::ExcludeDispatchKeyGuard no_others(kOthersKeys);
+  const c10::impl::ExcludeDispatchKeyGuard no_interception(kInterceptingKeys);
   return hash_bytes(bytes_of(tensor).cpu().const_data_ptr(), num_bytes);
 }
 
@@ -80,13 +80,13 @@ std::optional<uint64_t> hash_of_elements(const at::Tensor& tensor) {
   TensorRef ref;
   describe(tensor, ref);
   for (size_t dim = ref.sizes.size(); dim-- > 0;) {
-    if (ref.strides[dim] != 0) continue;  // expanded: shows the same elements again
+    if (ref.strides[dim] != 0) continue;  // an expanded dimension repeats the same elements
     ref.sizes.erase(ref.sizes.begin() + static_cast<std::ptrdiff_t>(dim));
     ref.strides.erase(ref.strides.begin() + static_cast<std::ptrdiff_t>(dim));
   }
   at::Tensor elements = view_of(tensor, ref);
   if (!elements.is_non_overlapping_and_dense()) {
-    const c10::impl::ExcludeDispatchKeyGuard no_others(kOthersKeys);
+    const c10::impl::ExcludeDispatchKeyGuard no_interception(kInterceptingKeys);
     elements = elements.clone(at::MemoryFormat::Contiguous);
   }
   return hash_bytes(elements.const_data_ptr(), static_cast<int64_t>(elements.nbytes()));
@@ -101,7 +101,7 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return view_of(copy, ref);
 }
 
-bool has_bytes_of(const at::Tensor& one, const at::Tensor& other) {
+bool have_equal_storages(const at::Tensor& one, const at::Tensor& other) {
   const size_t num_bytes = one.storage().nbytes();
   if (num_bytes != other.storage().nbytes()) return false;
   if (!one.is_cpu() || !other.is_cpu()) return at::equal(bytes_of(one), bytes_of(other));
@@ -112,7 +112,7 @@ bool is_all_zero(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return !bytes_of(tensor).any().item<bool>();
   const auto* bytes = static_cast<const char*>(tensor.storage().data());
   const size_t num_bytes = tensor.storage().nbytes();
-  // Each byte is the one before, and the first one zero: at most places the first look says no.
+  // All bytes are zero if the first is zero and each equals the one before; most tensors fail the first test.
   return num_bytes == 0 || (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, num_bytes - 1) == 0);
 }
 

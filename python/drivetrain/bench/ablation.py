@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _C
-from ..budget.trace import FORMS, profile
+from ..budget.trace import STORAGE_FORMATS, profile
 from .activation_models import ModelCase, cases
 from .activations import SHARES, Variant, seconds_of
 from .measure import keep_freed_memory
@@ -107,7 +107,7 @@ def _recorded(case: ModelCase) -> Recorded:
     for _ in range(2):
         variant.step()
     step_seconds = statistics.median(seconds_of(variant.step) for _ in range(3))
-    trace, unplanned_bytes = profile(variant.model, variant.step, [FORMS["bits"]])
+    trace, unplanned_bytes = profile(variant.model, variant.step, [STORAGE_FORMATS["bits"]])
     return Recorded(case.name, trace.for_solver(), unplanned_bytes, step_seconds)
 
 

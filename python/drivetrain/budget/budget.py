@@ -21,9 +21,9 @@ from .compiled import CompiledRegions
 from .copies import Copies
 from .host_link import HostLink, link_of
 from .plan import ChosenPolicy, choose
-from .retry import Before, Undo, first_line, is_out_of_memory
+from .retry import ModelSnapshot, Undo, first_line, is_out_of_memory
 from .sharded import refuse_resharding
-from .trace import FORMS, Recording, Trace, profile
+from .trace import STORAGE_FORMATS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
 
@@ -128,12 +128,12 @@ def activation_budget(
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module  # the wrapper's own operations differ from step to step
     refuse_resharding(model)
-    before = Before(model)
+    before = ModelSnapshot(model)
     try:
         with progress.showing():
             return _planned(model, step_fn, budget, plan, offload, lossy)
     except BaseException:
-        before.put_back()
+        before.restore()
         raise
 
 
@@ -161,7 +161,9 @@ def _planned(
     if budget is None:
         raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
     _bytes_of(budget, 1)  # raises before anything runs
-    forms = [FORMS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))]
+    forms = [
+        STORAGE_FORMATS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
+    ]
     for is_last in (False, True):
         with CompiledRegions(model) as regions:
             trace, peak = profile(model, step_fn, forms, pool)
@@ -381,9 +383,7 @@ class ActivationPlan(_C.ActivationScope):
                 else f"the model has {len(names)} modules and the plan {len(trace.modules)}"
             )
             raise ValueError(f"plan is another model's: {what}")
-        if pool is None and any(
-            form == FORMS["host"] for one in trace.passes for value in one.values for form, *_ in value[4]
-        ):
+        if pool is None and trace.has_storage_format(STORAGE_FORMATS["host"]):
             raise ValueError("plan offloads to the host: pass offload= with the bytes that it may use there")
         regions = CompiledRegions.restored(model, plan.get("compiled"))
         made = cls(model, trace, plan["unplanned_bytes"], regions, pool)
@@ -402,7 +402,7 @@ class ActivationPlan(_C.ActivationScope):
         self._choice, self.budget_bytes = choice, budget_bytes
 
     def _install(self) -> None:
-        self._recorder.set_forms([], self._pool, self.budget_bytes)
+        self._recorder.set_formats([], self._pool, self.budget_bytes)
         self._recorder.set_plans(self._chosen.tape_plans(self._trace))
         if self._recording is None:
             self._recording = Recording(self._model, self._recorder).__enter__()

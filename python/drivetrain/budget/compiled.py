@@ -1,4 +1,4 @@
-"""Compiled regions of a model: torch's own memory budget for them, driven by the bytes that they are seen to save."""
+"""Drives torch's own memory budget for the compiled regions of a model by the bytes that they save for backward."""
 
 import copy
 import functools
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 _MAX_RECOMPILATIONS = 5
-_NEAR = 0.95  # of what may be kept: closer is not worth another compilation
-_FINEST = 0.02  # of the ratio
+_NEAR = 0.95  # share of the allowed bytes from which another compilation is not worth its time
+_FINEST = 0.02  # smallest step of the ratio
 
 
 class CompiledRegions:
-    """What is compiled of a model with `torch.compile` (a module of it, its `compile()`, its `forward`), outermost.
+    """The outermost compiled parts of a model: modules that torch.compile returned, and modules whose `compile()` was
+    called or whose `forward` is compiled.
 
-    From the first to `remove()` the regions' own operations are not recorded: what a region saves counts, and is the
-    partitioner's matter. `install(ratio)` has them compiled with `torch._functorch.config.activation_memory_budget` at
-    that ratio, which is in force while these regions are compiled, later recompilations included, and at no other time.
-    What was compiled before is kept aside and is back after `remove()`.
+    From construction to `remove()`, operations inside of the regions are not recorded. The bytes that a region saves
+    count, and torch's partitioner decides which these are. `install(ratio)` recompiles the regions with
+    `torch._functorch.config.activation_memory_budget` at that ratio. The setting is in force only while these regions
+    are compiled, including later recompilations. `remove()` restores the original compiled functions.
 
     Attributes:
-        ratio: what is in force; None: the regions are as they were found.
-        higher: a higher ratio for that many of the regions, the first ones; None: all have `ratio`.
-        measured: for each ratio that was tried, the bytes that the regions saved for backward.
-        saved_bytes: what they save now, as measured; None before anything was.
+        ratio: the ratio in force; None: the regions are as they were found.
+        higher: a higher ratio and the number of regions, from the first on, that have it; None: all have `ratio`.
+        measured: the bytes that the regions saved for backward, by the ratio that was tried.
+        saved_bytes: the bytes that the regions save now; None before they were measured.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +43,7 @@ class CompiledRegions:
         self.saved_bytes: int | None = None
         self.measured: dict[float, int] = {}
         self._regions: list[_Region] = []
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes a second
             self._regions = [_Region(module, attribute) for module, attribute in _find(model)]
         for region in self._regions:
             region.attach()
@@ -54,11 +55,11 @@ class CompiledRegions:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # no plan came of it
+        if kind is not None:  # planning failed
             self.remove()
 
     def __str__(self) -> str:
-        """What is in force, for people."""
+        """Describes the ratios in force and the saved bytes."""
         saved = "" if self.saved_bytes is None else f"; they save {table.size(self.saved_bytes)} for backward"
         regions = "1 compiled region" if len(self) == 1 else f"{len(self)} compiled regions"
         if self.ratio is None:
@@ -71,9 +72,11 @@ class CompiledRegions:
         return f"{regions}, compiled at torch's activation_memory_budget {ratios}{saved}"
 
     def install(self, ratio: float | None, higher: tuple[float, int] | None = None) -> None:
-        """Has the regions compiled at the ratio from their next call on; None: as they were found.
+        """Compiles the regions at the ratio from their next call on.
 
-        higher: another ratio for that many of the regions, the first ones.
+        Args:
+            ratio: The memory budget of torch's partitioner, from 0 to 1; None: restore what was found.
+            higher: Another ratio and the number of regions, from the first on, to compile with it.
         """
         self.ratio, self.higher = ratio, higher
         scope = _new_scope()
@@ -82,7 +85,7 @@ class CompiledRegions:
         _drop_compiled(lambda backend: not backend.is_in_use)
 
     def remove(self) -> None:
-        """The model calls what it called before; safe to call twice."""
+        """Restores the calls of the model. Safe to call twice."""
         self.install(None)
         for region in self._regions:
             region.detach()
@@ -91,22 +94,24 @@ class CompiledRegions:
     def fit(
         self, trace: "Trace", peak_bytes: int, budget_bytes: int, profile: Callable[[], "tuple[Trace, int]"]
     ) -> "Trace":
-        """Finds the largest ratio at which the regions' bytes fit, by bisection, and leaves it in force.
+        """Finds the largest ratio at which the regions' bytes fit by bisection, and leaves it in force.
 
-        The regions' share of the budget is their share of what is kept without one. Where no ratio that is tried gets
-        them into it, they have what the rest of the model leaves when it recomputes all it can. Bytes change with the
-        ratio in large steps; where there are several regions, as many as fit then have the next higher ratio tried.
+        The regions get the same share of the budget that they have of the bytes without a budget. If no tried ratio
+        fits that share, they get what the rest of the model leaves when it recomputes as much as possible. The bytes
+        change with the ratio in large steps. Therefore, if there are several regions, as many as fit get the next
+        higher tried ratio.
 
         Args:
-            trace, peak_bytes: the step as the regions were found.
-            budget_bytes: for all of the model.
-            profile: runs the step with everything kept; called at most 6 times, with a recompilation each.
+            trace: The trace of a step with the regions as they were found.
+            peak_bytes: The peak of that step.
+            budget_bytes: The budget for the whole model.
+            profile: Runs the step with everything kept. Called at most 6 times, with one recompilation each.
 
         Returns:
-            the step's trace at that ratio.
+            The trace of the step at the chosen ratio.
 
         Raises:
-            ValueError: no ratio makes the budget possible; says the smallest that is.
+            ValueError: No ratio makes the budget possible. The message names the smallest possible budget.
         """
         if not self._regions or budget_bytes >= peak_bytes:
             return trace
@@ -166,9 +171,10 @@ class CompiledRegions:
     def _fit_mixed(
         self, ratio: float, share_bytes: int, budget_bytes: int, profile: Callable[[], "tuple[Trace, int]"]
     ) -> "Trace | None":
-        """With the next higher ratio that was tried for as many regions as fit. None: that adds nothing, or not enough.
+        """Compiles as many regions as fit at the next higher tried ratio, and returns the trace of the step.
 
-        The regions are taken to save alike at each ratio; what they really save is measured."""
+        Estimates the number of regions as if all saved the same bytes, then measures. Returns None if that does not
+        fit, or would not gain enough."""
         if self.measured[ratio] >= _NEAR * share_bytes:
             return None
         above = min(tried for tried in self.measured if tried > ratio)
@@ -197,15 +203,18 @@ class CompiledRegions:
 
     @classmethod
     def restored(cls, model: nn.Module, plain: dict[str, Any] | None) -> "CompiledRegions":
-        """With what `to_dict` said in force.
+        """Finds the regions of a model, and puts the result of `to_dict` in force.
 
         Raises:
-            ValueError: the ratio was for compiled regions, and there are none here.
+            ValueError: The result has a ratio for compiled regions, and the model has none.
         """
         regions = cls(model)
         if plain is not None and plain["ratio"] is not None:
             if not regions:
-                raise ValueError("plan is of a model with compiled regions: compile this one before it gets the plan")
+                raise ValueError(
+                    "plan was made for a model with compiled regions, and this model has none: compile the model "
+                    "before it gets the plan"
+                )
             regions.measured = dict(plain["measured"])
             regions.saved_bytes = plain.get("saved_bytes")
             higher = plain.get("higher")
@@ -214,7 +223,7 @@ class CompiledRegions:
 
 
 class _Region:
-    """Stands in the place of a compiled callable, whose operations it has the recorder overlook."""
+    """Replaces a compiled callable, and disables the recorder inside of it."""
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self._module = module
@@ -248,14 +257,14 @@ class _Region:
 
 
 class _Backend:
-    """A backend at a ratio; to dynamo another one than the backend itself, so what it compiled before does not match.
+    """A compiler backend at a memory ratio. Dynamo takes it for another backend, so that earlier code does not match.
 
-    Two for equal backends at the same ratio are equal: a block that occurs many times is compiled once, as before."""
+    Instances for equal backends and ratios are equal, so that a block that occurs many times is still compiled once."""
 
     def __init__(self, backend: Any, ratio: float) -> None:
         functools.update_wrapper(self, backend, assigned=("__name__", "__doc__"))
-        # Dynamo would see through it. Nor may there be a __getattr__: dynamo looks for this one while it is at work on
-        # a frame, and would be called for that frame of ours.
+        # Dynamo would unwrap the backend through these. A __getattr__ would not do: dynamo looks attributes up while it
+        # compiles a frame, and would then try to compile the frame of __getattr__.
         for name in ("_torchdynamo_orig_backend", "__wrapped__"):
             self.__dict__.pop(name, None)
         self._inner = backend
@@ -265,7 +274,7 @@ class _Backend:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._functorch import config
 
-        with config.patch(activation_memory_budget=self._ratio):  # read when the graph is parted, which is in here
+        with config.patch(activation_memory_budget=self._ratio):  # read by the partitioner, which runs inside
             return self._inner(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -282,7 +291,7 @@ class _Backend:
 
 
 def regions_inside(model: nn.Module) -> set[nn.Module]:
-    """The modules whose calls are compiled: hooks of ours on them would be compiled, too."""
+    """Returns the modules whose calls are compiled. Hooks on these would be compiled, too."""
     inside: set[nn.Module] = set()
     if "torch._dynamo" in sys.modules:
         for module, attribute in _find(model):
@@ -292,7 +301,7 @@ def regions_inside(model: nn.Module) -> set[nn.Module]:
 
 
 def anything_is_compiled() -> bool:
-    """Whether dynamo has compiled a function of this process that is still there."""
+    """Returns whether dynamo has compiled a function of this process that is still alive."""
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._dynamo import convert_frame
@@ -303,7 +312,7 @@ def anything_is_compiled() -> bool:
 def _find(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     if _compiled_call_of(module) is not None:
         yield module, "_compiled_call_impl"
-    elif _is_compiled(module.__dict__.get("forward")):  # a module that torch.compile returned has it there, too
+    elif _is_compiled(module.__dict__.get("forward")):  # includes modules that torch.compile returned
         yield module, "forward"
     else:
         for child in module.children():
@@ -311,7 +320,7 @@ def _find(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _compiled_call_of(module: nn.Module) -> Any:
-    """What `module.compile()` made of its calls, under what records them; None if it is not compiled."""
+    """Returns the compiled call that `module.compile()` made, unwrapped from the recorder; None if there is none."""
     found = getattr(module, "_compiled_call_impl", None)
     while isinstance(found, _C.ActivationCall):
         found = found.inner
@@ -325,7 +334,7 @@ def _is_compiled(function: Any) -> bool:
 
 
 def _context_of(compiled: Any) -> Any:
-    """What torch.compile made of its arguments: the compiled function closes over it."""
+    """Returns the context object of torch.compile, which the compiled function closes over; None if there is none."""
     code = getattr(compiled, "__code__", None)
     cells = dict(zip(code.co_freevars, compiled.__closure__ or (), strict=True)) if code is not None else {}
     context = cells["self"].cell_contents if "self" in cells else None
@@ -333,7 +342,7 @@ def _context_of(compiled: Any) -> Any:
 
 
 def _new_scope() -> int | None:
-    """A part of dynamo's caches that has torch's limit of recompilations for itself; None: this torch has no such."""
+    """Returns the id of a new part of dynamo's caches with its own recompilation limit; None: torch has none."""
     if "torch._dynamo" not in sys.modules:
         return None
     from torch._dynamo import eval_frame
@@ -343,7 +352,7 @@ def _new_scope() -> int | None:
 
 
 def _compiled_at(compiled: Any, ratio: float, scope: int | None) -> tuple[Any, _Backend]:
-    """The same function, compiled with the same options by the same backend at the ratio."""
+    """Compiles a function again, with the same options and backend, at a memory ratio."""
     context = copy.copy(_context_of(compiled))
     if scope is not None:
         is_alone = getattr(context, "_isolate_recompiles_id", -1) >= 0
@@ -355,9 +364,9 @@ def _compiled_at(compiled: Any, ratio: float, scope: int | None) -> tuple[Any, _
     return context(compiled._torchdynamo_orig_callable), backend
 
 
-def _drop_compiled(is_to_go: Callable[[_Backend], bool]) -> None:
-    """Takes out of dynamo's caches what such backends compiled. Where a torch has one cache for all, it counts for the
-    limit of recompilations even so, and all that was compiled of the same code goes."""
+def _drop_compiled(is_obsolete: Callable[[_Backend], bool]) -> None:
+    """Removes the code of such backends from dynamo's caches. If torch does not divide its caches, this removes all
+    compiled versions of the same function, and they still count for the recompilation limit."""
     if "torch._dynamo" not in sys.modules:
         return
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
@@ -370,7 +379,7 @@ def _drop_compiled(is_to_go: Callable[[_Backend], bool]) -> None:
         if code is None:
             continue
         for entry in _debug_get_cache_entry_list(code):
-            if not isinstance(entry.backend, _Backend) or not is_to_go(entry.backend):
+            if not isinstance(entry.backend, _Backend) or not is_obsolete(entry.backend):
                 continue
             if not has_scopes:
                 reset_code(code)
@@ -381,12 +390,12 @@ def _drop_compiled(is_to_go: Callable[[_Backend], bool]) -> None:
 
 
 def _unseen_bytes(trace: "Trace") -> int:
-    """What autograd keeps that no recorded operation made: what compiled regions save, and the step's inputs."""
-    saved = {value for value, _ in trace.uses}
+    """Sums the saved values that no recorded operation made: those of compiled regions, and the inputs of the step."""
+    saved = {use.value for use in trace.uses}
     total = 0
     for begin, one in trace.passes_at():
         made = one.made
-        total += sum(v[0] for i, v in enumerate(one.values) if begin + i in saved and i not in made)
+        total += sum(v.num_bytes for i, v in enumerate(one.values) if begin + i in saved and i not in made)
     return total
 
 

@@ -1,17 +1,17 @@
-"""When the copies of offloaded values run beside forward and backward, and how long the step has to wait for them."""
+"""Simulates the copies of offloaded values beside forward and backward, and how long the step waits for them."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 from .host_link import HostLink
-from .trace import FORMS, Trace
+from .trace import STORAGE_FORMATS, Trace
 
-_BACKWARD_PER_FORWARD = 2.0  # of time: gradients of inputs and of weights
-_MARGIN = 1.25  # by which a copy back starts earlier than its time alone asks for
+_BACKWARD_PER_FORWARD = 2.0  # ratio of times: backward computes gradients of inputs and of weights
+_MARGIN = 1.25  # factor on the time of a copy back when its latest start is computed
 
 
 class Prefetch(NamedTuple):
-    """The copy back of a value starts when backward takes another one; both by their places in the trace."""
+    """The copy back of `value` starts when backward takes the value `at`. Both are numbers of the trace."""
 
     value: int
     at: int
@@ -19,12 +19,13 @@ class Prefetch(NamedTuple):
 
 @dataclasses.dataclass
 class Copies:
-    """What is copied to the host and back under a plan.
+    """The copies to the host and back under a plan.
 
     Attributes:
-        num_bytes: one way.
-        host_bytes: what the pool of host memory reserves for them at most: a power of two for each.
-        exposed_seconds: what the step waits for.
+        num_bytes: the bytes copied in each direction.
+        num_values: the number of offloaded values.
+        host_bytes: the most that the pool of host memory reserves, which is a power of two per value.
+        exposed_seconds: the time that the step waits for copies.
         prefetches: when copies back start.
     """
 
@@ -40,7 +41,7 @@ class Copies:
 
 
 class StepClock:
-    """When a step makes a value and takes it in backward, if no replay and no copy held it up."""
+    """Estimates when a step makes each value and takes it in backward, without the delays of replays and copies."""
 
     def __init__(self, trace: Trace) -> None:
         self.made_at: dict[int, float] = {}
@@ -48,47 +49,54 @@ class StepClock:
         clock = 0.0
         for begin, one in trace.passes_at():
             ends = []
-            for _, _, seconds, _, writes in one.ops:
-                clock += seconds or 0.0
+            for op in one.ops:
+                clock += op.seconds or 0.0
                 ends.append(clock)
-                self.made_at.update((begin + write, clock) for write in writes)
-            for op, value in one.saves:
-                if value >= 0:
-                    saved_at.setdefault(begin + value, []).append(ends[op] if op < len(ends) else clock)
+                self.made_at.update((begin + write, clock) for write in op.writes)
+            for save in one.saves:
+                if save.value >= 0:
+                    saved_at.setdefault(begin + save.value, []).append(ends[save.op] if save.op < len(ends) else clock)
         self.forward_seconds = clock
-        self.used_at: list[float] = []  # per use; backward goes through forward's operations from the last one on
+        self.used_at: list[float] = []  # per use; backward visits the operations of forward in reverse order
         now = clock
-        for value, is_release in trace.uses:
-            if not is_release:
-                saves = saved_at.get(value, [])
-                at = saves.pop() if saves else self.made_at.get(value, 0.0)
+        for use in trace.uses:
+            if not use.is_release:
+                saves = saved_at.get(use.value, [])
+                at = saves.pop() if saves else self.made_at.get(use.value, 0.0)
                 now = max(now, clock + _BACKWARD_PER_FORWARD * (clock - at))
             self.used_at.append(now)
 
 
 def copies_of(
     trace: Trace,
-    keeping: list[int],
+    policy: list[int],
     peak_bytes: list[int],
     brought_back_at: list[int],
     budget_bytes: int,
     link: HostLink,
 ) -> Copies:
-    """Runs the copies of what is kept on the host through the link, one after the other each way.
+    """Simulates the copies of offloaded values over the link, one after the other in each direction.
 
-    A copy out starts when the value is made. One back starts as late as it may, and no earlier than the budget has room
-    for it. What is still being copied out after forward counts for the budget: the step waits where that is too much.
+    A copy out starts when the value is made. A copy back starts as late as possible, and no earlier than the budget has
+    room for it. Values that are still being copied out after forward count for the budget, so the step may have to wait
+    for them.
 
     Args:
-        peak_bytes, brought_back_at: of `_C.activation_timeline` for this keeping.
+        policy: The save/recompute policy of the solver: per value -1 (recompute), 0 (keep), or n for its n-th format.
+        peak_bytes: The result of `_C.activation_timeline` for this policy.
+        brought_back_at: Another result of it: per value, the use at which it is back on the device, or -1.
+        budget_bytes: The budget of the plan.
+        link: The measured link.
     """
     clock = StepClock(trace)
     sizes: dict[int, int] = {}
     for begin, one in trace.passes_at():
-        for index, (num_bytes, _, _, _, forms) in enumerate(one.values):
-            way = keeping[begin + index]
-            if way > 0 and forms[way - 1][0] == FORMS["host"] and brought_back_at[begin + index] >= 0:
-                sizes[begin + index] = num_bytes
+        for index, value in enumerate(one.values):
+            choice = policy[begin + index]
+            if choice <= 0 or brought_back_at[begin + index] < 0:
+                continue
+            if value.formats[choice - 1].storage_format == STORAGE_FORMATS["host"]:
+                sizes[begin + index] = value.num_bytes
     out_ends, exposed = _copies_out(clock, sizes, peak_bytes[0], budget_bytes, link)
     in_order = sorted(sizes, key=lambda value: brought_back_at[value])
     latest = _latest_starts(clock, in_order, sizes, brought_back_at, link)
@@ -96,20 +104,20 @@ def copies_of(
     prefetches: list[Prefetch] = []
     triggers = _Triggers(trace)
     free_at, delay, first = 0.0, exposed, 0
-    for value in in_order:
-        use = at = brought_back_at[value]
+    for number in in_order:
+        use = at = brought_back_at[number]
         for earlier in range(use - 1, first - 1, -1):
-            if clock.used_at[at] <= latest[value] or peaks[earlier + 1] + sizes[value] > budget_bytes:
+            if clock.used_at[at] <= latest[number] or peaks[earlier + 1] + sizes[number] > budget_bytes:
                 break
-            if triggers.has(earlier, value):
+            if triggers.has(earlier, number):
                 at = earlier
         if at < use:
-            prefetches.append(Prefetch(value, trace.uses[at][0]))
+            prefetches.append(Prefetch(number, trace.uses[at].value))
             for between in range(at + 1, use + 1):
-                peaks[between] += sizes[value]
+                peaks[between] += sizes[number]
         first = at
-        start = max(clock.used_at[at] + delay, free_at, out_ends[value])
-        free_at = start + link.in_seconds(sizes[value])
+        start = max(clock.used_at[at] + delay, free_at, out_ends[number])
+        free_at = start + link.in_seconds(sizes[number])
         delay += max(0.0, free_at - (clock.used_at[use] + delay))
     host_bytes = sum(1 << (size - 1).bit_length() for size in sizes.values())
     return Copies(sum(sizes.values()), len(sizes), host_bytes, delay, prefetches)
@@ -118,7 +126,7 @@ def copies_of(
 def _copies_out(
     clock: StepClock, sizes: dict[int, int], forward_bytes: int, budget_bytes: int, link: HostLink
 ) -> tuple[dict[int, float], float]:
-    """When each copy out ends; and how long after forward what is not out yet keeps the step above its budget."""
+    """Returns when each copy out ends, and how long the step exceeds its budget after forward because of them."""
     ends: dict[int, float] = {}
     free_at = 0.0
     for value in sorted(sizes, key=lambda value: clock.made_at.get(value, 0.0)):
@@ -138,7 +146,7 @@ def _copies_out(
 def _latest_starts(
     clock: StepClock, in_order: list[int], sizes: dict[int, int], brought_back_at: list[int], link: HostLink
 ) -> dict[int, float]:
-    """When each copy back has to start so that it and all after it end in time."""
+    """Returns when each copy back must start so that it and all later copies end in time."""
     starts: dict[int, float] = {}
     next_start = float("inf")
     for value in reversed(in_order):
@@ -148,18 +156,18 @@ def _latest_starts(
 
 
 class _Triggers:
-    """The uses at which a tape may start a copy back: first takes of values that an operation of its pass made."""
+    """Finds the uses at which a tape can start a copy back: first takes of values that its own operations made."""
 
     def __init__(self, trace: Trace) -> None:
         self._pass_of = {begin + i: which for which, (begin, one) in enumerate(trace.passes_at()) for i in one.made}
         self._value_at: dict[int, int] = {}
         seen: set[int] = set()
-        for use, (value, is_release) in enumerate(trace.uses):
-            if not is_release and value not in seen:
-                seen.add(value)
-                self._value_at[use] = value
+        for index, use in enumerate(trace.uses):
+            if not use.is_release and use.value not in seen:
+                seen.add(use.value)
+                self._value_at[index] = use.value
 
     def has(self, use: int, value: int) -> bool:
-        """Whether this use may start the copy of that value, which is of the same pass."""
+        """Returns whether this use can start the copy of that value: both must belong to the same pass."""
         taken = self._value_at.get(use)
         return taken in self._pass_of and self._pass_of[taken] == self._pass_of.get(value)

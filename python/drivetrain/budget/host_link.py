@@ -1,4 +1,4 @@
-"""The link between a device and its host's memory, over which activations are offloaded: measured once per device."""
+"""Measures the link between a device and its host's memory, over which activations are offloaded."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ _ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class HostLink:
-    """What a copy between a device and pinned host memory takes.
+    """Bandwidth and latency of copies between a device and pinned host memory.
 
     Attributes:
         out_bytes_per_second: from the device to the host.
         in_bytes_per_second: from the host to the device.
-        copy_seconds: what a copy takes whatever its size.
+        copy_seconds: the latency of a copy, whatever its size.
     """
 
     out_bytes_per_second: float
@@ -47,7 +47,7 @@ class HostLink:
 
 
 def link_of(model: nn.Module) -> HostLink | None:
-    """The link of the device that has the model's parameters; None on the CPU, where nothing is copied elsewhere."""
+    """Returns the slowest link of the devices that hold the model; None on the CPU, where no copy leaves the host."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     found = [device for device in devices if device.type not in ("cpu", "meta")]
     return min((measured_link(device) for device in found), key=lambda link: link.out_bytes_per_second, default=None)
@@ -55,14 +55,14 @@ def link_of(model: nn.Module) -> HostLink | None:
 
 @functools.cache
 def measured_link(device: torch.device) -> HostLink:
-    """Copies pinned memory to the host and back, each way alone: a few milliseconds, once per device and process."""
+    """Measures the link of a device once per process, which takes a few milliseconds."""
     large, small = (_copy_seconds(device, num_bytes) for num_bytes in (_LARGE_BYTES, _SMALL_BYTES))
     per_second = [_LARGE_BYTES / max(a - b, 1e-9) for a, b in zip(large, small, strict=True)]
     return HostLink(per_second[0], per_second[1], max(small))
 
 
 def _copy_seconds(device: torch.device, num_bytes: int) -> tuple[float, float]:
-    """To the host and back: the shortest of a few, the first of which only warms up."""
+    """Returns the shortest seconds of a few copies to the host and back. The first round only warms up."""
     on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
     shortest = [float("inf"), float("inf")]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .. import _C
 from .copies import Copies, StepClock, copies_of
 from .host_link import HostLink
-from .trace import FORMS, Trace
+from .trace import STORAGE_FORMATS, Trace
 
 RECOMPUTE = -1
 SAVE = 0
@@ -58,30 +58,33 @@ class ChosenPolicy:
             started_by.setdefault(at, []).append(value)
         plans = []
         for which, (begin, one) in enumerate(trace.passes_at()):
-            sources = {begin + read for op in replayed[which] for read in one.ops[op][3]}
+            sources = {begin + read for op in replayed[which] for read in one.ops[op].reads}
             forms: dict[int, int] = {}
             for value in one.made:
                 form = self.policy[begin + value]
-                if form == RECOMPUTE or one.values[value][1] is False:
+                if form == RECOMPUTE or not one.values[value].can_keep:
                     forms[value] = RECOMPUTE
                 elif form > SAVE and begin + value in needed:
-                    forms[value] = one.values[value][4][form - 1][0]
+                    forms[value] = one.values[value].formats[form - 1].storage_format
                 else:
                     forms[value] = SAVE if begin + value in sources else UNPLANNED
             as_they_are = {value for value, form in forms.items() if form in (SAVE, UNPLANNED)}
-            made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made[4])}
+            made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made.writes)}
             saved = trace.saves_without_hooks(begin, one, as_they_are)
             unhooked = set().union(*saved.values())
             plans.append(
                 [
                     PlannedOp(
-                        op[0],
-                        [forms[write] for write in op[4]],
+                        op.name,
+                        [forms[write] for write in op.writes],
                         index in replayed[which],
                         one.arguments[index] if index in saved else None,
-                        [write in unhooked for write in op[4]],
-                        [[made_by[value - begin] for value in started_by.get(begin + write, ())] for write in op[4]],
-                        trace.modules[op[1]] if op[1] >= 0 else "",
+                        [write in unhooked for write in op.writes],
+                        [
+                            [made_by[value - begin] for value in started_by.get(begin + write, ())]
+                            for write in op.writes
+                        ],
+                        trace.modules[op.module] if op.module >= 0 else "",
                     )
                     for index, op in enumerate(one.ops)
                 ]
@@ -90,13 +93,13 @@ class ChosenPolicy:
 
     def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:
         """Returns the values that backward or its replays read, and per pass the operations that are replayed."""
-        needed = {value for value, _ in trace.uses}
+        needed = {use.value for use in trace.uses}
         replayed: list[set[int]] = [set() for _ in trace.passes]
         for which, (begin, one) in reversed(list(enumerate(trace.passes_at()))):
             for index in reversed(range(len(one.ops))):
-                _, _, _, reads, writes = one.ops[index]
-                if any(self.policy[begin + write] == RECOMPUTE and begin + write in needed for write in writes):
-                    needed.update(begin + read for read in reads)
+                op = one.ops[index]
+                if any(self.policy[begin + write] == RECOMPUTE and begin + write in needed for write in op.writes):
+                    needed.update(begin + read for read in op.reads)
                     replayed[which].add(index)
         return needed, replayed
 
@@ -124,7 +127,7 @@ def choose(trace: Trace, budget_bytes: int, link: HostLink | None = None, host_b
         link: The link over which values may be offloaded; None disables offloading.
         host_bytes: The most bytes of host memory for offloaded values.
     """
-    if link is None or not any(form == FORMS["host"] for one in trace.passes for v in one.values for form, *_ in v[4]):
+    if link is None or not trace.has_storage_format(STORAGE_FORMATS["host"]):
         return _solved(trace, budget_bytes, None)
     free = _with_copies(trace, budget_bytes, link, 0.0)
     low, high, next_price = *_PRICES, _NO_COPIES
@@ -149,8 +152,8 @@ def _copies_too_much(choice: ChosenPolicy, host_bytes: int) -> bool:
 def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) -> ChosenPolicy:
     """Solves with copies that cost their start and `price` times their time, and adds the predicted wait for copies."""
     clock = StepClock(trace)
-    host = FORMS["host"]
-    sizes = [value[0] for one in trace.passes for value in one.values]
+    host = STORAGE_FORMATS["host"]
+    sizes = [value.num_bytes for one in trace.passes for value in one.values]
 
     def cost_of(value: int, form: int, seconds: float) -> float:
         if form != host:
@@ -168,7 +171,8 @@ def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) 
         cost_of(begin + i, host, 0.0)
         for begin, one in trace.passes_at()
         for i, value in enumerate(one.values)
-        if timeline["restored_at"][begin + i] >= 0 and value[4][choice.policy[begin + i] - 1][0] == host
+        if timeline["restored_at"][begin + i] >= 0
+        and value.formats[choice.policy[begin + i] - 1].storage_format == host
     )
     choice.seconds += 2 * link.copy_seconds * copies.num_values + copies.exposed_seconds - priced
     choice.copies = copies

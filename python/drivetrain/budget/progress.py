@@ -1,4 +1,4 @@
-"""A line that says what planning is at, once that takes long: on rank 0's terminal, or in its log where it has none."""
+"""Reports the progress of planning on rank 0, once it takes long: on the terminal, or in the log if there is none."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def showing() -> Iterator[None]:
-    """What `tell` says inside is shown; inside of another one, that one shows it."""
+    """Shows what `tell` reports in this context. A nested context leaves that to the outer one."""
     is_outermost = getattr(_of_thread, "line", None) is None
     if not is_outermost or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
         yield
@@ -30,13 +30,15 @@ def showing() -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Says what begins now."""
+    """Reports the task that begins now, such as "runs a step"."""
     line: _Line | None = getattr(_of_thread, "line", None)
     if line is not None:
         line.tell(text)
 
 
 class _Line:
+    """One line of text that appears after _LONG_SECONDS, and changes from then on."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._text = ""
@@ -50,7 +52,7 @@ class _Line:
         with self._lock:
             self._text = text
             if self._is_shown:
-                self._say()
+                self._write()
 
     def close(self) -> None:
         self._timer.cancel()
@@ -77,9 +79,9 @@ class _Line:
                 )
                 self._bar.add_task("")
                 self._bar.start()
-            self._say()
+            self._write()
 
-    def _say(self) -> None:
+    def _write(self) -> None:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=f"activation_budget: {self._text}")
         else:

@@ -1,5 +1,4 @@
-"""What it takes to run a training step once more, or as if it had never been: telling that it ran out of memory, and
-undoing what it began."""
+"""Undoes training steps that were run for a profile, and recognizes steps that ran out of memory."""
 
 import gc
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OTHER_WORDS = (
+_OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: ",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -18,23 +17,23 @@ _OTHER_WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's error of a device, or another of its errors that has no class of its own."""
+    """Returns whether torch or Python ran out of memory. Some errors of torch for that have no class of their own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHER_WORDS)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _OUT_OF_MEMORY_TEXTS)
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, without the stack that torch's may have."""
+    """Returns the message without the native stack that torch may append."""
     return str(error).splitlines()[0] if str(error) else "out of memory"
 
 
-# What a plan puts into a module's attributes: in the place of its call, and of a compiled forward.
-_OURS = ("_compiled_call_impl", "forward")
+# The attributes of a module that a plan replaces: the call, and the forward of a compiled region.
+_REPLACED = ("_compiled_call_impl", "forward")
 
 
 class Undo:
-    """A model's gradients and torch's random states as they are now. Gradients that there are already are copied."""
+    """Restores gradients and torch's random states to what they were at construction. Copies existing gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         grads = [(param, param.grad) for param in model.parameters()]
@@ -44,13 +43,14 @@ class Undo:
             self._states.append(torch.cuda.get_rng_state_all())
 
     def __call__(self) -> None:
-        """Puts them back, gradients into their memory; frees what a step that failed has left in reference cycles."""
+        """Restores the state, and frees the reference cycles that a failed step left."""
         gc.collect()
-        self.put_back()
+        self.restore()
         if len(self._states) > 1:
             torch.cuda.empty_cache()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        """Restores the state. Gradients keep their memory."""
         for param, grad, values in self._grads:
             param.grad = grad
             if grad is not None and values is not None:
@@ -61,53 +61,53 @@ class Undo:
             torch.cuda.set_rng_state_all(self._states[1])
 
 
-class Before:
-    """A model as it was before anything was planned: what `Undo` has, buffers with their counts of writes, and what
-    stands in the place of its modules' calls. Parameters are not copied: an optimizer's steps stay."""
+class ModelSnapshot:
+    """Restores a model to its state before planning: gradients, random states, buffers with their version counters, and
+    the calls of its modules. It does not copy parameters, so steps of an optimizer stay."""
 
     def __init__(self, model: nn.Module) -> None:
         self._undo = Undo(model)
-        self._ours = [
-            (vars(module), {name: vars(module)[name] for name in _OURS if name in vars(module)})
+        self._attributes = [
+            (vars(module), {name: vars(module)[name] for name in _REPLACED if name in vars(module)})
             for module in model.modules()
         ]
         self._buffers = [
             (module._buffers, name, buffer, buffer._version, buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference()  # those a step cannot write
+            if buffer is not None and not buffer.is_inference()  # a step cannot write inference tensors
         ]
         self._grads = [param.grad for param in model.parameters() if param.grad is not None]
         self._versions = [grad._version for grad in self._grads]
 
-    def put_back(self) -> None:
-        """Begins a part again that an interrupt ends: whoever is told of the first one finds the model whole."""
-        for step in (self._take_ours_out, self._undo.put_back, self._put_buffers_back, self._put_versions_back):
-            _surely(step)
+    def restore(self) -> None:
+        """Restores everything, and repeats a part that an interrupt ends, so that the model is always complete."""
+        for step in (self._restore_attributes, self._undo.restore, self._restore_buffers, self._restore_versions):
+            _run_to_end(step)
 
-    def _take_ours_out(self) -> None:
-        for attributes, found in self._ours:
-            for name in _OURS:
+    def _restore_attributes(self) -> None:
+        for attributes, found in self._attributes:
+            for name in _REPLACED:
                 if name in found:
                     attributes[name] = found[name]
                 else:
                     attributes.pop(name, None)
 
-    def _put_buffers_back(self) -> None:
+    def _restore_buffers(self) -> None:
         for buffers, name, buffer, version, values in self._buffers:
             buffers[name] = buffer
             if buffer.shape != values.shape:
-                continue  # a lazy module's, which has been made
+                continue  # a lazy module has initialized it
             with torch.no_grad():
                 buffer.copy_(values)
             torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
 
-    def _put_versions_back(self) -> None:
+    def _restore_versions(self) -> None:
         torch._C._autograd._unsafe_set_version_counter(tuple(self._grads), tuple(self._versions))
 
 
-def _surely(step: Callable[[], None]) -> None:
-    """Runs it to its end, however often that is interrupted."""
+def _run_to_end(step: Callable[[], None]) -> None:
+    """Runs a function until it returns, however often KeyboardInterrupt ends it."""
     while True:
         try:
             step()

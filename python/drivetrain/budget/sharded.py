@@ -1,4 +1,4 @@
-"""Which models free parameters between forward and backward, where a budget would read them again."""
+"""Refuses models that free parameters between forward and backward, because replays read them again."""
 
 import sys
 from typing import Any
@@ -24,9 +24,9 @@ def refuse_resharding(model: nn.Module) -> None:
 
 
 def _reshards(module: Any, is_inside: bool) -> bool:
-    """torch has no public way to ask."""
+    """Returns whether a module reshards after forward. torch has no public way to ask."""
     state = module._get_fsdp_state()
-    # The outermost module keeps its parameters unless it was told otherwise; torch finds it at the first forward.
+    # By default the outermost module keeps its parameters. torch determines it in the first forward.
     is_root = not is_inside if state._is_root is None else state._is_root
     if is_root and state._auto_reshard_after_forward:
         return False

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..notebook import html_table
 from .plan import RECOMPUTE, SAVE, ChosenPolicy
-from .trace import FORMS, Trace
+from .trace import STORAGE_FORMATS, Trace
 
 if TYPE_CHECKING:
     from .budget import ActivationPlan
@@ -35,33 +35,33 @@ def size(num_bytes: float) -> str:
 
 def rows(trace: Trace, choice: ChosenPolicy, measured: list[list[float]] | None) -> list[dict[str, Any]]:
     """Returns one row per block, in order of forward."""
-    saved = {value for value, _ in trace.uses}
+    saved = {use.value for use in trace.uses}
     needed, _ = choice.needed(trace)
     paths: list[tuple[str, ...]] = []
     found: list[dict[str, Any]] = []
     for which, (begin, one) in enumerate(trace.passes_at()):
-        for index, (_, module, seconds, _, writes) in enumerate(one.ops):
+        for index, op in enumerate(one.ops):
             row: dict[str, Any] = dict.fromkeys(_SUMMED, 0) | {"measured_seconds": None}
             replayed = False
-            for write in writes:
+            for write in op.writes:
                 value = begin + write
                 if value not in needed:
                     continue
                 if choice.policy[value] == RECOMPUTE:
                     replayed = True
-                    row["recomputed_bytes"] += one.values[write][0] if value in saved else 0
+                    row["recomputed_bytes"] += one.values[write].num_bytes if value in saved else 0
                 elif choice.policy[value] == SAVE:
-                    row["kept_bytes"] += one.values[write][0]
+                    row["kept_bytes"] += one.values[write].num_bytes
                 else:
-                    form, _, form_seconds = one.values[write][4][choice.policy[value] - 1]
-                    is_offloaded = form == FORMS["host"]
-                    row["offloaded_bytes" if is_offloaded else "packed_bytes"] += one.values[write][0]
+                    cost = one.values[write].formats[choice.policy[value] - 1]
+                    is_offloaded = cost.storage_format == STORAGE_FORMATS["host"]
+                    row["offloaded_bytes" if is_offloaded else "packed_bytes"] += one.values[write].num_bytes
                     if not is_offloaded or choice.copies is None:  # otherwise copies overlap the step
-                        row["planned_seconds"] += form_seconds
-            row["planned_seconds"] += (seconds or 0.0) if replayed else 0.0
+                        row["planned_seconds"] += cost.seconds
+            row["planned_seconds"] += (op.seconds or 0.0) if replayed else 0.0
             if measured is not None:
                 row["measured_seconds"] = measured[which][index] if which < len(measured) else 0.0
-            name = trace.modules[module] if module >= 0 else ""
+            name = trace.modules[op.module] if op.module >= 0 else ""
             paths.append(tuple(name.split(".")) if name else ())
             found.append(row)
     return [{"block": name, **_sum([found[i] for i in indices])} for name, indices in _blocks(paths, found)]

@@ -1,12 +1,14 @@
-"""What profiled steps say of a model: the operations of a forward pass, the values they make, and backward's use of
-them."""
+"""Profiles training steps of a model, and describes them as a trace.
+
+A trace has the operations of a forward pass, the values that they make, and the use of these values by backward.
+"""
 
 import contextlib
 import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -34,97 +36,171 @@ def _does_not_train(has_no_pass: bool) -> str:
     return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
 
 
-# How values can be kept besides as they are, for the recorder, by the name of each for people.
-FORMS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
+# The storage formats of values besides the unchanged one: their names for users, and their numbers in the recorder.
+STORAGE_FORMATS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
 _Purpose = Literal["profile", "frugal profile", "timings"]  # of a recorder
-_INPUT = -1  # in place of a value: was there before the pass
-# Bytes, whether it can be kept, whether it can be forgotten, what it is written over, and further forms that it can be
-# kept in: which, bytes, and seconds there and back.
-Value = tuple[int, bool, bool, int, list[tuple[int, int, float]]]
-# Name, module, seconds (None: is not called again), values read, values written.
-Op = tuple[str, int, float | None, list[int], list[int]]
+_INPUT = -1  # instead of a value: a tensor that existed before the pass
+
+
+class FormatCost(NamedTuple):
+    """The size of a value in one storage format (a number of STORAGE_FORMATS), and the seconds to convert it there and
+    back."""
+
+    storage_format: int
+    num_bytes: int
+    seconds: float
+
+
+class TracedValue(NamedTuple):
+    """A value of a pass. `replaces` is the value whose memory the operation wrote over, or -1."""
+
+    num_bytes: int
+    can_keep: bool
+    can_recompute: bool
+    replaces: int
+    formats: list[FormatCost]
+
+
+class TracedOp(NamedTuple):
+    """An operation of a pass, with the values that it reads and writes. `seconds` is None if it was not re-executed;
+    `module` is an index into Trace.modules, or -1."""
+
+    name: str
+    module: int
+    seconds: float | None
+    reads: list[int]
+    writes: list[int]
+
+
+class AutogradSave(NamedTuple):
+    """Autograd saves a value during an operation of the pass; value -1 is a tensor that existed before."""
+
+    op: int
+    value: int
+
+
+class BackwardUse(NamedTuple):
+    """Backward takes a value, or autograd frees it (is_release)."""
+
+    value: int
+    is_release: bool
+
+
+class _OrderedUse(NamedTuple):
+    """A BackwardUse with its position among the uses of all passes of a recorder."""
+
+    value: int
+    is_release: bool
+    order: int
 
 
 @dataclasses.dataclass
 class Pass:
-    """One forward pass."""
+    """One forward pass. Its values and operations are numbered in the order of the pass."""
 
-    ops: list[Op]
-    values: list[Value]
-    saves: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # by autograd: in which operation, a value
-    arguments: list[int] = dataclasses.field(default_factory=list)  # per operation, a hash of what it was called with
+    ops: list[TracedOp]
+    values: list[TracedValue]
+    saves: list[AutogradSave] = dataclasses.field(default_factory=list)
+    arguments: list[int] = dataclasses.field(default_factory=list)  # per operation, a hash of the tensors it was given
 
     @property
     def made(self) -> set[int]:
-        """The values that an operation of this pass made."""
-        return {value for op in self.ops for value in op[4]}
+        """The values that operations of this pass made."""
+        return {value for op in self.ops for value in op.writes}
 
 
 @dataclasses.dataclass
 class Trace:
-    """A step's passes that wait for backward together, as one: the values of all in a row."""
+    """The passes of a step that wait for backward together. Values are numbered over all passes in a row.
+
+    Attributes:
+        passes: in the order of forward.
+        uses: in the order of backward.
+        modules: the names of the model's modules.
+        has_one_path: whether every profiled step called the same operations.
+        is_estimated: whether no backward was profiled, so that `uses` is forward's order of saves reversed.
+    """
 
     passes: list[Pass]
-    uses: list[tuple[int, bool]]  # in the order of backward: a value is taken, or (True) given back
+    uses: list[BackwardUse]
     modules: list[str]
-    has_one_path: bool = True  # every profiled step did the same
-    is_estimated: bool = False  # the uses: in the reverse of the order in which forward saved
+    has_one_path: bool = True
+    is_estimated: bool = False
 
     def passes_at(self) -> Iterator[tuple[int, Pass]]:
-        """Each pass, with its first value's place in the row."""
+        """Yields each pass after the number of its first value."""
         begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
         return zip(begins, self.passes, strict=False)
 
     def has_path_of(self, other: "Trace") -> bool:
-        """Whether the same operations made as many values, pass by pass."""
+        """Returns whether both have the same operations and the same number of values, pass by pass."""
 
         def path(trace: Trace) -> list[Any]:
-            return [([(op[0], op[4]) for op in one.ops], len(one.values)) for one in trace.passes]
+            return [([(op.name, op.writes) for op in one.ops], len(one.values)) for one in trace.passes]
 
         return path(self) == path(other)
 
-    def saves_without_hooks(self, begin: int, one: Pass, as_they_are: set[int]) -> dict[int, set[int]]:
-        """The operations of a pass, whose first value is at `begin`, in which autograd saves nothing but values that
-        are kept as they are and what was there before, with what they save. Not among them: those that save the value
-        which backward gives back last, for its hooks have the tape and say that the pass still waits; and operations
-        that are not torch's own, inside which there may be hooks of others."""
-        given_back = (value - begin for value, is_release in reversed(self.uses) if is_release)
-        last = next((value for value in given_back if 0 <= value < len(one.values)), None)
+    def has_storage_format(self, storage_format: int) -> bool:
+        """Returns whether any value was measured in that format."""
+        costs = (cost for one in self.passes for value in one.values for cost in value.formats)
+        return any(cost.storage_format == storage_format for cost in costs)
+
+    def saves_without_hooks(self, begin: int, one: Pass, unchanged: set[int]) -> dict[int, set[int]]:
+        """Finds the operations of a pass during which autograd needs no hooks, and the values that it saves in each.
+
+        These operations save only values that are stored unchanged, and tensors that existed before. Excluded are:
+        - operations that save the value which autograd frees last: the hooks of one saved tensor must keep the tape
+          alive, and show that the pass waits for its backward;
+        - operations that are not torch's own, because other hooks may be pushed within them.
+
+        Args:
+            begin: The number of the first value of the pass.
+            one: The pass.
+            unchanged: The values of the pass that are stored unchanged.
+        """
+        freed = (use.value - begin for use in reversed(self.uses) if use.is_release)
+        last = next((value for value in freed if 0 <= value < len(one.values)), None)
         if last is None:
             return {}
         saved: dict[int, set[int]] = {}
-        for op, value in one.saves:
-            saved.setdefault(op, set()).add(value)
-        unhooked = as_they_are - {last} | {_INPUT}
+        for save in one.saves:
+            saved.setdefault(save.op, set()).add(save.value)
+        unhooked = unchanged - {last} | {_INPUT}
         return {
             op: values - {_INPUT}
             for op, values in saved.items()
-            if values <= unhooked and op < len(one.ops) and one.ops[op][0].startswith("aten::")
+            if values <= unhooked and op < len(one.ops) and one.ops[op].name.startswith("aten::")
         }
 
     def for_solver(
         self, seconds_of: Callable[[int, int, float], float] | None = None
-    ) -> tuple[list[Any], list[Any], list[tuple[int, bool]]]:
-        """The values, operations and uses that `_C.activation_solve` takes. What nobody was seen to make but autograd
-        keeps is made by an operation before all.
+    ) -> tuple[list[Any], list[Any], list[BackwardUse]]:
+        """Returns the values, operations and uses that `_C.activation_solve` takes. An operation before all others
+        makes the values that autograd saves without a recorded operation having made them.
 
-        seconds_of: of a value's place, a form of it and that form's measured seconds, makes the seconds to go by.
+        Args:
+            seconds_of: Maps a value, a storage format and its measured seconds to the seconds that the solver uses.
         """
         values: list[Any] = []
         ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
         for begin, one in self.passes_at():
             made = one.made
-            for index, (num_bytes, can_keep, can_forget, replaces, forms) in enumerate(one.values):
+            for index, value in enumerate(one.values):
                 if index not in made:
                     ops[0][2].append(begin + index)
-                base = replaces + begin if replaces >= 0 and index in made else -1
-                ways = [
-                    (form_bytes, seconds_of(begin + index, form, seconds) if seconds_of else seconds)
-                    for form, form_bytes, seconds in forms
+                base = value.replaces + begin if value.replaces >= 0 and index in made else -1
+                formats = [
+                    (
+                        cost.num_bytes,
+                        seconds_of(begin + index, cost.storage_format, cost.seconds) if seconds_of else cost.seconds,
+                    )
+                    for cost in value.formats
                 ]
-                values.append((num_bytes, can_keep, can_forget and index in made, base, ways))
-            for _, _, seconds, reads, writes in one.ops:
-                ops.append((seconds or 0.0, [begin + read for read in reads], [begin + write for write in writes]))
+                can_recompute = value.can_recompute and index in made
+                values.append((value.num_bytes, value.can_keep, can_recompute, base, formats))
+            for op in one.ops:
+                reads, writes = ([begin + value for value in numbers] for numbers in (op.reads, op.writes))
+                ops.append((op.seconds or 0.0, reads, writes))
         return values, ops, self.uses
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,21 +208,9 @@ class Trace:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Trace":
-        passes = [
-            Pass(
-                [(op[0], op[1], op[2], op[3], op[4]) for op in one["ops"]],
-                [
-                    (value[0], value[1], value[2], value[3], [(form[0], form[1], form[2]) for form in value[4]])
-                    for value in one["values"]
-                ],
-                [(op, value) for op, value in one["saves"]],
-                one["arguments"],
-            )
-            for one in plain["passes"]
-        ]
         return cls(
-            passes,
-            [(value, is_release) for value, is_release in plain["uses"]],
+            [_pass_of(one) for one in plain["passes"]],
+            [BackwardUse(*use) for use in plain["uses"]],
             plain["modules"],
             plain["has_one_path"],
             plain.get("is_estimated", False),
@@ -156,38 +220,45 @@ class Trace:
 def profile(
     model: nn.Module,
     step_fn: Callable[[], object],
-    forms: Sequence[int] = (),
+    storage_formats: Sequence[int] = (),
     pool: _C.OffloadPool | None = None,
     *,
     is_short: bool = False,
 ) -> tuple[Trace, int]:
-    """Runs the step with everything kept, each forward pass once more for the bits and the time of each operation, and
-    of keeping what is saved in each of the forms; then once more, with what backward asks for computed again when it
-    does, for the time that takes there. Where that does not fit into memory: up to its backward, with nothing kept.
+    """Profiles a training step in two runs that keep all saved tensors.
 
-    is_short: one step does, with times of forward.
+    The first run re-executes each operation after the forward pass to check that it is deterministic, and measures the
+    storage formats of saved tensors. The second times recomputation where backward needs it. If keeping everything runs
+    out of memory, one run keeps nothing, and ends when its backward begins.
+
+    Args:
+        model: The model that step_fn trains.
+        step_fn: Runs forward, loss and backward of one training step.
+        storage_formats: The numbers of the storage formats to measure; see STORAGE_FORMATS.
+        pool: The host memory for offloaded values, or None.
+        is_short: Skip the second run, so that times are those of the forward pass.
 
     Returns:
-        the trace, and the peak in bytes of what was kept, or would have been.
+        The trace, and the peak in bytes of the tensors that were kept for backward, or would have been.
 
     Raises:
-        RuntimeError: no step went through the model with gradients on and back.
-        torch.OutOfMemoryError: that did not fit either; says what to do.
+        RuntimeError: step_fn ran no forward pass of the model with gradients enabled, or no backward.
+        torch.OutOfMemoryError: the run that keeps nothing did not fit into memory either.
     """
     undo = Undo(model)
     try:
-        return _profile_whole(model, step_fn, forms, pool, is_short)
+        return _profile_whole(model, step_fn, storage_formats, pool, is_short)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    undo()  # not in the handler: there, the error has all that the step had
+    undo()  # outside of the handler, where the error still refers to all tensors of the step
     try:
-        return _profile_frugally(model, step_fn, forms, pool)
+        return _profile_frugally(model, step_fn, storage_formats, pool)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(
-            "activation_budget: a step with everything kept did not fit, and forward with nothing kept did not either. "
+            "activation_budget: neither a step with everything kept nor forward with nothing kept fits into memory. "
             "Profile a part of the batch with the same part of the budget: bytes grow with the batch, and the plan "
             f"holds for any batch size. ({first_line(error)})"
         ) from error
@@ -196,20 +267,24 @@ def profile(
 
 
 def _profile_whole(
-    model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None, is_short: bool
+    model: nn.Module,
+    step_fn: Callable[[], object],
+    storage_formats: Sequence[int],
+    pool: _C.OffloadPool | None,
+    is_short: bool,
 ) -> tuple[Trace, int]:
     if not is_short:
         progress.tell("runs a step with everything kept, and its forward once more, operation by operation")
-    trace, peak = _profile_step(model, step_fn, forms, pool, "profile")
+    trace, peak = _profile_step(model, step_fn, storage_formats, pool, "profile")
     if is_short:
         return trace, peak
-    progress.tell("runs a step to time what backward would recompute")
-    timed, peak_of_timed = _profile_step(model, step_fn, forms, pool, "timings")
+    progress.tell("runs a step to time the recomputation in backward")
+    timed, peak_of_timed = _profile_step(model, step_fn, storage_formats, pool, "timings")
     peak = max(peak, peak_of_timed)
     if trace.has_path_of(timed):
         return _with_times_of(timed, trace), peak
-    progress.tell("runs a step with everything kept again: the two took different paths")
-    trace, peak_of_last = _profile_step(model, step_fn, forms, pool, "profile")
+    progress.tell("runs a step with everything kept again: the two called different operations")
+    trace, peak_of_last = _profile_step(model, step_fn, storage_formats, pool, "profile")
     trace.has_one_path = False
     return trace, max(peak, peak_of_last)
 
@@ -217,63 +292,62 @@ def _profile_whole(
 def _profile_step(
     model: nn.Module,
     step_fn: Callable[[], object],
-    forms: Sequence[int],
+    storage_formats: Sequence[int],
     pool: _C.OffloadPool | None,
     purpose: _Purpose,
 ) -> tuple[Trace, int]:
-    with _recorded(model, forms, pool, purpose) as recorder:
+    with _recorded(model, storage_formats, pool, purpose) as recorder:
         step_fn()
-        peak, tapes = recorder.peak_bytes, recorder.take_tapes()
-    saves_anything = any(tape["uses"] for tape in tapes)
-    takes_anything = any(not is_release for tape in tapes for _, is_release, _ in tape["uses"])
-    if not tapes or (saves_anything and not takes_anything):
+        peak, tapes = recorder.peak_bytes, _take_tapes(recorder)
+    uses = [use for tape in tapes for use in tape.uses]
+    if not tapes or (uses and all(use.is_release for use in uses)):
         raise RuntimeError(_does_not_train(not tapes))
     return _joined(_largest(tapes), [name for name, _ in model.named_modules()]), peak
 
 
 def _profile_frugally(
-    model: nn.Module, step_fn: Callable[[], object], forms: Sequence[int], pool: _C.OffloadPool | None
+    model: nn.Module, step_fn: Callable[[], object], storage_formats: Sequence[int], pool: _C.OffloadPool | None
 ) -> tuple[Trace, int]:
     progress.tell("runs a forward with nothing kept: a step with everything kept did not fit")
     has_ended = False
-    with _recorded(model, forms, pool, "frugal profile") as recorder:
+    with _recorded(model, storage_formats, pool, "frugal profile") as recorder:
         try:
             step_fn()
         except _C.ActivationProfileEnded:
             has_ended = True
-    tapes = recorder.take_tapes()
+    tapes = _take_tapes(recorder)
     if has_ended and not tapes:
-        raise torch.OutOfMemoryError("forward itself runs a backward, for which everything must be kept")
+        raise torch.OutOfMemoryError("forward itself runs a backward, which needs all of its saved tensors")
     if not has_ended:
         raise RuntimeError(_does_not_train(not tapes))
-    trace = Trace(
-        [_pass_of(tape) for tape in tapes], [], [name for name, _ in model.named_modules()], is_estimated=True
-    )
+    modules = [name for name, _ in model.named_modules()]
+    trace = Trace([tape.recorded for tape in tapes], [], modules, is_estimated=True)
     num_bytes = 0
     for begin, one in reversed(list(trace.passes_at())):
-        num_bytes += sum(one.values[value][0] for value in {value for _, value in one.saves if value >= 0})
-        for _, saves in itertools.groupby(reversed(one.saves), key=operator.itemgetter(0)):
-            values = [begin + value for _, value in saves if value >= 0]
-            trace.uses += [(value, is_release) for is_release in (False, True) for value in values]
+        saved_values = {save.value for save in one.saves if save.value >= 0}
+        num_bytes += sum(one.values[value].num_bytes for value in saved_values)
+        for _, saves in itertools.groupby(reversed(one.saves), key=operator.attrgetter("op")):
+            values = [begin + save.value for save in saves if save.value >= 0]
+            trace.uses += [BackwardUse(value, is_release) for is_release in (False, True) for value in values]
     return trace, num_bytes
 
 
 @contextlib.contextmanager
 def _recorded(
-    model: nn.Module, forms: Sequence[int], pool: _C.OffloadPool | None, purpose: _Purpose
+    model: nn.Module, storage_formats: Sequence[int], pool: _C.OffloadPool | None, purpose: _Purpose
 ) -> Iterator[_C.ActivationRecorder]:
     recorder = _C.ActivationRecorder(purpose)
-    recorder.set_forms(forms, pool, 0)
+    recorder.set_formats(storage_formats, pool, 0)
     with _Naming(model, recorder), Recording(model, recorder):
         try:
             yield recorder
         except BaseException:
-            recorder.abandon()  # somebody may still have the graph
+            recorder.abandon()  # the caller may still hold the graph
             raise
 
 
 class Recording:
-    """Has every outermost forward pass of the model recorded."""
+    """Records every outermost forward pass of the model, as a context manager."""
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
         self._recorder = recorder
@@ -290,7 +364,7 @@ class Recording:
 
 
 class _Naming:
-    """Tells the recorder in which module each operation is."""
+    """Tells the recorder which module calls each operation, as a context manager."""
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
         inside = compiled.regions_inside(model)
@@ -309,40 +383,67 @@ class _Naming:
             call.remove()
 
 
-def _largest(tapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of passes in a row (micro-batches), those that waited for backward together and keep the most."""
-    groups: list[list[dict[str, Any]]] = []
+@dataclasses.dataclass
+class _Tape:
+    """A pass as the recorder returns it. `begin` is the order of the first use that could belong to it."""
+
+    recorded: Pass
+    uses: list[_OrderedUse]
+    begin: int
+
+
+def _take_tapes(recorder: _C.ActivationRecorder) -> list[_Tape]:
+    return [
+        _Tape(_pass_of(plain), [_OrderedUse(*use) for use in plain["uses"]], plain["begin"])
+        for plain in recorder.take_tapes()
+    ]
+
+
+def _pass_of(plain: dict[str, Any]) -> Pass:
+    """Builds a pass from the tuples or lists of the recorder or of a saved plan."""
+    values = [TracedValue(*value) for value in plain["values"]]
+    return Pass(
+        [TracedOp(*op) for op in plain["ops"]],
+        [value._replace(formats=[FormatCost(*cost) for cost in value.formats]) for value in values],
+        [AutogradSave(*save) for save in plain["saves"]],
+        list(plain["arguments"]),
+    )
+
+
+def _largest(tapes: Sequence[_Tape]) -> list[_Tape]:
+    """Groups passes that waited for backward together (micro-batches), and returns the group with the most bytes."""
+    groups: list[list[_Tape]] = []
     end = -1
-    for tape in sorted(tapes, key=lambda tape: tape["begin"]):
-        if tape["begin"] > end:
+    for tape in sorted(tapes, key=operator.attrgetter("begin")):
+        if tape.begin > end:
             groups.append([])
         groups[-1].append(tape)
-        end = max([end, *(order for _, _, order in tape["uses"])])
-    return max(groups, key=lambda group: sum(value[0] for tape in group for value in tape["values"]))
+        end = max([end, *(use.order for use in tape.uses)])
+    return max(groups, key=lambda group: sum(value.num_bytes for tape in group for value in tape.recorded.values))
 
 
-def _joined(tapes: list[dict[str, Any]], modules: list[str]) -> Trace:
-    trace = Trace([_pass_of(tape) for tape in tapes], [], modules)
-    uses: list[tuple[int, int, bool]] = []
+def _joined(tapes: list[_Tape], modules: list[str]) -> Trace:
+    trace = Trace([tape.recorded for tape in tapes], [], modules)
+    uses: list[_OrderedUse] = []
     for (begin, _), tape in zip(trace.passes_at(), tapes, strict=True):
-        uses += [(order, begin + value, is_release) for value, is_release, order in tape["uses"]]
-    trace.uses = [(value, is_release) for _, value, is_release in sorted(uses)]
+        uses += [use._replace(value=begin + use.value) for use in tape.uses]
+    uses.sort(key=operator.attrgetter("order"))
+    trace.uses = [BackwardUse(use.value, use.is_release) for use in uses]
     return trace
 
 
-def _pass_of(tape: dict[str, Any]) -> Pass:
-    return Pass(list(tape["ops"]), list(tape["values"]), list(tape["saves"]), list(tape["arguments"]))
-
-
 def _with_times_of(timed: Trace, trace: Trace) -> Trace:
-    """The timed one, with what the other, of the same path, knows besides."""
+    """Adds to the timed trace what only the other one, of the same path, has measured."""
     for one, other in zip(timed.passes, trace.passes, strict=True):
         one.ops = [
-            (mine[0], mine[1], theirs[2] if mine[2] is None else mine[2], mine[3], mine[4])
+            mine._replace(seconds=theirs.seconds if mine.seconds is None else mine.seconds)
             for mine, theirs in zip(one.ops, other.ops, strict=True)
         ]
         one.values = [
-            (mine[0], mine[1], mine[2] and theirs[2], mine[3], theirs[4] if mine[0] == theirs[0] else [])
+            mine._replace(
+                can_recompute=mine.can_recompute and theirs.can_recompute,
+                formats=theirs.formats if mine.num_bytes == theirs.num_bytes else [],
+            )
             for mine, theirs in zip(one.values, other.values, strict=True)
         ]
     return timed

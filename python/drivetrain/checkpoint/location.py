@@ -1,4 +1,4 @@
-"""Where in a model code is and whose a tensor is, for the errors of a region."""
+"""Locates running code and tensors in a model, for error messages."""
 
 import functools
 import inspect
@@ -13,8 +13,8 @@ from ..frames import self_of, stack_of, users_line
 
 
 def here() -> str:
-    """Where this thread is: "in layer9.mlp of GPT (gpt/model.py:88 in forward)", with the name that the outermost
-    module has for the innermost; outside of modules "at gpt/model.py:88 in forward"."""
+    """Returns where this thread runs: "in layer9.mlp of GPT (gpt/model.py:88 in forward)", with the name that the
+    innermost module has within the outermost; outside of modules "at gpt/model.py:88 in forward"."""
     line = users_line(stack_of(sys._getframe(1)))
     modules = _modules_called()
     if not modules:
@@ -25,7 +25,7 @@ def here() -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a message calls it: its module's class, or its own name."""
+    """Returns the name of a function for messages: the class of its module, or its own name."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
@@ -37,7 +37,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def owner_of(tensor: Tensor) -> str:
-    """Which parameter or buffer of the modules that are being called has the tensor's storage; "" if none."""
+    """Names the parameter or buffer of a module being called that shares the tensor's storage; "" if none."""
     for module in reversed(_modules_called()):
         owner = owner_in(module, tensor)
         if owner:
@@ -46,7 +46,7 @@ def owner_of(tensor: Tensor) -> str:
 
 
 def owner_in(module: nn.Module, tensor: Tensor) -> str:
-    """Which parameter or buffer of the module has the tensor's storage: "parameter 'up.weight'"; "" if none."""
+    """Names the parameter or buffer of a module that shares a tensor's storage: "parameter 'up.weight'"; "" if none."""
     storage = tensor.untyped_storage().data_ptr()
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, owned in named:
@@ -56,8 +56,8 @@ def owner_in(module: nn.Module, tensor: Tensor) -> str:
 
 
 def is_running_statistic(tensor: Tensor) -> bool:
-    """Whether it is a buffer of a normalisation in training that is being called: autograd saves those, the forward
-    updates them, and no gradient depends on them."""
+    """Returns whether the tensor is a buffer of a normalization module that is being called in training mode. Autograd
+    saves these buffers and the forward updates them, but no gradient depends on them."""
     storage = tensor.untyped_storage().data_ptr()
     return any(
         isinstance(module, _NormBase)
@@ -68,6 +68,6 @@ def is_running_statistic(tensor: Tensor) -> bool:
 
 
 def _modules_called() -> list[nn.Module]:
-    """Those whose methods this thread is in, the innermost first."""
+    """Returns the modules whose methods this thread is in, the innermost first."""
     selves = [self_of(frame) for frame in stack_of(sys._getframe(1))]
     return [module for module in selves if isinstance(module, nn.Module)]

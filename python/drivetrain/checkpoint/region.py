@@ -1,4 +1,4 @@
-"""`checkpoint`: calls a function now, and once more in backward instead of keeping what it saved."""
+"""Defines `checkpoint`, which calls a function again in backward instead of keeping its saved tensors."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import _C
 
-_torchs = _torch_checkpoint.checkpoint  # while the name means torch's
+_torchs_checkpoint = _torch_checkpoint.checkpoint  # read before drivetrain may replace it
 _DETERMINISM_CHECKS = ("default", "none")
 
 
@@ -29,59 +29,62 @@ def checkpoint(
     verify: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Calls `function(*args, **kwargs)` and keeps its arguments for backward instead of the tensors it saves; backward
-    calls it again, up to the last tensor it needs. In place of `torch.utils.checkpoint.checkpoint`, for a fraction of
-    its time on the host.
+    """Calls `function(*args, **kwargs)` and keeps its arguments for backward instead of its saved tensors.
 
-    Gradients have the bits that they have without it, dropout included: the second call draws the first one's random
-    numbers, from torch's default generators of the CPU and of every device, runs under the same autocast and
-    `torch.device` contexts, and leaves the generators as it found them. Regions may be nested, and every kind of
-    backward may go through them: `torch.autograd.grad`, a retained graph, a part of it, `create_graph`, and one inside
+    Backward calls the function again, up to the last tensor that it needs. Replaces
+    `torch.utils.checkpoint.checkpoint`, for a fraction of its time on the host.
+
+    Gradients are bitwise equal to those without checkpointing, including dropout. The second call draws the same random
+    numbers from torch's default generators of the CPU and of every device. It runs under the same autocast and
+    `torch.device` contexts, and restores the generators afterwards. Calls may be nested. Every kind of backward is
+    supported: `torch.autograd.grad`, a retained graph, a part of the graph, `create_graph`, and a backward inside of
     the function.
 
-    What would give other gradients raises: saved tensors of other number, shape, dtype or device; an argument (in
-    tuples, lists and dicts, too), a parameter or a buffer that was modified in place since. Lists and dicts among the
-    arguments are given to the second call as the first found them.
+    Raises if gradients would differ. This is the case if the second call saves tensors of other number, shape, dtype or
+    device. It is also the case if an argument, a parameter or a buffer was modified in place in between; arguments in
+    tuples, lists and dicts count. The second call receives lists and dicts as the first call found them.
 
-    What the function does besides computing its result it does twice: BatchNorm in training updates its running
-    statistics twice, as under torch's (gradients do not depend on them). Not seen are writes through `.data`, writes to
-    tensors that are neither arguments nor saved themselves, and random numbers of Python, NumPy or a generator of your
-    own: `verify=True` sees what comes of them.
+    Side effects of the function happen twice. BatchNorm in training mode updates its running statistics twice, as with
+    torch's checkpoint; gradients do not depend on them. Some changes are not detected: writes through `.data`, writes
+    to tensors that are neither arguments nor saved, and random numbers of Python, NumPy or your own generators. Pass
+    `verify=True` to detect their effect on saved tensors.
 
     Args:
         function: Function or module to call. The backward pass calls it again.
         *args: Positional arguments of the function.
         **kwargs: Keyword arguments of the function.
-        use_reentrant: None or False: this. True: torch's own reentrant variant is called instead.
-        context_fn: other than the default (selective checkpointing): torch's own is called instead.
-        determinism_check: "default" compares number, shape, dtype and device of what is recomputed, and looks for
-            tensors that were modified since; "none" compares the number only.
-        debug: True: torch's own, with its log of operations, is called instead.
-        early_stop: whether the second call ends as soon as the last tensor it has to recompute is there.
+        use_reentrant: True calls torch's own reentrant variant instead.
+        context_fn: A function other than the default (selective checkpointing) calls torch's own variant instead.
+        determinism_check: "default" compares number, shape, dtype and device of the recomputed tensors, and raises if
+            tensors were modified in place in between. "none" compares the number only.
+        debug: True calls torch's own variant instead, which logs operations.
+        early_stop: End the second call as soon as the last needed tensor is recomputed.
             `torch.utils.checkpoint.set_checkpoint_early_stop` overrides it.
-        preserve_rng_state: False saves 2.5 KB per region where the function draws no random numbers.
-        verify: compare 64-bit hashes of the values of every saved tensor, and say in which module what differs was
-            saved. Reads each twice; on a GPU each is copied to the host, for which that waits.
+        preserve_rng_state: False saves 2.5 KB per call, for functions that draw no random numbers.
+        verify: Compare 64-bit hashes of the values of every saved tensor, and name the module that saved a differing
+            one. Reads each tensor twice. Tensors on a GPU are copied to the host, which waits for the copies.
 
     Returns:
-        What the function returns.
+        The result of the function.
 
-    Without grad mode it is a plain call. Under torch.compile it is torch's own, which the compiler knows; verify=True
-    breaks the graph there instead.
+    Without grad mode, this is a plain call. Under torch.compile it calls torch's own variant, which the compiler
+    supports; verify=True breaks the graph there instead.
 
     Raises:
-        torch.utils.checkpoint.CheckpointError: in backward, and in forward if the function modified its own arguments
-            in place: gradients would have been wrong. Says which tensor of which module, and why that usually happens.
-        NotImplementedError: verify=True together with what torch's own is called for, or on tensor subclasses.
-        ValueError: determinism_check is neither.
+        torch.utils.checkpoint.CheckpointError: Gradients would be wrong. Raised in backward, or in forward if the
+            function modified its own arguments in place. Names the tensor, the module and the usual cause.
+        NotImplementedError: verify=True is combined with an option that calls torch's own variant, or a saved tensor is
+            a subclass.
+        ValueError: determinism_check is neither "default" nor "none".
     """
     if torch.compiler.is_compiling() or use_reentrant or debug or context_fn is not noop_context_fn or _debug_is_on():
         if verify:
             raise NotImplementedError(
-                "verify=True cannot be had with use_reentrant=True, context_fn, debug or inside a compiled graph"
+                "verify=True is not supported with use_reentrant=True, context_fn, debug or inside a compiled graph: "
+                "leave these out, or pass verify=False"
             )
         options: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
-        return _torchs(
+        return _torchs_checkpoint(
             function,
             *args,
             use_reentrant=bool(use_reentrant),
@@ -109,7 +112,7 @@ def _debug_is_on() -> bool:
 
 
 def _under_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the innermost `with torch.device(...)`, or set_default_device(), that is in force now."""
+    """Wraps the function in the innermost `with torch.device(...)`, or set_default_device(), that is in force now."""
     modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for mode in reversed(modes):
         if isinstance(mode, DeviceContext):

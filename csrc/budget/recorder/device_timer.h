@@ -1,4 +1,4 @@
-// How long calls take on the device that they run on.
+// Declares DeviceTimer, which measures how long a call takes on the device that runs it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -11,15 +11,15 @@
 
 namespace drivetrain::budget {
 
-// Seconds of the host.
+// Returns the time of the host's steady clock in seconds.
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A call that takes no time on the host may take some on its device.
-class Stopwatch {
+// Measures with events on an accelerator, where a call that returns at once may still run, and by the clock on the CPU.
+class DeviceTimer {
  public:
-  explicit Stopwatch(c10::Device device) : device_(device), begin_(now()) {
+  explicit DeviceTimer(c10::Device device) : device_(device), begin_(now()) {
     if (device.is_cpu()) return;
     events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
     events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
@@ -29,7 +29,7 @@ class Stopwatch {
     seconds_ = now() - begin_;
     if (!events_.empty()) events_[1].record(stream());
   }
-  // Waits for the device.
+  // Returns the seconds from construction to stop(). Waits for the device.
   double seconds() const {
     if (events_.empty()) return seconds_;
     events_[1].synchronize();

@@ -1,0 +1,107 @@
+// Implements the dispatcher's fallback that hands operations to the recorded pass; see dispatch.h.
+#include "budget/recorder/dispatch.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <utility>
+
+#include "budget/recorder/op_traits.h"
+#include "budget/recorder/saved_tensor_hooks.h"
+
+namespace drivetrain::budget {
+namespace {
+
+// The pass that this thread records.
+struct ThreadState {
+  std::shared_ptr<RecordedPass> pass;
+  PyObject* pack = nullptr;  // its pack hook, which the thread's stack of hooks owns
+
+  ~ThreadState() {
+    if (pass) pass->close();  // the thread exits during the pass
+  }
+};
+
+ThreadState& thread_state() {
+  static thread_local ThreadState state;
+  return state;
+}
+
+// Returns whether the operation must be dispatched on without being recorded: the operations that it consists of will
+// be recorded, or a layer between the recorder and autograd changes its arguments first.
+bool is_passed_on(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys) {
+  if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  const c10::DispatchKeySet autocast = keys & c10::autocast_dispatch_keyset;
+  if (!autocast.empty() && op.hasKernelForDispatchKey(autocast.highestPriorityTypeId())) return true;
+  if (!traits.is_composite) return false;
+  const c10::BackendComponent backend = keys.highestBackendKey();
+  return backend == c10::BackendComponent::InvalidBit || !has_kernel(op, backend);
+}
+
+void on_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  RecordedPass* pass = RecordedPass::current();
+  if (pass == nullptr || pass->is_closed()) {
+    // The recording was ended from another thread, or other code has restored this thread's dispatch keys to their
+    // state within a pass.
+    const std::shared_ptr<RecordedPass> ended = end_recording();
+    if (ended) ended->end();
+  } else {
+    const OpTraits& traits = traits_of(op);
+    if (!is_passed_on(op, traits, keys)) {
+      pass->recording().record(op, traits, keys, stack);
+      return;
+    }
+  }
+  op.redispatchBoxed(keys & kBelowRecorder, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_call>());
+}
+
+bool has_any_kernel(const c10::OperatorHandle& op) {
+  for (auto at = static_cast<uint8_t>(c10::BackendComponent::InvalidBit) + 1;
+       at <= static_cast<uint8_t>(c10::BackendComponent::EndOfBackendKeys); ++at) {
+    if (has_kernel(op, static_cast<c10::BackendComponent>(at))) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+// Inspecting a call costs as much as a small operation. torch's own views need no recording, because their storage
+// identifies them, and operators that are composite on every backend are passed on in any case.
+void register_fallthroughs() {
+  static torch::Library library(torch::Library::IMPL, "aten", kRecorderKey, __FILE__, __LINE__);
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.getNamespace() != "aten") continue;
+    const std::optional<c10::OperatorHandle> op = dispatcher.findSchema(name);
+    if (!op) continue;
+    const OpTraits traits(*op);
+    const bool needs_no_recording = traits.is_composite ? !has_any_kernel(*op) : traits.is_view;
+    if (needs_no_recording) library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFallthrough());
+  }
+}
+
+void begin_recording(const std::shared_ptr<RecordedPass>& pass, PyObject* pack) {
+  thread_state().pass = pass;
+  thread_state().pack = pack;
+  RecordedPass::current() = pass.get();
+  c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
+}
+
+std::shared_ptr<RecordedPass> end_recording() {
+  c10::impl::tls_set_dispatch_key_included(kRecorderKey, false);
+  RecordedPass::current() = nullptr;
+  ThreadState& state = thread_state();
+  if (!state.pass) return nullptr;
+  remove_pass_hooks(std::exchange(state.pack, nullptr));
+  state.pass->close();
+  return std::exchange(state.pass, nullptr);
+}
+
+bool is_recording(const std::shared_ptr<RecordedPass>& pass) { return thread_state().pass == pass; }
+
+}  // namespace drivetrain::budget

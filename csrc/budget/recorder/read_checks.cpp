@@ -1,0 +1,84 @@
+// Compares what a replay reads with what the forward pass read; see read_checks.h.
+#include "budget/recorder/read_checks.h"
+
+#include "base/check.h"
+#include "base/torch_text.h"
+#include "budget/recorder/arguments.h"
+#include "checkpoint/region.h"
+
+namespace drivetrain::budget {
+
+at::Tensor ReadChecks::existing(const TensorRef& ref) const {
+  if (is_freed(ref)) {
+    checkpoint::throw_checkpoint_error(
+        text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+             " that the forward pass read was freed before backward reached the operations that need it. Usually FSDP "
+             "reshards its parameters after forward: set reshard_after_forward=False, or leave that module without a "
+             "budget."));
+  }
+  if (is_written(ref)) {
+    checkpoint::throw_checkpoint_error(
+        text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+             " that the forward pass read, but did not make (a parameter, a buffer or an input), was modified in place "
+             "before backward reached the operations that need it: gradients would belong to other values. Usually an "
+             "optimizer stepped in between, or an input is reused: clone it, or write it after backward."));
+  }
+  return ref.direct;
+}
+
+void ReadChecks::check_unwritten(const TensorRef& ref) const {
+  const Value& value = tape_.values[ref.value];
+  if (value.has_independent_versions || value.held._version() == value.held_version) return;
+  checkpoint::throw_checkpoint_error(
+      text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+           " that backward needs was modified in place after the forward pass: gradients would belong to other values. "
+           "Write to a clone of it, use an operation that is not in place, or call the code that writes to it inside "
+           "`with plan:`: the recorder sees writes within the pass."));
+}
+
+void ReadChecks::note_checksums(RecordedOp& op, const torch::jit::Stack& stack) const {
+  const size_t begin = stack.size() - op.handle.schema().arguments().size();
+  for (TensorRef& ref : op.refs) {
+    if (op.traits->writes[ref.arg] && op.traits->only_writes) continue;
+    if (ref.value < 0 && !ref.direct.defined()) continue;
+    if (ref.value >= 0) {
+      const Value& value = tape_.values[ref.value];
+      const bool will_be_recomputed = value.format >= kAsBits || (value.format == kRecomputed && value.is_replayable);
+      if (will_be_recomputed || value.has_independent_versions || value.is_uninitialized) continue;
+    }
+    ref.checksum = hash_of_elements(tensor_in(stack[begin + ref.arg], ref.element));
+  }
+}
+
+void ReadChecks::check_checksums(const RecordedOp& op) const {
+  for (const TensorRef& ref : op.refs) {
+    if (!ref.checksum) continue;
+    const bool is_value = ref.value >= 0;
+    if (is_value && (tape_.values[ref.value].is_recomputed || tape_.values[ref.value].has_independent_versions)) {
+      continue;
+    }
+    const at::Tensor read = is_value ? view_of(tape_.values[ref.value].held, ref) : existing(ref);
+    if (hash_of_elements(read) == ref.checksum) continue;
+    checkpoint::throw_checkpoint_error(text(
+        name_of(op, ref), ", which ", op.traits->name, tape_.module_of(static_cast<int32_t>(&op - tape_.ops.data())),
+        " read in the forward pass, has other values when backward recomputes that operation, though no version "
+        "counter shows a write: gradients would belong to other values. Usually x.numpy(), DLPack or a custom "
+        "operator shared its memory with code that reuses it: write to a clone, or after backward."));
+  }
+}
+
+std::string ReadChecks::name_of(const RecordedOp& op, const TensorRef& ref) const {
+  const std::string shape = text(c10::IntArrayRef(ref.sizes), " ", ref.dtype);
+  if (ref.value >= 0) {
+    const int32_t made_by = tape_.values[ref.value].op;
+    return made_by < 0
+               ? text("a tensor of ", shape, " that no recorded operation made")
+               : text("the result of ", tape_.ops[made_by].traits->name, tape_.module_of(made_by), " (", shape, ")");
+  }
+  const std::string owner = model_ ? checkpoint::owner_in(*model_, ref.direct) : "";
+  if (!owner.empty()) return text(owner, " (", shape, ")");
+  return text("a tensor of ", shape, " that the model was given (argument '",
+              op.handle.schema().arguments()[ref.arg].name(), "')");
+}
+
+}  // namespace drivetrain::budget

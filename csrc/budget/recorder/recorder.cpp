@@ -1,0 +1,138 @@
+// Starts and ends the recording of passes, and keeps track of those that wait for their backward; see recorder.h.
+#include "budget/recorder/recorder.h"
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "budget/recorder/dispatch.h"
+#include "budget/recorder/saved_tensor_hooks.h"
+
+namespace drivetrain::budget {
+namespace {
+
+// Only the first passes under a plan and some later ones compare checksums, because that reads every byte once more.
+// Code that writes unseen mostly does so in every step. The interval is odd, so that each micro-batch has its turn.
+constexpr int64_t kFirstChecked = 8;
+constexpr int64_t kCheckedEvery = 31;
+
+}  // namespace
+
+Recorder::Recorder(Purpose purpose)
+    : purpose_(purpose), tracker_(std::make_shared<MemoryTracker>()), formats_(std::make_shared<StorageFormats>()) {
+  static std::once_flag once;
+  std::call_once(once, &register_fallthroughs);
+}
+
+Recorder::~Recorder() { stop(); }
+
+void Recorder::set_plans(std::vector<TapePlan> plans) {
+  plans_.clear();
+  num_passes_ = 0;
+  for (TapePlan& plan : plans) {
+    plan.seconds.assign(plan.ops.size(), 0);
+    plans_.push_back(std::make_shared<TapePlan>(std::move(plan)));
+  }
+}
+
+std::vector<std::vector<double>> Recorder::seconds_by_op() const {
+  std::vector<std::vector<double>> seconds;
+  for (const auto& plan : plans_) {
+    seconds.push_back(plan->seconds);
+    for (double& one : seconds.back()) one /= static_cast<double>(std::max<int64_t>(1, plan->num_passes));
+  }
+  return seconds;
+}
+
+void Recorder::reset() {
+  tracker_->reset();
+  for (const auto& plan : plans_) {
+    plan->seconds.assign(plan->ops.size(), 0);
+    plan->num_passes = 0;
+  }
+}
+
+bool Recorder::is_on_this_thread() const { return pass_ && RecordedPass::current() == pass_.get(); }
+
+Recorder::Entry Recorder::enter() {
+  if (is_on_this_thread()) return {EntryKind::kInside, nullptr};
+  if (pass_ && !pass_->is_closed()) return {EntryKind::kRefused, nullptr};
+  if (RecordedPass::current() != nullptr) {
+    if (!RecordedPass::current()->is_closed()) return {EntryKind::kInside, nullptr};
+    end_recording();
+  }
+  for (std::vector<std::weak_ptr<RecordedPass>>* passes : {&waiting_, &failed_}) {
+    std::erase_if(*passes, [](const std::weak_ptr<RecordedPass>& pass) {
+      const auto alive = pass.lock();
+      return !alive || !alive->is_in_use();
+    });
+  }
+  std::shared_ptr<TapePlan> plan;
+  if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
+  const bool compares_checksums =
+      purpose_ == Purpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
+  ++num_passes_;
+  const auto pass = std::make_shared<RecordedPass>(tracker_, plan, formats_, purpose_, compares_checksums, model_);
+  PyObject* const pack = push_pass_hooks(pass);
+  tracker_->open(pass);
+  pass_ = pass;
+  begin_recording(pass, pack);
+  if (plan) ++plan->num_passes;
+  return {EntryKind::kOutermost, pass};
+}
+
+void Recorder::leave(const Entry& entry, bool is_complete) {
+  if (entry.kind != EntryKind::kOutermost || !is_recording(entry.pass)) return;  // stop() may have ended it
+  end_recording();
+  end(entry.pass, is_complete);
+}
+
+void Recorder::end(const std::shared_ptr<RecordedPass>& pass, bool is_complete) {
+  if (pass_ == pass) pass_.reset();
+  if (!is_complete) {
+    failed_.push_back(pass);
+    try {
+      pass->end();
+    } catch (...) {  // the exception that ended the pass is the one to report
+      pass->abandon();
+    }
+    return;
+  }
+  pass->end();
+  divergence_ = pass->recording().divergence();
+  waiting_.push_back(pass);
+  if (pass->profile() == nullptr) return;
+  profiled_.push_back(pass);
+  pass->profile()->measure_after_forward();
+}
+
+void Recorder::stop() {
+  if (!pass_) return;
+  if (is_on_this_thread()) {
+    end_recording();
+    end(std::exchange(pass_, nullptr), /*is_complete=*/false);
+  } else {
+    pass_->close();
+    pass_.reset();
+  }
+}
+
+void Recorder::abandon() {
+  profiled_.clear();
+  for (const std::vector<std::weak_ptr<RecordedPass>>* passes : {&waiting_, &failed_}) {
+    for (const std::weak_ptr<RecordedPass>& waiting : *passes) {
+      if (const auto pass = waiting.lock()) pass->abandon();
+    }
+  }
+}
+
+int32_t Recorder::module() const { return is_on_this_thread() ? pass_->recording().module() : -1; }
+
+void Recorder::set_module(int32_t module) {
+  if (is_on_this_thread()) pass_->recording().set_module(module);
+}
+
+std::vector<std::shared_ptr<RecordedPass>> Recorder::take_profiled() { return std::exchange(profiled_, {}); }
+
+}  // namespace drivetrain::budget

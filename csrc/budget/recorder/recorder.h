@@ -1,0 +1,81 @@
+// Declares Recorder, which records the forward passes of a model between enter() and leave(), one at a time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "budget/recorder/memory_tracker.h"
+#include "budget/recorder/profile.h"
+#include "budget/recorder/recorded_pass.h"
+#include "budget/recorder/tape.h"
+
+namespace drivetrain::budget {
+
+// Call leave() from a destructor. Python's own cleanup code may not run to its end when an exception comes from outside
+// (an interrupt, a signal handler, another thread).
+class Recorder {
+ public:
+  explicit Recorder(Purpose purpose);
+  ~Recorder();
+
+  // Sets the plans for passes: the first for a pass that begins while no other waits for its backward, the second for
+  // one that begins while one other waits, and so on.
+  void set_plans(std::vector<TapePlan> plans);
+
+  // Sets a Python weak reference to the module whose passes are recorded, for error messages.
+  void set_model(WeakModule model) { model_ = std::move(model); }
+
+  // Returns the mean seconds per pass since reset() that replaying takes, for each operation of each plan.
+  std::vector<std::vector<double>> seconds_by_op() const;
+  void reset();
+
+  enum class EntryKind {
+    kOutermost,  // a pass begins
+    kInside,     // the call is inside of a pass, whose budget covers it
+    kRefused,    // another thread records a pass, so that this one is not recorded
+  };
+  struct Entry {
+    EntryKind kind;
+    std::shared_ptr<RecordedPass> pass;  // the pass that began; null unless kOutermost
+  };
+  Entry enter();
+  // is_complete: whether the pass has returned. If an exception ended it, the recorder learns nothing from it, and
+  // leave() does not throw.
+  void leave(const Entry& entry, bool is_complete);
+  // Ends the pass that is being recorded. A pass of another thread ends with its next operation.
+  void stop();
+  // The module index that operations of this thread's pass are recorded with; -1: none.
+  int32_t module() const;
+  void set_module(int32_t module);
+
+  // Frees what the passes keep that wait for their backward, because it will not run.
+  void abandon();
+
+  // Returns the passes of this profile that were recorded since the last call.
+  std::vector<std::shared_ptr<RecordedPass>> take_profiled();
+  MemoryTracker& tracker() { return *tracker_; }
+  StorageFormats& formats() { return *formats_; }
+  // Describes how the last pass left its plan; empty: it did not.
+  const std::string& divergence() const { return divergence_; }
+
+ private:
+  bool is_on_this_thread() const;
+  void end(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
+
+  const Purpose purpose_;
+  const std::shared_ptr<MemoryTracker> tracker_;
+  const std::shared_ptr<StorageFormats> formats_;
+  std::vector<std::shared_ptr<TapePlan>> plans_;
+  std::shared_ptr<RecordedPass> pass_;                // that is being recorded
+  std::vector<std::weak_ptr<RecordedPass>> waiting_;  // for their backward
+  std::vector<std::weak_ptr<RecordedPass>> failed_;   // their graphs may be alive
+  std::vector<std::shared_ptr<RecordedPass>> profiled_;
+  std::string divergence_;
+  WeakModule model_;
+  int64_t num_passes_ = 0;  // under these plans
+};
+
+}  // namespace drivetrain::budget

@@ -1,0 +1,117 @@
+// Registers the recorder with Python, and converts plans from and traces to tuples.
+#include <pybind11/stl.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "budget/budget.h"
+#include "budget/recorder/call.h"
+#include "budget/recorder/recorder.h"
+#include "budget/recorder/saved_tensor_hooks.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::budget {
+namespace {
+
+Purpose purpose_named(std::string_view name) {
+  if (name == "plan") return Purpose::kPlan;
+  if (name == "profile") return Purpose::kProfile;
+  if (name == "frugal profile") return Purpose::kFrugalProfile;
+  if (name == "timings") return Purpose::kTimings;
+  throw UserError(text("purpose is \"", name, "\", expected \"plan\", \"profile\", \"frugal profile\" or \"timings\""));
+}
+
+// The fields of PlannedOp, in the order in which `python/drivetrain/budget/plan.py` names them.
+using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>, std::vector<bool>,
+                                  std::vector<std::vector<PlannedWrite>>, std::string>;
+
+std::vector<TapePlan> plans_of(const std::vector<std::vector<PlainPlannedOp>>& plans) {
+  std::vector<TapePlan> made;
+  for (const auto& plan : plans) {
+    std::vector<PlannedOp>& ops = made.emplace_back().ops;
+    for (const auto& [name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module] : plan) {
+      ops.push_back({name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module});
+      ops.back().unhooked.resize(formats.size());
+    }
+  }
+  return made;
+}
+
+// Returns the trace of a pass as `python/drivetrain/budget/trace.py` names its fields.
+py::dict plain_trace(const Profile& profile) {
+  py::list values, ops, uses, saves, arguments;
+  for (const ValueTrace& value : profile.value_traces()) {
+    py::list formats;
+    for (const FormatCost& cost : value.formats) formats.append(py::make_tuple(cost.format, cost.bytes, cost.seconds));
+    values.append(py::make_tuple(value.bytes, value.can_keep, value.can_recompute, value.replaces, formats));
+  }
+  for (const OpTrace& op : profile.op_traces()) {
+    ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));
+    arguments.append(op.arguments);
+  }
+  for (const BackwardUse& use : profile.uses()) uses.append(py::make_tuple(use.value, use.is_release, use.order));
+  for (const AutogradSave& save : profile.saves()) saves.append(py::make_tuple(save.op, save.value));
+  py::dict made;
+  made["saves"] = saves;
+  made["arguments"] = arguments;
+  made["values"] = values;
+  made["ops"] = ops;
+  made["uses"] = uses;
+  made["begin"] = profile.begin();
+  return made;
+}
+
+}  // namespace
+
+void register_recorder(py::module_& m) {
+  m.attr("ActivationProfileEnded") = py::handle(profile_ended());
+  py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
+      .def(py::init([](std::string_view purpose) { return std::make_shared<Recorder>(purpose_named(purpose)); }),
+           py::arg("purpose") = "plan")
+      .def(
+          "set_plans",
+          [](Recorder& recorder, const std::vector<std::vector<PlainPlannedOp>>& plans) {
+            recorder.set_plans(plans_of(plans));
+          },
+          py::arg("plans"))
+      .def(
+          "set_formats",
+          [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<saved_tensors::HostPool> pool,
+             int64_t budget_bytes) { recorder.formats() = {std::move(tried), std::move(pool), budget_bytes}; },
+          py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
+      .def("abandon", &Recorder::abandon)
+      .def("stop", &Recorder::stop)
+      .def(
+          "set_model",
+          [](Recorder& recorder, const py::object& model) {
+            recorder.set_model(
+                std::make_shared<const c10::SafePyObject>(py::weakref(model).release().ptr(), getPyInterpreter()));
+          },
+          py::arg("model"))
+      .def("take_tapes",
+           [](Recorder& recorder) {
+             py::list tapes;
+             for (const auto& pass : recorder.take_profiled()) tapes.append(plain_trace(*pass->profile()));
+             return tapes;
+           })
+      .def("reset", &Recorder::reset)
+      .def("seconds_by_op", &Recorder::seconds_by_op)
+      .def_property_readonly("live_bytes", [](Recorder& recorder) { return recorder.tracker().live_bytes(); })
+      .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.tracker().peak_bytes(); })
+      .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.tracker().num_replayed(); })
+      .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.tracker().replay_seconds(); })
+      .def_property_readonly("divergence", &Recorder::divergence);
+  register_calls(m);
+  m.def("activation_recorder_key", [] { return std::string(c10::toString(kRecorderKey)); });
+}
+
+}  // namespace drivetrain::budget

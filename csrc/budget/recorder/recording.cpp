@@ -1,0 +1,355 @@
+// Records operations, their arguments and their results; see recording.h.
+#include "budget/recorder/recording.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/hash.h"
+#include "budget/recorder/arguments.h"
+
+namespace drivetrain::budget {
+namespace {
+
+// Returns whether the tensor was computed and is not a view of a parameter.
+bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._base() : tensor).grad_fn() != nullptr; }
+
+size_t num_hooks() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
+
+// Lets autograd save tensors without calling hooks as long as the object lives.
+class NoHooksGuard {
+ public:
+  NoHooksGuard() : before_(at::SavedTensorDefaultHooks::set_tracing(true)) {}
+  ~NoHooksGuard() { at::SavedTensorDefaultHooks::set_tracing(before_); }
+  NoHooksGuard(const NoHooksGuard&) = delete;
+  NoHooksGuard& operator=(const NoHooksGuard&) = delete;
+
+ private:
+  const bool before_;
+};
+
+}  // namespace
+
+Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks,
+                     std::shared_ptr<MemoryTracker> tracker)
+    : tape_(tape),
+      store_(store),
+      profile_(profile),
+      checks_(checks),
+      tracker_(std::move(tracker)),
+      num_hooks_(num_hooks() + 1) {
+  if (!tape_.plan) return;
+  size_t num_values = 0;
+  for (const PlannedOp& op : tape_.plan->ops) num_values += op.formats.size();
+  tape_.values.reserve(num_values);
+  tape_.ops.reserve(tape_.plan->ops.size());
+  known_.reserve(num_values);
+}
+
+// ---- Values
+
+int32_t Recording::add_value(const at::Tensor& tensor, int32_t op, bool can_recompute) {
+  const auto value = static_cast<int32_t>(tape_.values.size());
+  Value& made = tape_.values.emplace_back();
+  made.op = op;
+  made.bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  made.version = tensor._version();
+  made.can_recompute = made.is_replayable = can_recompute;
+  made.is_recorded = op >= 0;
+  known_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(),
+                          KnownStorage{tensor.storage().getWeakStorageImpl(), value});
+  return value;
+}
+
+// Returns the value that the tensor views; -1: it existed before the pass. is_new: if the storage is unknown, the pass
+// has made it without the recorder seeing how.
+int32_t Recording::value_of(const at::Tensor& tensor, bool is_new) {
+  const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == known_.end()) {
+    if (is_new) {
+      const int32_t value = add_value(tensor, -1, false);
+      hold_for_profile(value, tensor);
+      return value;
+    }
+    known_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(),
+                            KnownStorage{tensor.storage().getWeakStorageImpl(), -1});
+    return -1;
+  }
+  const int32_t value = found->second.value;
+  if (value < 0 || tape_.values[value].has_independent_versions || tape_.values[value].version == tensor._version()) {
+    return value;
+  }
+  add_unseen_write(value, tensor);
+  return known_.at(tensor.storage().unsafeGetStorageImpl()).value;
+}
+
+int32_t Recording::value_of_argument(const at::Tensor& tensor) {
+  const int32_t value = value_of(tensor, is_computed(tensor));
+  arguments_ = mix(arguments_, static_cast<uint64_t>(value) << 1 | static_cast<uint64_t>(tensor.requires_grad()));
+  return value;
+}
+
+// Replaces a value with a new one, because code that the recorder does not see has written to its memory.
+void Recording::add_unseen_write(int32_t before, const at::Tensor& tensor) {
+  protect(before);
+  const int32_t value = add_value(tensor, -1, false);
+  tape_.values[value].replaces = before;
+  tape_.values[before].is_overwritten = true;
+  hold_for_profile(value, tensor);
+}
+
+// Prepares a value for a write to its memory: lets go of it if it can be replayed, otherwise copies it.
+void Recording::protect(int32_t index) {
+  Value& value = tape_.values[index];
+  if (value.offloaded) store_.restore(index);  // its copy to the host still reads the memory
+  if (!value.held.defined() || value.is_overwritten || value.has_independent_versions) return;
+  if (value.is_replayable && profile_ == nullptr) {
+    store_.let_go(index);
+    return;
+  }
+  if (value.held._version() != value.held_version) return;  // it was overwritten already, and take() will raise
+  value.held = copy_of(value.held);
+  value.held_version = value.held._version();
+}
+
+// From now on views of the value count writes separately, so that a later read may see any version of it.
+void Recording::separate_versions(int32_t index) {
+  protect(index);
+  tape_.values[index].has_independent_versions = true;
+}
+
+void Recording::mark_unrecorded(int32_t value, const at::Tensor& tensor) {
+  Value& made = tape_.values[value];
+  made.can_recompute = made.is_replayable = made.is_uninitialized = made.is_recorded = false;
+  hold_for_profile(value, tensor);
+}
+
+// Holds a value that cannot be replayed: re-executing the operations that read it needs it.
+void Recording::hold_for_profile(int32_t value, const at::Tensor& tensor) {
+  if (profile_ != nullptr) store_.hold(value, tensor);
+}
+
+// ---- Operations
+
+void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
+                       torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
+  written_.clear();
+  saving_op_ = static_cast<int32_t>(tape_.ops.size());
+  arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
+  RecordedOp op(handle, traits, keys, module_);
+  const PlannedOp* planned = next_planned(traits);
+  const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed);
+  if (may_be_replayed || traits.changes_arguments()) {
+    record_arguments(op, *stack, may_be_replayed);
+    if (checks_ != nullptr && planned != nullptr && planned->is_replayed) checks_->note_checksums(op, *stack);
+  } else {
+    note_arguments(handle, *stack);
+  }
+  std::vector<at::Tensor> communicated;  // a collective may write all of its arguments, whatever its schema declares
+  if (traits.is_collective) {
+    for (const c10::IValue& argument : torch::jit::last(*stack, handle.schema().arguments().size())) {
+      for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { communicated.push_back(tensor); });
+    }
+  }
+  op.arguments = arguments_;
+  // Hooks that were pushed inside of this pass must be called.
+  const bool is_unhooked = planned != nullptr && planned->unhooked_arguments == arguments_ && num_hooks() == num_hooks_;
+  run(handle, keys, stack, is_unhooked);
+  for (const at::Tensor& tensor : communicated) {
+    const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
+    if (value >= 0) add_unseen_write(value, tensor);
+  }
+  if (traits.is_view && unresolved_.empty()) return;
+  const bool can_recompute = may_be_replayed && op.can_replay();
+  record_results(std::move(op), can_recompute, stack);
+  resolve_saved();
+  written_.clear();
+}
+
+// Returns what the plan says about the operation that begins; null: nothing, or it expects another operation.
+const PlannedOp* Recording::next_planned(const OpTraits& traits) const {
+  if (!tape_.plan || !divergence_.empty() || tape_.ops.size() >= tape_.plan->ops.size()) return nullptr;
+  const PlannedOp& planned = tape_.plan->ops[tape_.ops.size()];
+  return planned.name == traits.name ? &planned : nullptr;
+}
+
+void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                    bool is_unhooked) {
+  struct Running {
+    explicit Running(Recording& recording) : recording(recording) { recording.is_running_ = true; }
+    ~Running() { recording.is_running_ = false; }
+    Recording& recording;
+  } const running(*this);
+  std::optional<NoHooksGuard> no_hooks;
+  if (is_unhooked) no_hooks.emplace();
+  try {
+    op.redispatchBoxed(keys & kBelowRecorder, stack);
+  } catch (...) {
+    unresolved_.clear();
+    throw;
+  }
+}
+
+// ---- Results
+
+void Recording::record_results(RecordedOp op, bool can_recompute, torch::jit::Stack* stack) {
+  const auto index = static_cast<int32_t>(tape_.ops.size());
+  const std::vector<at::Tensor> made = add_results(op, can_recompute, *stack);
+  if (op.traits->separates_versions) {
+    for (const int32_t read : op.reads) separate_versions(read);
+  }
+  if (op.writes.empty()) return;
+  mark_replayable(op, can_recompute);
+  if (!can_recompute) tape_.forget_arguments(op);
+  tape_.ops.push_back(std::move(op));
+  apply_plan(index);
+  for (size_t i = 0; i < made.size(); ++i) {
+    const int32_t which = tape_.ops[index].writes[i].value;
+    const Value& value = tape_.values[which];
+    const bool profile_needs_it =
+        profile_ != nullptr && !value.is_replayable && !value.is_uninitialized && !value.has_independent_versions;
+    if (value.format >= kUnchanged || profile_needs_it) store_.store(which, made[i]);
+    if (value.is_unhooked) store_.count_unhooked(which, made[i]);
+  }
+}
+
+// Adds a value for each tensor that the operation wrote or returned. Returns these tensors, in the order of op.writes.
+std::vector<at::Tensor> Recording::add_results(RecordedOp& op, bool can_recompute, const torch::jit::Stack& stack) {
+  const auto index = static_cast<int32_t>(tape_.ops.size());
+  std::vector<at::Tensor> made;
+  size_t next_written = 0;
+  for (const TensorRef& ref : op.refs) {
+    if (!op.traits->writes[ref.arg]) continue;
+    const at::Tensor& tensor = written_[next_written++];
+    if (ref.value < 0 || !is_plain(tensor)) continue;
+    const bool is_added = std::any_of(op.writes.begin(), op.writes.end(), [&](const OpResult& result) {
+      return tape_.values[result.value].replaces == ref.value;
+    });
+    if (is_added) continue;
+    const int32_t value = add_value(tensor, index, can_recompute);
+    tape_.values[value].replaces = ref.value;
+    op.writes.push_back({value, true, ref.arg, ref.element});
+    made.push_back(tensor);
+  }
+  const size_t num_returns = op.handle.schema().returns().size();
+  for (size_t i = 0; i < num_returns; ++i) {
+    for_each_tensor(stack[stack.size() - num_returns + i], [&](const at::Tensor& tensor, int32_t element) {
+      if (!is_plain(tensor)) return;
+      if (known_.count(tensor.storage().unsafeGetStorageImpl()) != 0) return;  // a view
+      const int32_t value = add_value(tensor, index, can_recompute);
+      tape_.values[value].is_uninitialized = op.traits->is_uninitialized;
+      op.writes.push_back({value, false, static_cast<int32_t>(i), element});
+      made.push_back(tensor);
+    });
+  }
+  return made;
+}
+
+void Recording::mark_replayable(const RecordedOp& op, bool can_recompute) {
+  bool has_all = can_recompute;
+  for (const int32_t read : op.reads) {
+    const Value& value = tape_.values[read];
+    has_all = has_all && !value.has_independent_versions && (value.is_replayable || store_.has(read));
+  }
+  for (const OpResult& result : op.writes) {
+    Value& value = tape_.values[result.value];
+    value.is_replayable = has_all;
+    if (value.replaces < 0) continue;
+    tape_.values[value.replaces].is_overwritten = true;
+    if (tape_.values[value.replaces].has_independent_versions) {
+      value.can_recompute = value.is_replayable = value.is_recorded = false;
+      value.has_independent_versions = true;
+    }
+  }
+}
+
+// Gives the values that an operation wrote their planned formats, or notes that the pass has left the plan.
+void Recording::apply_plan(int32_t index) {
+  if (!tape_.plan || !divergence_.empty()) return;
+  const RecordedOp& op = tape_.ops[index];
+  if (static_cast<size_t>(index) >= tape_.plan->ops.size()) {
+    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan ends before it");
+    return;
+  }
+  const PlannedOp& planned = tape_.plan->ops[index];
+  if (planned.name != op.traits->name || planned.formats.size() != op.writes.size()) {
+    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan has ", planned.name);
+    return;
+  }
+  for (size_t i = 0; i < op.writes.size(); ++i) {
+    Value& value = tape_.values[op.writes[i].value];
+    value.format = planned.formats[i];
+    value.is_unhooked = planned.unhooked[i];
+    if (i < planned.prefetches.size()) value.prefetches = &planned.prefetches[i];
+  }
+}
+
+// ---- Saved tensors
+
+void Recording::save(const std::shared_ptr<SavedTensor>& saved, const at::Tensor& tensor) {
+  if (is_running_) {
+    // The tensor may be a result that has no value yet, or an argument that the operation is about to write. For
+    // example, autograd saves the noise of rrelu_with_noise before it is drawn.
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+    const auto found = known_.find(storage);
+    const bool is_known = found != known_.end() &&
+                          (found->second.value < 0 || tape_.values[found->second.value].version == tensor._version());
+    const bool is_written = std::any_of(written_.begin(), written_.end(), [&](const at::Tensor& written) {
+      return is_plain(written) && written.storage().unsafeGetStorageImpl() == storage;
+    });
+    if (!is_known || is_written) {
+      unresolved_.push_back({saved, alias_of(tensor), is_known ? std::optional(tensor._version()) : std::nullopt});
+      return;
+    }
+  }
+  resolve(*saved, tensor);
+}
+
+void Recording::resolve_saved() {
+  for (const Unresolved& unresolved : std::exchange(unresolved_, {})) {
+    const auto saved = unresolved.saved.lock();
+    if (!saved) continue;
+    if (!unresolved.version || *unresolved.version == unresolved.tensor._version()) {
+      resolve(*saved, unresolved.tensor);
+      continue;
+    }
+    describe(unresolved.tensor, saved->ref);  // the saved version is lost: take() will raise
+    saved->ref.version = *unresolved.version;
+    saved->ref.direct = unresolved.tensor;
+  }
+}
+
+void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
+  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
+  describe(tensor, saved.ref);
+  saved.ref.value = value_of(tensor, !is_parameter);
+  if (profile_ != nullptr) profile_->note_save({saving_op_, saved.ref.value});
+  if (saved.ref.value < 0) {
+    saved.ref.direct = alias_of(tensor);
+    return;
+  }
+  Value& value = tape_.values[saved.ref.value];
+  ++value.num_saved;
+  if (value.is_uninitialized) mark_unrecorded(saved.ref.value, tensor);
+  if (value.is_replayable) {
+    const bool is_stored = profile_ != nullptr ? profile_->stores_saved(value, tensor) : value.format != kRecomputed;
+    if (!is_stored) return;
+  }
+  store_.store(saved.ref.value, tensor);
+}
+
+void Recording::finish() {
+  written_.clear();  // an operation that failed leaves entries
+  // Until now the recorder saw writes to memory that is still being copied to the host. From now on other code, which
+  // for instance owns a result of the model, may write there unseen.
+  for (const auto& [_, known] : known_) {
+    if (known.value >= 0 && !known.storage.expired()) store_.await_copy_out(known.value);
+  }
+  known_.clear();
+}
+
+}  // namespace drivetrain::budget

@@ -1,0 +1,128 @@
+// Records the arguments of operations, and the state that a replay must restore; see recording.h.
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "budget/recorder/arguments.h"
+#include "budget/recorder/recorded_pass.h"
+#include "budget/recorder/recording.h"
+
+namespace drivetrain::budget {
+namespace {
+
+// Returns the device that an operation with these arguments runs on; none if they do not determine it.
+std::optional<c10::Device> device_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::Device> device;
+  bool is_one = true;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) return std::nullopt;
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) {
+      is_one = is_one && (!device || *device == tensor.device());
+      device = tensor.device();
+    });
+  }
+  return is_one ? device : std::nullopt;
+}
+
+}  // namespace
+
+// Records what the operation reads and writes, and, if may_be_replayed, all that a replay needs.
+void Recording::record_arguments(RecordedOp& op, const torch::jit::Stack& stack, bool may_be_replayed) {
+  const OpTraits& traits = *op.traits;
+  const size_t num_args = op.handle.schema().arguments().size();
+  op.args.reserve(num_args);
+  for (size_t i = 0; i < num_args; ++i) {
+    const c10::IValue& argument = stack[stack.size() - num_args + i];
+    op.args.push_back(record_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
+    if (!traits.writes[i]) continue;
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written_.push_back(tensor); });
+  }
+  for (const TensorRef& ref : op.refs) {
+    if (!traits.writes[ref.arg] && !traits.is_statistic(ref.arg)) continue;
+    if (ref.value >= 0) {
+      if (traits.writes[ref.arg]) protect(ref.value);
+    } else if (ref.direct.defined()) {
+      for (const auto& pass : tracker_->passes()) pass->preserve(ref.direct);
+    }
+  }
+  if (may_be_replayed) record_ambient_state(op, stack);
+}
+
+void Recording::record_ambient_state(RecordedOp& op, const torch::jit::Stack& stack) {
+  const OpTraits& traits = *op.traits;
+  if (traits.is_batch_norm && op.args[5].toBool()) {
+    std::erase_if(op.refs, [&](const TensorRef& ref) { return ref.value < 0 && traits.is_statistic(ref.arg); });
+  }
+  if (traits.is_random) {
+    const std::optional<c10::Device> device = device_of(torch::jit::last(stack, op.handle.schema().arguments().size()));
+    op.random_states = std::make_shared<const checkpoint::RandomStates>(
+        device ? checkpoint::RandomStates::now_of(*device) : checkpoint::RandomStates::now());
+  }
+  // Entering or leaving autocast changes these keys, so the cached state holds as long as they stay.
+  const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);
+  if (!autocast_ || autocast_keys_ != keys_now) {
+    autocast_ = std::make_shared<const checkpoint::Autocast>(checkpoint::Autocast::now());
+    autocast_keys_ = keys_now;
+  }
+  op.autocast = autocast_;
+}
+
+c10::IValue Recording::record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written) {
+  bool has_tensors = false;
+  for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t element) {
+    record_tensor(op, arg, element, tensor, is_written);
+    has_tensors = true;
+  });
+  if (!has_tensors) return argument;
+  if (argument.isTensor()) return {};
+  const c10::impl::GenericList list = argument.toList();
+  c10::impl::GenericList without_tensors(list.elementType());
+  for (const c10::IValue& element : argument.toListRef()) {
+    without_tensors.push_back(is_defined_tensor(element) ? c10::IValue() : element);
+  }
+  return without_tensors;
+}
+
+void Recording::record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written) {
+  TensorRef& ref = op.refs.emplace_back();
+  ref.arg = arg;
+  ref.element = element;
+  ref.value = -1;
+  if (!is_plain(tensor)) return;
+  ref.value = value_of_argument(tensor);
+  describe(tensor, ref);
+  if (ref.value < 0) {
+    ref.direct = alias_of(tensor);
+    return;
+  }
+  const bool is_initialized_now = is_written && op.traits->only_writes && covers_its_storage(tensor);
+  if (tape_.values[ref.value].is_uninitialized && !is_initialized_now) mark_unrecorded(ref.value, tensor);
+  if (std::find(op.reads.begin(), op.reads.end(), ref.value) == op.reads.end()) op.reads.push_back(ref.value);
+}
+
+// Registers the tensors among the arguments of an operation that will not be replayed.
+void Recording::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t num_args = op.schema().arguments().size();
+  for (size_t i = stack.size() - num_args; i < stack.size(); ++i) {
+    for_each_tensor(stack[i], [&](const at::Tensor& tensor, int32_t) {
+      if (is_plain(tensor)) value_of_argument(tensor);
+    });
+  }
+}
+
+void Recording::preserve(const at::Tensor& tensor) {
+  at::Tensor copy;
+  for (RecordedOp& op : tape_.ops) {
+    for (TensorRef& ref : op.refs) {
+      if (ref.value >= 0 || !ref.direct.defined() || op.traits->writes[ref.arg] ||
+          ref.direct.storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl() || is_written(ref)) {
+        continue;
+      }
+      if (!copy.defined()) copy = copy_of(tensor);
+      ref.direct = view_of(copy, ref);
+      ref.version = ref.direct._version();
+    }
+  }
+}
+
+}  // namespace drivetrain::budget

@@ -1,0 +1,119 @@
+// Stores, packs, offloads and restores the values of a tape; see value_store.h.
+#include "budget/recorder/value_store.h"
+
+#include <utility>
+
+namespace drivetrain::budget {
+
+using saved_tensors::Offloaded;
+using saved_tensors::Packing;
+
+ValueStore::ValueStore(Tape& tape, std::shared_ptr<MemoryTracker> tracker,
+                       std::shared_ptr<const StorageFormats> formats)
+    : tape_(tape), tracker_(std::move(tracker)), formats_(std::move(formats)) {}
+
+bool ValueStore::has(int32_t index) const {
+  const Value& value = tape_.values[index];
+  return value.held.defined() || value.packed || value.offloaded;
+}
+
+void ValueStore::store(int32_t index, const at::Tensor& tensor) {
+  Value& value = tape_.values[index];
+  if (has(index)) return;
+  // Code that the recorder does not see may still be writing the value, so only recorded values are converted.
+  const bool is_complete =
+      value.bytes % static_cast<int64_t>(tensor.itemsize()) == 0 && value.is_recorded && !value.is_uninitialized;
+  if (value.format == kOnHost && formats_->pool && is_complete) {
+    value.offloaded.emplace(Offloaded::begin(formats_->pool, bytes_of(tensor)));
+    value.held_bytes = 0;
+    offloaded_.push_back(index);
+    return;
+  }
+  if (value.format >= kAsBits && value.format <= kAsInt8 && is_complete) {
+    const Packing packing = packing_of(value.format);
+    if (saved_tensors::is_packable(tensor.scalar_type(), packing)) {
+      value.packed = saved_tensors::pack(flat_of(tensor, tensor.dtype()), packing);
+    }
+    if (value.packed) {
+      value.held_bytes = value.packed->nbytes();
+      tracker_->add(value.held_bytes);
+      return;
+    }
+  }
+  hold(index, tensor);
+}
+
+void ValueStore::hold(int32_t index, const at::Tensor& tensor) {
+  Value& value = tape_.values[index];
+  if (value.held.defined()) return;
+  value.held = alias_of(tensor);
+  value.held_version = tensor._version();
+  value.held_bytes = value.is_unhooked ? 0 : value.bytes;
+  tracker_->add(value.held_bytes);
+}
+
+void ValueStore::let_go(int32_t index) {
+  Value& value = tape_.values[index];
+  if (!has(index)) return;
+  value.held.reset();
+  value.packed.reset();
+  value.offloaded.reset();
+  tracker_->add(-value.held_bytes);
+  value.held_bytes = 0;
+}
+
+void ValueStore::let_go_all() {
+  for (size_t value = 0; value < tape_.values.size(); ++value) let_go(static_cast<int32_t>(value));
+}
+
+void ValueStore::restore(int32_t index) {
+  Value& value = tape_.values[index];
+  const int64_t stored_bytes = value.held_bytes;
+  value.is_recomputed = value.is_recomputed || value.packed || value.offloaded;
+  if (value.packed) {
+    hold(index, saved_tensors::unpack(*value.packed));
+    value.packed.reset();
+    tracker_->add(-stored_bytes);
+  } else if (value.offloaded) {
+    tracker_->add(-stored_bytes);  // not 0 if it was prefetched
+    hold(index, value.offloaded->take());
+    value.offloaded.reset();
+  }
+}
+
+void ValueStore::count_unhooked(int32_t index, const at::Tensor& tensor) {
+  Value& value = tape_.values[index];
+  tracker_->add(-std::exchange(value.held_bytes, 0));
+  tracker_->add_unhooked(tape_, tensor.storage().getWeakStorageImpl(), value.bytes);
+}
+
+void ValueStore::await_copy_out(int32_t index) const {
+  const std::optional<Offloaded>& offloaded = tape_.values[index].offloaded;
+  if (offloaded) offloaded->await_copy_out();
+}
+
+void ValueStore::prefetch_before(int32_t index) {
+  while (!offloaded_.empty() && offloaded_.back() >= index) offloaded_.pop_back();
+  if (offloaded_.empty()) return;
+  prefetch(offloaded_.back());
+}
+
+void ValueStore::prefetch_planned_at(int32_t index) {
+  if (tape_.values[index].prefetches == nullptr) return;
+  for (const auto& [op, write] : *tape_.values[index].prefetches) {
+    if (static_cast<size_t>(op) < tape_.ops.size() && static_cast<size_t>(write) < tape_.ops[op].writes.size()) {
+      prefetch(tape_.ops[op].writes[write].value);
+    }
+  }
+}
+
+void ValueStore::prefetch(int32_t index) {
+  Value& value = tape_.values[index];
+  if (!value.offloaded || value.held_bytes > 0) return;
+  if (tracker_->live_bytes() + value.bytes > formats_->budget_bytes) return;
+  value.offloaded->prefetch();
+  value.held_bytes = value.bytes;
+  tracker_->add(value.held_bytes);
+}
+
+}  // namespace drivetrain::budget

@@ -1,0 +1,52 @@
+// Declares ValueStore, which stores the values of a tape in their planned formats and counts their bytes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "budget/recorder/memory_tracker.h"
+#include "budget/recorder/tape.h"
+
+namespace drivetrain::budget {
+
+class ValueStore {
+ public:
+  ValueStore(Tape& tape, std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<const StorageFormats> formats);
+
+  bool has(int32_t value) const;
+
+  // Stores the value that `tensor` views: store() in its planned format, hold() unchanged.
+  void store(int32_t value, const at::Tensor& tensor);
+  void hold(int32_t value, const at::Tensor& tensor);
+  void let_go(int32_t value);
+  void let_go_all();
+
+  // Converts a stored value back, so that it is held unchanged.
+  void restore(int32_t value);
+
+  // Counts a value that autograd keeps without our hooks until its storage is freed.
+  void count_unhooked(int32_t value, const at::Tensor& tensor);
+
+  // Makes the current stream wait until the copy of an offloaded value to the host has read its memory.
+  void await_copy_out(int32_t value) const;
+
+  // Start copies back from the host when backward has taken `value`: the ones that the plan attaches to it, and the one
+  // of the last value that was offloaded before it, because backward visits values in reverse order.
+  void prefetch_planned_at(int32_t value);
+  void prefetch_before(int32_t value);
+
+  const StorageFormats& formats() const { return *formats_; }
+
+ private:
+  void prefetch(int32_t value);
+
+  Tape& tape_;
+  const std::shared_ptr<MemoryTracker> tracker_;
+  const std::shared_ptr<const StorageFormats> formats_;
+  std::vector<int32_t> offloaded_;  // in the order of the forward pass
+};
+
+}  // namespace drivetrain::budget

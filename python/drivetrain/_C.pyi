@@ -345,27 +345,19 @@ def activation_solve(
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     uses: Sequence[tuple[int, bool]],
     budget_bytes: int,
+    without: Sequence[str] = ...,
 ) -> dict[str, Any]: ...
-def activation_bound(
-    values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
-    ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
-    uses: Sequence[tuple[int, bool]],
-    budget_bytes: int,
-    enough_seconds: float,
-    price: float,
-    num_choices: int,
-) -> float: ...
 def activation_timeline(
     values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     uses: Sequence[tuple[int, bool]],
-    keeping: Sequence[int],
+    policy: Sequence[int],
 ) -> dict[str, list[int]]: ...
 def activation_simulate(
     values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     uses: Sequence[tuple[int, bool]],
-    keeping: Sequence[int],
+    policy: Sequence[int],
 ) -> dict[str, Any]: ...
 
 class Packed:

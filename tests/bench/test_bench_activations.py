@@ -1,4 +1,4 @@
-"""The benchmark's accounts of activations, on models whose bytes are known."""
+"""Tests the byte counts of the activation benchmark on models of known size, and its ablation."""
 
 import itertools
 from contextlib import nullcontext
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drivetrain.bench import ablation
 from drivetrain.bench.activation_memory import allocated, peak_of_alive
-from drivetrain.bench.activation_models import Case
+from drivetrain.bench.activation_models import ModelCase
 from drivetrain.bench.activation_rivals import full
 from drivetrain.bench.activations import Variant, _compare_gradients
 
@@ -31,18 +32,18 @@ def test_what_a_forward_pass_keeps_is_what_the_allocator_says() -> None:
     model.zero_grad(set_to_none=True)
     grown, peak = allocated(forward)
     assert grown == 4 * LAYER_BYTES + 4
-    assert peak > grown  # gradients come
+    assert peak > grown  # includes gradients
 
 
 def test_of_checkpointed_blocks_their_inputs_and_one_recomputed_block_are_alive() -> None:
     model, x = _model(4), torch.randn(ROWS, WIDTH)
     full(list(model))
-    # The inputs of the last three, the last one's output that the sum came from, and its linear and tanh again.
+    # Counts the inputs of the last three blocks, the output of the last, and its recomputed linear and tanh.
     assert 5 * LAYER_BYTES < peak_of_alive(lambda: model(x).sum(), model, [x]) <= 6 * LAYER_BYTES + 8
 
 
 class _Noise(torch.autograd.Function):
-    """Adds another noise to every gradient, as a kernel does whose additions have no order."""
+    """Adds different noise to every gradient, like a kernel that sums in any order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -58,7 +59,7 @@ _noises = itertools.count()
 
 
 class _Noisy(nn.Module):
-    """The gradient of its weight has noise; that of its bias has none, and is doubled where `is_wrong`."""
+    """Has a noisy gradient of its weight, and an exact one of its bias, doubled where `is_wrong`."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -74,8 +75,22 @@ class _Noisy(nn.Module):
 def test_gradients_whose_bits_torch_does_not_repeat_are_compared_within_a_tolerance(
     scale: float, is_wrong: bool, passes: bool
 ) -> None:
-    case = Case("a model", _Noisy(scale), (torch.randn(8),), lambda m: [], False)
+    case = ModelCase("a model", _Noisy(scale), (torch.randn(8),), lambda m: [], False)
     plain, other = Variant.of("plain", case), Variant.of("other", case)
     other.model.is_wrong = is_wrong
     with nullcontext() if passes else pytest.raises(AssertionError, match="gradients or buffers differ with other"):
         _compare_gradients([plain, other])
+
+
+def test_the_ablation_solves_with_and_without_each_part() -> None:
+    values = [(4, True, True, -1, [])] * 3
+    ops = [(1.0, [], [0]), (1.0, [0], [1]), (1.0, [1], [2])]
+    uses = [(value, is_release) for value in (2, 1, 0) for is_release in (False, True)]
+    results = list(ablation.solved_cases(ablation.Recorded("a chain", (values, ops, uses), 12, 10.0)))
+    assert [result.percent for result in results] == [80, 50, 30]
+    for result in results:
+        whole = result.planned[ablation.WHOLE]
+        assert set(result.planned) == {ablation.WHOLE, *(f"without {part}" for part in ablation.PARTS)}
+        if whole.total_seconds is not None and whole.extra_seconds is not None:
+            assert whole.total_seconds == 10.0 + whole.extra_seconds
+    assert results[0].planned[ablation.WHOLE].extra_seconds == 1.0

@@ -1,4 +1,4 @@
-"""The benchmark that tells a race from noise by the bits of repeated runs."""
+"""Tests the benchmark that distinguishes races from noise by the bits of repeated runs."""
 
 import itertools
 from collections.abc import Callable
@@ -14,13 +14,13 @@ CPU = torch.device("cpu")
 
 def test_on_the_cpu_every_form_has_the_same_bits_every_time() -> None:
     rows = list(repeats.run_gpu(CPU, 2, is_dry=True))
-    assert len(rows) == 2 * len(repeats.FORMS) + 1
+    assert len(rows) == 2 * len(repeats.VARIANTS) + 1
     assert all(row.met is not False for row in rows), rows
     assert "the same bits every time" in rows[0].what
 
 
 def test_what_differs_in_deterministic_mode_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers, form = itertools.count(), repeats.FORMS["clipped and zeroed in the step"]
+    numbers, form = itertools.count(), repeats.VARIANTS["clipped and zeroed in the step"]
 
     def racing(model: nn.Module) -> Callable[[], None]:
         finish = form(model)
@@ -32,7 +32,7 @@ def test_what_differs_in_deterministic_mode_is_a_race(monkeypatch: pytest.Monkey
 
         return finish_and_race
 
-    monkeypatch.setattr(repeats, "FORMS", {**repeats.FORMS, "clipped and zeroed in the step": racing})
+    monkeypatch.setattr(repeats, "VARIANTS", {**repeats.VARIANTS, "clipped and zeroed in the step": racing})
     rows = list(repeats.run_gpu(CPU, 2, is_dry=True))
     assert [row.met for row in rows if "clipped and zeroed" in row.what] == [False, None]
     assert "a race" in rows[-3].what

@@ -1,10 +1,10 @@
-"""Traces of forward passes as the solver of what to keep reads them, made up after well-known models."""
+"""Makes synthetic traces of well-known models, as the solver of activation budgets takes them."""
 
 import random
 from collections.abc import Sequence
 
-Form = tuple[int, float]
-Value = tuple[int, bool, bool, int, list[Form]]
+Format = tuple[int, float]
+Value = tuple[int, bool, bool, int, list[Format]]
 Op = tuple[float, list[int], list[int]]
 Use = tuple[int, bool]
 Trace = tuple[list[Value], list[Op], list[Use]]
@@ -15,7 +15,7 @@ LAUNCH = 4e-6
 
 
 class Recorder:
-    """Records ops as they come; backward runs them from the last to the first."""
+    """Records operations in order of forward; backward visits them from the last to the first."""
 
     def __init__(self, noise: float = 0.0) -> None:
         self.values: list[Value] = []
@@ -24,21 +24,24 @@ class Recorder:
         self.random = random.Random(0)
         self.noise = noise
 
-    def value(self, num_bytes: float, can_forget: bool = True, replaces: int = -1, forms: Sequence[Form] = ()) -> int:
-        self.values.append((int(num_bytes), True, can_forget, replaces, list(forms)))
+    def value(
+        self, num_bytes: float, can_recompute: bool = True, replaces: int = -1, formats: Sequence[Format] = ()
+    ) -> int:
+        self.values.append((int(num_bytes), True, can_recompute, replaces, list(formats)))
         return len(self.values) - 1
 
     def op(
         self, flops: float, reads: Sequence[int], writes: Sequence[float], saves: str = "", opaque: bool = False
     ) -> int:
-        """saves: "r0" is the first read, "w1" the second written. Returns the first written value."""
-        written = [self.value(b, can_forget=not opaque) for b in writes]
+        """Records an operation and returns the first value that it writes. In `saves`, "r0" is the first value read and
+        "w1" the second one written."""
+        written = [self.value(b, can_recompute=not opaque) for b in writes]
         self._record(flops, list(reads), written, saves)
         return written[0]
 
     def in_place(self, flops: float, target: int, reads: Sequence[int], saves: str = "") -> int:
-        num_bytes, _, can_forget, replaces, forms = self.values[target]
-        self.values[target] = (num_bytes, False, can_forget, replaces, forms)
+        num_bytes, _, can_recompute, replaces, formats = self.values[target]
+        self.values[target] = (num_bytes, False, can_recompute, replaces, formats)
         written = self.value(num_bytes, replaces=target)
         self._record(flops, [target, *reads], [written], saves)
         return written
@@ -59,7 +62,7 @@ class Recorder:
 
 def _linear(r: Recorder, x: int, tokens: int, ins: int, outs: int, casts: bool = False) -> int:
     weight = r.value(0)
-    if casts:  # autocast: the weight in 16 bits is saved, too
+    if casts:  # under autocast, backward also needs the 16-bit weight
         weight = r.op(0, [weight], [2 * ins * outs])
     return r.op(2.0 * tokens * ins * outs, [x, weight], [2 * tokens * outs], "r0 r1" if casts else "r0")
 
@@ -87,7 +90,7 @@ def _mlp(r: Recorder, x: int, tokens: int, width: int, fat: bool) -> int:
 
 def _block(r: Recorder, x: int, tokens: int, width: int, seq: int, fat: bool, memory: int | None = None) -> int:
     y = _linear(r, _norm(r, x, tokens, width), tokens, width, 3 * width, fat)
-    if fat:  # heads are laid out one after another
+    if fat:  # copies the heads into contiguous memory
         y = r.op(0, [y], [2 * tokens * 3 * width])
     y = _attention(r, y, y, tokens, width, seq)
     if fat:
@@ -109,7 +112,7 @@ def _head(r: Recorder, x: int, tokens: int, width: int, words: int) -> None:
 
 
 def gpt(layers: int, fat: bool = False, words: int = 0, noise: float = 0.0) -> Trace:
-    """fat: with dropout, autocast's casts and copies, about 20 ops per layer."""
+    """Makes a GPT. `fat` adds dropout, the casts of autocast, and copies: about 20 operations per layer."""
     r = Recorder(noise)
     tokens, width, seq = 8192, 1024, 1024
     x = r.op(0, [r.value(0)], [2 * tokens * width])
@@ -199,7 +202,7 @@ def u_net(levels: int = 5, convs: int = 2, batch: int = 8) -> Trace:
 
 
 def unstructured(num_ops: int, seed: int = 0, far: float = 0.1) -> Trace:
-    """Every op reads a few of the latest values, sometimes any; two thirds of all are saved."""
+    """Makes a graph whose operations read a few recent values, and sometimes any; two thirds of them save values."""
     r = Recorder()
     rng = random.Random(seed)
     values = [r.op(0, [r.value(0)], [2**20])]

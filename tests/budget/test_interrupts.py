@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import drivetrain
 from drivetrain import _C
 from drivetrain.budget import progress
-from drivetrain.budget.plan import FORGET, PlannedOp
+from drivetrain.budget.plan import RECOMPUTE, PlannedOp
 from drivetrain.budget.trace import Recording, profile
 
 Step = Callable[[], object]
@@ -279,7 +279,7 @@ def test_long_planning_says_what_it_is_at(
     for said in (
         "with everything kept",
         "time the recomputation in backward",
-        "chooses what to keep",
+        "chooses which tensors",
         "under the plan",
     ):
         assert any(said in message for message in messages), said
@@ -459,7 +459,7 @@ def test_a_backward_that_fails_while_it_recomputes_says_so_when_it_is_run_again(
     trace, _ = profile(model, lambda: model(x).backward())
     recorder = _C.ActivationRecorder()
     recorder.set_plans(
-        [[PlannedOp(op.name, [FORGET] * len(op.writes), True) for op in one.ops] for one in trace.passes]
+        [[PlannedOp(op.name, [RECOMPUTE] * len(op.writes), True) for op in one.ops] for one in trace.passes]
     )
     with Recording(model, recorder):
         loss = model(x)

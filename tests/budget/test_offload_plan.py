@@ -14,7 +14,7 @@ from drivetrain import _C
 from drivetrain.budget import host_link
 from drivetrain.budget.copies import Copies, Prefetch, StepClock, copies_of
 from drivetrain.budget.host_link import HostLink
-from drivetrain.budget.plan import Choice, PlannedOp, choose
+from drivetrain.budget.plan import ChosenPolicy, PlannedOp, choose
 from drivetrain.budget.trace import (
     STORAGE_FORMATS,
     AutogradSave,
@@ -66,7 +66,7 @@ def test_what_a_link_can_hide_is_offloaded(gigabytes: int, share: float) -> None
     trace = trace_of(gpt2(), 2 / link.out_bytes_per_second)
     budget = int(share * choose(trace, EVERYTHING).peak_bytes)
     alone = choose(trace, budget)
-    assert not any(way > 0 for way in alone.keeping)
+    assert not any(way > 0 for way in alone.policy)
     found = choose(trace, budget, link, EVERYTHING)
     assert found.is_feasible
     assert found.peak_bytes <= budget
@@ -115,12 +115,12 @@ def test_when_copies_run() -> None:
     keeping = [0, 1, 1, *[0] * 6]
     timeline = _C.activation_timeline(*trace.for_solver(), keeping)
     uses = [index for index, use in enumerate(trace.uses) if not use.is_release]
-    assert timeline["brought_back_at"] == [-1, uses[7], uses[6], *[-1] * 6]
+    assert timeline["restored_at"] == [-1, uses[7], uses[6], *[-1] * 6]
     assert timeline["peak_bytes"][0] == 6000 * MIB
 
     def run(seconds_per_copy: float, budget_mib: int = 8000) -> Copies:
         link = HostLink(1000 * MIB / seconds_per_copy, 1000 * MIB / seconds_per_copy, 0.0)
-        return copies_of(trace, keeping, timeline["peak_bytes"], timeline["brought_back_at"], budget_mib * MIB, link)
+        return copies_of(trace, keeping, timeline["peak_bytes"], timeline["restored_at"], budget_mib * MIB, link)
 
     # Backward takes values 8 to 1 at 8, 10, ... 22 seconds. Copies start earlier by a quarter of their time.
     quick = run(1.0)
@@ -213,7 +213,7 @@ def test_the_cpu_has_no_link() -> None:
         "smallest_bytes": 1,
         "is_feasible": True,
     }
-    assert Choice.from_dict(old).copies is None  # of a file from before copies were planned
+    assert ChosenPolicy.from_dict(old).copies is None  # of a file from before copies were planned
 
 
 @pytest.mark.gpu

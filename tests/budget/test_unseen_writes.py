@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.budget.plan import FORGET, PlannedOp
+from drivetrain.budget.plan import RECOMPUTE, PlannedOp
 from drivetrain.budget.trace import Recording, profile
 
 NUM_CHECKED_FIRST, CHECKED_EVERY = 8, 31
@@ -45,7 +45,7 @@ def forgetting(
             [
                 PlannedOp(
                     op.name,
-                    [0 if is_kept(op.name) else FORGET] * len(op.writes),
+                    [0 if is_kept(op.name) else RECOMPUTE] * len(op.writes),
                     True,
                     module=trace.modules[op.module],
                 )

@@ -1,4 +1,4 @@
-// The solver of which activations to keep, on traces of every kind, mainly for the sanitizers.
+// Tests the solver of activation budgets on random traces, mainly for the sanitizers.
 #include <algorithm>
 #include <random>
 #include <utility>
@@ -11,19 +11,20 @@
 namespace drivetrain {
 namespace {
 
-using budget::Keeping;
-using budget::kForget;
+using budget::kRecompute;
 using budget::Outcome;
+using budget::Policy;
 using budget::Solution;
 using budget::Trace;
 
-// Ops with some outputs, in place now and then, values that nobody can replay, forms, and uses in any order.
+// Makes operations with several outputs, some in place, values that cannot be recomputed, storage formats, and uses in
+// any order.
 Trace any_trace(int num_ops, std::minstd_rand& random) {
   Trace trace;
   const auto any = [&](int64_t below) { return static_cast<int32_t>(random() % static_cast<uint64_t>(below)); };
   const auto add_value = [&] {
     trace.values.push_back({1 + any(9), true, any(12) > 0, -1, {}});
-    if (any(4) == 0) trace.values.back().forms.push_back({any(3), 0.5 * any(4)});
+    if (any(4) == 0) trace.values.back().formats.push_back({any(3), 0.5 * any(4)});
     return static_cast<int32_t>(trace.values.size()) - 1;
   };
   add_value();
@@ -33,8 +34,8 @@ Trace any_trace(int num_ops, std::minstd_rand& random) {
     for (int read = any(3); read >= 0; --read) op.reads.push_back(count - 1 - any(std::min(count, 12)));
     for (int written = any(2); written >= 0; --written) op.writes.push_back(add_value());
     budget::TraceValue& replaced = trace.values[op.reads[0]];
-    if (any(5) == 0 && replaced.can_keep && replaced.can_forget) {
-      replaced.can_keep = false;
+    if (any(5) == 0 && replaced.can_save && replaced.can_recompute) {
+      replaced.can_save = false;
       trace.values[op.writes[0]].replaces = op.reads[0];
     }
     trace.ops.push_back(std::move(op));
@@ -59,12 +60,12 @@ void test_any_traces() {
       try {
         solution = budget::solve(trace, budget);
       } catch (const UserError&) {
-        continue;  // a value that is taken can neither be kept nor replayed
+        continue;  // a taken value can be neither saved nor recomputed
       }
-      const Outcome again = budget::simulate(trace, solution.keeping);
+      const Outcome again = budget::simulate(trace, solution.policy);
       expect(again.peak_bytes == solution.outcome.peak_bytes && again.seconds == solution.outcome.seconds,
-             "a solution is what the simulation says of it");
-      expect(solution.is_feasible == (again.peak_bytes <= budget), "what is feasible fits");
+             "a solution has the outcome of its simulation");
+      expect(solution.is_feasible == (again.peak_bytes <= budget), "a feasible solution fits");
       expect(solution.bound_seconds <= again.seconds || !solution.is_feasible, "no solution is below the bound");
       num_feasible += solution.is_feasible;
     }
@@ -72,7 +73,7 @@ void test_any_traces() {
   expect(num_feasible > 24, "most budgets have solutions");
 }
 
-// Recursion would end in the stack's end here.
+// Recursion would overflow the stack here.
 void test_long_chain() {
   constexpr int32_t kCount = 100'000;
   Trace trace;
@@ -82,14 +83,14 @@ void test_long_chain() {
     if (i > 0) trace.ops.back().reads.push_back(i - 1);
   }
   trace.uses = {{kCount - 1, false}, {kCount - 1, true}};
-  const Outcome outcome = budget::simulate(trace, Keeping(kCount, kForget));
+  const Outcome outcome = budget::simulate(trace, Policy(kCount, kRecompute));
   expect(outcome.seconds == kCount && outcome.peak_bytes == 2, "a long chain is replayed once");
 }
 
 void test_traces_without_anything() {
   for (const Trace& trace : {Trace{}, Trace{{{4, true, true, -1, {}}}, {}, {{0, false}, {0, true}}}}) {
     const Solution solution = budget::solve(trace, 1);
-    expect(solution.is_feasible && solution.outcome.peak_bytes == 0, "where nothing is written, nothing is kept");
+    expect(solution.is_feasible && solution.outcome.peak_bytes == 0, "a trace without written values saves nothing");
   }
 }
 

@@ -1,4 +1,4 @@
-// Dinic's maximum flow on the ops and values that a keeping decides about.
+// Builds the flow network of a trace and solves it by Dinic's algorithm.
 #include "budget/solver/min_cut.h"
 
 #include <algorithm>
@@ -11,11 +11,11 @@ namespace drivetrain::budget {
 namespace {
 
 constexpr int32_t kSource = 0, kSink = 1;
-constexpr double kEndless = std::numeric_limits<double>::infinity();
+constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-KeepingCut::KeepingCut(const TraceIndex& index, int32_t num_ops)
+MinCut::MinCut(const TraceIndex& index, int32_t num_ops)
     : index_(index), node_of_op_(index.num_ops(), -1), node_of_value_(index.num_values(), -1) {
   const Trace& trace = index.trace;
   double all_seconds = 0;
@@ -24,46 +24,47 @@ KeepingCut::KeepingCut(const TraceIndex& index, int32_t num_ops)
     node_of_op_[op] = num_nodes_++;
     all_seconds += trace.ops[op].seconds;
   }
-  least_ = all_seconds * 1e-13;
+  negligible_ = all_seconds * 1e-13;
 
   for (int32_t value = 0; value < index.num_values(); ++value) {
     if (!index.may_be_needed[value] || index.is_external(value) || index.writer[value] >= num_ops) continue;
-    if (!index.can_be_replayed[value] && node_of_op_[index.writer[value]] >= 0) {
+    if (!index.can_recompute[value] && node_of_op_[index.writer[value]] >= 0) {
       double most = 0;
-      for (const KeptForm& form : trace.values[value].forms) most = std::max(most, form.seconds);
+      for (const StorageFormat& format : trace.values[value].formats) most = std::max(most, format.seconds);
       free_seconds_ += most;
     }
-    if (index.is_taken[value] && !index.can_be_replayed[value]) {
-      if (!trace.values[value].can_keep) {
-        throw UserError(text("value ", value, " is taken in backward, cannot be replayed, and its memory is written ",
-                             "over: expected one way to have it"));
+    if (index.is_taken[value] && !index.can_recompute[value]) {
+      if (!trace.values[value].can_save) {
+        throw UserError(text("value ", value,
+                             " is taken in backward, but it can be neither saved nor recomputed: expected ",
+                             "one of the two"));
       }
-      always_kept_.push_back(value);
+      always_saved_.push_back(value);
       continue;
     }
     node_of_value_[value] = index.is_taken[value] ? kSource : num_nodes_++;
-    const int32_t op = index.can_be_replayed[value] ? node_of_op_[index.writer[value]] : kSink;
-    const bool can_keep = trace.values[value].can_keep;
-    const int32_t edge = add_edge(node_of_value_[value], op, can_keep ? 0 : kEndless);
-    if (can_keep) keep_edges_.push_back({value, edge});
+    const int32_t op = index.can_recompute[value] ? node_of_op_[index.writer[value]] : kSink;
+    const bool can_save = trace.values[value].can_save;
+    const int32_t edge = add_edge(node_of_value_[value], op, can_save ? 0 : kUnlimited);
+    if (can_save) save_edges_.push_back({value, edge});
   }
   for (int32_t op = 0; op < num_ops; ++op) {
     if (node_of_op_[op] < 0) continue;
     add_edge(node_of_op_[op], kSink, trace.ops[op].seconds);
     for (int32_t value : index.reads[op]) {
-      if (node_of_value_[value] > kSink) add_edge(node_of_op_[op], node_of_value_[value], kEndless);
+      if (node_of_value_[value] > kSink) add_edge(node_of_op_[op], node_of_value_[value], kUnlimited);
     }
   }
   build_adjacency();
 }
 
-int32_t KeepingCut::add_edge(int32_t from, int32_t to, double capacity) {
+int32_t MinCut::add_edge(int32_t from, int32_t to, double capacity) {
   edges_.push_back({to, capacity});
   edges_.push_back({from, 0});
   return static_cast<int32_t>(edges_.size()) - 2;
 }
 
-void KeepingCut::build_adjacency() {
+void MinCut::build_adjacency() {
   const auto count = static_cast<int32_t>(edges_.size());
   first_edge_.assign(num_nodes_ + 1, 0);
   for (int32_t edge = 0; edge < count; ++edge) ++first_edge_[edges_[edge ^ 1].to + 1];
@@ -73,37 +74,37 @@ void KeepingCut::build_adjacency() {
   for (int32_t edge = 0; edge < count; ++edge) edges_of_node_[next[edges_[edge ^ 1].to]++] = edge;
 }
 
-double KeepingCut::price_of(int32_t value, double price, int8_t* way) const {
-  const TraceValue& kept = index_.trace.values[value];
-  double least = price * static_cast<double>(kept.bytes);
-  *way = 0;
-  for (size_t form = 0; form < kept.forms.size(); ++form) {
-    const double cost = price * static_cast<double>(kept.forms[form].bytes) + kept.forms[form].seconds;
+double MinCut::price_of(int32_t value, double price, int8_t* entry) const {
+  const TraceValue& saved = index_.trace.values[value];
+  double least = price * static_cast<double>(saved.bytes);
+  *entry = 0;
+  for (size_t format = 0; format < saved.formats.size(); ++format) {
+    const double cost = price * static_cast<double>(saved.formats[format].bytes) + saved.formats[format].seconds;
     if (cost >= least) continue;
     least = cost;
-    *way = static_cast<int8_t>(form + 1);
+    *entry = static_cast<int8_t>(format + 1);
   }
   return least;
 }
 
-void KeepingCut::set_price(double price) {
-  int8_t way;
-  if (price < price_) {  // from the start
+void MinCut::set_price(double price) {
+  int8_t entry;
+  if (price < price_) {  // The flow may exceed the new capacities: start without any.
     for (size_t edge = 0; edge < edges_.size(); edge += 2) {
       edges_[edge].left += edges_[edge + 1].left;
       edges_[edge + 1].left = 0;
     }
     flow_ = 0;
-    for (const KeepEdge& keep : keep_edges_) edges_[keep.edge].left = price_of(keep.value, price, &way);
+    for (const SaveEdge& save : save_edges_) edges_[save.edge].left = price_of(save.value, price, &entry);
   } else {
-    for (const KeepEdge& keep : keep_edges_) {
-      edges_[keep.edge].left = std::max(0.0, price_of(keep.value, price, &way) - edges_[keep.edge + 1].left);
+    for (const SaveEdge& save : save_edges_) {
+      edges_[save.edge].left = std::max(0.0, price_of(save.value, price, &entry) - edges_[save.edge + 1].left);
     }
   }
   price_ = price;
 }
 
-bool KeepingCut::find_levels() {
+bool MinCut::find_levels() {
   level_.assign(num_nodes_, -1);
   level_[kSource] = 0;
   queue_.assign(1, kSource);
@@ -112,7 +113,7 @@ bool KeepingCut::find_levels() {
     if (level_[kSink] >= 0 && level_[node] + 1 >= level_[kSink]) break;
     for (int32_t i = first_edge_[node]; i < first_edge_[node + 1]; ++i) {
       const Edge& edge = edges_[edges_of_node_[i]];
-      if (edge.left <= least_ || level_[edge.to] >= 0) continue;
+      if (edge.left <= negligible_ || level_[edge.to] >= 0) continue;
       level_[edge.to] = level_[node] + 1;
       queue_.push_back(edge.to);
     }
@@ -120,21 +121,21 @@ bool KeepingCut::find_levels() {
   return level_[kSink] >= 0;
 }
 
-// Fills every shortest path, by depth-first search without recursion.
-void KeepingCut::augment() {
+// Fills every shortest path. Searches depth-first without recursion, because paths may be as long as the trace.
+void MinCut::augment() {
   next_edge_.assign(first_edge_.begin(), first_edge_.end() - 1);
   path_.clear();
   int32_t node = kSource;
   while (true) {
     if (node == kSink) {
-      double flow = kEndless;
+      double flow = kUnlimited;
       for (int32_t edge : path_) flow = std::min(flow, edges_[edge].left);
       flow_ += flow;
       size_t full = path_.size();
       for (size_t i = path_.size(); i-- > 0;) {
         edges_[path_[i]].left -= flow;
         edges_[path_[i] ^ 1].left += flow;
-        if (edges_[path_[i]].left <= least_) full = i;
+        if (edges_[path_[i]].left <= negligible_) full = i;
       }
       node = edges_[path_[full] ^ 1].to;
       path_.resize(full);
@@ -143,7 +144,7 @@ void KeepingCut::augment() {
     int32_t& next = next_edge_[node];
     while (next < first_edge_[node + 1]) {
       const Edge& edge = edges_[edges_of_node_[next]];
-      if (edge.left > least_ && level_[edge.to] == level_[node] + 1) break;
+      if (edge.left > negligible_ && level_[edge.to] == level_[node] + 1) break;
       ++next;
     }
     if (next < first_edge_[node + 1]) {
@@ -160,30 +161,30 @@ void KeepingCut::augment() {
   }
 }
 
-PricedKeeping KeepingCut::at(double price) {
+PricedPolicy MinCut::at(double price) {
   set_price(price);
   while (find_levels()) augment();
-  // find_levels has reached the source's side.
+  // The levels of the last search mark the source's side.
   const Trace& trace = index_.trace;
   const auto is_replayed = [&](int32_t op) { return node_of_op_[op] >= 0 && level_[node_of_op_[op]] >= 0; };
-  PricedKeeping found;
-  found.keeping.assign(index_.num_values(), kForget);
+  PricedPolicy found;
+  found.policy.assign(index_.num_values(), kRecompute);
   found.bound = flow_ - free_seconds_;
-  const auto keep = [&](int32_t value) {
-    double cost = price_of(value, price, &found.keeping[value]);
-    const int8_t way = found.keeping[value];
-    found.bytes += static_cast<double>(index_.kept_bytes(value, way));
-    if (way > 0) found.seconds += trace.values[value].forms[way - 1].seconds;
+  const auto save = [&](int32_t value) {
+    double cost = price_of(value, price, &found.policy[value]);
+    const int8_t entry = found.policy[value];
+    found.bytes += static_cast<double>(index_.saved_bytes(value, entry));
+    if (entry > 0) found.seconds += trace.values[value].formats[entry - 1].seconds;
     return cost;
   };
   for (int32_t value = 0; value < index_.num_values(); ++value) {
-    if (!index_.can_be_replayed[value] && trace.values[value].can_keep) found.keeping[value] = 0;
+    if (!index_.can_recompute[value] && trace.values[value].can_save) found.policy[value] = 0;
   }
-  for (int32_t value : always_kept_) found.bound += keep(value);
-  for (const KeepEdge& edge : keep_edges_) {
+  for (int32_t value : always_saved_) found.bound += save(value);
+  for (const SaveEdge& edge : save_edges_) {
     const int32_t value = edge.value;
     if (level_[node_of_value_[value]] < 0) continue;
-    if (!index_.can_be_replayed[value] || !is_replayed(index_.writer[value])) keep(value);
+    if (!index_.can_recompute[value] || !is_replayed(index_.writer[value])) save(value);
   }
   for (int32_t op = 0; op < index_.num_ops(); ++op) {
     if (is_replayed(op)) found.seconds += trace.ops[op].seconds;

@@ -1,4 +1,4 @@
-// The keeping that is best when every byte kept until the end of forward has a price: a minimum cut, so it is exact.
+// Declares the minimum cut that finds the best policy where every byte saved at the end of forward has a price.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +8,32 @@
 
 namespace drivetrain::budget {
 
-// A keeping, and what it costs without regard to when anything is there.
-struct PricedKeeping {
-  Keeping keeping;
-  double bytes = 0;    // kept at the end of forward
-  double seconds = 0;  // of replayed ops and of forms
-  double bound = 0;    // no keeping has less seconds + price * bytes
+// A policy, with its costs regardless of when values are in memory.
+struct PricedPolicy {
+  Policy policy;
+  double bytes = 0;    // saved at the end of forward
+  double seconds = 0;  // of replayed operations and of storage formats
+  double bound = 0;    // a lower bound on seconds + price * bytes of every policy
 };
 
-// The network: an op is on the source's side if it is replayed, a value if it is needed. A replayed op costs its
-// seconds (an edge to the sink) and needs its reads (endless edges); a value that is needed and whose op is not
-// replayed is kept (an edge from value to op). What backward takes is the source itself. Prices that rise let the flow
-// before be a start.
-class KeepingCut {
+// Solves a maximum flow by Dinic's algorithm. In the network, operations on the source's side are replayed, and values
+// on it are needed. A replayed operation costs its seconds (an edge to the sink) and needs its reads (infinite edges).
+// A needed value whose operation is not replayed is saved (an edge from value to operation). Backward's takes are the
+// source itself. A higher price starts from the flow of the one before.
+class MinCut {
  public:
-  explicit KeepingCut(const TraceIndex& index) : KeepingCut(index, index.num_ops()) {}
-  // Of the first ops alone: what only others read is not needed.
-  KeepingCut(const TraceIndex& index, int32_t num_ops);
+  explicit MinCut(const TraceIndex& index) : MinCut(index, index.num_ops()) {}
+  // Covers the first `num_ops` operations only; values that only later operations read are not needed.
+  MinCut(const TraceIndex& index, int32_t num_ops);
 
-  PricedKeeping at(double price);
+  PricedPolicy at(double price);
 
  private:
   struct Edge {
     int32_t to;
     double left;  // capacity without flow
   };
-  struct KeepEdge {
+  struct SaveEdge {
     int32_t value;
     int32_t edge;
   };
@@ -43,19 +43,20 @@ class KeepingCut {
   void set_price(double price);
   bool find_levels();
   void augment();
-  double price_of(int32_t value, double price, int8_t* way) const;
+  double price_of(int32_t value, double price, int8_t* entry) const;
 
   const TraceIndex& index_;
-  std::vector<int32_t> node_of_op_, node_of_value_;  // -1: in no cut
+  std::vector<int32_t> node_of_op_, node_of_value_;  // -1: not in the network
   int32_t num_nodes_ = 2;                            // the source and the sink
-  std::vector<Edge> edges_;                          // the one back is next to each
+  std::vector<Edge> edges_;                          // each is followed by its reverse edge
   std::vector<int32_t> edges_of_node_, first_edge_;
-  std::vector<KeepEdge> keep_edges_;
-  std::vector<int32_t> always_kept_;
-  double free_seconds_ = 0;  // of forms of values that nobody replays for themselves: an output beside them may be
+  std::vector<SaveEdge> save_edges_;
+  std::vector<int32_t> always_saved_;
+  // Of storage formats of values that cannot be recomputed: a replay for another output may restore these, too.
+  double free_seconds_ = 0;
   double price_ = 0;
   double flow_ = 0;
-  double least_ = 0;  // capacities below it are none
+  double negligible_ = 0;  // smaller capacities count as 0
   std::vector<int32_t> level_, next_edge_, queue_, path_;
 };
 

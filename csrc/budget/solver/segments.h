@@ -1,5 +1,5 @@
-// Keepings of a trace that is cut into segments: what crosses a cut is kept, so that each segment is replayed for
-// itself and the best for each can be found alone.
+// Declares the search over a trace cut into segments. Every value that crosses a cut is saved, so that each segment is
+// replayed by itself and its best policies are found independently.
 #pragma once
 
 #include <cstdint>
@@ -12,56 +12,51 @@ namespace drivetrain::budget {
 
 class Segments {
  public:
-  enum class Cuts {
-    kInValleys,   // where less crosses than around
-    kEverywhere,  // for few ops, it takes longest
-  };
+  // Chooses the cuts, and finds the policies of every segment. The index must outlive this object.
+  Segments(const TraceIndex& index, bool uses_min_cut);
 
-  // Finds where to cut, and what each segment may cost. The index must outlive it.
-  Segments(const TraceIndex& index, Cuts cuts);
-
-  // The cuts and the keeping within them that take least seconds; none: whatever was found has a higher peak.
-  // What one segment's replay does in another's memory is not seen: the simulator has the last word.
-  std::optional<Keeping> best(int64_t budget_bytes) const;
-  // With the smallest peak.
-  Keeping smallest() const;
+  // Returns the cuts and policies that take the least seconds, or nothing if every combination has a higher peak.
+  // Ignores memory that one segment's replay needs while backward is in another: simulate the result.
+  std::optional<Policy> best(int64_t budget_bytes) const;
+  // Returns the combination with the smallest peak.
+  Policy smallest() const;
 
  private:
-  // One way of keeping a segment.
-  struct Choice {
-    int64_t kept_bytes;  // at the end of forward, without what came from segments before
-    int64_t peak_bytes;  // while backward is in it, without what was kept before it
+  struct SegmentPolicy {
+    int64_t saved_bytes;  // at the end of forward, excluding values of earlier segments
+    int64_t peak_bytes;   // while backward is in the segment, excluding values saved before it
     double seconds;
-    Keeping keeping;  // of the values that it writes, in their order
+    Policy policy;  // of the values that the segment writes, in their order
   };
-  using Menu = std::vector<Choice>;
+  using Frontier = std::vector<SegmentPolicy>;  // none of them is worse than another in every respect
   struct Segment {
     size_t first_cut;
-    size_t menu;
+    size_t frontier;
   };
-  // A segment of those that were put together.
-  struct Step {
+  // A segment of a combination.
+  struct Part {
     size_t first_cut = 0;
-    const Choice* choice = nullptr;
+    const SegmentPolicy* chosen = nullptr;
   };
-  struct Kind;
+  struct Signature;
 
   void find_last_readers();
-  void find_cuts(Cuts cuts);
-  void find_menus();
+  void find_cuts();
+  void find_frontiers();
   bool is_crossing(int32_t value, int32_t op) const { return last_reader_[value] >= op; }
-  Kind kind_of(int32_t first_op, int32_t end_op) const;
-  Trace part(int32_t first_op, int32_t end_op) const;
-  Menu menu_of(const Trace& part) const;
-  std::optional<Keeping> smallest_within(int64_t budget_bytes) const;
-  void put(const Step& step, size_t end_cut, Keeping& keeping) const;
+  Signature signature_of(int32_t first_op, int32_t end_op) const;
+  Trace trace_of(int32_t first_op, int32_t end_op) const;
+  Frontier frontier_of(const Trace& segment) const;
+  std::optional<Policy> smallest_within(int64_t budget_bytes) const;
+  void apply(const Part& part, size_t end_cut, Policy& policy) const;
 
   const TraceIndex& index_;
-  std::vector<int32_t> last_reader_;  // per value: the last op that may be replayed and reads it
+  const bool uses_min_cut_;
+  std::vector<int32_t> last_reader_;  // per value: the last operation that may be replayed and reads it
   IndexLists uses_of_value_;
-  std::vector<int32_t> cuts_;                   // each before the op; the first is 0, the last the number of ops
+  std::vector<int32_t> cuts_;                   // each before the operation; from 0 to the number of operations
   std::vector<std::vector<Segment>> segments_;  // by the cut at which they end
-  std::vector<Menu> menus_;
+  std::vector<Frontier> frontiers_;
 };
 
 }  // namespace drivetrain::budget

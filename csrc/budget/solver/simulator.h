@@ -1,4 +1,4 @@
-// Carries a keeping out on a trace, with sizes and times instead of memory and work.
+// Declares the simulator, which runs a policy on a trace by sizes and times.
 #pragma once
 
 #include <cstdint>
@@ -9,36 +9,33 @@
 
 namespace drivetrain::budget {
 
-// What happened when, by use; a use is before what follows from it.
+// The course of backward, by use. What a use causes happens during it.
 struct Timeline {
-  std::vector<int64_t> peak_bytes;       // per use, the most while it is carried out; one more in front: after forward
-  std::vector<int32_t> replayed_at;      // per op: the use that replayed it, -1: none
-  std::vector<int32_t> brought_back_at;  // per value: the use that brought it back from its form, -1: none
+  std::vector<int64_t> peak_bytes;   // after forward, then during each use
+  std::vector<int32_t> replayed_at;  // per operation: the use that replayed it, or -1
+  std::vector<int32_t> restored_at;  // per value: the use that restored it from its storage format, or -1
 };
 
-// Throws UserError if the keeping cannot be.
-Timeline timeline_of(const Trace& trace, const Keeping& keeping);
+// Throws UserError if the policy is not possible.
+Timeline timeline_of(const Trace& trace, const Policy& policy);
 
-// Keeps its memory from one run to the next. The index must outlive it.
+// Reuses its buffers from one run to the next. The index must outlive this object.
 class Simulator {
  public:
   explicit Simulator(const TraceIndex& index);
 
-  // The first needed value that cannot be had that way, and why; empty: there is none.
-  std::string first_error(const Keeping& keeping);
-  // Of a keeping without such an error.
-  Outcome run(const Keeping& keeping, Timeline* timeline = nullptr);
-  // Of the last run: at the end of forward.
-  bool was_needed(int32_t value) const { return was_needed_[value]; }
+  // Returns which needed value this policy cannot provide, and why; empty if there is none.
+  std::string first_error(const Policy& policy);
+  // Requires a policy without such an error.
+  Outcome run(const Policy& policy, Timeline* timeline = nullptr);
 
  private:
-  enum class Presence : uint8_t { kAbsent, kInForm, kInFull };
+  enum class Presence : uint8_t { kAbsent, kInStorageFormat, kAsItIs };
 
-  void find_needed(const std::vector<int32_t>& tickets);
+  void find_needed(const std::vector<int32_t>& releases);
   void make_present(int32_t value);
-  void bring_back(int32_t value);
+  void restore(int32_t value);
   void replay(int32_t op);
-  void no_longer_read_by(int32_t op);
   void drop_one_need(int32_t value);
   void note_peak(int64_t bytes) { peak_now_ = bytes > peak_now_ ? bytes : peak_now_; }
 
@@ -48,13 +45,12 @@ class Simulator {
   };
 
   const TraceIndex& index_;
-  std::vector<int64_t> bytes_;  // per value: what index_.trace says, close together
-  const Keeping* keeping_ = nullptr;
-  std::vector<int32_t> needs_;           // per value: tickets, and ops to be replayed that read it
-  std::vector<int32_t> needed_outputs_;  // per op that has not been replayed: forgotten ones
-  std::vector<uint8_t> is_replayed_;     // per op
+  std::vector<int64_t> bytes_;  // per value; a dense copy, because the inner loop reads it
+  const Policy* policy_ = nullptr;
+  std::vector<int32_t> needs_;           // per value: releases to come, and operations to be replayed that read it
+  std::vector<int32_t> needed_outputs_;  // per operation not replayed yet: its needed outputs that are recomputed
+  std::vector<uint8_t> is_replayed_;     // per operation
   std::vector<Presence> presence_;       // per value
-  std::vector<uint8_t> was_needed_;
   std::vector<Frame> frames_;
   std::vector<int32_t> dropped_;
   Timeline* timeline_ = nullptr;

@@ -1,5 +1,5 @@
-// Which activations to keep between forward and backward so that the memory fits and the least time goes into replays:
-// pure functions of a recorded forward pass. Needs no torch header.
+// Declares the solver of activation budgets: which saved values of a recorded forward pass to save and which to
+// recompute. Includes no torch header.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,19 @@
 
 namespace drivetrain::budget {
 
-// A way of keeping a value: what stays resident, and what storing it and bringing it back adds to the step.
-struct KeptForm {
-  int64_t bytes;
-  double seconds;
+// A way to store a value other than as it is, for example packed or offloaded.
+struct StorageFormat {
+  int64_t bytes;   // that stay resident
+  double seconds;  // that converting and restoring add to a step
 };
 
 // A storage in one version.
 struct TraceValue {
-  int64_t bytes = 0;            // as it is
-  bool can_keep = true;         // false: its memory is written over later, in place
-  bool can_forget = true;       // false: nobody can replay its op, so it is kept where it is needed
-  int32_t replaces = -1;        // written in place over this value: takes over its memory
-  std::vector<KeptForm> forms;  // further ways of keeping it besides as it is, for no time: packed, offloaded
+  int64_t bytes = 0;
+  bool can_save = true;                // false: a later operation overwrites its memory in place
+  bool can_recompute = true;           // false: its operation cannot be replayed
+  int32_t replaces = -1;               // the value whose memory it takes over in place, or -1
+  std::vector<StorageFormat> formats;  // besides saving it as it is, which takes no time
 };
 
 struct TraceOp {
@@ -27,46 +27,57 @@ struct TraceOp {
   std::vector<int32_t> reads, writes;
 };
 
-// Autograd takes a saved value, or gives it back. Every saved tensor is given back once, and a value that is taken is
-// given back later. Values that are only given back happen, too.
+// Backward takes a saved value, or releases it. Every saved tensor is released once, after its last take. Some tensors
+// are released without having been taken.
 struct TraceUse {
   int32_t value;
   bool is_release;
 };
 
-// What no op writes is external: always there, and costs nothing.
+// A recorded step. A value that no operation writes is external: it is always in memory and costs nothing.
 struct Trace {
   std::vector<TraceValue> values;
   std::vector<TraceOp> ops;    // in order of forward
   std::vector<TraceUse> uses;  // in order of backward
 };
 
-constexpr int8_t kForget = -1;        // else 0: as it is, 1 + i: in forms[i]
-using Keeping = std::vector<int8_t>;  // per value; what is said of values that nobody needs does not matter
+// What a policy says of a value: recompute it, save it as it is, or (1 + i) save it in its storage format i.
+constexpr int8_t kRecompute = -1, kSave = 0;
+using Policy = std::vector<int8_t>;  // per value; entries of values that the step never needs have no effect
 
 struct Outcome {
-  int64_t peak_bytes = 0;     // the most that is there at a time, from the end of forward on
-  double seconds = 0;         // of replayed ops and of forms
-  int64_t forward_bytes = 0;  // at the end of forward
+  int64_t peak_bytes = 0;     // the most that is in memory at a time, from the end of forward on
+  double seconds = 0;         // of replayed operations and of storage formats
+  int64_t forward_bytes = 0;  // in memory at the end of forward
 };
 
-// What a step does that keeps these values. A value is needed while backward has still to release it, and while an op
-// reads it that has not been replayed and whose forgotten outputs are needed. What is needed and kept is there after
-// forward. Taking a forgotten value replays its op, and before that whatever the op reads and is not there; taking one
-// that is kept in a form brings it back. Then it stays until nobody needs it. While an op is replayed its reads and all
-// of its outputs are there (those that were there already, twice, unless one takes over the memory of what it
-// replaces); while a value is brought back, its form is there, too.
-Outcome simulate(const Trace& trace, const Keeping& keeping);
+// Runs a step under a policy, by the sizes and times of its trace.
+//
+// A value is needed until backward has released it, and as long as an operation that will be replayed reads it. Saved
+// values that are needed are in memory after forward. Taking a recomputed value replays its operation, after
+// recomputing every missing value that this operation reads. Taking a value in a storage format restores it. A restored
+// or recomputed value stays in memory until nothing needs it.
+//
+// While an operation is replayed, its reads and all of its outputs are in memory; an output that was there already
+// counts twice unless it takes over memory. While a value is restored, its storage format is in memory too.
+Outcome simulate(const Trace& trace, const Policy& policy);
 
 struct Solution {
-  Keeping keeping;  // where nothing fits: the one with the smallest peak
+  Policy policy;  // the one with the smallest peak if none fits the budget
   Outcome outcome;
-  double bound_seconds = 0;  // no keeping that fits takes less
+  double bound_seconds = 0;  // a lower bound on the seconds of every policy that fits
   bool is_feasible = false;
-  int64_t smallest_bytes = 0;  // the smallest peak that was found
+  int64_t smallest_bytes = 0;  // the smallest peak found
 };
 
-// The least seconds that we find with a peak of at most that many bytes.
-Solution solve(const Trace& trace, int64_t budget_bytes);
+// The parts of the solver that an ablation can leave out.
+struct SolverParts {
+  bool min_cut = true;  // Without it, segments choose among enumerated policies.
+  bool segments = true;
+  bool local_search = true;
+};
+
+// Searches the policy that takes the least seconds with a peak of at most `budget_bytes`.
+Solution solve(const Trace& trace, int64_t budget_bytes, const SolverParts& parts = {});
 
 }  // namespace drivetrain::budget

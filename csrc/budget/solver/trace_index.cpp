@@ -1,4 +1,4 @@
-// Checks a trace and turns it into lists.
+// Checks a trace and builds its index.
 #include "budget/solver/trace_index.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace drivetrain::budget {
 namespace {
 
-// whose: the parts of its name, which is put together only where something is wrong.
+// `whose`: the parts of a name, which is formatted only for an error.
 template <class... Whose>
 void check_seconds(double seconds, const Whose&... whose) {
   if (seconds >= 0 && std::isfinite(seconds)) return;
@@ -25,13 +25,14 @@ void check_bytes(int64_t bytes, const Whose&... whose) {
 void check_value(const Trace& trace, int32_t index) {
   const TraceValue& value = trace.values[index];
   check_bytes(value.bytes, "value ", index);
-  constexpr size_t kMaxForms = std::numeric_limits<int8_t>::max() - 1;
-  if (value.forms.size() > kMaxForms) {
-    throw UserError(text("value ", index, " has ", value.forms.size(), " forms: expected at most ", kMaxForms));
+  constexpr size_t kMaxFormats = std::numeric_limits<int8_t>::max() - 1;
+  if (value.formats.size() > kMaxFormats) {
+    throw UserError(
+        text("value ", index, " has ", value.formats.size(), " storage formats: expected at most ", kMaxFormats));
   }
-  for (size_t form = 0; form < value.forms.size(); ++form) {
-    check_bytes(value.forms[form].bytes, "form ", form, " of value ", index);
-    check_seconds(value.forms[form].seconds, "form ", form, " of value ", index);
+  for (size_t format = 0; format < value.formats.size(); ++format) {
+    check_bytes(value.formats[format].bytes, "storage format ", format, " of value ", index);
+    check_seconds(value.formats[format].seconds, "storage format ", format, " of value ", index);
   }
   const auto count = static_cast<int64_t>(trace.values.size());
   if (value.replaces < -1 || value.replaces >= count || value.replaces == index) {
@@ -58,47 +59,47 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
       check_index(trace, value, "op ", op, " writes");
       if (writer[value] >= 0) {
         throw UserError(text("value ", value, " is written by op ", writer[value], " and by op ", op,
-                             ": expected a value of its own for each"));
+                             ": expected one operation to write it"));
       }
       writer[value] = op;
     }
   }
   std::vector<int32_t> last_reader(count, -1);
   takes_over.assign(count, 0);
-  can_be_replayed.assign(count, 0);
+  can_recompute.assign(count, 0);
   for (int32_t op = 0; op < num_ops(); ++op) {
     bool has_all_reads = true;
     for (int32_t value : trace.ops[op].reads) {
       check_index(trace, value, "op ", op, " reads");
       if (writer[value] >= op) {
         throw UserError(text("op ", op, " reads value ", value, ", which op ", writer[value],
-                             " writes: expected an earlier one to write it"));
+                             " writes: expected an earlier operation to write it"));
       }
       if (is_external(value) || last_reader[value] == op) continue;
       last_reader[value] = op;
       reads.add(value);
-      has_all_reads = has_all_reads && (trace.values[value].can_keep || can_be_replayed[value]);
+      has_all_reads = has_all_reads && (trace.values[value].can_save || can_recompute[value]);
     }
     reads.end_list();
     for (int32_t value : trace.ops[op].writes) {
       writes.add(value);
       const int32_t replaced = trace.values[value].replaces;
       takes_over[value] = replaced >= 0 && last_reader[replaced] == op;
-      can_be_replayed[value] = trace.values[value].can_forget && has_all_reads;
+      can_recompute[value] = trace.values[value].can_recompute && has_all_reads;
     }
     writes.end_list();
   }
 
-  num_tickets.assign(count, 0);
+  num_releases.assign(count, 0);
   is_taken.assign(count, 0);
   for (int32_t at = num_uses() - 1; at >= 0; --at) {
     const TraceUse& use = trace.uses[at];
     check_index(trace, use.value, "use ", at, " is of");
     if (use.is_release) {
-      ++num_tickets[use.value];
-    } else if (num_tickets[use.value] == 0) {
+      ++num_releases[use.value];
+    } else if (num_releases[use.value] == 0) {
       throw UserError(text("use ", at, " takes value ", use.value, ", which is not released after it: expected a ",
-                           "release for each take"));
+                           "release after each take"));
     } else {
       is_taken[use.value] = 1;
     }
@@ -108,7 +109,7 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   may_be_replayed.assign(num_ops(), 0);
   for (int32_t op = num_ops() - 1; op >= 0; --op) {
     for (int32_t value : writes[op]) {
-      if (may_be_needed[value] && can_be_replayed[value]) may_be_replayed[op] = 1;
+      if (may_be_needed[value] && can_recompute[value]) may_be_replayed[op] = 1;
     }
     if (!may_be_replayed[op]) continue;
     for (int32_t value : reads[op]) may_be_needed[value] = 1;

@@ -1,4 +1,4 @@
-// A trace that was checked, and who writes, reads and uses what in it.
+// Declares the index of a checked trace: which operations write and read each value, and which uses take it.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace drivetrain::budget {
 
-// Lists of indices, one after another.
+// Stores lists of indices one after another.
 class IndexLists {
  public:
   void add(int32_t index) { indices_.push_back(index); }
@@ -23,27 +23,28 @@ class IndexLists {
   std::vector<int32_t> ends_ = {0};
 };
 
-// The trace must outlive it.
+// The trace must outlive this object.
 struct TraceIndex {
+  // Throws UserError if the trace contradicts itself.
   explicit TraceIndex(const Trace& trace);
 
   int32_t num_values() const { return static_cast<int32_t>(trace.values.size()); }
   int32_t num_ops() const { return static_cast<int32_t>(trace.ops.size()); }
   int32_t num_uses() const { return static_cast<int32_t>(trace.uses.size()); }
   bool is_external(int32_t value) const { return writer[value] < 0; }
-  int64_t kept_bytes(int32_t value, int8_t way) const {
-    return way == 0 ? trace.values[value].bytes : trace.values[value].forms[way - 1].bytes;
+  int64_t saved_bytes(int32_t value, int8_t entry) const {
+    return entry == kSave ? trace.values[value].bytes : trace.values[value].formats[entry - 1].bytes;
   }
 
   const Trace& trace;
-  std::vector<int32_t> writer;           // per value; -1: external
-  IndexLists reads, writes;              // per op; each value once, external ones left out
-  std::vector<int32_t> num_tickets;      // per value: how often it is released
-  std::vector<uint8_t> is_taken;         // per value
-  std::vector<uint8_t> takes_over;       // per value: it replaces one that its op reads and that is not external
-  std::vector<uint8_t> can_be_replayed;  // per value: it may be forgotten, and all that its op needs can be had
-  std::vector<uint8_t> may_be_needed;    // per value: taken, or read by an op that may be replayed
-  std::vector<uint8_t> may_be_replayed;  // per op: an output may be needed and can be replayed
+  std::vector<int32_t> writer;        // per value; -1: external
+  IndexLists reads, writes;           // per operation; each value once, external ones excluded
+  std::vector<int32_t> num_releases;  // per value
+  std::vector<uint8_t> is_taken;      // per value
+  std::vector<uint8_t> takes_over;  // per value: its operation reads the value that it replaces, which is not external
+  std::vector<uint8_t> can_recompute;    // per value: the trace allows it, and all that its operation reads can be had
+  std::vector<uint8_t> may_be_needed;    // per value: taken, or read by an operation that may be replayed
+  std::vector<uint8_t> may_be_replayed;  // per operation: some output may be needed and can be recomputed
 };
 
 }  // namespace drivetrain::budget

@@ -1,4 +1,4 @@
-"""`drivetrain bench`: the tables of docs/benchmarks.md, measured against torch in one process."""
+"""Implements `drivetrain bench`, which measures the tables of docs/benchmarks.md against torch in one process."""
 
 import argparse
 import json
@@ -8,8 +8,8 @@ from pathlib import Path
 
 HELP = """Measures drivetrain against torch and prints one table per topic.
 
-Both sides run interleaved in one process; a row gives medians, the median of the paired ratios and its 95 % interval
-(bootstrap). The last column says whether the target that the project set itself was met."""
+Both sides run interleaved in one process. A row shows medians, the median of the paired ratios and its 95 % bootstrap
+interval. The last column shows if the project's own target was met."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,31 +18,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "topic",
-        choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "all"],
-        help="what to measure (all: everything on the CPU)",
+        choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "ablation", "all"],
+        help="the topic to measure (all: every CPU topic except ablation)",
     )
-    parser.add_argument("--only", metavar="NAME", help="of topic gpu: this measurement alone")
+    parser.add_argument("--only", metavar="NAME", help="for topic gpu: run this measurement only")
     parser.add_argument(
-        "--dry-run", action="store_true", help="of topic gpu: on the CPU, tiny; shows that it runs and measures nothing"
+        "--dry-run",
+        action="store_true",
+        help="for topic gpu: run tiny sizes on the CPU, as a test without meaningful figures",
     )
-    parser.add_argument("--threads", type=int, default=2, help="threads of one process's CPU work (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the chosen benchmarks and prints their tables; returns the exit code (0: measured, whatever it showed)."""
+    """Runs the chosen benchmarks and prints their tables. Returns exit code 0 whatever the figures are."""
     import torch
 
     from .. import _C, __version__
-    from . import accumulate, activations, comm, ddp, gpu, optim
+    from . import ablation, accumulate, activations, comm, ddp, gpu, optim
     from .measure import Row, print_table
 
     if args.topic == "gpu":
         return gpu.run(only=args.only, is_dry=args.dry_run, rounds=args.rounds, json_file=args.json)
     if args.only or args.dry_run:
-        print(f"bench {args.topic}: --only and --dry-run are options of topic gpu", file=sys.stderr)
+        print(f"bench {args.topic}: --only and --dry-run require topic gpu", file=sys.stderr)
         return 2
+    if args.topic == "ablation":
+        return ablation.run(args.json)
     topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:
@@ -55,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
             print_table(f"{title}, {args.threads} threads, {_C.isa()}", results[topic])
         elif topic == "activations":
             results[topic] = activations.run(rounds=args.rounds)
-            title = "Activations within a budget, one thread's CPU time, and regions of a checkpointed step of"
-            print_table(f"{title} {activations.REGIONS}", results[topic])
+            title = f"Activation budgets, and {activations.REGIONS} checkpointed regions, CPU time of one thread"
+            print_table(title, results[topic])
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])
         else:
             results[topic] = comm.run(rounds=args.rounds)
-            print_table("All-reduce between 2 CPU ranks of a host: gloo, and shared memory", results[topic])
+            print_table("All-reduce between 2 CPU ranks of a host: gloo against shared memory", results[topic])
     if args.json:
         facts = {"torch": torch.__version__, "drivetrain": __version__, "isa": _C.isa(), "machine": platform.machine()}
         rows = {topic: [row.as_dict() for row in rows] for topic, rows in results.items()}

@@ -1,4 +1,4 @@
-"""What accumulating gradients of a bfloat16 model in more bits costs beyond backward: time, memory and error."""
+"""Measures the time, memory and error of accumulating a bfloat16 model's gradients in more bits."""
 
 import copy
 import ctypes
@@ -19,28 +19,28 @@ from ..optim import AdamW
 from .measure import Row, interleaved, median_interval, ratio_of_medians
 
 MICRO_STEPS = 8
-BUCKET_MB = 8.0  # of step_in_backward(): a few of the largest gradients
-TOKENS = 32  # per micro-step: few, so that the rest of backward hides little
+BUCKET_MB = 8.0  # of step_in_backward(); holds a few of the largest gradients
+TOKENS = 32  # per micro-step; few, so that accumulation dominates backward
 Accumulator = Callable[[nn.Module], Callable[[Tensor], None]]
 _WIDTHS = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
 
 
 class Stack(nn.Module):
-    """The linear layers of GPT-2 124M, each beside the others: 85 M parameters."""
+    """The linear layers of GPT-2 124M in parallel: 85 M parameters."""
 
     def __init__(self, num_layers: int = 12) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(i, o) for _ in range(num_layers) for i, o in _WIDTHS])
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, 768]; returns a scalar."""
+        """Takes x of shape [tokens, 768] and returns a scalar."""
         wide = x.repeat(1, 4)
         outputs = [layer(x if layer.in_features == 768 else wide) for layer in self.layers]
         return torch.stack([output.float().square().mean() for output in outputs]).sum()
 
 
 def run(threads: int, rounds: int) -> list[Row]:
-    """Rows of time, then of memory, then of error; torch's column is its own accumulation in as many bits."""
+    """Returns rows of time, memory and error. torch's column is its own accumulation in as many bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -55,16 +55,16 @@ def run(threads: int, rounds: int) -> list[Row]:
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """The rows of time, on a GPU, with as many tokens as fill it."""
+    """Yields the rows of time on a GPU, with enough tokens to fill it."""
     size = {"num_layers": 1} if is_dry else {"tokens": 4096}
     yield from _measure_time(MICRO_STEPS * max(rounds // 4, 1), device, **size)
 
 
-# ---- Who accumulates; each takes a model in bfloat16 and returns what makes a micro-step of a loss.
+# ---- Accumulators. Each takes a model in bfloat16 and returns a function that runs a micro-step from a loss.
 
 
 def _plain(model: nn.Module) -> Callable[[Tensor], None]:
-    """Backward into fresh gradients, which are then freed."""
+    """Runs backward into new gradients, then frees them."""
 
     def micro_step(loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ def _plain(model: nn.Module) -> Callable[[Tensor], None]:
 
 
 def _dropped(model: nn.Module) -> Callable[[Tensor], None]:
-    """Backward that frees every gradient as soon as it is there."""
+    """Runs a backward that frees every gradient as soon as it exists."""
 
     def drop(param: Tensor) -> None:
         param.grad = None
@@ -89,14 +89,14 @@ def _in_bfloat16(model: nn.Module) -> Callable[[Tensor], None]:
 
 
 def _in_float32(model: nn.Module) -> Callable[[Tensor], None]:
-    """torch's `.grad` in float32, which autograd adds a converted copy to."""
+    """Accumulates in torch's `.grad` of float32, to which autograd adds a converted copy."""
     for param in model.parameters():
         param.grad_dtype = torch.float32
     return _in_bfloat16(model)
 
 
 def _in_copies(model: nn.Module) -> Callable[[Tensor], None]:
-    """torch's usual recipe: a float32 copy beside each parameter, added to from a hook, `.grad` freed at once."""
+    """Accumulates the usual way: a hook adds each gradient to a float32 tensor and frees `.grad`."""
     copies = {param: torch.zeros_like(param, dtype=torch.float32) for param in model.parameters()}
 
     def add(param: Tensor) -> None:
@@ -130,8 +130,8 @@ _FUSED_24_BITS = functools.partial(_fused, bits=24)
 def _measure_time(
     rounds: int, device: torch.device | None = None, num_layers: int = 12, tokens: int = TOKENS
 ) -> list[Row]:
-    """A micro-step's backward, whole and beyond one that accumulates nothing. Plain backward holds all its gradients at
-    a time, in fresh memory; one that frees each as it comes is the least that a backward can take."""
+    """Measures a micro-step's backward in full, and beyond two backwards that accumulate nothing. Plain backward holds
+    all gradients at a time in new memory; a backward that frees each gradient is the fastest possible."""
     torch.manual_seed(0)
     base, x = Stack(num_layers).bfloat16().to(device), torch.randn(tokens, 768).bfloat16().to(device)
     ours = {
@@ -172,11 +172,11 @@ def _measure_time(
 
 
 def _beyond(times: list[float], base: list[float]) -> float:
-    """Milliseconds, median of the paired differences."""
+    """Returns the median of the paired differences in milliseconds."""
     return 1e3 * statistics.median(time - of_base for time, of_base in zip(times, base, strict=True))
 
 
-# ---- Who trains, likewise.
+# ---- Trainers, with the same interface.
 
 
 def _stepped_by_torch(model: nn.Module, micro_steps: int) -> Callable[[Tensor], None]:
@@ -210,7 +210,7 @@ def _stepped_in_backward(model: nn.Module, micro_steps: int, bits: int = 16) -> 
     return micro_step
 
 
-# ---- Memory: each in a process of its own.
+# ---- Memory. Each accumulator runs in its own process.
 
 MEMORY = (
     ("accumulated in float32: peak bytes per parameter", _in_float32, _IN_32_BITS),
@@ -218,7 +218,7 @@ MEMORY = (
     ("accumulated in float32, fused: peak", _in_float32, _FUSED_32_BITS),
     ("accumulated in bfloat16 and a byte, fused (torch: bfloat16): peak", _in_bfloat16, _FUSED_24_BITS),
 )
-# What is trained takes 5 bytes: bfloat16, 8 bits of remainder, two states of 8 bits (torch: 6, and the gradient).
+# Parameters and states take 5 bytes per parameter: bfloat16, 8 bits of remainder and two 8-bit states. torch takes 6.
 TRAINING = tuple(
     (
         f"AdamW in backward, {what}: peak with the parameters",
@@ -235,13 +235,13 @@ TRAINING = tuple(
 
 
 def _measure_memory(what: str, *accumulators: Accumulator) -> Row:
-    """Peak of a window of backwards beyond the parameters and inputs, in bytes per parameter."""
+    """Returns the peak of a window of backwards beyond parameters and inputs, in bytes per parameter."""
     torch_bytes, our_bytes = _peaks(accumulators)
     return Row(what, "B", torch_bytes, our_bytes)
 
 
 def _measure_training(what: str, theirs: Accumulator, ours: Accumulator, target: float) -> Row:
-    """Peak of two windows of backwards and steps beyond the inputs, in bytes per parameter."""
+    """Returns the peak of two windows of backwards and steps beyond the inputs, in bytes per parameter."""
     torch_bytes, our_bytes = [peak + 2 for peak in _peaks((theirs, ours))]
     target += BUCKET_MB * 2**20 / sum(param.numel() for param in Stack().parameters())
     return Row(what, "B", torch_bytes, our_bytes, target=f"<= {target:.2f} B", met=our_bytes <= target)
@@ -255,14 +255,14 @@ def _peaks(accumulators: Sequence[Accumulator]) -> list[float]:
 def _peak_bytes(accumulator: Accumulator) -> float:
     model = Stack().bfloat16()
     numel = sum(param.numel() for param in model.parameters())
-    x = torch.randn(4, 768).bfloat16()  # few, so that activations take next to nothing
-    model(x).backward()  # libraries' own memory is there from here on
+    x = torch.randn(4, 768).bfloat16()  # few, so that activations are negligible
+    model(x).backward()  # allocates the libraries' own memory
     model.zero_grad()
     small = nn.Linear(768, 1).bfloat16()
-    accumulator(small)(small(x).float().sum())  # and Python's modules
-    ctypes.CDLL(None).malloc_trim(0)  # and what that freed is the system's again
+    accumulator(small)(small(x).float().sum())  # imports Python modules
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     micro_step = accumulator(model)
     for _ in range(2 * MICRO_STEPS):
         micro_step(model(x))
@@ -270,7 +270,7 @@ def _peak_bytes(accumulator: Accumulator) -> float:
 
 
 def _status(key: str) -> int:
-    """Bytes that the kernel counts for this process."""
+    """Returns a figure of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(key)))
 
@@ -279,7 +279,7 @@ def _status(key: str) -> int:
 
 
 def _measure_error() -> list[Row]:
-    """Of the sum of 64 micro-gradients, relative to the same in float64, in millionths; torch: bfloat16."""
+    """Measures the error of the sum of 64 micro-gradients, relative to float64, in parts per million."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(768, 768), nn.Tanh(), nn.Linear(768, 768)).bfloat16()
     models = [copy.deepcopy(base) for _ in range(4)]
@@ -310,5 +310,5 @@ def _measure_error() -> list[Row]:
     return [
         Row(f"{what}: float32 (torch: bfloat16)", "ppm", plain, in_float32),
         Row(f"{what}: bfloat16 and a byte", "ppm", plain, joined),
-        Row(f"{what}: its bfloat16 half, which crosses the wire", "ppm", plain, halves),
+        Row(f"{what}: its bfloat16 half, which DDP communicates", "ppm", plain, halves),
     ]

@@ -1,4 +1,4 @@
-"""Counting the bytes of activations from outside, the same way whoever made them."""
+"""Counts the bytes of activations from outside, in the same way for torch and drivetrain."""
 
 import gc
 import weakref
@@ -16,11 +16,11 @@ _END = "drivetrain bench: the end of forward"
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that a forward pass, or a recomputation of it, made and that are still there.
+    """Counts the bytes of live storages that a forward pass, or its recomputation, allocated.
 
-    Sees every operation of torch's. In backward, those that run with gradients on are a recomputation's: backward's own
-    run without. What is counted is the most from the end of forward on, as a plan's peak is: with all that an operation
-    reads and writes while it is recomputed.
+    Sees every operation of torch. In backward, operations that run with gradients enabled belong to a recomputation,
+    since backward's own operations run without. The peak starts at the end of forward, like the peak of a plan, and
+    includes what an operation reads and writes while it is recomputed.
     """
 
     def __init__(self, model: nn.Module, batch: Iterable[Tensor]) -> None:
@@ -33,7 +33,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {id(storage) for storage in self._before}
 
     def end_forward(self) -> None:
-        gc.collect()  # a cycle of objects of Python is nothing that backward needs
+        gc.collect()  # frees cycles of Python objects that backward does not need
         self._in_forward = False
         self.peak_bytes = self._live_bytes
 
@@ -66,8 +66,8 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_of_alive(forward: Callable[[], Tensor], model: nn.Module, batch: Iterable[Tensor]) -> int:
-    """The most bytes of activations that are alive at a time, of one step of torch's own; see Alive. An operation that
-    drivetrain replays runs below, unseen."""
+    """Returns the peak bytes of live activations in a step of torch; see Alive. Cannot see drivetrain's replays, which
+    run below the dispatch mode."""
     with Alive(model, batch) as alive:
         loss = forward()
         alive.end_forward()
@@ -77,8 +77,8 @@ def peak_of_alive(forward: Callable[[], Tensor], model: nn.Module, batch: Iterab
 
 
 def allocated(forward: Callable[[], Tensor]) -> tuple[int, int]:
-    """Bytes that the allocator gave and did not get back, at the end of forward, and the most in the step, gradients
-    included, both beyond what there was before. As torch's profiler is told by the allocator itself."""
+    """Returns the bytes allocated and not freed at the end of forward, and their peak in the step including gradients,
+    both beyond the bytes before. The figures are the allocator's events in torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         loss = forward()
         with record_function(_END):

@@ -1,5 +1,6 @@
-"""The models whose activations are budgeted: every one gives its loss, so that a forward pass has the loss in it."""
+"""Defines the models of the activation benchmarks. Each returns its loss, so a forward pass includes the loss."""
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -13,19 +14,19 @@ VOCABULARY = 2048
 
 
 @dataclass
-class Case:
-    """A model, a batch for it, and where its blocks are."""
+class ModelCase:
+    """A model, a batch for it, and a function that lists its blocks."""
 
     name: str
     model: nn.Module
     batch: tuple[Tensor, ...]
     blocks: Callable[[nn.Module], list[nn.Module]]
-    is_transformer: bool  # torch's selective policy is one for products of matrices
+    is_transformer: bool  # torch's selective policy applies to matrix products
 
 
-def cases() -> Iterator[Case]:
-    """One at a time; Hugging Face's where transformers is installed."""
-    makers: list[Callable[[], Case]] = [_gpt, _unet]
+def cases() -> Iterator[ModelCase]:
+    """Yields one case at a time, including Hugging Face models if transformers is installed."""
+    makers: list[Callable[[], ModelCase]] = [_gpt, _unet]
     if importlib.util.find_spec("transformers") is not None:
         makers += [_hf_gpt2, _hf_bert, _hf_resnet50]
     for make in makers:
@@ -34,7 +35,7 @@ def cases() -> Iterator[Case]:
 
 
 def num_cases() -> int:
-    """How many `cases()` gives."""
+    """Returns the number of cases."""
     return 2 if importlib.util.find_spec("transformers") is None else 5
 
 
@@ -59,7 +60,7 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Pre-norm, with learned positions and dropout."""
+    """A pre-norm GPT with learned positions and dropout."""
 
     def __init__(
         self,
@@ -77,22 +78,22 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.blocks(self.dropout(self.tokens(tokens) + self.positions(places)))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.blocks(self.dropout(self.tokens(tokens) + self.positions(positions)))
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def _gpt() -> Case:
+def _gpt() -> ModelCase:
     model = GPT(dim=384, heads=6, length=128)
     tokens, targets = torch.randint(VOCABULARY, (2, 2, 128))
-    return Case("GPT, 12 blocks", model, (tokens, targets), lambda m: children_of(m, "blocks"), True)
+    return ModelCase("GPT, 12 blocks", model, (tokens, targets), lambda m: children_of(m, "blocks"), True)
 
 
 # ---- A U-Net
 
 
 class _Pair(nn.Module):
-    """Two convolutions."""
+    """Two convolutions with BatchNorm and ReLU, then dropout."""
 
     def __init__(self, channels_in: int, channels: int, dropout: float) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class _Pair(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down by pooling, up by transposed convolutions, joined by concatenation at every level."""
+    """A U-Net with pooling, transposed convolutions, and concatenation at every level."""
 
     def __init__(self, channels: int = 16, levels: int = 4, classes: int = 8, dropout: float = 0.1) -> None:
         super().__init__()
@@ -128,16 +129,16 @@ class UNet(nn.Module):
         return functional.cross_entropy(self.head(x), labels)
 
 
-def _unet() -> Case:
+def _unet() -> ModelCase:
     batch = torch.randn(2, 3, 128, 128), torch.randint(8, (2, 128, 128))
-    return Case("U-Net", UNet(channels=32), batch, lambda m: children_of(m, "down") + children_of(m, "up"), False)
+    return ModelCase("U-Net", UNet(channels=32), batch, lambda m: children_of(m, "down") + children_of(m, "up"), False)
 
 
-# ---- Hugging Face's, as wide and as deep as their configurations have them; small batches, since a CPU computes them
+# ---- Hugging Face models at the sizes of their configurations, with small batches because they run on a CPU
 
 
 class _Labelled(nn.Module):
-    """Gives the loss of a model of theirs."""
+    """Returns the loss of a Hugging Face model."""
 
     def __init__(self, model: nn.Module, **always: object) -> None:
         super().__init__()
@@ -149,23 +150,24 @@ class _Labelled(nn.Module):
         return loss
 
 
-def _hf_gpt2() -> Case:
+def _hf_gpt2() -> ModelCase:
     hf = importlib.import_module("transformers")
     config = hf.GPT2Config(use_cache=False)
     tokens = torch.randint(config.vocab_size, (1, 128))
     model = _Labelled(hf.GPT2LMHeadModel(config)).train()
-    return Case("HF GPT-2", model, (tokens, tokens), lambda m: children_of(m, "model.transformer.h"), True)
+    return ModelCase("HF GPT-2", model, (tokens, tokens), lambda m: children_of(m, "model.transformer.h"), True)
 
 
-def _hf_bert() -> Case:
+def _hf_bert() -> ModelCase:
     hf = importlib.import_module("transformers")
     config = hf.BertConfig()
     tokens = torch.randint(config.vocab_size, (1, 128))
     model = _Labelled(hf.BertForMaskedLM(config)).train()
-    return Case("HF BERT-base", model, (tokens, tokens), lambda m: children_of(m, "model.bert.encoder.layer"), True)
+    blocks = functools.partial(children_of, path="model.bert.encoder.layer")
+    return ModelCase("HF BERT-base", model, (tokens, tokens), blocks, True)
 
 
-def _hf_resnet50() -> Case:
+def _hf_resnet50() -> ModelCase:
     hf = importlib.import_module("transformers")
     model = _Labelled(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))).train()
     batch = torch.randn(2, 3, 224, 224), torch.randint(1000, (2,))
@@ -174,7 +176,7 @@ def _hf_resnet50() -> Case:
         stages = children_of(module, "model.resnet.encoder.stages")
         return [block for stage in stages for block in children_of(stage, "layers")]
 
-    return Case("HF ResNet-50", model, batch, blocks, False)
+    return ModelCase("HF ResNet-50", model, batch, blocks, False)
 
 
 def children_of(module: nn.Module, path: str) -> list[nn.Module]:

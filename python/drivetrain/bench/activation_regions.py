@@ -1,4 +1,4 @@
-"""What a checkpointed region costs on the host beyond its operations."""
+"""Measures the host time of a checkpointed region beyond its operations."""
 
 import functools
 import statistics
@@ -18,10 +18,13 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 
 
 def run(rounds: int) -> list[Row]:
-    """Times per region of a step, forward and backward, beyond a step that runs each region's function twice; gradients
-    of both sides must have the same bits, or this raises."""
+    """Returns rows of the time per region, forward and backward, beyond a step that runs each region's function twice.
+
+    Raises:
+        AssertionError: The gradients of the two sides differ.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # nothing here is worth a second one
+    torch.set_num_threads(1)  # the operations are too small for a second thread
     try:
         return [_measure(dropout, rounds) for dropout in track((0.0, 0.1), description="regions", transient=True)]
     finally:
@@ -48,7 +51,7 @@ def _measure(dropout: float, rounds: int) -> Row:
 
 
 def _block(dropout: float) -> nn.Module:
-    """So small that the host's time is all there is."""
+    """Makes a block so small that the host's time dominates."""
     layers: list[nn.Module] = [nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)]
     return nn.Sequential(*layers, nn.Dropout(dropout)) if dropout else nn.Sequential(*layers)
 

@@ -1,4 +1,4 @@
-"""What torch offers to keep fewer activations: blocks that are checkpointed, all or some, or by a policy."""
+"""Applies torch's own checkpointing to a model: to all blocks, to some, or by a selective policy."""
 
 import functools
 from collections import Counter
@@ -14,19 +14,19 @@ _BATCHED = torch.ops.aten.bmm.default
 
 
 def full(blocks: list[nn.Module]) -> None:
-    """Every block is checkpointed."""
+    """Checkpoints every block."""
     every(1, blocks)
 
 
 def every(step: int, blocks: list[nn.Module]) -> None:
-    """The first of so many blocks is checkpointed, and so on."""
+    """Checkpoints the first of every `step` blocks."""
     for block in blocks[::step]:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def selective(blocks: list[nn.Module]) -> None:
-    """Every block is, but for the outputs of attention and of every second product, which are kept (as torchtitan has
-    it)."""
+    """Checkpoints every block, but saves the outputs of attention and of every second matrix product, as torchtitan
+    does."""
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=_contexts)
 
@@ -39,7 +39,7 @@ def _contexts() -> Any:
         if op in _PRODUCTS:
             counts[context.is_recompute, "product"] += 1
             keeps = counts[context.is_recompute, "product"] % 2 == 1
-        elif op is _BATCHED:  # attention out of two of them: the second is its output
+        elif op is _BATCHED:  # attention consists of two; the second computes its output
             counts[context.is_recompute, "batched"] += 1
             keeps = counts[context.is_recompute, "batched"] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,5 +1,4 @@
-"""What keeping fewer activations costs: a budget against its own bound and against torch's ways; checkpointed
-regions."""
+"""Measures the time that activation budgets add to a step, against a lower bound and torch's checkpointing."""
 
 import copy
 import functools
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from ..budget import ActivationPlan, activation_budget
 from . import activation_regions, activation_rivals
 from .activation_memory import allocated, peak_of_alive
-from .activation_models import GPT, VOCABULARY, Case, cases, children_of, num_cases
+from .activation_models import GPT, VOCABULARY, ModelCase, cases, children_of, num_cases
 from .measure import Row, interleaved, keep_freed_memory, ratio_of_medians
 
 REGIONS = activation_regions.REGIONS
-SHARES = (80, 50, 30)  # percent of what is kept without a budget
-ROUNDS_PER_STEP = 4  # of regions; a model's step takes longer,
-STEP_S = 0.4  # and one that takes longer than this is repeated less often
+SHARES = (80, 50, 30)  # percent of the bytes kept without a budget
+ROUNDS_PER_STEP = 4  # rounds of the region benchmark per round of a model's step
+STEP_S = 0.4  # a longer step runs proportionally fewer rounds
 MIB = 2**20
 
 BOUND_TARGET = 1.25
@@ -32,23 +31,23 @@ EVERY_SECOND_TARGET = 0.5
 CLOSE_TARGET = 0.95
 ACCOUNT_TARGET = 0.02
 PLANNING_TARGET_S = 1.0
-UNORDERED_TOLERANCE = 0.02  # relative, of a gradient in bfloat16 whose sums torch's kernels make in any order
+UNORDERED_TOLERANCE = 0.02  # relative; for bfloat16 gradients that torch's kernels sum in any order
 
 
 @dataclass
 class Variant:
-    """A way to run a model's step; all of a case share their parameters."""
+    """A way to run a model's step. All variants of a case share their parameters."""
 
     name: str
-    case: Case
+    case: ModelCase
     model: nn.Module
     plan: ActivationPlan | None = None
-    peak_bytes: int = 0  # of activations; a plan knows its own
+    peak_bytes: int = 0  # of activations; unused with a plan
     seconds: list[float] = field(default_factory=list)
-    replay_seconds: float = 0.0  # of a step, in it
+    replay_seconds: float = 0.0  # per step
 
     @classmethod
-    def of(cls, name: str, case: Case) -> "Variant":
+    def of(cls, name: str, case: ModelCase) -> "Variant":
         shared = {id(tensor): tensor for tensor in (*case.model.parameters(), *case.model.buffers())}
         return cls(name, case, copy.deepcopy(case.model, shared))
 
@@ -57,7 +56,7 @@ class Variant:
         return loss
 
     def step(self) -> None:
-        """Random numbers are every step's and every variant's."""
+        """Runs a step; every step of every variant draws the same random numbers."""
         torch.manual_seed(1)
         self.model.zero_grad(set_to_none=True)
         self.forward().backward()  # type: ignore[no-untyped-call]
@@ -68,20 +67,20 @@ class Variant:
 
 @dataclass
 class Findings:
-    """What belongs to all models together."""
+    """Ratios over all models, each with the name of its case."""
 
     against_request: list[tuple[float, str]] = field(default_factory=list)
     against_bound: list[tuple[float, str]] = field(default_factory=list)
     replays_against_bound: list[tuple[float, str]] = field(default_factory=list)
     against_allocator: list[tuple[float, str]] = field(default_factory=list)
-    against_rival: list[tuple[float, str]] = field(default_factory=list)  # the allocator's peak, gradients and all
+    against_rival: list[tuple[float, str]] = field(default_factory=list)  # peaks of the allocator, including gradients
     planning: list["Planning"] = field(default_factory=list)
 
 
 @dataclass
 class Planning:
-    """What making a plan took, in seconds: in all, in the three steps that it ran, two of them profiled, and what three
-    take without."""
+    """Seconds that planning took: in total, in the three steps that it ran (two of them profiled), and three plain
+    steps."""
 
     what: str
     whole: float
@@ -90,8 +89,11 @@ class Planning:
 
 
 def run(rounds: int) -> list[Row]:
-    """The rows for budgets, model by model, and those for regions, on one thread and in its CPU time; gradients with a
-    budget must have the bits that they have without, or this raises."""
+    """Returns the rows for budgets, by model, and the rows for regions, in CPU time of one thread.
+
+    Raises:
+        AssertionError: Gradients with a budget differ from gradients without one.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -110,11 +112,11 @@ def run(rounds: int) -> list[Row]:
     return [*_common_rows(findings), *rows, recording, *activation_regions.run(rounds)]
 
 
-def _budget_rows(case: Case, rounds: int, findings: Findings) -> list[Row]:
+def _budget_rows(case: ModelCase, rounds: int, findings: Findings) -> list[Row]:
     plain = Variant.of("without", case)
     for _ in range(2):
         plain.step()
-    plain_s = statistics.median(_seconds(plain.step) for _ in range(3))
+    plain_s = statistics.median(seconds_of(plain.step) for _ in range(3))
     rounds = max(round(rounds / ROUNDS_PER_STEP * min(1.0, STEP_S / plain_s)), 3)
     plain.peak_bytes = peak_of_alive(plain.forward, plain.model, case.batch)
     budgets = [_planned(case, share, plain_s, findings) for share in SHARES]
@@ -122,7 +124,7 @@ def _budget_rows(case: Case, rounds: int, findings: Findings) -> list[Row]:
     if profiled is None:
         raise AssertionError(f"{case.name}: no plan is possible with any of {SHARES} %")
     everything = _planned_anew("everything kept", case, profiled, 2 * plain.peak_bytes)
-    assert everything is not None, "there is room for all"
+    assert everything is not None, "the budget exceeds the peak"
     ways: list[tuple[str, Callable[[list[nn.Module]], None]]] = [
         ("full checkpointing", activation_rivals.full),
         ("every 2nd block", functools.partial(activation_rivals.every, 2)),
@@ -168,15 +170,15 @@ def _budget_rows(case: Case, rounds: int, findings: Findings) -> list[Row]:
     return rows
 
 
-def _planned(case: Case, share: int, plain_s: float, findings: Findings) -> Variant | None:
-    """None: no such plan is possible."""
+def _planned(case: ModelCase, share: int, plain_s: float, findings: Findings) -> Variant | None:
+    """Plans a share of the bytes; returns None if no such plan is possible."""
     variant = Variant.of(f"{share} %", case)
-    variant.model.zero_grad(set_to_none=True)  # as before training; else a copy of them is put back where memory ends
+    variant.model.zero_grad(set_to_none=True)  # otherwise planning copies the gradients
     in_steps = 0.0
 
     def step() -> None:
         nonlocal in_steps
-        in_steps += _seconds(variant.step)
+        in_steps += seconds_of(variant.step)
 
     begin = time.process_time()
     try:
@@ -189,8 +191,8 @@ def _planned(case: Case, share: int, plain_s: float, findings: Findings) -> Vari
     return _installed(variant, plan)
 
 
-def _planned_anew(name: str, case: Case, profiled: dict[str, Any], budget: int) -> Variant | None:
-    """From a profile that was made before; None: no such plan is possible."""
+def _planned_anew(name: str, case: ModelCase, profiled: dict[str, Any], budget: int) -> Variant | None:
+    """Plans from an existing profile; returns None if no such plan is possible."""
     variant = Variant.of(name, case)
     try:
         plan = activation_budget(variant.model, variant.step, budget, plan=profiled)
@@ -200,12 +202,12 @@ def _planned_anew(name: str, case: Case, profiled: dict[str, Any], budget: int) 
 
 
 def _installed(variant: Variant, plan: ActivationPlan) -> Variant:
-    plan.reset_peak()  # from here on it is that of all steps
+    plan.reset_peak()  # excludes the steps of planning
     variant.plan = plan
     return variant
 
 
-def _rival(name: str, case: Case, way: Callable[[list[nn.Module]], None]) -> Variant:
+def _rival(name: str, case: ModelCase, way: Callable[[list[nn.Module]], None]) -> Variant:
     variant = Variant.of(name, case)
     way(case.blocks(variant.model))
     variant.step()
@@ -213,16 +215,19 @@ def _rival(name: str, case: Case, way: Callable[[list[nn.Module]], None]) -> Var
     return variant
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     begin = time.process_time()
     call()
     return time.process_time() - begin
 
 
 def _compare_gradients(variants: list[Variant]) -> None:
-    """Compares bits of all with the first, which has no budget and runs twice: kernels of torch that add in any order
-    give other bits every time, and what they made is compared within a tolerance. Buffers are compared, too, except
-    where torch runs a block's forward twice and with it BatchNorm."""
+    """Compares gradients and buffers of all variants with those of the first, which has no budget.
+
+    The first variant runs twice. Results that differ between its runs come from torch kernels that sum in any order,
+    and are compared within a tolerance; all others must have the same bits. Buffers are not compared for torch's
+    checkpointing, which runs BatchNorm twice.
+    """
     model = variants[0].model
     before = [buffer.clone() for buffer in model.buffers()]
 
@@ -248,15 +253,15 @@ def _are_equal(have: Tensor | None, want: Tensor | None) -> bool:
 
 
 def _are_close(have: Tensor | None, want: Tensor | None) -> bool:
-    """Whether they differ by what another order of additions can make."""
+    """Returns True if the difference can come from another order of additions."""
     if have is None or want is None:
         return have is want
     return bool((have - want).float().norm() <= UNORDERED_TOLERANCE * want.float().norm())
 
 
 def _allocated_peak(variant: Variant, findings: Findings) -> int:
-    """The allocator's peak in a step; on the way compares what is kept at the end of forward, as the plan says, with
-    what it says."""
+    """Returns the allocator's peak in a step. Also compares the plan's bytes at the end of forward with the
+    allocator's."""
     variant.model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     at_end: list[int] = []
@@ -276,23 +281,23 @@ def _allocated_peak(variant: Variant, findings: Findings) -> int:
 # ---- Rows
 
 
-def _bound_row(case: Case, share: int, plain: Variant, everything: Variant, ours: Variant | None) -> Row:
+def _bound_row(case: ModelCase, share: int, plain: Variant, everything: Variant, ours: Variant | None) -> Row:
     what = f"{case.name}, {share} % of {_mib(plain.peak_bytes)}"
     if ours is None:
-        return Row(f"{what}: no plan is as small", "ms", 0.0, met=False)
+        return Row(f"{what}: no plan is that small", "ms", 0.0, met=False)
     plan, added = ours.plan, ours.added(plain)
     assert plan is not None
     recording_ms = 1e3 * statistics.median(everything.added(plain))
-    what += f": added time, the solver's bound | measured (planned {1e3 * plan.planned_seconds:.2f} ms; in replays "
+    what += f": added time, the lower bound | measured (planned {1e3 * plan.planned_seconds:.2f} ms; in replays "
     what += f"{1e3 * ours.replay_seconds:.2f} ms; recording with everything kept {recording_ms:.2f} ms)"
     return _added_row(what, [plan.bound_seconds] * len(added), added, BOUND_TARGET)
 
 
 def _recording_row(rounds: int) -> Row:
-    """So small a model that the host's time is all there is."""
+    """Measures a model so small that the host's time dominates."""
     torch.manual_seed(0)
     model = GPT(dim=12, length=8)
-    case = Case("a tiny GPT", model, tuple(torch.randint(VOCABULARY, (2, 1, 8))), lambda m: [], True)
+    case = ModelCase("a tiny GPT", model, tuple(torch.randint(VOCABULARY, (2, 1, 8))), lambda m: [], True)
     plain, recorded = Variant.of("without", case), Variant.of("recorded", case)
     plan = activation_budget(recorded.model, recorded.step, "200%")
     num_ops = sum(len(one.ops) for one in plan._trace.passes)
@@ -304,12 +309,12 @@ def _recording_row(rounds: int) -> Row:
     return Row(what, "us", statistics.median(us[0]), statistics.median(us[1]), ratio, low, high)
 
 
-def _rival_row(case: Case, plain: Variant, rival: Variant, ours: Variant | None) -> Row:
+def _rival_row(case: ModelCase, plain: Variant, rival: Variant, ours: Variant | None) -> Row:
     share = 100 * rival.peak_bytes / plain.peak_bytes
     what = f"{case.name}: added time, {rival.name} | a budget of its {_mib(rival.peak_bytes)} ({share:.0f} %)"
     theirs = rival.added(plain)
     if ours is None:
-        return Row(f"{what}: no plan is as small", "ms", 1e3 * statistics.median(theirs), met=False)
+        return Row(f"{what}: no plan is that small", "ms", 1e3 * statistics.median(theirs), met=False)
     row = _added_row(what, theirs, ours.added(plain))
     assert row.low is not None
     row.target, row.met = "lower end <= 1", row.low <= NO_SLOWER_TARGET
@@ -329,35 +334,35 @@ def _common_rows(findings: Findings) -> list[Row]:
     num = len(findings.against_request)
     allocator = max(findings.against_allocator, key=lambda found: abs(found[0] - 1))
     rows = [
-        _worst_row(f"peak against the request, highest of {num}", highest, "<= 1", highest[0] <= 1),
+        _worst_row(f"peak against the budget, highest of {num}", highest, "<= 1", highest[0] <= 1),
         _worst_row(
-            f"peak against the request, lowest of {num}",
+            f"peak against the budget, lowest of {num}",
             lowest,
             f">= {CLOSE_TARGET:g} where such a plan exists",
             lowest[0] >= CLOSE_TARGET,
         ),
         _worst_row(
-            f"bytes at the end of forward, the plan's against the allocator's, furthest of "
+            f"bytes at the end of forward, the plan's against the allocator's, largest deviation of "
             f"{len(findings.against_allocator)}",
             allocator,
             f"within {ACCOUNT_TARGET:.0%}",
             abs(allocator[0] - 1) <= ACCOUNT_TARGET,
         ),
         _worst_row(
-            f"time planned against the solver's bound, highest of {len(findings.against_bound)}",
+            f"planned added time against the lower bound, highest of {len(findings.against_bound)}",
             max(findings.against_bound),
         ),
         _worst_row(
-            f"time in replays against the solver's bound, middle of {len(findings.replays_against_bound)}",
+            f"time in replays against the lower bound, median of {len(findings.replays_against_bound)}",
             sorted(findings.replays_against_bound)[len(findings.replays_against_bound) // 2],
         ),
         _worst_row(
-            f"time in replays against the solver's bound, highest of {len(findings.replays_against_bound)}",
+            f"time in replays against the lower bound, highest of {len(findings.replays_against_bound)}",
             max(findings.replays_against_bound),
         ),
     ]
     if findings.against_rival:
-        what = "the allocator's peak in a step against that of a way of torch's which keeps as much, highest of"
+        what = "the allocator's peak in a step against torch's checkpointing at equal activation peaks, highest of"
         rows.append(_worst_row(f"{what} {len(findings.against_rival)}", max(findings.against_rival)))
     longest = max(findings.planning, key=lambda planning: planning.whole - planning.steps)
     slowest = max(findings.planning, key=lambda planning: planning.whole / planning.plain_steps)
@@ -365,7 +370,7 @@ def _common_rows(findings: Findings) -> list[Row]:
     return [
         *rows,
         Row(
-            f"planning: the three steps that it runs | beyond them, longest of {num} ({longest.what})",
+            f"planning: its three steps | the time beyond them, longest of {num} ({longest.what})",
             "s",
             longest.steps,
             beyond,
@@ -373,7 +378,7 @@ def _common_rows(findings: Findings) -> list[Row]:
             met=beyond <= PLANNING_TARGET_S,
         ),
         Row(
-            f"planning: three steps without a budget | all of it, furthest of {num} ({slowest.what})",
+            f"planning: three steps without a budget | all of planning, highest ratio of {num} ({slowest.what})",
             "s",
             slowest.plain_steps,
             slowest.whole,
@@ -393,13 +398,13 @@ def _mib(num_bytes: float) -> str:
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """A GPT's step in bfloat16 with a budget, against torch's full checkpointing and every 2nd block at the peaks that
-    those have, and against nothing; peaks of activations and, on a GPU, of its allocator."""
+    """Measures a GPT's step in bfloat16 with a budget, against torch's checkpointing of every block and of every 2nd
+    block at equal peaks. Yields added times, peaks of activations and, on a GPU, peaks of the allocator."""
     size = {"depth": 2, "dim": 32, "heads": 2, "length": 16} if is_dry else {"dim": 1024, "heads": 16, "length": 1024}
     torch.manual_seed(0)
     model = GPT(**size).to(device, torch.bfloat16)
     batch = tuple(torch.randint(VOCABULARY, (2, 2 if is_dry else 8, size["length"]), device=device))
-    case = Case("GPT in bfloat16", model, batch, lambda m: children_of(m, "blocks"), True)
+    case = ModelCase("GPT in bfloat16", model, batch, lambda m: children_of(m, "blocks"), True)
     plain = Variant.of("nothing recomputed", case)
     for name, way in (
         ("every block", activation_rivals.full),
@@ -422,7 +427,7 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
         yield _added_row(what, rival.added(plain), ours.added(plain))
         assert ours.plan is not None
         row = _peaks_row(
-            f"{case.name}: peak of activations, requested and measured", ours.plan.budget_bytes, ours.plan.peak_bytes
+            f"{case.name}: peak of activations, budget and measured", ours.plan.budget_bytes, ours.plan.peak_bytes
         )
         row.target, row.met = "<= 1", ours.plan.peak_bytes <= ours.plan.budget_bytes
         yield row

@@ -1,4 +1,4 @@
-"""An activation budget on a compiled model, against compiled blocks with torch's own memory budget at equal peaks."""
+"""Measures an activation budget on compiled blocks against torch's own memory budget at equal peaks."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ DRY_RATIOS = (0.5,)
 
 
 def run(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """A GPT of 350 M parameters in bfloat16 whose blocks are compiled; peaks are bytes kept for backward."""
+    """Measures a GPT of 350 M parameters in bfloat16 with compiled blocks. Peaks are bytes kept for backward."""
     for ratio in DRY_RATIOS if is_dry else RATIOS:
         backend = "aot_eager" if is_dry else "inductor"
         theirs, their_step = _compiled(device, is_dry, _at_ratio(backend, ratio))
@@ -40,7 +40,7 @@ def run(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
 
 def _at_ratio(backend: str, ratio: float) -> Callable[..., Any]:
-    """A backend that compiles at torch's memory budget; dynamo knows it apart from the plain one."""
+    """Returns a backend that compiles at torch's memory budget. Dynamo distinguishes it from the plain backend."""
 
     def compile_at_ratio(graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
@@ -69,7 +69,7 @@ def _step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> None
 
 
 def _peak_bytes(model: nn.Module, step: Callable[[], None]) -> int:
-    """Counted by a recorder that keeps all that it is given."""
+    """Returns the peak bytes kept for backward, counted by a recorder without a plan."""
     recorder = _C.ActivationRecorder()
     with Recording(model, recorder):
         step()

@@ -1,5 +1,5 @@
-"""All-reduce between ranks of one host: shared memory and bfloat16 on the wire against gloo; on GPUs our NCCL against
-the process group's."""
+"""Measures all-reduce between ranks of one host: shared memory and the bfloat16 wire against gloo, and on GPUs our NCCL
+transport against the process group."""
 
 import functools
 import statistics
@@ -15,7 +15,7 @@ from ..ddp import transport
 from .measure import Row, Timer, median_interval
 from .ranks import BACKENDS, RANKS, meet, on_ranks
 
-# what, elements of fp32, how many times as fast it should be
+# name, number of fp32 elements, and the targeted speedup
 CASES = (
     ("1 KiB", 256, 3.0),
     ("64 KiB", 16 << 10, None),
@@ -26,11 +26,12 @@ WIRE_NUMEL = 25 << 18
 GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
 
 
-_Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]  # values fp32 [n], what reduces them, what must come out
+# fp32 values [n], a function that reduces them in place, and the expected sum
+_Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]
 
 
 def run(rounds: int) -> list[Row]:
-    """Rows per size: the times, and from them the bandwidths; raises if a result of a timed all-reduce was wrong."""
+    """Returns rows of times and bandwidths per size. Raises RuntimeError if a timed all-reduce gives a wrong sum."""
     rows = []
     for what, numel, target in track(CASES, description="all-reduce", transient=True):
         rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, numel, rounds)))
@@ -38,10 +39,10 @@ def run(rounds: int) -> list[Row]:
 
 
 def _measure(numel: int, rounds: int) -> list[list[float]]:
-    """Seconds of gloo and of shared memory, per round."""
+    """Returns the seconds of gloo and of shared memory, per round."""
     comm = _comm("shm")
     if comm.name != "shm":
-        raise RuntimeError(f"memory cannot be shared here, so there is nothing to measure: {comm.why_not}")
+        raise RuntimeError(f"transport is {comm.name!r}, expected 'shm': memory cannot be shared here ({comm.why_not})")
     inputs = _inputs(numel)
     expected = torch.stack(inputs).sum(0)
     theirs, ours = torch.zeros(numel), comm.allocate(4 * numel).view(torch.float32)
@@ -56,7 +57,7 @@ def _measure(numel: int, rounds: int) -> list[list[float]]:
 
 
 def _measure_wire(rounds: int) -> list[list[float]]:
-    """Seconds of gloo, of gloo in bfloat16 as torch's hook does it, and of bfloat16 on the wire alone, per round."""
+    """Returns the seconds of gloo, of torch's bfloat16 hook over gloo, and of our bfloat16 wire, per round."""
     comm = _comm("torch", torch.bfloat16)
     inputs = _inputs(WIRE_NUMEL)
     rounded = torch.stack([values.bfloat16() for values in inputs]).sum(0).float()
@@ -84,14 +85,14 @@ def _comm(choice: str, wire_dtype: torch.dtype | None = None) -> _C.Comm:
 
 
 def _inputs(numel: int, num_ranks: int = RANKS) -> list[torch.Tensor]:
-    """Every rank's values: whole numbers, so that the sum is exact in any order."""
+    """Returns every rank's values. They are integers, so their sum is exact in any order."""
     return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(num_ranks)]
 
 
 def _timed(
     calls: dict[str, _Call], inputs: list[torch.Tensor], rounds: int, device: torch.device | None = None
 ) -> list[list[float]]:
-    """Seconds of each call, per round: of the rank that takes longer, from all having come."""
+    """Times each call per round, from a common start to the end of the slowest rank."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 5):
         for name in calls if i % 2 else reversed(calls):
@@ -125,8 +126,8 @@ def _wire_rows(times: list[list[float]]) -> list[Row]:
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Rows per size, of one rank per GPU; of two ranks that share one where there is no other, if NCCL lets them: they
-    talk through sockets then, which says what a call costs and nothing of a bandwidth."""
+    """Yields rows per size with one rank per GPU. On a single GPU, two ranks share it if NCCL permits. They communicate
+    through sockets then, so the rows show the cost of a call but not a bandwidth."""
     num_gpus = torch.cuda.device_count()
     ranks = max(num_gpus, 2)
     where = f"between {ranks} GPUs" if num_gpus > 1 else "between 2 ranks of one GPU, through sockets"
@@ -137,7 +138,7 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
 
 def _measure_gpu(device_type: str, numel: int, rounds: int) -> list[list[float]]:
-    """Seconds of the process group's all-reduce and of our transport's, per round, of the rank that takes longer."""
+    """Returns the seconds of the process group's all-reduce and of our transport's, per round, on the slowest rank."""
     is_cuda = device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     assert dist.group.WORLD is not None
@@ -160,7 +161,7 @@ def _rows(what: str, numel: int, target: float | None, times: list[list[float]],
     torch_s, ours_s = (statistics.median(values) for values in times)
     ratio, low, high = median_interval([b / a for a, b in zip(*times, strict=True)])
     algbw = 4 * numel / torch_s / 1e9, 4 * numel / ours_s / 1e9
-    on_bus = 2 * (num_ranks - 1) / num_ranks  # what every link carries, per byte reduced
+    on_bus = 2 * (num_ranks - 1) / num_ranks  # bytes per link for each byte reduced, as nccl-tests defines busbw
     return [
         Row(
             f"all-reduce of {what} fp32, result checked",

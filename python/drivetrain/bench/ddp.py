@@ -1,4 +1,4 @@
-"""DistributedDataParallel against torch's: memory at rest and in a step, and what it adds to a backward."""
+"""Measures DistributedDataParallel against torch's: memory at rest and in a step, and the time added to backward."""
 
 import copy
 import ctypes
@@ -27,7 +27,7 @@ M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 def run(rounds: int) -> list[Row]:
-    """The rows for memory and for many small parameters; every figure is rank 0's."""
+    """Returns rows for memory, many small parameters, exposed communication and scale, measured on rank 0."""
     engines = ("plain", "torch", "drivetrain")
     memory = {}
     for engine in track(engines, description="memory", transient=True):
@@ -38,7 +38,7 @@ def run(rounds: int) -> list[Row]:
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Rows for GPUs, one rank each; on one alone, what the wrappers cost beside its work with nobody to talk to."""
+    """Yields rows with one rank per GPU. On a single GPU, they show the cost of the wrappers without communication."""
     ranks = max(torch.cuda.device_count(), 1)
     where = "one GPU" if ranks == 1 else f"{ranks} GPUs"
     measure = functools.partial(_gpu_times, device.type, rounds, is_dry)
@@ -49,7 +49,7 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
 
 class _Products(nn.Module):
-    """Parameters whose gradients are the inputs: backward is cheap, so that what the wrapper adds shows."""
+    """Has parameters whose gradients are the inputs. Backward is cheap, so the cost of a wrapper is visible."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ def _wrap(engine: str, module: nn.Module) -> nn.Module:
 
 
 def _memory(engine: str) -> dict[str, float]:
-    """Bytes that this process holds after some steps, gradients included, and the peak of one more step."""
-    # A freed tensor goes back to the system at once; else glibc's heap keeps blocks that no aligned allocation can use
-    # again, and what is measured is its fragmentation.
+    """Returns this process's bytes after some steps, including gradients, and the peak of another step."""
+    # Returns freed tensors to the system at once. Otherwise glibc keeps blocks that aligned allocations cannot reuse,
+    # and the figures would include fragmentation.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 128 * 1024)
-    # torch's class imports it when constructed, some 75 MiB of Python: not what a wrapper needs, so in every figure.
+    # torch's class imports this module (about 75 MiB). Every figure includes it, because a wrapper does not need it.
     importlib.import_module("torch._dynamo")
     model = _wrap(engine, _Products(gpt2_124m()))
     sizes = [p.nbytes for p in model.parameters()]
@@ -86,7 +86,7 @@ def _memory(engine: str) -> dict[str, float]:
         step()
     at_rest = _resident_bytes()
     peak = _peak_bytes(step)
-    dist.barrier()  # with a rank that has ended, the pages that it shared would count in full for the other
+    dist.barrier()  # while both ranks live: a rank that ends moves its share of common pages to the other
     return {"at_rest": at_rest, "peak": peak, "gradients": sum(sizes), "largest": max(sizes)}
 
 
@@ -97,13 +97,13 @@ def _resident_bytes() -> int:
 
 
 def _current_bytes() -> int:
-    """This process's memory; a page that n processes share counts as 1/n (Linux's PSS), so that none counts twice."""
+    """Returns this process's memory. A page shared by n processes counts as 1/n (Linux's PSS)."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
 
 
 def _peak_bytes(call: Callable[[], None]) -> int:
-    """The largest resident memory while `call` runs, sampled every millisecond (VmHWM cannot be reset everywhere)."""
+    """Returns the peak memory while `call` runs, sampled every millisecond because not every kernel can reset VmHWM."""
     samples = [_current_bytes()]
     done = threading.Event()
 
@@ -147,7 +147,7 @@ def _memory_rows(memory: dict[str, dict[str, float]]) -> list[Row]:
 
 
 def _small_parameters(rounds: int) -> dict[str, list[float]]:
-    """Seconds of backward, per engine and round, with 1,000 parameters of 64 elements."""
+    """Returns the seconds of backward with 1,000 parameters of 64 elements, per engine and round."""
     models = {engine: _wrap(engine, _Products([(64,)] * 1000)) for engine in ("plain", "torch", "drivetrain")}
     times: dict[str, list[float]] = {engine: [] for engine in models}
     x = torch.randn(64)
@@ -169,7 +169,7 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
         for engine in ("torch", "drivetrain")
     }
     torch_ms, ours_ms = (1e3 * statistics.median(added[engine]) for engine in ("torch", "drivetrain"))
-    # Differences can be near zero: the interval is of ours minus torch's, shown as a ratio to torch's median.
+    # Differences can be near zero, so the interval is that of ours minus torch's, divided by torch's median.
     gap, low, high = median_interval([b - a for a, b in zip(added["torch"], added["drivetrain"], strict=True)])
     scale = torch_ms / 1e3
     return [
@@ -188,7 +188,7 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
 
 
 def _gpu_times(device_type: str, rounds: int, is_dry: bool) -> dict[str, list[list[float]]]:
-    """By case: seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
+    """Returns per case the seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     width, layers, time_steps = (48, 1, 16) if is_dry else (768, 12, 512)
     tokens = torch.randint(0, 256, (8, time_steps + 1), device=device)
@@ -215,7 +215,7 @@ def _steps_of(plain: nn.Module, x: torch.Tensor, device: torch.device, rounds: i
 
 
 class _GPT(nn.Module):
-    """About 10 M parameters; a batch is so small that communication shows."""
+    """A GPT of about 10 M parameters, with batches so small that communication is exposed."""
 
     def __init__(self, width: int = 384, layers: int = 6, time_steps: int = 16) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ class _GPT(nn.Module):
 
 
 def _exposed_communication(rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step (forward and backward) of the slower rank, per engine and round, from a common start."""
+    """Returns the seconds of forward and backward on the slower rank, per engine and round, from a common start."""
     engines = ("plain", "torch", "drivetrain")
     models = {}
     for engine in engines:
         torch.manual_seed(0)
-        # No buffers are broadcast: the mask is one, and constant.
+        # Excludes the constant mask from torch's broadcast of buffers.
         module = _GPT()
         module._ddp_params_and_buffers_to_ignore = ["mask"]  # type: ignore[assignment]
         models[engine] = _wrap(engine, module)

@@ -1,4 +1,5 @@
-"""GPT-2 124M trained on one GPU, eager and compiled: the stock script, the same with `install()`, and our own form."""
+"""Trains GPT-2 124M on one GPU, eager and compiled: a stock script, the same with `install()`, and drivetrain's
+classes."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -15,12 +16,13 @@ from .measure import Row, interleaved
 
 MAX_NORM = 1.0
 VOCABULARY = 50304
-# Of dense bfloat16 products, by a part of the device's name.
+# FLOP/s of dense bfloat16 matrix products, by a part of the device's name.
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def run(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Rows of tokens per second, model FLOPs utilization and peak memory; ratios are ours over the stock script's."""
+    """Yields tokens per second, model FLOPs utilization (MFU) and peak memory. Ratios are relative to the stock
+    script."""
     sizes = {"depth": 2, "dim": 32, "heads": 2, "length": 16} if is_dry else {"dim": 768, "heads": 12, "length": 1024}
     vocabulary = 64 if is_dry else VOCABULARY
     batch = 2 if is_dry else 16
@@ -40,7 +42,7 @@ def run(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
         medians = [statistics.median(each) for each in seconds]
         count = batch * sizes["length"]
         utilization = [_utilization(models[0], sizes, count, median, device) for median in medians]
-        for index, name in ((1, "installed"), (2, "own form")):
+        for index, name in ((1, "installed"), (2, "own classes")):
             what = f"{way}, {count:,} tokens a step: {name}"
             yield Row(what, "tokens/s", count / medians[0], count / medians[index], medians[0] / medians[index])
             yield Row("  step", "ms", 1e3 * medians[0], 1e3 * medians[index], medians[index] / medians[0])
@@ -81,7 +83,7 @@ def _script(model: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor, c
 
 
 def _peak_mib(step: Callable[[], None], device: torch.device) -> float:
-    """Of a step with states, beyond what other models have there. On the CPU nothing is counted."""
+    """Returns the peak MiB of a step with optimizer states, beyond the memory of other models; 0 on the CPU."""
     step()
     if device.type != "cuda":
         return 0.0
@@ -95,7 +97,8 @@ def _peak_mib(step: Callable[[], None], device: torch.device) -> float:
 def _utilization(
     model: nn.Module, sizes: dict[str, int], num_tokens: int, seconds: float, device: torch.device
 ) -> float | None:
-    """Of the products of a step, recomputation not counted; None where the device's peak is not known."""
+    """Returns the model FLOPs utilization without recomputation, by 6 FLOPs per parameter and token plus attention;
+    None for a device of unknown peak."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     if peak is None:

@@ -1,4 +1,4 @@
-"""The optimizers that need more than one pass: LAMB, Adafactor and Muon against torch's."""
+"""Measures the optimizers that need several passes, LAMB, Adafactor and Muon, against torch's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from .measure import Row, interleaved, ratio_row
 from .shapes import Shape, gpt2_124m
 
 GPT2_LAYER: list[Shape] = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
-# 48 matrices as a small model has them: what batches are for.
+# 48 matrices of a small model, which Muon batches.
 SMALL_LAYERS: list[Shape] = [(128, 384), (128, 128), (128, 512), (512, 128)] * 12
 
 
 class ForeachLamb:
-    """LAMB as one writes it with torch's foreach functions, defaults as ours."""
+    """LAMB written with torch's foreach functions and the defaults of optim.LAMB."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params, self.count = params, 0
@@ -28,7 +28,7 @@ class ForeachLamb:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step, with lr 1e-3, betas 0.9 and 0.999, eps 1e-6 and weight decay 0.01."""
+        """Takes a step with lr 1e-3, betas 0.9 and 0.999, eps 1e-6 and weight decay 0.01."""
         self.count += 1
         grads = [p.grad for p in self.params if p.grad is not None]
         torch._foreach_lerp_(self.mean, grads, 1 - 0.9)
@@ -47,8 +47,8 @@ class ForeachLamb:
         torch._foreach_add_(self.params, directions, alpha=-1e-3)
 
 
-# what, shapes, torch's side, ours, target for the ratio, rounds at most, share of the way that the sides may be apart
-# (torch adds up norms in float32: 0.3 % too small over 38 M elements; Muon iterates in bfloat16)
+# Name, shapes, torch's side, ours, target for the ratio, most rounds, and the tolerated difference relative to the
+# update. torch sums norms in float32, which is 0.3 % too small over 38 M elements; Muon iterates in bfloat16.
 CASES: tuple[tuple[str, list[Shape], Callable[..., Any], Callable[..., Any], float, int, float], ...] = (
     ("LAMB fp32, GPT-2 124M (torch: foreach calls)", gpt2_124m(), ForeachLamb, optim.LAMB, 0.5, 31, 0.01),
     ("Adafactor fp32, GPT-2 124M", gpt2_124m(), torch.optim.Adafactor, optim.Adafactor, 0.5, 15, 0.01),
@@ -58,7 +58,7 @@ CASES: tuple[tuple[str, list[Shape], Callable[..., Any], Callable[..., Any], flo
 
 
 def run(rounds: int) -> list[Row]:
-    """One row per optimizer; the two sides' parameters must agree afterwards, or this raises."""
+    """Returns one row per optimizer. Raises AssertionError if the two sides' parameters disagree."""
     rows = []
     for what, shapes, theirs, ours, target, most, share in track(CASES, description="more than a pass", transient=True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What steps cost the host, and a step over many small parameters the device, on a GPU."""
+"""Measures the host time of steps on a GPU, and the device time of a step over many small parameters."""
 
 import functools
 import statistics
@@ -16,7 +16,7 @@ from .optim import models
 from .ranks import BACKENDS, on_ranks
 from .shapes import Shape, gpt2_124m, many_small
 
-REPLAYS = 20  # of a captured step between two events
+REPLAYS = 20  # of a captured CUDA graph between two events
 
 
 def run(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
@@ -35,7 +35,7 @@ def run(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
     measure = functools.partial(_ddp_seconds, device.type, min(rounds, 30), is_dry)
     plain, theirs_s, ours_s = on_ranks(measure, count=1, backend=BACKENDS[device.type])
     for name, wrapped in (("torch's DDP", theirs_s), ("our DDP", ours_s)):
-        what = f"a tiny GPT of 148 tensors, one rank: {name} against none"
+        what = f"a tiny GPT of 148 tensors, one rank: no DDP | {name}"
         ratio, low, high = median_interval([b / a for a, b in zip(plain, wrapped, strict=True)])
         yield Row(what, "ms", 1e3 * statistics.median(plain), 1e3 * statistics.median(wrapped), ratio, low, high)
 
@@ -45,7 +45,7 @@ def _torch_capturable(params: list[Tensor]) -> Any:
 
 
 def _host_seconds(call: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
-    """Until the call returns; the device has nothing to do before it."""
+    """Times each call until it returns, on an idle device."""
     for _ in range(3):
         call()
     found = []
@@ -60,7 +60,7 @@ def _host_seconds(call: Callable[[], object], rounds: int, device: torch.device)
 
 
 def _device_seconds(make: Callable[[list[Tensor]], Any], device: torch.device) -> float:
-    """Of a captured step, so that the host's launches are not in it."""
+    """Returns the device time of a step in a CUDA graph, which excludes the host's launches."""
     params = models(many_small(), device=device)[0]
     optimizer = make(params)
     with torch.Stream(device):
@@ -80,7 +80,7 @@ def _device_seconds(make: Callable[[list[Tensor]], Any], device: torch.device) -
 
 
 def _ddp_seconds(device_type: str, rounds: int, is_dry: bool) -> list[list[float]]:
-    """Whole steps of a model whose products are small: without a wrapper, under torch's DDP, under ours."""
+    """Times steps of a small model without a wrapper, under torch's DDP and under ours."""
     device = torch.device(device_type)
     sizes = {"depth": 2, "dim": 32, "heads": 2, "length": 16} if is_dry else {"dim": 64, "heads": 2, "length": 64}
     wrappers: list[Callable[[nn.Module], nn.Module]] = [

@@ -1,7 +1,7 @@
-"""A model of 8 B parameters, all of them trained on one card of 80 GB: tokens per second and the most memory it takes.
+"""Trains all of 8 B parameters on one 80 GB card, and measures tokens per second and peak memory.
 
-16-bit parameters with 24-bit masters and 8-bit states take 5 bytes per parameter; stepping in backward frees gradients
-as they come; an activation budget keeps what the rest has room for.
+16-bit parameters with 24-bit master weights and 8-bit states take 5 bytes per parameter. Stepping in backward frees
+each gradient early, and an activation budget fits the activations into the remaining memory.
 """
 
 import math
@@ -21,18 +21,18 @@ from .measure import Row, interleaved
 SIZE = {"depth": 40, "dim": 4096, "heads": 32, "length": 1024}  # 8.1 B parameters
 BATCH = 8
 BUDGET_BYTES = 20 << 30  # of activations, for the whole batch
-PROFILED_PART = 4  # a plan of a part of the batch is one of the whole, and its profile keeps everything
+PROFILED_PART = 4  # a plan holds for any batch size, and the profile of a quarter fits
 TINY = {"depth": 2, "dim": 32, "heads": 2, "length": 16}
 TINY_BUDGET_BYTES = 1 << 20
 STEPS = 5
 CARD_BYTES = 80e9
-FIRST_STEP_S = 1.0  # the most that the first step may take beyond another, for the states that it makes
-SIDE = 8192  # of the matrices whose product is the measure
+FIRST_STEP_S = 1.0  # the most that the first step may take beyond another, to create the states
+SIDE = 8192  # of the square matrices whose product sets the upper bound of speed
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Rows of speed, memory and the first step; raises if the loss is not finite or does not fall."""
-    if device.type == "cuda":  # read when the first memory is asked for
+    """Yields rows of speed, memory and the first step. Raises AssertionError if the loss does not fall."""
+    if device.type == "cuda":  # torch reads it at the first allocation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     size = TINY if is_dry else SIZE
     torch.manual_seed(0)
@@ -67,11 +67,11 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
     bound = work / (6 * num_params * work / _product_flops(device, 64 if is_dry else SIDE, max(rounds // 4, 2)))
     what = f"{num_params / 1e9:.2f} B parameters, {work:,} tokens a step"
     speed = work / later
-    row = Row(f"{what}: at the speed of one product of {SIDE} x {SIDE} | measured", "tokens/s", bound, speed)
+    row = Row(f"{what}: upper bound from one product of {SIDE} x {SIDE} | measured", "tokens/s", bound, speed)
     row.ratio = row.low = row.high = speed / bound
     yield row
     beyond = max(seconds[0] - later, 0.0)
-    row = Row(f"{what}: a step | what the first takes beyond one, with states made", "s", later, beyond)
+    row = Row(f"{what}: a step | the first step's additional time", "s", later, beyond)
     row.target, row.met = f"<= {FIRST_STEP_S:g} s", beyond <= FIRST_STEP_S
     yield row
     state = sum(each.nbytes for states in optimizer.state.values() for each in states.values())
@@ -86,7 +86,7 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
 
 def _model(size: dict[str, int], device: torch.device) -> nn.Module:
-    """Made where it will be, in bfloat16: in float32 it would not fit."""
+    """Makes the model on its device in bfloat16, because it does not fit in float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -114,4 +114,4 @@ def _product_flops(device: torch.device, side: int, rounds: int) -> float:
 
 def _check_losses(losses: list[float]) -> None:
     if not all(math.isfinite(loss) for loss in losses) or losses[-1] >= losses[0]:
-        raise AssertionError(f"the losses of steps on one batch do not fall: {losses}")
+        raise AssertionError(f"losses on one batch do not fall: {losses}")

@@ -1,4 +1,4 @@
-"""Paired timing and the table that shows it."""
+"""Times calls in interleaved pairs, and prints the table of ratios."""
 
 import contextlib
 import ctypes
@@ -19,20 +19,20 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 @dataclass
 class Row:
-    """One line of a benchmark: torch's figure, ours, their ratio and the target."""
+    """One row of a benchmark: torch's figure, drivetrain's, their ratio, and the target."""
 
     what: str
     unit: str
     torch: float
-    ours: float | None = None  # None: there is nothing of ours, as of a copy
+    ours: float | None = None  # None: only torch's side exists, for example a copy
     ratio: float | None = None  # median of the paired ratios ours / torch
-    low: float | None = None  # its 95 % interval
+    low: float | None = None  # of the 95 % interval
     high: float | None = None
     target: str = ""
-    met: bool | None = None  # None: reported, no target
+    met: bool | None = None  # None: no target
 
     def as_dict(self) -> dict[str, object]:
-        """The row as plain data, for JSON."""
+        """Returns the row as plain data for JSON."""
         return asdict(self)
 
 
@@ -44,11 +44,15 @@ def interleaved(
     device: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Seconds of each call in each round, one list per call; who goes first alternates.
+    """Times calls in rounds and returns the seconds, one list per call. The order of calls alternates.
 
-    prepare: called with a call's index before the call, not timed.
-    device: whose time; on a CUDA device that of its current stream, which no call has to wait for.
-    clock: of the host's time; with time.process_time, what other processes do meanwhile is not in it.
+    Args:
+        calls: Called once per round each.
+        rounds: Timed rounds.
+        warm_up: Rounds before them that are not timed.
+        prepare: Called with a call's index before that call, outside the timing.
+        device: For a CUDA device, times its current stream by events, so calls need not synchronize.
+        clock: Times the host. With time.process_time, the work of other processes is excluded.
     """
     for _ in range(warm_up):
         for which, call in enumerate(calls):
@@ -67,8 +71,8 @@ def interleaved(
 
 @contextlib.contextmanager
 def small_collections() -> Iterator[None]:
-    """Python's collections of garbage do not walk what was there before: of all imports, tens of milliseconds, which
-    fall to whichever call comes when the counter is full. What the calls themselves leave is walked."""
+    """Excludes existing objects from Python's garbage collections. Traversing all imported objects takes tens of
+    milliseconds, in whichever call triggers a collection. Objects that the calls create are still collected."""
     gc.collect()
     gc.freeze()
     try:
@@ -78,16 +82,15 @@ def small_collections() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed for the rest of this process. By default what is large, as the gradient of an
-    embedding, goes back to the system and comes anew page by page, which takes every side the same time and varies by
-    more than what is measured."""
+    """Makes glibc keep freed memory for the rest of this process. By default, large blocks return to the system and are
+    mapped again page by page. That costs every side the same time, and varies by more than the measured differences."""
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Timer:
-    """Times the body of each `with`: by the host's clock, or by events in the device's current stream."""
+    """Times the body of each `with`, by the host's clock or by events in the device's current stream."""
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -109,14 +112,14 @@ class Timer:
             self._seconds[-1] += self._clock()
 
     def seconds(self) -> list[float]:
-        """Of each body, in order; waits for the device once."""
+        """Returns the seconds of each body, in order. Synchronizes the device once."""
         if self._events:
             torch.cuda.synchronize()
         return self._seconds + [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
 
 
 def median_interval(values: Sequence[float], resamples: int = 2000) -> tuple[float, float, float]:
-    """The median and its 95 % percentile-bootstrap interval (fixed seed)."""
+    """Returns the median and the ends of its 95 % percentile-bootstrap interval (fixed seed)."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(resamples))
     return statistics.median(values), medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
@@ -125,7 +128,8 @@ def median_interval(values: Sequence[float], resamples: int = 2000) -> tuple[flo
 def ratio_of_medians(
     below: Sequence[float], above: Sequence[float], resamples: int = 2000
 ) -> tuple[float, float, float]:
-    """median(above) / median(below) of paired values that may be near zero, and its 95 % bootstrap interval."""
+    """Returns median(above) / median(below) and the ends of its 95 % bootstrap interval, for values that may be near
+    zero."""
     rng = random.Random(0)
     indices = range(len(below))
     ratios = []
@@ -138,7 +142,7 @@ def ratio_of_medians(
 
 
 def _ratio(above: float, below: float) -> float:
-    """Infinite where `below` is 0, as a difference of a GPU's times, which come in steps, may be."""
+    """Divides; infinite where `below` is 0, as a difference of quantized GPU times may be."""
     return above / below if below else math.inf
 
 
@@ -150,7 +154,8 @@ def ratio_row(
     *,
     strict_end: bool = False,
 ) -> Row:
-    """A row of times in ms. strict_end: the interval's upper end must reach the target, not only the median."""
+    """Returns a row of times in ms. With `strict_end`, the upper end of the interval must meet the target, not only the
+    median."""
     ratio, low, high = median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)])
     row = Row(what, "ms", statistics.median(torch_s) * 1e3, statistics.median(ours_s) * 1e3, ratio, low, high)
     if target is not None:
@@ -160,10 +165,10 @@ def ratio_row(
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
-    """Prints the rows; as Markdown would too, so that they can be pasted."""
+    """Prints the rows as a table."""
     table = Table(title=title, title_justify="left")
-    for column in ("what", "torch", "drivetrain", "ratio [95 %]", "target", ""):
-        table.add_column(column, justify="left" if column in ("what", "target") else "right")
+    for column in ("measurement", "torch", "drivetrain", "ratio [95 %]", "target", ""):
+        table.add_column(column, justify="left" if column in ("measurement", "target") else "right")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         if row.low is not None:

@@ -1,4 +1,4 @@
-"""The AdamW step, the whole tail of a training step, and both with fewer bits, against torch's fused ones."""
+"""Measures AdamW steps and whole tails of training steps, also with fewer bits, against torch's fused AdamW."""
 
 import functools
 import importlib
@@ -17,14 +17,14 @@ from . import family
 from .measure import Row, interleaved, median_interval, ratio_row
 from .shapes import Shape, gpt2_124m, many_small, resnet50
 
-# what, shapes, target for the ratio, whether the interval's upper end must reach it
+# Name, shapes, target for the ratio, and True if the upper end of the interval must meet it.
 CASES = (
     ("AdamW fp32, GPT-2 124M", gpt2_124m(), 1.03, True),
     ("AdamW fp32, ResNet-50", resnet50(), 0.85, False),
     ("AdamW fp32, 10,000 x 64", many_small(), 0.05, False),
 )
 
-# The same for unscaling, clipping, AdamW and zeroing.
+# Name, shapes and target for unscaling, clipping, AdamW and zeroing together.
 TAILS = (
     ("unscale, clip, AdamW, zero fp32, GPT-2 124M", gpt2_124m(), 1 / 1.6),
     ("unscale, clip, AdamW, zero fp32, ResNet-50", resnet50(), 1 / 2.1),
@@ -34,7 +34,7 @@ SCALE = 2.0**10
 
 
 def run(threads: int, rounds: int) -> list[Row]:
-    """One row per model; the two optimizers' parameters must agree afterwards, or this raises."""
+    """Returns one row per case. Raises AssertionError if the two optimizers' parameters disagree."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -77,7 +77,8 @@ def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) ->
 
 
 def _measure_bandwidth(rounds: int) -> list[Row]:
-    """Bytes per second of the fp32 step, 28 per parameter, against those of an in-place triad, 12 per element."""
+    """Compares the bandwidth of the fp32 step (28 bytes per parameter) with an in-place triad (12 bytes per
+    element)."""
     _, ours = models(gpt2_124m())
     numel = sum(p.numel() for p in ours)
     a, b = torch.randn(numel), torch.randn(numel)
@@ -91,7 +92,7 @@ def _measure_bandwidth(rounds: int) -> list[Row]:
 
 
 def _measure_host_time(rounds: int) -> list[Row]:
-    """What 300 tensors take longer than one of as many elements, both in the same kind of memory: one block."""
+    """Measures how much longer 300 tensors take than one of as many elements, both in one block of memory."""
     count, numel = 300, 4096
     beyond = []
     for make in (functools.partial(torch.optim.AdamW, fused=True), optim.AdamW):
@@ -112,7 +113,7 @@ def _measure_host_time(rounds: int) -> list[Row]:
 
 
 def _measure_compressed_tail(rounds: int) -> list[Row]:
-    """torch's fp32 tail against ours with bfloat16 parameters, 16-bit remainders and 8-bit states."""
+    """Compares torch's fp32 tail with ours on bfloat16 parameters, 16-bit remainders and 8-bit states."""
     theirs, ours = models(gpt2_124m(), torch.bfloat16)
     start = [p.detach().clone() for p in theirs]
     scaled = [grad_of(p) * SCALE for p in theirs], [grad_of(p) * SCALE for p in ours]
@@ -125,21 +126,23 @@ def _measure_compressed_tail(rounds: int) -> list[Row]:
     torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
     for before, a, b in zip(start, theirs, ours, strict=True):
         moved, apart = a.detach() - before, optimizer.float32_value(b) - a.detach()
-        if apart.norm() > 0.1 * moved.norm():  # codes differ from values by some per cent
-            raise AssertionError(f"8-bit states led {apart.norm() / moved.norm():.1%} of the way elsewhere")
+        if apart.norm() > 0.1 * moved.norm():  # 8-bit codes round states by a few percent
+            raise AssertionError(
+                f"8-bit states changed the update by {apart.norm() / moved.norm():.1%}, expected 10 % at most"
+            )
     what = "the tail with bf16, 16-bit remainder, 8-bit states"
     return [ratio_row(what, torch_s, ours_s, 0.5)]
 
 
 def _measure_bf16(rounds: int) -> list[Row]:
-    """Parameters, gradients and states in bfloat16 on both sides."""
+    """Compares steps with parameters, gradients and states in bfloat16 on both sides."""
     theirs, ours = (models(gpt2_124m(), torch.bfloat16)[1] for _ in range(2))
     torch_s, ours_s = interleaved((torch.optim.AdamW(theirs, fused=True).step, optim.AdamW(ours).step), rounds)
     return [ratio_row("AdamW pure bf16", torch_s, ours_s, 0.5)]
 
 
 def _measure_others_8_bit(rounds: int) -> list[Row]:
-    """8-bit AdamW of the packages that are installed, fp32 parameters, on the CPU; in place of torch's figure."""
+    """Compares with the 8-bit AdamW of installed packages on fp32 parameters; their figures replace torch's."""
     rows = []
     for package, module, name in (
         ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
@@ -148,7 +151,10 @@ def _measure_others_8_bit(rounds: int) -> list[Row]:
         try:
             other_class = getattr(importlib.import_module(module), name)
         except ImportError:
-            print(f"bench optim: no {package} here, its row is left out (pip install {package})", file=sys.stderr)
+            print(
+                f"bench optim: {package} is not installed, so its row is omitted (pip install {package})",
+                file=sys.stderr,
+            )
             continue
         theirs, ours = models(gpt2_124m())
         steps = other_class(theirs, lr=1e-3).step, optim.AdamW(ours, state_bits=8).step
@@ -158,9 +164,9 @@ def _measure_others_8_bit(rounds: int) -> list[Row]:
 
 
 def _measure_instruction_sets(rounds: int) -> list[Row]:
-    """AVX2 against AVX-512, which takes the place of torch's column."""
+    """Compares AVX2 with AVX-512, whose figures replace torch's."""
     if not {"avx2", "avx512"} <= set(_C.available_isas()):
-        print("bench optim: no AVX-512 here, the rows against AVX2 are left out", file=sys.stderr)
+        print("bench optim: this processor lacks AVX-512, so the rows against AVX2 are omitted", file=sys.stderr)
         return []
     rows = []
     for what, dtype, options, target in (
@@ -182,7 +188,7 @@ def _measure_instruction_sets(rounds: int) -> list[Row]:
 
 
 def _measure_bytes(rounds: int) -> list[Row]:
-    """Bytes of parameters, gradients and states, per parameter."""
+    """Measures the bytes of parameters, gradients and states, per parameter."""
     rows = []
     theirs = models(gpt2_124m())[0]
     reference = torch.optim.AdamW(theirs, fused=True)
@@ -196,7 +202,7 @@ def _measure_bytes(rounds: int) -> list[Row]:
         ours = _bytes_per_parameter(optimizer, compressed)
         what = f"bytes per parameter: bf16, master_bits={master_bits}, 8-bit states"
         rows.append(Row(what, "B", torch_bytes, ours, target=f"<= {target}", met=ours <= target))
-        rows.append(Row("the same, the whole model's", "B", torch_bytes, _bytes_per_parameter(optimizer, params)))
+        rows.append(Row("  of the whole model", "B", torch_bytes, _bytes_per_parameter(optimizer, params)))
     return rows
 
 
@@ -218,11 +224,11 @@ PRECISION_ROWS = (
 )
 
 
-# ---- What the rows share.
+# ---- Shared helpers.
 
 
 def torch_tail(params: list[Tensor]) -> Callable[[], None]:
-    """torch's unscaling, clipping, AdamW and zeroing of these parameters."""
+    """Returns a function that runs torch's unscaling, clipping, AdamW and zeroing."""
     optimizer = torch.optim.AdamW(params, fused=True)
     scaler = _ready(torch.amp.GradScaler(params[0].device.type, SCALE), params)
 
@@ -237,7 +243,7 @@ def torch_tail(params: list[Tensor]) -> Callable[[], None]:
 
 
 def our_tail(optimizer: optim.AdamW) -> Callable[[], None]:
-    """The same of ours, which does the rest in its step."""
+    """Returns a function that runs our scaler's step, which includes clipping and zeroing."""
     params = optimizer.param_groups[0]["params"]
     scaler = _ready(GradScaler(params[0].device.type, SCALE), params)
 
@@ -249,12 +255,12 @@ def our_tail(optimizer: optim.AdamW) -> Callable[[], None]:
 
 
 def _ready(scaler: torch.amp.GradScaler, params: list[Tensor]) -> torch.amp.GradScaler:
-    scaler.scale(params[0].new_zeros(()))  # makes its tensors
+    scaler.scale(params[0].new_zeros(()))  # creates the scaler's tensors
     return scaler
 
 
 def grad_of(param: Tensor) -> Tensor:
-    """Its gradient, which is there."""
+    """Returns the gradient of a parameter that has one."""
     assert param.grad is not None
     return param.grad
 
@@ -262,7 +268,7 @@ def grad_of(param: Tensor) -> Tensor:
 def models(
     shapes: list[Shape], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The same parameters and gradients twice, the second time in `dtype`, which holds them exactly."""
+    """Returns equal parameters and gradients twice: in float32, and in `dtype`, which represents them exactly."""
     torch.manual_seed(0)
     ours = [torch.randn(shape, device=device).mul_(0.02).to(dtype).requires_grad_() for shape in shapes]
     theirs = [p.detach().float().clone().requires_grad_() for p in ours]
@@ -273,6 +279,6 @@ def models(
 
 
 def check_same(theirs: list[Tensor], ours: list[Tensor]) -> None:
-    """Raises AssertionError unless parameters agree but for rounding."""
+    """Raises AssertionError unless the parameters agree up to rounding."""
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Optimizer steps on a GPU: every layout against torch's fused and foreach steps, as times and as shares of a copy."""
+"""Measures optimizer steps on a GPU: every layout against torch's fused and foreach steps, and against a copy."""
 
 import functools
 import math
@@ -19,13 +19,13 @@ from .shapes import Shape, gpt2_124m, gpt3_xl, many_small, resnet50
 
 @dataclass(frozen=True)
 class Layout:
-    """How an optimizer's values lie in memory, on both sides."""
+    """The optimizer and the precision of its values, on both sides."""
 
     what: str
     ours: Callable[..., Any]
-    theirs: dict[str, Callable[..., Any]]  # torch's ways, the best first
+    theirs: dict[str, Callable[..., Any]]  # torch's implementations, the fastest first
     dtype: torch.dtype = torch.float32
-    precision: dict[str, Any] = field(default_factory=dict)  # of ours
+    precision: dict[str, Any] = field(default_factory=dict)  # options of ours
     torch_dtype: torch.dtype = torch.float32  # of torch's parameters, gradients and states
 
 
@@ -67,14 +67,14 @@ COPIED_BYTES = 1 << 30
 
 
 def run_copy(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """The bandwidth of a copy within the device's memory, bytes read plus bytes written."""
+    """Yields the bandwidth of a copy within the device's memory, in bytes read plus bytes written."""
     copy, moved = _copy(device, is_dry)
     (seconds,) = interleaved([copy], rounds, device=device)
     yield Row("copy of 1 GiB, bytes read and written", "GB/s", moved / statistics.median(seconds) / 1e9)
 
 
 def run_steps(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Rows per layout; where both sides compute the same in float32, they must agree afterwards, or this raises."""
+    """Yields rows per layout. Raises AssertionError if both sides compute in float32 and disagree."""
     gpt2 = _shapes(gpt2_124m(), is_dry)
     for layout in LAYOUTS:
         yield from _layout_rows(layout, ", GPT-2 124M", gpt2, device, rounds, is_dry)
@@ -88,7 +88,7 @@ def run_steps(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
 
 def run_tails(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Unscaling, clipping, AdamW and zeroing: torch's four fused calls in float32 against our step."""
+    """Compares torch's four calls in float32 (unscaling, clipping, AdamW and zeroing) with our step."""
     tail = "unscale, clip, AdamW, zero"
     for what, shapes, dtype, precision in (
         (f"{tail} fp32, GPT-2 124M", gpt2_124m(), torch.float32, {}),
@@ -109,9 +109,13 @@ def run_tails(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
 
 def run_rivals(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """The compressed AdamW of 1.3 B parameters against FlashAdamW of the package flashoptim, both with 24-bit masters.
+    """Compares our AdamW with FlashAdamW of the package flashoptim on 1.3 B parameters, both with 24-bit master
+    weights.
 
-    Raises ImportError without flashoptim. Since FlashAdamW runs on CUDA alone, a dry run takes torch's AdamW instead.
+    FlashAdamW runs on CUDA only, so a dry run uses torch's AdamW instead.
+
+    Raises:
+        ImportError: flashoptim is not installed.
     """
     name, rival = "torch's AdamW", functools.partial(torch.optim.AdamW)
     if not is_dry:
@@ -139,15 +143,15 @@ def _copies(params: list[Tensor]) -> list[Tensor]:
 
 
 def _check_like(theirs: list[Tensor], ours: list[Tensor], starts: list[Tensor]) -> None:
-    """Raises AssertionError unless both sides moved each parameter alike, but for their different 8-bit codes."""
+    """Raises AssertionError unless both sides' updates agree up to the rounding of their 8-bit codes."""
     for a, b, start in zip(theirs, ours, starts, strict=True):
         theirs_moved, ours_moved = a.detach().float() - start.float(), b.detach().float() - start.float()
         if not (theirs_moved - ours_moved).norm() <= 0.1 * theirs_moved.norm():
-            raise AssertionError(f"a parameter of shape {tuple(a.shape)} moved by more than 10 % otherwise")
+            raise AssertionError(f"updates of a parameter of shape {tuple(a.shape)} differ by more than 10 %")
 
 
 def _bytes_at_rest(params: list[Tensor], optimizer: Any) -> int:
-    """Of parameters and states; a quantized tensor of flashoptim's counts what it is made of."""
+    """Returns the bytes of parameters and states, including the parts of flashoptim's quantized tensors."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     return sum(_num_bytes(each) for each in [*params, *states])
 
@@ -187,7 +191,7 @@ def _layout_rows(
 
 
 def _muon_row(what: str, shapes: list[Shape], theirs: Any, device: torch.device, rounds: int, share: float) -> Row:
-    """Its products decide, not memory: a time, and no bandwidth."""
+    """Returns a row of times only, because Muon is bound by matrix products and not by memory."""
     sides = models(shapes, device=device)
     starts = [p.detach().clone() for p in sides[0]]
     torch_s, ours_s = interleaved([theirs(sides[0]).step, optim.Muon(sides[1]).step], rounds, device=device)
@@ -198,14 +202,14 @@ def _muon_row(what: str, shapes: list[Shape], theirs: Any, device: torch.device,
 
 
 def _least_bytes(params: list[Tensor], optimizer: Any) -> int:
-    """What a step must read and write: parameters and states both, gradients once."""
+    """Returns the bytes that a step must move: it reads and writes parameters and states, and reads gradients."""
     states = [t for param in params for name, t in optimizer.state[param].items() if name != "step"]
     both: int = sum(t.nbytes for t in [*params, *states])
     return 2 * both + sum(grad_of(p).nbytes for p in params)
 
 
 def _copy(device: torch.device, is_dry: bool) -> tuple[Callable[[], object], int]:
-    """What copies, and the bytes that it reads and writes."""
+    """Returns a function that copies, and the bytes that it reads and writes."""
     source = torch.randn((1 << 16 if is_dry else COPIED_BYTES) // 4, device=device)
     target = torch.empty_like(source)
     return functools.partial(target.copy_, source), 2 * source.nbytes

@@ -1,4 +1,4 @@
-"""What it takes to make saved tensors smaller and to have them back, beside copies and the same in torch and NumPy."""
+"""Measures packing and unpacking of saved tensors against copies and against torch and NumPy."""
 
 import statistics
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from torch import Tensor
 from .. import _C
 from .measure import Row, interleaved, median_interval
 
-NUMEL = 5_000_000  # beyond 32 MiB, glibc takes new memory from the system every time, and that decides
+NUMEL = 5_000_000  # above 32 MiB, glibc maps new memory for every call, which would dominate
 
 
 @dataclass(frozen=True)
-class Case:
-    """A tensor to pack, and the same with others' means."""
+class PackCase:
+    """A tensor to pack, and the same packing with torch or NumPy."""
 
     what: str
     packing: str
@@ -25,16 +25,19 @@ class Case:
     by: str
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
-    is_exact: bool = True  # both give back the same bits
+    is_exact: bool = True  # both restore the same bits
 
 
 def run(rounds: int) -> list[Row]:
-    """Bytes of the tensor as it was, per second; where both sides keep the same, both must give back the same bits, or
-    this raises."""
+    """Returns rows of unpacked bytes per second.
+
+    Raises:
+        AssertionError: The sides of an exact case restore different bits.
+    """
     return [row for case in track(_cases(), description="packing", transient=True) for row in _measure(case, rounds)]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[PackCase]:
     import numpy as np
 
     torch.manual_seed(0)
@@ -49,24 +52,24 @@ def _cases() -> list[Case]:
         return torch.from_numpy(np.unpackbits(bits, count=NUMEL).view(np.bool_))
 
     def int8(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Equal steps of the largest magnitude of 256."""
+        """Quantizes blocks of 256 by their largest magnitude."""
         rows = torch.nn.functional.pad(x, (0, -NUMEL % 256)).view(-1, 256)
         scales = rows.abs().amax(1, keepdim=True) / 127
         return (rows / scales).round_().to(torch.int8), scales
 
     return [
-        Case("bool mask as bits", "bits", mask, "NumPy", lambda x: np.packbits(x.numpy()), bools),
-        Case(
+        PackCase("bool mask as bits", "bits", mask, "NumPy", lambda x: np.packbits(x.numpy()), bools),
+        PackCase(
             "float32 dropout mask as bits",
             *("bits", mask.float() * keep, "torch and NumPy"),
             *(packed_bits, lambda bits: bools(bits).float().mul_(keep)),
         ),
-        Case(
+        PackCase(
             "float32 as bfloat16",
             *("bfloat16", normal, "torch"),
             *(lambda x: x.to(torch.bfloat16), lambda halves: halves.to(torch.float32)),
         ),
-        Case(
+        PackCase(
             "float32 as 8-bit codes",
             *("int8", normal, "torch"),
             *(int8, lambda packed: (packed[0] * packed[1]).view(-1)[:NUMEL]),
@@ -75,15 +78,15 @@ def _cases() -> list[Case]:
     ]
 
 
-def _measure(case: Case, rounds: int) -> list[Row]:
+def _measure(case: PackCase, rounds: int) -> list[Row]:
     x, copy = case.tensor, torch.empty_like(case.tensor)
     packed, theirs = _C.pack(x, case.packing), case.pack(x)
     if packed is None:
-        raise AssertionError(f"{case.what}: has more than two values")
+        raise AssertionError(f"{case.what}: packing refused the tensor, expected two values at most")
     if case.is_exact and not torch.equal(_C.unpack(packed), case.unpack(theirs)):
-        raise AssertionError(f"{case.what}: comes back otherwise than from {case.by}")
+        raise AssertionError(f"{case.what}: unpacked bits differ from those of {case.by}")
     small = packed
-    rows = [Row(f"{case.what}: bytes of what is kept, per byte", "", 1.0, packed.nbytes / x.nbytes)]
+    rows = [Row(f"{case.what}: packed bytes per byte", "", 1.0, packed.nbytes / x.nbytes)]
     for what, ours, other in (
         ("pack", lambda: _C.pack(x, case.packing), lambda: case.pack(x)),
         ("unpack", lambda: _C.unpack(small), lambda: case.unpack(theirs)),
@@ -95,7 +98,7 @@ def _measure(case: Case, rounds: int) -> list[Row]:
 
 
 def _row(what: str, nbytes: int, other_s: list[float], ours_s: list[float]) -> Row:
-    """Of bandwidths."""
+    """Returns a row of bandwidths."""
     ratio, low, high = median_interval([a / b for a, b in zip(other_s, ours_s, strict=True)])
     rates = [nbytes / statistics.median(seconds) / 1e9 for seconds in (other_s, ours_s)]
     return Row(what, "GB/s", rates[0], rates[1], ratio, low, high)

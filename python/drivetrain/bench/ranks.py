@@ -1,4 +1,4 @@
-"""Fresh ranks, with one thread each, for a benchmark that needs a process group."""
+"""Starts fresh ranks with one thread each, for benchmarks that need a process group."""
 
 import os
 import sys
@@ -18,12 +18,15 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device's type
 
 
 def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "gloo") -> Any:
-    """Runs `measure` on so many fresh ranks over that backend and returns rank 0's result.
+    """Runs `measure` on `count` fresh ranks over `backend` and returns rank 0's result.
 
-    Over NCCL ranks take GPUs in turn; where there are fewer, several share one, if NCCL lets them.
+    Over NCCL, ranks take GPUs in turn. With fewer GPUs than ranks, several share one if NCCL permits it.
+
+    Raises:
+        RuntimeError: A rank failed, or took longer than JOIN_TIMEOUT_S.
     """
-    context: Any = mp.get_context("spawn" if count <= RANKS else "forkserver")  # without Any: a base without Process
-    if count > RANKS:  # so many would import torch for a minute each
+    context: Any = mp.get_context("spawn" if count <= RANKS else "forkserver")  # the typed base class lacks Process
+    if count > RANKS:  # avoids importing torch in every one, which takes a minute
         context.set_forkserver_preload(["torch._dynamo", "drivetrain"])
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
@@ -46,7 +49,7 @@ def _rank(rank: int, count: int, backend: str, folder: str, measure: Callable[[]
     if "nccl" in backend:
         num_gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % num_gpus)
-        if count > num_gpus:  # each is then a host of its own to NCCL: otherwise it refuses two on one GPU
+        if count > num_gpus:  # presents each rank as its own host, because NCCL refuses two on one GPU
             os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
     store = dist.FileStore(str(Path(folder) / "store"), count)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
@@ -55,14 +58,14 @@ def _rank(rank: int, count: int, backend: str, folder: str, measure: Callable[[]
         queue.put(result)
     dist.barrier()
     dist.destroy_process_group()
-    # Interpreter shutdown sometimes ends in std::terminate, with torch's own class too, for a cause not known yet.
+    # Skips interpreter shutdown, which sometimes ends in std::terminate, with torch's own class too (cause unknown).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def meet() -> None:
-    """All ranks leave this within about a microsecond where each has a core: a barrier, then a common time."""
+    """Synchronizes ranks to about a microsecond if each has a core: a barrier, then a common start time."""
     start = torch.tensor([time.monotonic() + 200e-6], dtype=torch.float64)
     dist.all_reduce(start, dist.ReduceOp.MAX)
     while time.monotonic() < start.item():

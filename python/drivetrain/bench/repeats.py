@@ -1,5 +1,8 @@
-"""Whether a form of the training step gives the same bits every time: what differs in torch's deterministic mode, where
-torch's own kernels repeat theirs, is a race of ours; what differs only outside of it is the order of torch's sums."""
+"""Checks that variants of the training step give the same bits every time.
+
+Results that differ in torch's deterministic mode show a race of ours. Results that differ only outside of it come from
+torch's kernels, which sum in any order.
+"""
 
 import contextlib
 import hashlib
@@ -20,14 +23,14 @@ LEARNING_RATE = 6e-4
 REPETITIONS = 10
 STEPS = 30
 
-Finish = Callable[[], None]  # of a step, after its backward
+Finish = Callable[[], None]  # completes a step after its backward
 
 
 @dataclass
 class Runs:
-    """What the repetitions of one form ended with."""
+    """The final results of the repetitions of one variant."""
 
-    digests: list[str] = field(default_factory=list)  # of all parameters' bytes
+    digests: list[str] = field(default_factory=list)  # of the bytes of all parameters
     losses: list[float] = field(default_factory=list)  # of the last step
 
     @property
@@ -76,31 +79,31 @@ def _zeroed_in_step(model: nn.Module) -> Finish:
     return finish
 
 
-FORMS: dict[str, Callable[[nn.Module], Finish]] = {
+VARIANTS: dict[str, Callable[[nn.Module], Finish]] = {
     "torch's AdamW and clipping": _torchs_calls,
     "clipped in the step": _clipped_in_step,
     "clipped in the step, gradients zeroed by torch": _zeroed_by_torch,
     "clipped and zeroed in the step": _zeroed_in_step,
 }
-# They differ only in how gradients become zero, and so not in any bit.
-SAME_BITS = tuple(FORMS)[1:]
+# These differ only in how gradients become zero, so their results must have the same bits.
+SAME_BITS = tuple(VARIANTS)[1:]
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Rows per form: the different results of all repetitions as it is and in deterministic mode, and the losses; then
-    whether our forms have the same bits."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch's deterministic mode asks for
+    """Yields per variant the number of different results, normally and in deterministic mode, and the losses. The last
+    row compares our variants with each other."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode requires it
     num_runs, num_steps = (2, 2) if is_dry else (REPETITIONS, STEPS)
     found: dict[str, Runs] = {}
-    for name, form in FORMS.items():
+    for name, variant in VARIANTS.items():
         as_it_is, found[name] = Runs(), Runs()
         for _ in range(num_runs):
-            train(form, device, num_steps, is_dry, as_it_is)
+            train(variant, device, num_steps, is_dry, as_it_is)
         with _deterministic():
             for _ in range(num_runs):
-                train(form, device, num_steps, is_dry, found[name])
+                train(variant, device, num_steps, is_dry, found[name])
         yield Row(
-            f"{name}: different results of {num_runs} runs, as it is | in deterministic mode: "
+            f"{name}: different results of {num_runs} runs, normally | in deterministic mode: "
             f"{verdict(as_it_is, found[name])}",
             "",
             as_it_is.num_results,
@@ -111,23 +114,23 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
         losses = as_it_is.losses
         yield Row(f"{name}: loss after {num_steps} steps, lowest | highest", "nats", min(losses), max(losses))
     same = {digest for name in SAME_BITS for digest in found[name].digests}
-    what = "results of our forms in deterministic mode, expected | different ones"
+    what = "different results of our variants in deterministic mode, expected | found"
     yield Row(what, "", 1, len(same), target="| 1", met=len(same) == 1)
 
 
 def verdict(as_it_is: Runs, deterministic: Runs) -> str:
-    """What the numbers of different results say."""
+    """Names the cause of different results."""
     if deterministic.num_results > 1:
         return "a race"
     return "noise of torch's kernels" if as_it_is.num_results > 1 else "the same bits every time"
 
 
-def train(form: Callable[[nn.Module], Finish], device: torch.device, steps: int, is_dry: bool, runs: Runs) -> None:
-    """One run from a fixed seed, in autocast to bfloat16."""
+def train(variant: Callable[[nn.Module], Finish], device: torch.device, steps: int, is_dry: bool, runs: Runs) -> None:
+    """Trains from a fixed seed under autocast to bfloat16, and adds the results to `runs`."""
     size = {"depth": 2, "dim": 32, "heads": 2, "length": 16} if is_dry else {"dim": 768, "heads": 12, "length": 256}
     torch.manual_seed(0)
     model = GPT(dropout=0.0, **size).to(device)
-    finish = form(model)
+    finish = variant(model)
     batches = torch.randint(VOCABULARY, (steps, 2, 4, size["length"])).to(device)
     loss = torch.zeros(())
     for tokens, targets in batches:
@@ -148,7 +151,7 @@ def _digest(params: list[Tensor]) -> str:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch's deterministic algorithms; an operation without one raises."""
+    """Enables torch's deterministic algorithms; an operation without one raises an error."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""How DistributedDataParallel's time and memory grow with the number of ranks, on one machine."""
+"""Measures how the time and memory of DistributedDataParallel grow with the number of ranks on one machine."""
 
 import functools
 import gc
@@ -24,7 +24,7 @@ from .ranks import on_ranks
 MIB = 2**20
 RESIDENT_RANKS = (2, 4, 8, 16)
 GRADIENTS_MIB = 32
-MOST_RESIDENT = 4.2  # of a rank's gradients: its own, and of others' what a transport may keep, and a step's
+MOST_RESIDENT = 4.2  # times a rank's gradients: its own, and pages of other ranks that stay resident
 CONSTRUCT_RANKS = (8, 64)
 SIMULATED_RANKS = (8, 64, 1024)
 RANKS_PER_HOST = 8
@@ -33,7 +33,7 @@ Memory = dict[str, float]  # MiB, by the kernel's name
 
 
 def run() -> list[Row]:
-    """The rows; raises if memory cannot be shared here."""
+    """Returns the rows. Raises RuntimeError if memory cannot be shared here."""
     rows = []
     for count in track(RESIDENT_RANKS, description="resident memory", transient=True):
         rows += _resident_rows(count, on_ranks(_resident, count=count))
@@ -45,7 +45,8 @@ def run() -> list[Row]:
 
 
 def _memory() -> Memory:
-    """Of this process. A page that n processes share counts in full in the first two, and as 1/n in Pss."""
+    """Returns this process's memory. A page shared by n processes counts in full in VmRSS and RssShmem, and as 1/n in
+    Pss."""
     gc.collect()
     status = Path("/proc/self/status").read_text() + Path("/proc/self/smaps_rollup").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
@@ -53,7 +54,8 @@ def _memory() -> Memory:
 
 
 def _added(wrap: Callable[[nn.Module], nn.Module], numel: int, steps: int) -> tuple[Memory, float]:
-    """Most memory over all ranks, beyond a module without gradients, after some steps; seconds of construction."""
+    """Returns the most memory of any rank after some steps, beyond a module without gradients, and the construction
+    time."""
     module = nn.Linear(numel, 1, bias=False)
     dist.barrier()
     before = _memory()
@@ -63,7 +65,7 @@ def _added(wrap: Callable[[nn.Module], nn.Module], numel: int, steps: int) -> tu
     construction = time.perf_counter() - begin
     for _ in range(steps):
         model(torch.ones(1, numel)).sum().backward()
-    dist.barrier()  # the pages that a rank shares count in full for the others once it has ended
+    dist.barrier()  # while all ranks live, because a rank that ends moves its share of common pages to the others
     after = _memory()
     dist.barrier()
     added = torch.tensor([after[name] - before[name] for name in after])
@@ -77,7 +79,7 @@ def _shared(module: nn.Module) -> DistributedDataParallel:
     model = DistributedDataParallel(module, transport="shm")
     logged = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if logged["transport"] != "shm":
-        raise RuntimeError("memory cannot be shared here, so there is nothing to measure")
+        raise RuntimeError('transport is not "shm": memory cannot be shared on this machine')
     return model
 
 
@@ -86,7 +88,7 @@ def _resident() -> dict[str, Memory]:
         "torch": TorchDistributedDataParallel,
         "drivetrain": _shared,
     }
-    for wrap in wrappers.values():  # what each imports and allocates once
+    for wrap in wrappers.values():  # imports and allocations that happen once
         _added(wrap, 1024, 2)
     return {engine: _added(wrap, GRADIENTS_MIB * MIB // 4, 12)[0] for engine, wrap in wrappers.items()}
 
@@ -121,7 +123,7 @@ def _construct_rows(count: int, results: dict[str, tuple[Memory, float]]) -> lis
 
 
 def _bookkeeping_rows(count: int) -> list[Row]:
-    """What a rank keeps of so many others to report hangs, from simulated records of hosts of 8 ranks."""
+    """Measures the memory of hang reports on one rank, from simulated records of `count` ranks on hosts of 8."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     board_of = functools.partial(watch._Board, store, "", range(count), beat_s=60.0)
     for rank in range(count):
@@ -133,7 +135,7 @@ def _bookkeeping_rows(count: int) -> list[Row]:
     board = board_of(rank=0, host="host 0")
     board.read()
     if None in board.seen:
-        raise RuntimeError(f"of {count} simulated ranks some were not read")
+        raise RuntimeError(f"some of {count} simulated ranks were not read")
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     begin = time.perf_counter()
@@ -141,8 +143,8 @@ def _bookkeeping_rows(count: int) -> list[Row]:
     seconds = time.perf_counter() - begin
     what = f"{count} ranks on hosts of {RANKS_PER_HOST} (simulated)"
     return [
-        Row(f"a waiting rank's memory of others, {what}", "KiB", 0.0, kept / 1024),
-        Row(f"to read once who has come, {what}", "ms", 0.0, seconds * 1e3),
+        Row(f"memory of other ranks' records on a waiting rank, {what}", "KiB", 0.0, kept / 1024),
+        Row(f"reading the records once, {what}", "ms", 0.0, seconds * 1e3),
     ]
 
 

@@ -1,15 +1,15 @@
-"""Parameter shapes of well-known models, written out so that no model library is needed."""
+"""Lists the parameter shapes of well-known models without a model library."""
 
 Shape = tuple[int, ...]
 
 
 def gpt2_124m() -> list[Shape]:
-    """GPT-2 small: 148 tensors, 124.4 M parameters."""
+    """Returns the shapes of GPT-2 small: 148 tensors, 124.4 M parameters."""
     return _gpt(width=768, depth=12, length=1024)
 
 
 def gpt3_xl() -> list[Shape]:
-    """GPT-3 XL with GPT-2's vocabulary: 292 tensors, 1.3 B parameters."""
+    """Returns the shapes of GPT-3 XL with GPT-2's vocabulary: 292 tensors, 1.3 B parameters."""
     return _gpt(width=2048, depth=24, length=2048)
 
 
@@ -22,7 +22,7 @@ def _gpt(width: int, depth: int, length: int) -> list[Shape]:
 
 
 def resnet50() -> list[Shape]:
-    """ResNet-50: 161 tensors, 25.6 M parameters."""
+    """Returns the shapes of ResNet-50: 161 tensors, 25.6 M parameters."""
     shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -36,5 +36,5 @@ def resnet50() -> list[Shape]:
 
 
 def many_small() -> list[Shape]:
-    """10,000 tensors of 64 elements."""
+    """Returns 10,000 shapes of 64 elements."""
     return [(64,)] * 10_000

@@ -1,4 +1,4 @@
-"""Activation budgets: what forward saves for backward is kept, recomputed or offloaded within a limit of bytes."""
+"""Activation budgets: forward's saved tensors are kept, recomputed or offloaded within a limit of bytes."""
 
 from .budget import ActivationPlan, activation_budget
 

@@ -1,4 +1,4 @@
-"""`activation_budget`: what forward saves for backward, within so many bytes, for the least time."""
+"""Plans which saved tensors a model keeps for backward and which it recomputes, within a budget of bytes."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from . import progress, table
 from .compiled import CompiledRegions
 from .copies import Copies
 from .host_link import HostLink, link_of
-from .plan import Choice, choose
+from .plan import ChosenPolicy, choose
 from .retry import ModelSnapshot, Undo, first_line, is_out_of_memory
 from .sharded import refuse_resharding
 from .trace import STORAGE_FORMATS, Recording, Trace, profile
@@ -46,88 +46,87 @@ def activation_budget(
     offload: int | str | None = None,
     lossy: str | None = None,
 ) -> "ActivationPlan":
-    """Makes the model keep at most so many bytes for backward, and recompute the rest in the least time.
+    """Limits the bytes that a model keeps for backward, and recomputes the rest in the least time.
 
-    Runs `step_fn` twice with everything kept: the first time each forward pass is computed once more, operation by
-    operation, and the second time what backward asks for, when it does, which says what that takes (where the two took
-    different paths, there is another first time). Chooses for every tensor that autograd saves whether it is kept or
-    recomputed; runs `step_fn` a third time that way and compares the peak with the budget. From then on the model works
-    like that, in any training loop. Gradients have the bits they have without: what was forgotten is computed by the
-    same kernels from the same values, dropout's random numbers included, without calling your code again. So whatever
-    your code does besides (counters, prints, other paths through it) happens once, BatchNorm updates its running
-    statistics once, and a step that takes another path than the profiled ones is right, too: from where it parts, it
-    keeps what it saves.
+    Profiles two runs of `step_fn`. The first run re-executes each operation to check that it is deterministic; the
+    second times recomputation where backward needs it. If the two took different paths, the first is repeated. A solver
+    then decides for every saved tensor whether to save or to recompute it. A third run uses the plan and compares its
+    peak with the budget. From then on the model follows the plan in any training loop.
 
-    An operation that does not give the same bits twice, one that writes to tensors that were there before (KV caches),
-    and whatever is computed outside of torch's dispatcher (kernels of your own called with pointers) is kept.
+    Gradients have the same bits as without a budget: recomputation calls the same kernels on the same values, with the
+    same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
+    updates its running statistics once. A step on another path than the profiled ones is correct, too: from the point
+    where it diverges, it saves everything that autograd saves.
 
-    Where a step with everything kept does not fit into memory, `step_fn` runs up to its backward with nothing kept, and
-    is then left by an exception of which handlers for `Exception` do not know; the model's gradients and torch's random
-    states are put back (gradients that there are already are copied, so best call it with none). The passes before that
-    backward are taken for the step's largest. Ranks that wait for each other in `step_fn` must all fit or none: profile
+    Results are always saved if an operation is not deterministic, if it writes to tensors from before the pass (such as
+    KV caches), or if it runs outside torch's dispatcher (such as kernels called with pointers).
+
+    If a step that saves everything does not fit into memory, `step_fn` runs up to its backward with nothing saved. It
+    is then left by an exception that handlers for `Exception` do not catch. Gradients and torch's random states are
+    restored (existing gradients are copied, so preferably call it with none). The passes before that backward are
+    assumed to be the step's largest. Ranks that wait for each other in `step_fn` must all fit or all fail: profile
     under `no_sync()`.
 
-    What planning runs is your step: after it, BatchNorm has counted three batches more, and random numbers have been
-    drawn. Planning that ends early (an error, Ctrl-C) leaves the model as it was: buffers, gradients and random states
-    are put back (gradients that there are already are copied for that), and nothing of ours stays on it. Steps that an
-    optimizer took stay. Planning that takes longer than 2 seconds says on rank 0 what it is at: on its terminal, or
-    where standard error is none, at level INFO of the logger "drivetrain".
+    Planning runs real steps: afterwards, BatchNorm has counted three more batches, and random numbers have been drawn.
+    If planning fails or is interrupted, the model's buffers, gradients and random states are restored, and nothing
+    stays installed on the model. Optimizer steps are not undone. Planning that takes over 2 seconds reports its
+    progress on rank 0: on the terminal if standard error is one, otherwise at level INFO of the logger "drivetrain".
 
     Parameters, buffers, inputs and results must not change between a forward and its backward. Writes that torch counts
-    raise. Writes that it does not count (through `.numpy()` or DLPack, by its own fused optimizers, by an operator of
-    your own without a version bump) are seen in the first 8 forward passes under a plan and in every 31st: backward
-    compares every byte that a recomputation reads with what forward read, and names what differs. Not seen are such
-    writes in the passes between, any on a GPU, those to what autograd saved itself (there torch's own gradients are
-    wrong, too), and those to what is kept in another form (packed, or on the host), which they cannot harm.
+    raise an error. Uncounted writes (through `.numpy()`, DLPack, torch's fused optimizers, or an operator of yours
+    without a version bump) are detected in the first 8 forward passes under a plan and in every 31st. There, backward
+    compares every byte that a recomputation reads with what forward read, and the error names the tensor. Such writes
+    are not detected in other passes, on a GPU, in tensors that autograd saved itself (where torch's own gradients are
+    wrong, too), or in tensors that are packed or offloaded, which they cannot harm.
 
-    One thread at a time has the budget. What passes that wait for the same backward share (a cache) counts for each;
-    what an RNN's cell on the CPU writes piece by piece counts for each piece. torch.func's transforms that
-    differentiate cannot be used inside a pass (torch says so).
+    One thread at a time uses the budget. A tensor shared by several passes that wait for the same backward counts once
+    per pass; memory that an RNN cell on the CPU writes in parts counts per part. Differentiating transforms of
+    torch.func cannot be used inside a pass; torch raises an error.
 
-    Modules compiled with `torch.compile` (or `compile()`, or their `forward` with it) have torch's own memory budget,
-    a ratio: it is found by bisection, with at most 6 recompilations, of which the last may be at
-    two ratios. It is in force while this model's regions are compiled, in later recompilations too, and for nothing
-    else (the global setting stays). Of several regions, some may
-    have a higher ratio than the others. The table and `ActivationPlan.compiled` say which. What was compiled before is
-    back after `remove()`. Of a model that is compiled in part, its regions get the share of the budget that they have
-    of the bytes without one; where they cannot do with it, what the rest can do without. What they recompute has the
-    bits it had where the compiler's kernels do. Functions other than these that are compiled are not found: a compiled
-    loss function goes without a budget, and a compiled function that calls the model is an error. A plan that is made
-    anew from the old profile, or tightened by `step`, keeps the ratio.
+    Modules compiled with `torch.compile` (or `compile()`, or with a compiled `forward`) follow torch's own memory
+    budget, a ratio. It is found by bisection with at most 6 recompilations, of which the last may use two ratios. It
+    applies while this model's regions are compiled, also in later recompilations, and leaves the global setting
+    unchanged. Some of several regions may have a higher ratio than the others; the table and `ActivationPlan.compiled`
+    show which. The code compiled before is restored by `remove()`. In a partly compiled model, regions get their share
+    of the bytes without a budget; if they cannot meet it, they get what the rest does not need. Their gradients have
+    the same bits if the compiler's kernels do. Other compiled functions are not found: a compiled loss function has no
+    budget, and a compiled function that calls the model raises an error. A plan remade from an old profile, or
+    tightened by `step`, keeps the ratio.
 
     Args:
-        model: any module, or a wrapper of it (DDP). What `model(...)` computes has the budget; with the plan as a
-            context manager around forward and loss (`with plan: loss = loss_fn(model(x), y)`, backward after it) what
-            is inside has it, the loss too. Passes under torch.func's transforms go without.
-        step_fn: without arguments, runs forward, loss and backward of a real training step on your largest batch; it
-            may step the optimizer.
-        budget: the most bytes that are kept for backward at any time, parameters, gradients and states apart: a number,
-            "9GiB", "900MB", or "40%" of what is kept without a budget.
-        plan: what `ActivationPlan.save` wrote, or its `to_dict()`: nothing is profiled. With `budget`, the plan is made
-            anew for that budget from the old profile.
-        offload: also choose tensors that wait in the host's memory, in so many bytes of it at most, pinned for copies
-            from a GPU. The bandwidth of these copies is measured once per device (`ActivationPlan.host_link`); tensors
-            are offloaded where their copies can hide behind forward and backward, and fetched as early as that takes
-            and the budget has room. On the CPU, where that saves nothing, it only works.
-        lossy: "bfloat16" or "int8": also choose tensors that are kept in that form, with some loss: gradients are then
-            close, not the same. What has two values only (a mask) may be kept as bits in any case, without loss.
+        model: Any module, or a wrapper of it (DDP). The budget covers what `model(...)` computes. With the plan as a
+            context manager around forward and loss (`with plan: loss = loss_fn(model(x), y)`, backward after it), the
+            budget covers the loss, too. It does not cover passes under torch.func's transforms.
+        step_fn: Takes no arguments, and runs forward, loss and backward of a real training step on your largest batch;
+            it may step the optimizer.
+        budget: The most bytes kept for backward at any time, excluding parameters, gradients and optimizer states: a
+            number, "9GiB", "900MB", or "40%" of the bytes kept without a budget.
+        plan: A file that `ActivationPlan.save` wrote, or its `to_dict()`: nothing is profiled. With `budget`, a plan
+            for that budget is made from the old profile.
+        offload: Also allows offloading, with at most this many bytes of host memory, which is pinned for copies from a
+            GPU. The bandwidth of the link is measured once per device (`ActivationPlan.host_link`). Tensors are
+            offloaded where their copies can overlap forward and backward, and are fetched as early as needed and as the
+            budget permits. On the CPU, offloading works but saves nothing.
+        lossy: "bfloat16" or "int8": also allows this storage format, with rounding errors, so gradients are close but
+            not equal. Masks of two values may be stored as bits in any case, without loss.
 
     Returns:
-        the plan, which is in force. Print it for a table of blocks.
+        The plan, which is in force. Printing it shows a table of blocks.
 
     Raises:
-        ValueError: the budget is below what is possible (says the smallest that is), or not a number of bytes; the plan
-            is another model's; lossy is no form.
+        ValueError: The budget is below the smallest possible one (which the message names), or is no number of bytes;
+            the plan belongs to another model; or `lossy` is not a storage format.
         NotImplementedError: fully_shard() frees parameters of the model after forward (reshard_after_forward).
-        RuntimeError: step_fn does not train the model.
-        torch.OutOfMemoryError: forward does not fit with nothing kept, or the step under the plan and one a tenth
-            tighter: profile a part of the batch with that part of the budget. The plan holds for any batch size.
-        torch.utils.checkpoint.CheckpointError: in backward, if a parameter, buffer or input that has to be read again
-            was modified in between, or a result of the model was, or what a backward of your own was given; or if an
-            earlier backward through the same graph was interrupted while it recomputed in place.
+        RuntimeError: `step_fn` does not train the model.
+        torch.OutOfMemoryError: Forward does not fit with nothing saved, or neither the planned step nor one that is a
+            tenth tighter fits. Profile a part of the batch with that part of the budget: a plan holds for any batch
+            size.
+        torch.utils.checkpoint.CheckpointError: Raised in backward if a tensor that must be read again was modified
+            after forward, or if an earlier backward through the same graph was interrupted while it recomputed in
+            place.
     """
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        model = model.module  # what the wrapper does besides differs from step to step
+        model = model.module  # the wrapper's own operations differ from step to step
     refuse_resharding(model)
     before = ModelSnapshot(model)
     try:
@@ -161,7 +160,7 @@ def _planned(
         raise ValueError("step_fn is None, expected a function that runs one training step, or plan=")
     if budget is None:
         raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
-    _bytes_of(budget, 1)  # a mistake is told before anything runs
+    _bytes_of(budget, 1)  # raises before anything runs
     forms = [
         STORAGE_FORMATS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
     ]
@@ -170,36 +169,37 @@ def _planned(
             trace, peak = profile(model, step_fn, forms, pool)
             num_bytes = _bytes_of(budget, peak)
             fitted = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, forms, pool, is_short=True))
-            fitted.is_estimated |= trace.is_estimated  # the peak is
+            fitted.is_estimated |= trace.is_estimated  # the peak comes from `trace`
             trace = fitted
             made = ActivationPlan(model, trace, peak, regions, pool)
-            progress.tell("chooses what to keep")
+            progress.tell("chooses which tensors to save")
             made._choose(num_bytes)
         made._install()
         try:
             made._measure(step_fn)
         except BaseException:
-            made.remove()  # nobody has it
+            made.remove()  # the caller never receives it
             raise
         if is_last or not made.has_diverged:
             break
-        made.remove()  # the first steps of a model may be unlike the later ones
+        made.remove()  # the first steps of a model may differ from later ones
     return made
 
 
 class ActivationPlan(_C.ActivationScope):
-    """What a model keeps for backward, in force until `remove()`.
+    """Holds the save/recompute policy of a model, in force until `remove()`.
 
     Attributes:
-        budget_bytes: what was asked for.
-        unplanned_bytes: the peak without a budget, measured.
-        planned_bytes, planned_seconds: the peak and the time a step takes longer, as predicted.
-        bound_seconds: what no choice of tensors gets below, with these operations' times.
-        smallest_bytes: the smallest budget that is possible.
-        measured_bytes: the peak of the step that was run under the plan; None before.
-        host_link: what copies to the host and back were measured to take, by which tensors are offloaded; None without
-            `offload`, and on the CPU.
-        notes: what was found on the way, in words.
+        budget_bytes: The requested budget.
+        unplanned_bytes: The measured peak without a budget.
+        planned_bytes: The predicted peak.
+        planned_seconds: The predicted time that the plan adds to a step.
+        bound_seconds: A lower bound on the added time of every plan, from minimum cuts that ignore the memory of
+            replays.
+        smallest_bytes: The smallest budget for which a plan was found.
+        measured_bytes: The peak of the step that was run under the plan; None before that step.
+        host_link: The measured speed of copies to the host and back; None without `offload`, and on the CPU.
+        notes: Remarks made while planning.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class ActivationPlan(_C.ActivationScope):
         self._pool = pool
         self.host_link: HostLink | None = None if pool is None else link_of(model)
         self._trace = trace
-        self._choice: Choice | None = None
+        self._choice: ChosenPolicy | None = None
         self._recording: Recording | None = None
         self.unplanned_bytes = unplanned_bytes
         self.budget_bytes = 0
@@ -226,13 +226,15 @@ class ActivationPlan(_C.ActivationScope):
         self.notes: list[str] = []
         if trace.is_estimated:
             whole = table.size(unplanned_bytes)
-            self._note(f"a step with everything kept did not fit: that it would keep {whole} is estimated")
+            self._note(f"a step with everything saved did not fit: its {whole} are estimated")
         if not trace.has_one_path:
-            self._note("profiled steps took different paths: where a step parts from the last one, it keeps everything")
+            self._note(
+                "profiled steps took different paths: where a step diverges from the last one, it saves everything"
+            )
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the last forward pass took another path than the profiled ones: from there it kept everything."""
+        """True if the last forward pass diverged from the profiled path; from there it saved everything."""
         return bool(self._recorder.divergence)
 
     @property
@@ -253,37 +255,37 @@ class ActivationPlan(_C.ActivationScope):
 
     @property
     def compiled(self) -> CompiledRegions:
-        """The model's compiled regions, with the ratio of torch's memory budget that they have; empty without any."""
+        """The model's compiled regions and their ratios of torch's memory budget."""
         return self._regions
 
     @property
     def copies(self) -> Copies | None:
-        """What is copied to the host and back, and what the step waits for it, as predicted; None without a link."""
+        """The predicted copies to the host and back, and the time that a step waits for them; None without a link."""
         return self._chosen.copies
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was kept for backward at a time since `reset_peak()`, in bytes."""
+        """The most bytes kept for backward at a time since `reset_peak()`."""
         return self._recorder.peak_bytes
 
     @property
     def live_bytes(self) -> int:
-        """What is kept for backward now, in bytes."""
+        """The bytes kept for backward now."""
         return self._recorder.live_bytes
 
     @property
     def replay_seconds(self) -> float:
-        """What replays took since `reset_peak()`, in seconds of the host."""
+        """Seconds of the host's time in replays since `reset_peak()`."""
         return self._recorder.replay_seconds
 
     def reset_peak(self) -> None:
-        """`peak_bytes` and `replay_seconds` begin anew."""
+        """Resets `peak_bytes` and `replay_seconds`."""
         self._recorder.reset()
 
     def remove(self) -> None:
-        """The model keeps what it kept before; passes that wait for their backward still get it. Safe to call twice.
+        """Restores the model. Passes that wait for their backward still complete. May be called twice.
 
-        A pass that is being recorded ends here, in whichever thread it is.
+        Ends a pass that is being recorded, in any thread.
         """
         if self._recording is not None:
             self._recording.__exit__()
@@ -291,13 +293,13 @@ class ActivationPlan(_C.ActivationScope):
         self._regions.remove()
 
     def step(self, step_fn: Callable[[], Any]) -> Any:
-        """Runs a training step; if it runs out of memory, makes the plan a tenth tighter and runs it once more.
+        """Runs a training step. If it runs out of memory, makes the plan a tenth tighter and runs the step once more.
 
-        Gradients are put back as they were (those that there were are copied, so best call it with none); what the step
-        did besides is not undone.
+        Restores gradients before the second run (existing ones are copied, so preferably call it with none). Other side
+        effects of the first run are not undone.
 
         Raises:
-            torch.OutOfMemoryError: the second try ran out, too, or no tighter plan is possible.
+            torch.OutOfMemoryError: The second run ran out of memory, too, or no tighter plan is possible.
         """
         undo = Undo(self._model)
         try:
@@ -326,7 +328,7 @@ class ActivationPlan(_C.ActivationScope):
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile and the choice, in what JSON knows."""
+        """Returns the profile and the policy as plain data for JSON."""
         return {
             "drivetrain_activation_plan": _FORMAT,
             "torch": str(torch.__version__),
@@ -344,8 +346,8 @@ class ActivationPlan(_C.ActivationScope):
         Path(path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     def blocks(self) -> list[dict[str, Any]]:
-        """The rows of the table: block, kept_bytes, packed_bytes, offloaded_bytes, recomputed_bytes, planned_seconds,
-        and measured_seconds (of a step, on average; None before one was measured)."""
+        """Returns the rows of the table: block, kept_bytes, packed_bytes, offloaded_bytes, recomputed_bytes,
+        planned_seconds, and measured_seconds (the mean per step; None before a step was measured)."""
         measured = self._recorder.seconds_by_op() if self.measured_seconds is not None else None
         return table.rows(self._trace, self._chosen, measured)
 
@@ -359,8 +361,8 @@ class ActivationPlan(_C.ActivationScope):
         return table.html(self)
 
     @property
-    def _chosen(self) -> Choice:
-        assert self._choice is not None, "a plan has chosen before anybody sees it"
+    def _chosen(self) -> ChosenPolicy:
+        assert self._choice is not None, "a plan chooses a policy before it is returned"
         return self._choice
 
     @classmethod
@@ -386,7 +388,7 @@ class ActivationPlan(_C.ActivationScope):
         regions = CompiledRegions.restored(model, plan.get("compiled"))
         made = cls(model, trace, plan["unplanned_bytes"], regions, pool)
         made.budget_bytes = plan["budget_bytes"]
-        made._choice = Choice.from_dict(plan["choice"])
+        made._choice = ChosenPolicy.from_dict(plan["choice"])
         return made
 
     def _choose(self, budget_bytes: int) -> None:
@@ -406,14 +408,15 @@ class ActivationPlan(_C.ActivationScope):
             self._recording = Recording(self._model, self._recorder).__enter__()
 
     def _measure(self, step_fn: Callable[[], object]) -> None:
-        """Runs the step under the plan; as long as its peak is above the budget, plans for that much less."""
+        """Runs the step under the plan. While its peak exceeds the budget, plans for a budget smaller by that
+        factor."""
         budget = self.budget_bytes
         for correction in range(_CORRECTIONS + 1):
             self._recorder.reset()
             planned_for = self.budget_bytes
             progress.tell("runs a step under the plan")
             self.step(step_fn)
-            if self.budget_bytes < planned_for:  # it ran out of memory, and fits now
+            if self.budget_bytes < planned_for:  # it ran out of memory, and step() tightened the plan
                 budget = self.budget_bytes
             self.measured_bytes, self.measured_seconds = self._recorder.peak_bytes, self._recorder.replay_seconds
             if self._recorder.divergence:
@@ -423,16 +426,17 @@ class ActivationPlan(_C.ActivationScope):
             if correction == _CORRECTIONS:
                 warnings.warn(
                     f"activation_budget: the step keeps {table.size(self.measured_bytes)}, above the budget of "
-                    f"{table.size(budget)}: it keeps what the plan does not know of, or does not do the same each time",
+                    f"{table.size(budget)}: its passes differ from the profiled ones, or keep tensors "
+                    "that the profile did not see",
                     stacklevel=3,
                 )
                 break
             tighter = int(self.budget_bytes * budget / self.measured_bytes)
             self._note(
                 f"the measured peak was {table.size(self.measured_bytes)}, above the budget of {table.size(budget)}: "
-                f"planned anew for {table.size(tighter)}"
+                f"planned again for {table.size(tighter)}"
             )
-            with contextlib.suppress(ValueError):  # the smallest plan it is, then
+            with contextlib.suppress(ValueError):  # keeps the plan where no tighter one is possible
                 self._choose(tighter)
             self._install()
         self.budget_bytes = budget

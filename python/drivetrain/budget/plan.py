@@ -1,4 +1,4 @@
-"""From what a step did to what it shall keep: the solver's choice, and what the recorder is told of it."""
+"""Converts a recorded step into a save/recompute policy, and the policy into plans for the recorder."""
 
 import dataclasses
 import math
@@ -10,48 +10,48 @@ from .copies import Copies, StepClock, copies_of
 from .host_link import HostLink
 from .trace import STORAGE_FORMATS, Trace
 
-FORGET = -1
-KEEP = 0
+RECOMPUTE = -1
+SAVE = 0
 _NO_COPIES = float("inf")
-_PRICES = (0.02, 2.0)  # between which is the one at which as much is copied as can be hidden
+_PRICES = (0.02, 2.0)  # the bounds of the bisection for the price of copies
 _BISECTIONS = 4
-_NEGLIGIBLE = 0.05  # of all that a plan takes
-UNPLANNED = -2  # the recorder keeps it if autograd saves it
+_NEGLIGIBLE = 0.05  # of a plan's added time
+UNPLANNED = -2  # saved only if autograd saves it
 
 
 class PlannedOp(NamedTuple):
-    """What the recorder is told of an operation."""
+    """The plan for one operation, as the recorder takes it."""
 
     name: str
-    forms: Sequence[int]  # what becomes of each value that it makes
+    forms: Sequence[int]  # per output: RECOMPUTE, SAVE, UNPLANNED or a storage format
     is_replayed: bool
-    # With these arguments, all that autograd saves in it is kept as it is, and needs no hooks; None: with none.
+    # A hash of arguments with which autograd saves only unchanged tensors in this operation, so hooks are not needed.
     unhooked_arguments: int | None = None
-    unhooked: Sequence[bool] = ()  # which values that it makes are saved by such operations; empty: none
-    # Per value that it makes: the offloaded ones, by operation and result, whose copy back starts when it is taken.
+    unhooked: Sequence[bool] = ()  # per output: such an operation saves it; empty: none
+    # Per output: the offloaded values (operation, result) whose copies back start when backward takes the output.
     prefetches: Sequence[Sequence[tuple[int, int]]] = ()
-    module: str = ""  # that it is called in, for errors
+    module: str = ""  # in which it is called, for errors
 
 
 @dataclasses.dataclass
-class Choice:
-    """What the solver chose, and what it expects of it."""
+class ChosenPolicy:
+    """The solver's save/recompute policy, and its predicted cost."""
 
-    keeping: list[int]  # per value of the trace
+    policy: list[int]  # per value of the trace: RECOMPUTE, SAVE, or 1 + the index of a storage format
     peak_bytes: int
     seconds: float
     bound_seconds: float
     smallest_bytes: int
     is_feasible: bool
-    copies: Copies | None = None  # to the host and back, where a link is known
+    copies: Copies | None = None  # to the host and back, if a link is known
 
     @property
     def host_bytes(self) -> int:
-        """What the pool of host memory reserves at most for what is offloaded."""
+        """The most bytes that the pool of host memory reserves for offloaded values."""
         return 0 if self.copies is None else self.copies.host_bytes
 
     def tape_plans(self, trace: Trace) -> list[list[PlannedOp]]:
-        """For each pass, in order."""
+        """Returns the plans of each pass, in order."""
         needed, replayed = self.needed(trace)
         started_by: dict[int, list[int]] = {}
         for value, at in self.copies.prefetches if self.copies is not None else ():
@@ -61,14 +61,14 @@ class Choice:
             sources = {begin + read for op in replayed[which] for read in one.ops[op].reads}
             forms: dict[int, int] = {}
             for value in one.made:
-                form = self.keeping[begin + value]
-                if form == FORGET or not one.values[value].can_keep:
-                    forms[value] = FORGET
-                elif form > KEEP and begin + value in needed:
+                form = self.policy[begin + value]
+                if form == RECOMPUTE or not one.values[value].can_keep:
+                    forms[value] = RECOMPUTE
+                elif form > SAVE and begin + value in needed:
                     forms[value] = one.values[value].formats[form - 1].storage_format
                 else:
-                    forms[value] = KEEP if begin + value in sources else UNPLANNED
-            as_they_are = {value for value, form in forms.items() if form in (KEEP, UNPLANNED)}
+                    forms[value] = SAVE if begin + value in sources else UNPLANNED
+            as_they_are = {value for value, form in forms.items() if form in (SAVE, UNPLANNED)}
             made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made.writes)}
             saved = trace.saves_without_hooks(begin, one, as_they_are)
             unhooked = set().union(*saved.values())
@@ -92,13 +92,13 @@ class Choice:
         return plans
 
     def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:
-        """The values that backward asks for, or that a replay of such reads; and for each pass, what is replayed."""
+        """Returns the values that backward or its replays read, and per pass the operations that are replayed."""
         needed = {use.value for use in trace.uses}
         replayed: list[set[int]] = [set() for _ in trace.passes]
         for which, (begin, one) in reversed(list(enumerate(trace.passes_at()))):
             for index in reversed(range(len(one.ops))):
                 op = one.ops[index]
-                if any(self.keeping[begin + write] == FORGET and begin + write in needed for write in op.writes):
+                if any(self.policy[begin + write] == RECOMPUTE and begin + write in needed for write in op.writes):
                     needed.update(begin + read for read in op.reads)
                     replayed[which].add(index)
         return needed, replayed
@@ -107,20 +107,25 @@ class Choice:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "Choice":
+    def from_dict(cls, plain: dict[str, Any]) -> "ChosenPolicy":
         copies = plain.get("copies")
-        return cls(**{**plain, "copies": None if copies is None else Copies.from_dict(copies)})
+        fields = {("policy" if name == "keeping" else name): value for name, value in plain.items()}  # its old name
+        return cls(**{**fields, "copies": None if copies is None else Copies.from_dict(copies)})
 
 
-def choose(trace: Trace, budget_bytes: int, link: HostLink | None = None, host_bytes: int = 0) -> Choice:
-    """The least time within so many bytes; where that cannot be, the smallest plan there is (`is_feasible` says).
+def choose(trace: Trace, budget_bytes: int, link: HostLink | None = None, host_bytes: int = 0) -> ChosenPolicy:
+    """Chooses the policy that adds the least time within the budget, or the smallest one found if none fits.
 
-    With a link, values on the host cost what the step waits for their copies, which run beside it. The solver adds up
-    what each value costs by itself, so it is asked several times: with copies for the price of starting them, and with
-    a share of their time added, larger for values made late in forward, whose copies have less time to hide in.
+    With a link, an offloaded value costs the time that the step waits for its copies, which overlap the step. The
+    solver adds up costs of single values, so it runs several times: with copies that cost only their start, and with a
+    share of their time added. That share is larger for values made late in forward, whose copies have less time to
+    overlap.
 
     Args:
-        link, host_bytes: over which values may be offloaded, and what they may take on the host at most.
+        trace: The recorded step.
+        budget_bytes: The most bytes kept for backward at a time.
+        link: The link over which values may be offloaded; None disables offloading.
+        host_bytes: The most bytes of host memory for offloaded values.
     """
     if link is None or not trace.has_storage_format(STORAGE_FORMATS["host"]):
         return _solved(trace, budget_bytes, None)
@@ -138,14 +143,14 @@ def choose(trace: Trace, budget_bytes: int, link: HostLink | None = None, host_b
     return best
 
 
-def _copies_too_much(choice: Choice, host_bytes: int) -> bool:
-    """Whether the step would wait for copies for more than a negligible time, or the host has no room for them."""
+def _copies_too_much(choice: ChosenPolicy, host_bytes: int) -> bool:
+    """Returns True if the step would wait noticeably for copies, or if they exceed the host's memory."""
     assert choice.copies is not None
     return choice.copies.exposed_seconds > _NEGLIGIBLE * choice.seconds or choice.host_bytes > host_bytes
 
 
-def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) -> Choice:
-    """The solver's choice where a copy costs its start and `price` times its time; with what its copies really cost."""
+def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) -> ChosenPolicy:
+    """Solves with copies that cost their start and `price` times their time, and adds the predicted wait for copies."""
     clock = StepClock(trace)
     host = STORAGE_FORMATS["host"]
     sizes = [value.num_bytes for one in trace.passes for value in one.values]
@@ -155,29 +160,29 @@ def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) 
             return seconds
         if price == _NO_COPIES:
             return 1e6
-        lateness = 2 * clock.made_at.get(value, 0.0) / max(clock.forward_seconds, 1e-12)
+        share = 2 * clock.made_at.get(value, 0.0) / max(clock.forward_seconds, 1e-12)
         copying = link.out_seconds(sizes[value]) + link.in_seconds(sizes[value])
-        return 2 * link.copy_seconds + price * lateness * copying
+        return 2 * link.copy_seconds + price * share * copying
 
     choice = _solved(trace, budget_bytes, cost_of)
-    timeline = _C.activation_timeline(*trace.for_solver(cost_of), choice.keeping)
-    copies = copies_of(trace, choice.keeping, timeline["peak_bytes"], timeline["brought_back_at"], budget_bytes, link)
+    timeline = _C.activation_timeline(*trace.for_solver(cost_of), choice.policy)
+    copies = copies_of(trace, choice.policy, timeline["peak_bytes"], timeline["restored_at"], budget_bytes, link)
     priced = sum(
         cost_of(begin + i, host, 0.0)
         for begin, one in trace.passes_at()
         for i, value in enumerate(one.values)
-        if timeline["brought_back_at"][begin + i] >= 0
-        and value.formats[choice.keeping[begin + i] - 1].storage_format == host
+        if timeline["restored_at"][begin + i] >= 0
+        and value.formats[choice.policy[begin + i] - 1].storage_format == host
     )
     choice.seconds += 2 * link.copy_seconds * copies.num_values + copies.exposed_seconds - priced
     choice.copies = copies
     return choice
 
 
-def _solved(trace: Trace, budget_bytes: int, cost_of: Callable[[int, int, float], float] | None) -> Choice:
+def _solved(trace: Trace, budget_bytes: int, cost_of: Callable[[int, int, float], float] | None) -> ChosenPolicy:
     solved = _C.activation_solve(*trace.for_solver(cost_of), budget_bytes)
-    return Choice(
-        keeping=solved["keeping"],
+    return ChosenPolicy(
+        policy=solved["policy"],
         peak_bytes=solved["peak_bytes"],
         seconds=solved["seconds"],
         bound_seconds=solved["bound_seconds"],

@@ -1,4 +1,4 @@
-"""A plan as a table: per block of the model what is kept, what is recomputed, and what that takes."""
+"""Formats a plan as a table: per block of the model, the bytes saved and recomputed, and the time that takes."""
 
 import io
 import math
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..notebook import html_table
-from .plan import FORGET, KEEP, Choice
+from .plan import RECOMPUTE, SAVE, ChosenPolicy
 from .trace import STORAGE_FORMATS, Trace
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ _SUMMED = (
     "planned_seconds",
     "measured_seconds",
 )
-_LARGEST_SHARE = 1 / 6  # of all bytes: a block that has more is shown in its parts
+_LARGEST_SHARE = 1 / 6  # of all bytes; a larger block is split into its parts
 
 
 def size(num_bytes: float) -> str:
-    """In the unit that people would use, to be given back as a budget: rounded up."""
+    """Formats bytes, rounded up, so that the result can be passed as a budget."""
     unit, scale = next(
         ((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= s), ("B", 1)
     )
     return f"{math.ceil(100 * num_bytes / scale) / 100:g} {unit}"
 
 
-def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> list[dict[str, Any]]:
-    """One per block, in order of forward."""
+def rows(trace: Trace, choice: ChosenPolicy, measured: list[list[float]] | None) -> list[dict[str, Any]]:
+    """Returns one row per block, in order of forward."""
     saved = {use.value for use in trace.uses}
     needed, _ = choice.needed(trace)
     paths: list[tuple[str, ...]] = []
@@ -47,16 +47,16 @@ def rows(trace: Trace, choice: Choice, measured: list[list[float]] | None) -> li
                 value = begin + write
                 if value not in needed:
                     continue
-                if choice.keeping[value] == FORGET:
+                if choice.policy[value] == RECOMPUTE:
                     replayed = True
                     row["recomputed_bytes"] += one.values[write].num_bytes if value in saved else 0
-                elif choice.keeping[value] == KEEP:
+                elif choice.policy[value] == SAVE:
                     row["kept_bytes"] += one.values[write].num_bytes
                 else:
-                    cost = one.values[write].formats[choice.keeping[value] - 1]
+                    cost = one.values[write].formats[choice.policy[value] - 1]
                     is_offloaded = cost.storage_format == STORAGE_FORMATS["host"]
                     row["offloaded_bytes" if is_offloaded else "packed_bytes"] += one.values[write].num_bytes
-                    if not is_offloaded or choice.copies is None:  # else copies run beside the step
+                    if not is_offloaded or choice.copies is None:  # otherwise copies overlap the step
                         row["planned_seconds"] += cost.seconds
             row["planned_seconds"] += (op.seconds or 0.0) if replayed else 0.0
             if measured is not None:
@@ -94,7 +94,7 @@ def html(plan: "ActivationPlan") -> str:
 
 
 def _cells(plan: "ActivationPlan") -> list[tuple[str, ...]]:
-    """Returns one row per block, and their sum."""
+    """Returns one row of cells per block, and their sum."""
     blocks = plan.blocks()
     return [
         (
@@ -110,8 +110,8 @@ def _cells(plan: "ActivationPlan") -> list[tuple[str, ...]]:
 def _lines(plan: "ActivationPlan") -> list[str]:
     measured = "" if plan.measured_bytes is None else f", measured {size(plan.measured_bytes)}"
     lines = [
-        f"peak of what is kept for backward: budget {size(plan.budget_bytes)}, planned {size(plan.planned_bytes)}"
-        f"{measured}, {size(plan.unplanned_bytes)} without; smallest possible {size(plan.smallest_bytes)}"
+        f"peak of bytes kept for backward: budget {size(plan.budget_bytes)}, planned {size(plan.planned_bytes)}"
+        f"{measured}, {size(plan.unplanned_bytes)} without a budget; smallest possible {size(plan.smallest_bytes)}"
     ]
     if len(plan.compiled) > 0:
         lines.append(str(plan.compiled))
@@ -119,7 +119,7 @@ def _lines(plan: "ActivationPlan") -> list[str]:
     if plan.host_link is not None and copies is not None:
         lines.append(
             f"offload: measured {plan.host_link}; {copies.num_values} tensors of {size(copies.num_bytes)} are copied "
-            f"out and back, and the step waits {1e3 * copies.exposed_seconds:.1f} ms for that"
+            f"out and back, and the step waits {1e3 * copies.exposed_seconds:.1f} ms for them"
         )
     return lines + [f"note: {note}" for note in plan.notes]
 
@@ -137,7 +137,7 @@ def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _blocks(paths: list[tuple[str, ...]], found: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
-    """Modules, each with its operations: as large as they come without having more than a share of all bytes."""
+    """Groups operations by module, in the largest modules that do not exceed their share of all bytes."""
     total = sum(map(_all_bytes, found))
 
     def split(prefix: tuple[str, ...], indices: list[int]) -> list[tuple[str, list[int]]]:

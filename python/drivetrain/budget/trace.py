@@ -24,15 +24,16 @@ _DOES_NOT_TRAIN = (
 )
 
 _INSIDE_COMPILED = (
-    "step_fn calls the model inside of a function that torch.compile made, where operations cannot be seen: compile "
-    "the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the function "
-    "around it, and call activation_budget on that model"
+    ". If step_fn calls the model inside of a function that torch.compile made, its operations cannot be recorded: "
+    "compile the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the "
+    "function around it, and call activation_budget on that model"
 )
 
 
 def _does_not_train(has_no_pass: bool) -> str:
-    """Why a profile has nothing to go by. Dynamo leaves our hooks out of what it compiles."""
-    return _INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else _DOES_NOT_TRAIN
+    """Says why a profile has nothing to go by. Dynamo leaves our hooks out of what it compiles, and does not tell which
+    of the process's compiled functions step_fn called, so compiling is named as a possible cause only."""
+    return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
 
 
 # The storage formats of values besides the unchanged one: their names for users, and their numbers in the recorder.

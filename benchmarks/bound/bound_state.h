@@ -1,5 +1,5 @@
-// What a bound on the seconds knows of the ops that it has decided: many such at a time, of which those that are alike
-// can become one.
+// Declares the state of the bound in backward: a choice for the operations decided so far. Similar states can be
+// merged.
 #pragma once
 
 #include <algorithm>
@@ -13,39 +13,38 @@
 
 namespace drivetrain::budget {
 
-using Set = uint64_t;  // of values that cross: read by an op that is decided, written by one that is not
+using ValueSet = uint64_t;  // values written by undecided operations and read by decided ones
 
-// A moment at which everything must fit: the end of forward, after a take, or during a replay.
+// A time at which memory must fit: the end of forward, after a take, or during a replay.
 struct Moment {
-  int64_t bytes_left;  // for what is written by ops that are not decided
-  Set asked;           // values that a replay has read by then: there, while needed
-  Set maybe_asked;     // these, and those that a replay may have read by then
-  Set counted;         // those whose bytes bytes_left is without
-  int32_t from;        // the moment is not before this use; -1: not said, or all the same for what is not decided
-  int32_t use;         // the moment is not after this use; -1: the end of forward
+  int64_t bytes_left;    // for outputs of undecided operations
+  ValueSet asked;        // values that a replay has read by then: in memory while needed
+  ValueSet maybe_asked;  // these, and values that a replay may have read by then
+  ValueSet counted;      // values whose bytes are already subtracted from bytes_left
+  int32_t from;          // the moment is not before this use; -1: unknown or irrelevant for undecided operations
+  int32_t use;           // the moment is not after this use; -1: the end of forward
 
-  // As good as: whatever fits then fits at this moment, too.
+  // Returns true if everything that fits at the other moment fits at this one.
   bool is_implied_by(const Moment& other) const {
     return (asked & ~other.asked) == 0 && other.from >= from && other.bytes_left <= bytes_left;
   }
   auto sets() const { return std::tie(asked, maybe_asked, counted); }
 };
 
-// What was chosen for the ops that are decided, as far as the others need to know.
-struct Choice {
-  static constexpr size_t kMaxMoments = 4;  // that it remembers
+struct BoundState {
+  static constexpr size_t kMaxMoments = 4;  // remembered at most
 
   double seconds = 0;
-  double least_seconds = 0;  // with the least that the other ops take
-  Set asked = 0;             // values that replays read
-  Set asked_before = 0;      // these, if surely before anything is taken that is written by ops before the reader
+  double least_seconds = 0;   // with a lower bound for the undecided operations
+  ValueSet asked = 0;         // values that replays read
+  ValueSet asked_before = 0;  // values certainly read before any take of a value written before the reader
   uint32_t num_moments = 0;
   std::array<Moment, kMaxMoments> moments{};  // the first is the end of forward
 
   std::span<Moment> all() { return {moments.data(), num_moments}; }
   std::span<const Moment> all() const { return {moments.data(), num_moments}; }
 
-  bool has_sets_of(const Choice& other) const {
+  bool has_sets_of(const BoundState& other) const {
     const auto are_same = [](const Moment& a, const Moment& b) { return a.sets() == b.sets(); };
     return asked == other.asked && asked_before == other.asked_before &&
            std::equal(all().begin(), all().end(), other.all().begin(), other.all().end(), are_same);
@@ -64,7 +63,7 @@ struct Choice {
     std::sort(moments.begin() + 1, moments.begin() + num_moments,
               [](const Moment& a, const Moment& b) { return std::pair(a.sets(), a.use) < std::pair(b.sets(), b.use); });
   }
-  // The same for all that have the same sets and, in so many bytes, as many left.
+  // Equal for states with equal sets whose bytes_left are equal when rounded to multiples of `bytes`.
   uint64_t hash(int64_t bytes) const {
     uint64_t hash = 0xcbf29ce484222325;
     hash = mix(mix(hash, asked), asked_before);
@@ -74,15 +73,15 @@ struct Choice {
     }
     return hash;
   }
-  // Whatever the other may still do, this may.
-  bool allows_more_than(const Choice& other) const {
+  // Returns true if this state allows every continuation of the other.
+  bool allows_more_than(const BoundState& other) const {
     for (uint32_t i = 0; i < num_moments; ++i) {
       const Moment &mine = moments[i], &theirs = other.moments[i];
       if (mine.bytes_left < theirs.bytes_left || mine.from > theirs.from || mine.use < theirs.use) return false;
     }
     return seconds <= other.seconds;
   }
-  void allow_what_is_allowed_to(const Choice& other) {
+  void allow_what_is_allowed_to(const BoundState& other) {
     seconds = std::min(seconds, other.seconds);
     least_seconds = std::min(least_seconds, other.least_seconds);
     for (uint32_t i = 0; i < num_moments; ++i) {
@@ -91,7 +90,7 @@ struct Choice {
       moments[i].use = std::max(moments[i].use, other.moments[i].use);
     }
   }
-  // To forget a moment is to allow more; the tightest are remembered.
+  // Remembers the tightest moments. Forgetting one allows more, so the bound stays valid.
   void remember(const Moment& added) {
     for (const Moment& moment : all()) {
       if (added.is_implied_by(moment)) return;

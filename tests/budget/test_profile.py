@@ -1,0 +1,250 @@
+"""Checks the profile from which an activation budget is planned: operations, their times and their order."""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from models import Step, assert_same_bits, forget_all, gradients, masks_and_more
+from torch import Tensor, nn
+
+import drivetrain
+from drivetrain.budget.trace import Trace, _profile_step, profile
+
+
+class Doubled(nn.Module):
+    """Calls an operation of any library."""
+
+    def __init__(self, double: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.double = nn.Linear(16, 16), double
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double(self.linear(x)).sin().sum()
+
+
+def define(schema: str, function: Callable[[Tensor], Tensor]) -> torch.library.Library:
+    """Defines an operation by a function, below autograd and for it, until the library's `_destroy()`."""
+    library = torch.library.Library("test_activation_places", "FRAGMENT")
+    library.define(schema)
+    for key in ("CompositeExplicitAutograd", "Autograd"):
+        library.impl(schema.split("(")[0], function, key)
+    return library
+
+
+class ManyReaders(nn.Module):
+    """Computes many values from one that autograd does not save."""
+
+    def __init__(self, readers: int) -> None:
+        super().__init__()
+        self.linear, self.readers = nn.Linear(16, 16), readers
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.linear(x) + 1
+        return torch.stack([(shared + i).sin() for i in range(self.readers)]).sum()
+
+
+def called(trace: Trace) -> dict[str, list[bool]]:
+    """Returns, per name, if each operation was re-executed."""
+    found: dict[str, list[bool]] = {}
+    for name, _, seconds, _, _ in trace.passes[0].ops:
+        found.setdefault(name, []).append(seconds is not None)
+    return found
+
+
+def test_backwards_times_are_of_what_it_asks_for() -> None:
+    torch.manual_seed(0)
+    model, x = ManyReaders(readers=1), torch.randn(64, 16)
+    timed, _ = _profile_step(model, lambda: model(x).backward(), [], None, "timings")
+    # Backward needs the sine's argument and the operations before it, but not the sine.
+    assert called(timed) == {
+        "aten::addmm": [True], "aten::add": [True, True], "aten::sin": [False], "aten::stack": [False],
+        "aten::sum": [False],
+    }  # fmt: skip
+    both, _ = profile(model, lambda: model(x).backward())
+    assert all(all(of_name) for of_name in called(both).values())
+
+
+def test_what_many_ask_for_is_called_a_few_times_in_a_profile() -> None:
+    torch.manual_seed(0)
+    model, x = ManyReaders(readers=40), torch.randn(64, 16)
+    calls = 0
+
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.test_activation_places.counted(x)
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + 1
+
+    library = define("counted(Tensor x) -> Tensor", count)
+    model.linear = Counted()
+    x.requires_grad_(True)
+    _profile_step(model, lambda: model(x).backward(), [], None, "timings")
+    library._destroy()
+    assert 2 <= calls <= 3
+
+
+def test_a_profile_leaves_random_numbers_as_a_step_does() -> None:
+    """Covers an operation that draws random numbers without declaring it."""
+    torch.manual_seed(0)
+    library = define("noisy(Tensor x) -> Tensor", lambda x: x + torch.rand(x.shape))
+    model, x = Doubled(torch.ops.test_activation_places.noisy), torch.randn(8, 16)
+
+    def step() -> None:
+        torch.manual_seed(1)
+        model(x).backward()
+
+    step()
+    expected = torch.get_rng_state()
+    for purpose in ("profile", "timings"):
+        trace, _ = _profile_step(model, step, [], None, purpose)
+        assert called(trace)["test_activation_places::noisy"] == [True]
+        assert torch.equal(torch.get_rng_state(), expected), purpose
+    library._destroy()
+
+
+def test_an_operation_that_takes_anothers_place() -> None:
+    """The dispatcher reuses the entry of a removed operation, as when a notebook's cell runs again."""
+    x = torch.randn(8, 16)
+    for count in range(8):
+        name = f"double{count}"
+        if count % 2:
+            library = define(f"{name}(Tensor(a!) x) -> Tensor(a!)", lambda x: x.mul_(2))
+        else:
+            library = define(f"{name}(Tensor x) -> Tensor", lambda x: x * 2)
+        torch.manual_seed(0)
+        model = Doubled(getattr(torch.ops.test_activation_places, name))
+
+        def step(model: nn.Module = model) -> None:
+            model.zero_grad()
+            model(x).backward()
+
+        expected = gradients(model, step)
+        trace, _ = profile(model, step)
+        assert f"test_activation_places::{name}" in [op[0] for op in trace.passes[0].ops]
+        forget_all(model, step)
+        assert_same_bits(gradients(model, step), expected)
+        library._destroy()
+
+
+def test_an_operation_that_is_removed_before_backward_is_told() -> None:
+    x = torch.randn(8, 16)
+    library = define("double(Tensor x) -> Tensor", lambda x: x * 2)
+    model = Doubled(torch.ops.test_activation_places.double)
+    _, recorder = forget_all(model, lambda: model(x).backward())
+    loss = model(x)
+    library._destroy()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="test_activation_places::double was removed"):
+        loss.backward()
+    del loss
+    assert recorder.live_bytes == 0
+
+
+def test_what_makes_something_of_nothing_takes_time_too() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            for _ in range(4):
+                x = x * torch.rand(256, 64)
+            return x.sum()
+
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(256, 64)
+    plan = drivetrain.activation_budget(model, lambda: model(x).backward(), "40%")
+    assert "recomputed" in str(plan)
+    assert any(op[0] == "aten::rand" or op[0] == "aten::uniform_" for op in plan._trace.passes[0].ops)
+    assert plan.planned_seconds > 0
+    assert sum(block["planned_seconds"] for block in plan.blocks()) > 0
+
+
+def test_statistics_that_the_pass_has_made_are_updated_once() -> None:
+    class Fresh(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm.running_mean = self.norm.running_mean.clone()
+            return self.norm(self.linear(x)).tanh().square().sum()
+
+    torch.manual_seed(0)
+    model, x = Fresh(), torch.randn(64, 16) + 3
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    before = copy.deepcopy(model.state_dict())
+    expected = gradients(model, step) | {"mean": model.norm.running_mean.clone()}
+    for purpose in ("profile", "timings"):
+        model.load_state_dict(before)
+        _profile_step(model, step, [], None, purpose)
+        torch.testing.assert_close(model.norm.running_mean, expected["mean"], rtol=0, atol=0)
+    forget_all(model, step)
+    model.load_state_dict(before)
+    assert_same_bits(gradients(model, step) | {"mean": model.norm.running_mean.clone()}, expected)
+
+
+def test_forms_are_of_the_size_that_the_values_have() -> None:
+    model, _, _ = masks_and_more()
+    rows = itertools.cycle([256, 1024])
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.randn(next(rows), 64)).sum().backward()
+
+    # Storage formats measured in the first step would belong to other values.
+    assert not any(value[4] for one in profile(model, step, [1, 3])[0].passes for value in one.values)
+    rows = itertools.repeat(256)
+    assert any(value[4] for one in profile(model, step, [1, 3])[0].passes for value in one.values)
+
+
+def test_operations_that_do_the_same_take_the_same_time(gpt: tuple[nn.Module, Step]) -> None:
+    """Otherwise noise would decide among equal layers."""
+    model, step = gpt
+    trace, _ = profile(model, step)
+    layers = [
+        [(op[0], op[2]) for op in trace.passes[0].ops if trace.modules[op[1]].startswith(f"blocks.{i}.")]
+        for i in range(len(model.blocks))
+    ]
+    assert len(layers) > 1
+    assert len(layers[0]) > 4
+    assert all(layer == layers[0] for layer in layers)
+    seconds = {op[2] for op in trace.passes[0].ops}
+    assert len(seconds) > 4
+    assert None not in seconds
+
+
+def test_what_is_changed_between_forward_and_backward_is_kept() -> None:
+    """Recomputation would differ from what forward saved, and torch does not see the change."""
+    torch.manual_seed(0)
+    model, x, scale = nn.Linear(16, 16), torch.randn(64, 16), torch.rand(16)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * scale).tanh().sum()
+
+    def step() -> None:
+        loss = scaled(x)
+        scale.data.add_(1)
+        loss.backward()
+        scale.data.sub_(1)
+
+    scaled = Scaled()
+    trace, _ = profile(scaled, step)
+    by_name = {op[0]: [trace.passes[0].values[write][2] for write in op[4]] for op in trace.passes[0].ops}
+    assert by_name["aten::addmm"] == [True]
+    assert by_name["aten::tanh"] == [False]

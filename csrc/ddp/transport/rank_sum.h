@@ -1,4 +1,4 @@
-// The transports' arithmetic: adds up the ranks' values of a range. Needs no torch header.
+// Declares the sum of the ranks' values over a range of elements. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +22,12 @@ constexpr int64_t bytes_of(ElementType type) {
   return 0;
 }
 
-// The elements [begin, end) of all inputs are added in the order of the inputs, multiplied with `scale` and written to
-// all outputs, which may be inputs too, or begin where one begins if their elements are narrower. 16-bit floats are
-// added in float and rounded once. Integers wrap around and are not scaled.
+// Adds the elements [begin, end) of all inputs in the order of the inputs, multiplies them with `scale` and writes them
+// to all outputs. An output may be an input, or begin where one begins if its elements are narrower. 16-bit floats are
+// added in float32 and rounded once. Integers wrap around and are not scaled.
 struct SumJob {
   ElementType type;
-  ElementType output_type;  // the same, unless both are floats of at most 32 bits
+  ElementType output_type;  // equals `type`, unless both are floats of at most 32 bits
   const char* const* inputs;
   int num_inputs;
   char* const* outputs;
@@ -35,12 +35,12 @@ struct SumJob {
   int64_t begin;
   int64_t end;
   double scale;
-  // Null, or where the sum of the squares of what is written goes: of floats, in double, in an order that depends on
-  // the range alone.
+  // Gets the sum of squares of the written floats, computed in double in an order that depends on the range alone;
+  // null: it is not computed.
   double* square_sum = nullptr;
 };
 
-// With the chosen instruction set; every one gives the same bits.
+// Runs the job with the chosen instruction set. All instruction sets give the same bits.
 void sum_range(const SumJob& job);
 
 namespace baseline {

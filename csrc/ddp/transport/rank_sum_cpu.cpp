@@ -1,4 +1,4 @@
-// The sum over ranks: compiled once per instruction set (DRIVETRAIN_ISA names the namespace), includes no torch header.
+// Computes the sum over ranks. Compiled once per instruction set, which DRIVETRAIN_ISA names; includes no torch header.
 #include <cstring>
 
 #include "ddp/transport/rank_sum.h"
@@ -24,8 +24,8 @@ Format format_of(ElementType type) {
   }
 }
 
-// A tile of every input is added up in L1 and copied to the outputs: a loop of its own for each number of ranks would
-// only save trips to L1, and memory decides.
+// Adds one tile of every input in the L1 cache and copies it to the outputs. Separate loops per number of ranks would
+// only save accesses to L1, while memory limits the speed.
 template <class T>
 void sum_floats(const SumJob& job) {
   const Format format = format_of(job.type);
@@ -69,7 +69,7 @@ void sum_floats(const SumJob& job) {
   if (job.square_sum != nullptr) *job.square_sum = squares.total();
 }
 
-// Unsigned, so that an overflow wraps.
+// Takes unsigned types, so that an overflow wraps.
 template <class T>
 void sum_integers(const SumJob& job) {
   alignas(64) T sum[kTile];

@@ -1,0 +1,147 @@
+// Declares the flat gradient buffer: its memory, its division into buckets, and the views that become `.grad`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ddp/bucket_plan.h"
+#include "ddp/bucket_tags.h"
+#include "ddp/parameter.h"
+#include "ddp/step_streams.h"
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+
+// One bucket's memory.
+struct Bucket {
+  std::vector<size_t> params;                // in the expected order of their gradients
+  std::shared_ptr<const std::string> label;  // "bucket 7 of 12 [layer3.weight, ...]"
+  bool sparse = false;                       // has one parameter, whose gradient lies outside the buffer
+  bool ends_group = true;                    // small buckets wait for the next one and start together
+  int64_t offset = 0;                        // bytes from the buffer's start
+  int64_t end = 0;                           // likewise, behind the tags
+  // One-dimensional, padding included, in the parameters' dtype. For a sparse bucket this step's gradient.
+  at::Tensor flat;
+  at::Tensor tags, tagged;  // the tags behind flat, and flat with its tags; undefined without tags
+};
+
+struct BucketInfo {
+  std::vector<std::string> names;
+  int64_t bytes = 0;  // of gradients, without padding
+  std::string dtype;
+};
+
+// Owns one allocation per device. Each gradient has a fixed region in it from one build() to the next, and after a
+// synchronized backward `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its own.
+//
+// Invariants: regions do not overlap, unless reuses_memory() is set. Every rank that builds the same plans has the same
+// layout. A view shares the buffer's lifetime, but has a storage and a version counter of its own, so that saving or
+// copying one gradient never touches the others.
+class GradBuffer {
+ public:
+  // Decides what a script may keep over a `.grad`. stays_views: it shows the parameter's next gradient, too.
+  GradBuffer(const Parameters& params, StepStreams& streams, bool stays_views);
+
+  // Lays out the buckets, on memory of the transport if the total size has changed.
+  void build(const std::vector<BucketPlan>& plans, Comm& comm);
+  // Frees the memory; build() follows.
+  void free();
+
+  const std::vector<Bucket>& buckets() const { return buckets_; }
+  Bucket& bucket(size_t index) { return buckets_[index]; }
+  size_t bucket_of(size_t param) const { return regions_[param].bucket; }
+  int64_t offset_of(size_t param) const { return regions_[param].offset; }  // bytes from the bucket's start
+  const at::Tensor& view(size_t param) const { return regions_[param].view; }
+  BucketTags& tags() { return tags_; }
+  const std::vector<BucketPlan>& plans() const { return plans_; }
+  const std::map<std::string, at::Tensor>& memory() const { return memory_; }  // uint8, by device
+  int64_t bytes() const { return bytes_; }
+  std::vector<BucketInfo> infos() const;
+  // Returns each parameter's view; undefined where the gradient is sparse.
+  std::vector<at::Tensor> views() const;
+  // Returns the dtype of the parameter's gradients in the buffer.
+  at::ScalarType grad_dtype(size_t param) const;
+
+  // ---- Gradients in and out.
+
+  // Returns true if the tensor is the parameter's region, strided as its view.
+  bool is_in_place(size_t param, const at::Tensor& grad) const;
+  // Returns true if the buffer has these buckets already.
+  bool is_in_place(const std::vector<BucketPlan>& plans) const;
+  // Returns false if the script assigned to .grad.data, which replaces the view's memory.
+  bool has_intact_view(size_t param) const;
+  // Gives tensors that the script keeps over the region, such as p.grad.flatten(), memory of their own, before the
+  // region gets a gradient that is not accumulated into the one before. Pointers, such as those of NumPy arrays, cannot
+  // be moved.
+  void leave_to_holders(size_t param);
+  // Copies a gradient to its region in one pass, scaled.
+  void fill(size_t param, const at::Tensor& values, double scale);
+  void fill_zeros(size_t param);
+
+  // Returns true if the script refers to a view, so that nothing may move.
+  bool are_views_held() const;
+  // Copies the gradients that are being accumulated in the buffer, by parameter. They move with their parameters.
+  std::vector<at::Tensor> copy_kept_gradients() const;
+  // Puts these copies into their regions after a build().
+  void put_back(const std::vector<at::Tensor>& kept);
+  void forget_sparse_gradients();
+
+  // ---- Settings; all but the callbacks take effect with the next build().
+
+  // are_held: tells if Python refers to any of these tensors beside `.grad`.
+  void set_are_held(std::function<bool(const std::vector<at::Tensor>&)> are_held) { are_held_ = std::move(are_held); }
+  // on_moved: gets views() after the gradients have moved.
+  void set_on_moved(std::function<void(const std::vector<at::Tensor>&)> on_moved) { on_moved_ = std::move(on_moved); }
+  bool is_followed() const { return static_cast<bool>(on_moved_); }
+  void tell_moved() const;
+  // Gradients have this dtype instead of their parameters'.
+  void set_low_precision(at::ScalarType dtype) { low_precision_ = dtype; }
+  bool has_low_precision() const { return low_precision_.has_value(); }
+  // Later buckets reuse the memory of earlier ones, for optimizers that step in backward.
+  void set_reuses_memory(bool reuses) { reuses_memory_ = reuses; }
+  bool reuses_memory() const { return reuses_memory_; }
+
+ private:
+  // The place of a parameter's gradient.
+  struct Region {
+    size_t bucket = 0;
+    int64_t offset = 0;  // bytes from the bucket's start
+    at::Tensor view;     // strided by torch's gradient layout contract
+  };
+
+  void lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& used, Comm& comm);
+  void group_small_buckets();
+  std::string describe(size_t bucket) const;
+  at::Tensor make_view(size_t param) const;
+  const void* address_of(size_t param) const;
+  bool contains(const at::Tensor& tensor) const;
+  int64_t tag_bytes(const BucketPlan& plan) const;
+
+  const Parameters& params_;
+  StepStreams& streams_;
+  const bool stays_views_;
+  std::map<std::string, at::Tensor> memory_;
+  std::vector<BucketPlan> plans_;
+  std::vector<Bucket> buckets_;
+  std::vector<Region> regions_;  // by parameter
+  BucketTags tags_;
+  int64_t bytes_ = 0;
+  std::optional<at::ScalarType> low_precision_;
+  bool reuses_memory_ = false;
+  std::function<bool(const std::vector<at::Tensor>&)> are_held_;
+  std::function<void(const std::vector<at::Tensor>&)> on_moved_;
+};
+
+// Returns a tensor over part of the memory that shares its lifetime but has a storage of its own.
+at::Tensor piece_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                    at::ScalarType dtype);
+
+}  // namespace drivetrain::ddp

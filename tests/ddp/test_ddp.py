@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +19,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_cases import (
+    SMALL_BUCKETS,
+    Fails,
+    Net,
+    OnRanks,
+    Tied,
+    TorchDDP,
+    assert_equal_grads,
+    assert_equal_on_ranks,
+    inputs,
+    make_net,
+    message_of,
+    pair,
+    step_alike,
+)
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import distributed as ddp_module
 from warm import WarmScript
-
-TorchDDP = ddp_module.TorchDistributedDataParallel
-OnRanks = Callable[..., list[Any]]
-SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have several
-
-
-class Net(nn.Module):
-    """A little of everything: a buffer, a layer that not every forward uses, weights of several sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, 37)
-        self.norm = nn.BatchNorm1d(37)
-        self.second = nn.Linear(37, 37, bias=False)
-        self.optional = nn.Linear(37, 37)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.last = nn.Linear(37, 3)
-
-    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
-        x = self.second(self.norm(self.first(x)).relu()) * self.scale
-        if use_optional:
-            x = self.optional(x)
-        return self.last(x)
-
-
-def pair(model: nn.Module, **options: Any) -> tuple[DDP, TorchDDP]:
-    """Ours and torch's around equal models that started differently on every rank."""
-    twin = copy.deepcopy(model)
-    return DDP(model, **options), TorchDDP(twin, **options)
-
-
-def make_net() -> Net:
-    torch.manual_seed(dist.get_rank())
-    return Net()
-
-
-def inputs(count: int = 8) -> Tensor:
-    return torch.randn(count, 10)
-
-
-def assert_equal_grads(ours: nn.Module, theirs: nn.Module) -> None:
-    """Up to the noise of matrix products, whose bits depend on where their operands lie in memory."""
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-            assert a.grad.stride() == b.grad.stride(), name
-
-
-def step_alike(ours: nn.Module, theirs: nn.Module, steps: int) -> None:
-    """Both get the same gradients from the same batches."""
-    for _ in range(steps):
-        x = inputs()
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(x).pow(2).sum().backward()
-        assert_equal_grads(ours, theirs)
-
-
-def assert_equal_on_ranks(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, tensor)
-        assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
 def train(options: dict[str, Any], set_to_none: bool) -> int:
@@ -158,7 +108,7 @@ def unused(set_to_none: bool) -> None:
         x = inputs()
         for model in (ours, theirs):
             model.zero_grad(set_to_none=set_to_none)
-            if step == 3:  # used only in the part that is not synchronised
+            if step == 3:  # used only in the part that is not synchronized
                 with model.no_sync():
                     model(x, use_optional=dist.get_rank() == 1).sum().backward()
             model(x, use_optional=on_rank[dist.get_rank()]).sum().backward()
@@ -208,18 +158,6 @@ def outputs_outside_the_loss() -> None:
 
 def test_outputs_that_take_no_part_in_the_loss(on_ranks: OnRanks) -> None:
     on_ranks(outputs_outside_the_loss)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.middle = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.middle(self.embed(x)))
 
 
 def tied() -> None:
@@ -384,12 +322,6 @@ def test_parameters_that_the_module_asks_to_ignore(on_ranks: OnRanks) -> None:
     on_ranks(ignored_parameters)
 
 
-def message_of(error: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
 def different_models() -> list[str]:
     rank = dist.get_rank()
     shapes = message_of(RuntimeError, lambda: DDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))))
@@ -435,7 +367,7 @@ def test_modules_that_cannot_be_wrapped(on_ranks: OnRanks) -> None:
 
 def test_without_a_process_group() -> None:
     with pytest.raises(
-        ValueError, match="needs a process group and none is initialised: start the script with torchrun"
+        ValueError, match="needs a process group and none is initialized: start the script with torchrun"
     ):
         DDP(nn.Linear(2, 2))
 
@@ -560,18 +492,6 @@ def shared_parameters() -> None:
 
 def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:
     on_ranks(shared_parameters)
-
-
-class Fails(torch.autograd.Function):
-    """In backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ValueError("late")
 
 
 def interrupted() -> None:

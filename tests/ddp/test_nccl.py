@@ -20,13 +20,36 @@ from typing import Any
 
 import pybind11
 import pytest
-import test_ddp_contract as contract
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_net, message_of, pair, step_alike
 from torch import nn
 
 import nccl_ranks
+from ddp_cases import (
+    SMALL_BUCKETS,
+    OnRanks,
+    assert_equal_grads,
+    assert_means,
+    inputs,
+    linear_chain,
+    local_grads,
+    make_net,
+    mean_over_ranks,
+    message_of,
+    pair,
+    step_alike,
+)
+from ddp_contract_cases import (
+    diverged_replicas,
+    flag_set_after_forward,
+    gradients_behind_another_tensor,
+    measured_order,
+    several_backwards_with_unused_parameters,
+    sparse_gradients,
+    static_graph_and_no_sync,
+    uneven_sparse,
+    weighted_mean,
+)
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
 
@@ -276,16 +299,16 @@ def over_the_fake(fakes: Path, function: Callable[..., None], *args: Any) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        (contract.flag_set_after_forward,),
-        (contract.several_backwards_with_unused_parameters,),
-        (contract.static_graph_and_no_sync,),
-        (contract.weighted_mean, False),
-        (contract.weighted_mean, True),
-        (contract.parted_replicas,),
-        (contract.sparse_gradients,),
-        (contract.uneven_sparse,),
-        (contract.measured_order,),
-        (contract.gradients_behind_another_tensor,),
+        (flag_set_after_forward,),
+        (several_backwards_with_unused_parameters,),
+        (static_graph_and_no_sync,),
+        (weighted_mean, False),
+        (weighted_mean, True),
+        (diverged_replicas,),
+        (sparse_gradients,),
+        (uneven_sparse,),
+        (measured_order,),
+        (gradients_behind_another_tensor,),
     ],
     ids=lambda call: call[0].__name__,
 )
@@ -466,7 +489,7 @@ def test_a_rank_that_does_not_come(on_ranks: OnRanks, fakes: Path) -> None:
 
 def failing_step(fakes: Path, fault: str) -> tuple[str, list[str]]:
     with faked(fakes, fault=fault, timeout_s=SHORT_TIMEOUT_S) as log:
-        model = DDP(contract.linear_chain(), bucket_cap_mb=1e-4)
+        model = DDP(linear_chain(), bucket_cap_mb=1e-4)
         loss = model(inputs()).sum()
         message = message_of(RuntimeError, loss.backward)
         loss = model(inputs()).sum()
@@ -490,7 +513,7 @@ def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes:
     for message, log in on_ranks(failing_step, fakes, fault):
         assert "drivetrain: the all-reduce of bucket 0 of 3 [" in message
         assert "4.weight" in message
-        assert "failed in synchronised step 1" in message
+        assert "failed in synchronized step 1" in message
         assert words in message
         assert log.count("Abort") == 1
         assert "Destroy" not in log
@@ -499,7 +522,7 @@ def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes:
 
 def step_left_out(fakes: Path) -> str:
     with faked(fakes, timeout_s=SHORT_TIMEOUT_S):
-        model = DDP(contract.linear_chain())
+        model = DDP(linear_chain())
         if dist.get_rank() == 1:
             return ""
         return message_of(RuntimeError, model(inputs()).sum().backward)
@@ -513,7 +536,7 @@ def test_a_rank_that_leaves_a_step_out(on_ranks: OnRanks, fakes: Path) -> None:
 def given_up(fakes: Path) -> None:
     """Gradients left out after buckets were held back: these are not sent with the next step's."""
     with faked(fakes) as log:
-        model = DDP(contract.linear_chain(), bucket_cap_mb=1e-4)
+        model = DDP(linear_chain(), bucket_cap_mb=1e-4)
         cut = model.module[2].register_forward_pre_hook(lambda module, args: args[0].detach())
         model(inputs()).sum().backward()
         cut.remove()
@@ -521,9 +544,9 @@ def given_up(fakes: Path) -> None:
         model.reducer._reset_state()
         model.zero_grad()
         x = inputs()
-        expected = contract.mean_over_ranks(contract.local_grads(model, x))
+        expected = mean_over_ranks(local_grads(model, x))
         model(x).pow(2).sum().backward()
-        contract.assert_means(model, expected)
+        assert_means(model, expected)
         assert sum(line.startswith("Group: float sum") for line in log()) == 1
 
 

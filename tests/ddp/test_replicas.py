@@ -6,20 +6,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_cases import (
     SMALL_BUCKETS,
     OnRanks,
     TorchDDP,
     assert_equal_grads,
     assert_equal_on_ranks,
+    assert_means,
+    grads_of,
     inputs,
+    linear_chain,
+    local_grads,
+    mean_over_ranks,
     message_of,
     pair,
 )
-from test_ddp_contract import assert_means, grads_of, linear_chain, local_grads, mean_over_ranks
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
 from drivetrain import DistributedDataParallel as DDP
 
 OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]

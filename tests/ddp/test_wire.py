@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.cli import run
@@ -385,7 +385,7 @@ def absent_rank() -> None:
     began = time.monotonic()
     message = message_of(RuntimeError, step)
     assert "the all-reduce of bucket 0 of 2" in message, message
-    assert "in synchronised step 3" in message
+    assert "in synchronized step 3" in message
     assert "the all-reduce of bucket 0 of 2" in message_of(RuntimeError, step)
     assert time.monotonic() - began < 7  # the group's timeout, and not one for each of the buckets
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from test_main_grads import added
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +22,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.grad.fuse_wgrad import Linear

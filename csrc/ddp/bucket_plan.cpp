@@ -18,10 +18,11 @@ int64_t bytes_of(const ParamSize& size) {
 struct OpenBucket {
   BucketPlan plan;
   size_t closed = 0;          // how many buckets of this group came before
-  int64_t last_position = 0;  // where in the order its last parameter stands
+  int64_t last_position = 0;  // position of its last parameter in the order
 };
 
-// is_full(bucket) is asked after each parameter; closes_all(position) then. The rest of each group is a bucket too.
+// Closes a group's bucket where is_full(bucket) holds after a parameter, and all buckets where closes_all(position)
+// holds. The rest of each group is a bucket, too.
 template <class IsFull, class ClosesAll>
 std::vector<BucketPlan> pack(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order, IsFull&& is_full,
                              ClosesAll&& closes_all) {
@@ -55,17 +56,17 @@ std::vector<BucketPlan> pack(const std::vector<ParamSize>& sizes, const std::vec
   return buckets;
 }
 
-// When an all-reduce ends that may begin at `ready`, after one that may begin at `ready_before` and ends at
+// Returns when an all-reduce ends that may begin at `ready`. The one before it may begin at `ready_before` and ends at
 // `end_before`.
 double end_of(double ready_before, double end_before, double ready, double seconds, bool in_background) {
   const double start = in_background ? std::max(ready, end_before) : end_before + (ready - ready_before);
   return start + seconds;
 }
 
-// Neighbours in the order that no bucket separates.
+// Neighbors in the order that stay in one bucket.
 struct Piece {
   int64_t last_position = 0;
-  double ready = 0;                        // with everything before it
+  double ready = 0;                        // with all pieces before it
   std::map<int64_t, int64_t> bytes_up_to;  // per group, from the first piece to the end of this one
 };
 
@@ -96,8 +97,8 @@ std::vector<Piece> pieces_of(const std::vector<ParamSize>& sizes, const std::vec
 
 }  // namespace
 
-// Greedy: a bucket closes with the gradient that fills it, as torch's do. (Closing before it would leave each small
-// parameter between two large ones in a bucket, and so in a collective, of its own.)
+// Closes a bucket with the gradient that fills it, as torch does. To close it before would leave each small parameter
+// between two large ones in a bucket, and so in a collective, of its own.
 std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                                      const std::vector<int64_t>& caps) {
   DT_INVARIANT(!caps.empty() && order.size() == sizes.size());
@@ -134,15 +135,15 @@ std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const
   return expected;
 }
 
-// Least ends of the first j pieces, for every j: first over any number of cuts, then with 1, 2, ... of them until that
-// end is reached. An earlier end of what comes before never makes the end later, so that each needs the least only.
+// Dynamic programming over the earliest end of the first j pieces, for every j: first with any number of cuts, then
+// with 1, 2, ... cuts until that end is reached. An earlier end of the pieces before never makes the end later.
 std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                               const std::vector<double>& ready, const Costs& costs) {
   DT_INVARIANT(order.size() == sizes.size() && ready.size() == sizes.size() && !order.empty());
   const std::vector<Piece> pieces = pieces_of(sizes, order, ready);
   const size_t count = pieces.size();
   const auto ready_before = [&](size_t piece) { return piece == 0 ? 0.0 : pieces[piece - 1].ready; };
-  // [first * (count + 1) + end]: of the buckets that pieces [first, end) make.
+  // Seconds of the buckets that pieces [first, end) make, at [first * (count + 1) + end].
   std::vector<double> seconds((count + 1) * (count + 1), 0.0);
   for (size_t first = 0; first < count; ++first) {
     for (size_t end = first + 1; end <= count; ++end) {
@@ -164,11 +165,11 @@ std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::ve
     for (size_t first = 0; first < end; ++first) least[end] = std::min(least[end], end_with(first, end, least[first]));
   }
 
-  constexpr double kRounding = 1e-9;  // sums in another order
+  constexpr double kRounding = 1e-9;  // of sums in another order
   const double goal = least[count] * (1 + kRounding);
   std::vector<double> ends(count + 1, kNever);
   ends[0] = 0;
-  std::vector<std::vector<size_t>> firsts;  // [cuts][end]: of the last bucket
+  std::vector<std::vector<size_t>> firsts;  // [cuts][end]: first piece of the last bucket
   do {
     std::vector<double> longer(count + 1, kNever);
     firsts.emplace_back(count + 1, 0);
@@ -200,10 +201,11 @@ std::vector<BucketPlan> cut_buckets(const std::vector<ParamSize>& sizes, const s
 
 int64_t hash_of(const std::vector<BucketPlan>& buckets) {
   uint64_t hash = 0;
-  const auto add = [&](int64_t value) {  // multiplications by odd numbers lose nothing, shifts bring high bits down
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 29;
-  };
+  const auto add =
+      [&](int64_t value) {  // multiplying by an odd number is invertible, and the shift mixes high bits into low ones
+        hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
+        hash ^= hash >> 29;
+      };
   for (const BucketPlan& bucket : buckets) {
     add(bucket.group);
     add(bucket.bytes);

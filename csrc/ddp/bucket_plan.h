@@ -1,5 +1,4 @@
-// Which parameter goes to which bucket and where in the arena: pure functions of sizes and times, the same on every
-// rank.
+// Declares the division of gradients into buckets: pure functions of sizes and times, with equal results on every rank.
 #pragma once
 
 #include <cstddef>
@@ -28,49 +27,49 @@ struct BucketPlan {
   int64_t group = 0;
 };
 
-// Fills buckets in the order given (the expected order of gradients). bucket i of a group closes when it has
-// reached caps[i] bytes, the last cap repeating. Buckets come in the order in
-// which they are expected to be complete.
+// Fills buckets in the given order, the expected order of gradients. Bucket i of a group closes when it has reached
+// caps[i] bytes; the last cap repeats. Returns the buckets in the order in which they are expected to be complete.
 std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                                      const std::vector<int64_t>& caps);
 
-// What all-reduces cost.
+// The measured cost of all-reduces.
 struct Costs {
   struct Point {
     int64_t bytes;
     double seconds;
   };
   std::vector<Point> points;  // measured; bytes rise, seconds do not fall
-  // Whether backward goes on meanwhile; else the ranks' own threads carry the all-reduces out.
+  // True if backward goes on meanwhile; else the ranks' own threads execute the all-reduces.
   bool in_background = true;
 
-  // Linear between the points and beyond them.
+  // Interpolates, and extrapolates, linearly between the points.
   double seconds(int64_t bytes) const;
 };
 
 struct ExpectedBucket {
-  double ready = 0;  // seconds from the first gradient: the last gradient is there, if backward never stood still
+  double ready = 0;  // seconds from the first gradient to the last one, if backward never waits
   double start = 0;
   double end = 0;
 };
 
-// The timeline of these buckets: one all-reduce at a time, in their order. ready: of each parameter's gradient.
+// Returns the timeline of these buckets, with one all-reduce at a time in their order. ready: seconds at which each
+// parameter's gradient comes, [parameters].
 std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const std::vector<double>& ready,
                                    const Costs& costs);
 
-// Where buckets should close so that the last all-reduce ends earliest, with the fewest buckets for that: whether they
-// do after each place of the order. Exact where all parameters are of one group and at most kMaxPieces; of more
-// parameters, neighbours that together have less than 1 / kMaxPieces of the bytes stay together. With several groups,
-// all close their buckets at the same places.
+// Chooses where buckets close so that the last all-reduce ends earliest, with the fewest buckets for that. Returns for
+// each position of the order if buckets close after it. The choice is optimal for one group of at most kMaxPieces
+// parameters. Of more parameters, neighbors that together have less than 1 / kMaxPieces of the bytes stay together.
+// Several groups close their buckets at the same positions.
 constexpr size_t kMaxPieces = 512;
 std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                               const std::vector<double>& ready, const Costs& costs);
 
-// The buckets that close there, of integers alone.
+// Returns the buckets that close there. It computes with integers only.
 std::vector<BucketPlan> cut_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                                     const std::vector<bool>& is_cut);
 
-// Equal for equal buckets, and hardly ever for others; below 2^53, so that a double holds it.
+// Returns a checksum below 2^53, so that a double represents it.
 int64_t hash_of(const std::vector<BucketPlan>& buckets);
 
 }  // namespace drivetrain::ddp

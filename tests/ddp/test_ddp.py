@@ -1,4 +1,4 @@
-"""DistributedDataParallel on two real ranks against torch's class, and what it says when something is wrong."""
+"""Compares DistributedDataParallel with torch's class on two real ranks, and checks its errors."""
 
 import copy
 import io
@@ -71,7 +71,7 @@ def test_trains_as_torch_does(on_ranks: OnRanks, options: dict[str, Any], set_to
 
 
 class Products(nn.Module):
-    """Its gradients are the inputs themselves, so that every bit is the reduction's own doing."""
+    """Has its inputs as gradients, so that every bit is the result of the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def kept_gradient_stays() -> None:
         grad.fill_(rank_value)  # differs between ranks, so that any reduction would show
     ours(inputs(), use_optional=False).sum().backward()
     assert (ours.module.optional.weight.grad == rank_value).all()
-    # Used by rank 1 alone: the mean of what both have, as torch does.
+    # Rank 1 alone uses it: as in torch, the mean is over both ranks.
     ours(inputs(), use_optional=dist.get_rank() == 1).sum().backward()
     assert_equal_on_ranks([ours.module.optional.weight.grad])
 
@@ -209,7 +209,7 @@ def test_dtypes_and_strides(on_ranks: OnRanks) -> None:
     on_ranks(many_types)
 
 
-def in_one_arena() -> None:
+def in_one_buffer() -> None:
     ours = DDP(make_net(), **SMALL_BUCKETS)
     addresses = []
     for step in range(3):
@@ -225,7 +225,7 @@ def in_one_arena() -> None:
     buffer = io.BytesIO()
     torch.save(ours.module.scale.grad, buffer)
     assert buffer.tell() < 4096
-    # A gradient that someone replaced, by assignment or through .data, is reduced all the same.
+    # A gradient that was replaced, by assignment or through .data, is still reduced.
     twin = copy.deepcopy(ours.module)
     ours.module.scale.grad = torch.tensor(2.0)
     ours.module.last.bias.grad.data = torch.ones(3)
@@ -240,8 +240,8 @@ def in_one_arena() -> None:
     assert [p.grad.data_ptr() for p in ours.parameters()] == addresses[1]
 
 
-def test_gradients_live_in_one_arena(on_ranks: OnRanks) -> None:
-    on_ranks(in_one_arena)
+def test_gradients_live_in_one_buffer(on_ranks: OnRanks) -> None:
+    on_ranks(in_one_buffer)
 
 
 def overlaps() -> None:
@@ -249,7 +249,7 @@ def overlaps() -> None:
     seen: list[bool] = []
 
     def wait_for_the_last_layer(grad: Tensor) -> Tensor:
-        """Runs before the first layer's gradient is handed over; the last layer's must be reduced meanwhile."""
+        """Runs before the first layer's gradient is handed over. The last layer's must be reduced by then."""
         deadline = time.monotonic() + 10
         expected = torch.full((3,), 8 * 1.5)  # the mean of 8 * 1 and 8 * 2
         while not torch.equal(ours.module.last.bias.grad, expected) and time.monotonic() < deadline:
@@ -384,14 +384,14 @@ def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 def bad_backwards() -> None:
     ours = DDP(make_net())
     x = inputs()
-    # A parameter without a gradient, found at the next forward.
+    # The next forward finds a parameter without a gradient.
     ours(x, use_optional=False).sum().backward()
     message = message_of(RuntimeError, lambda: ours(x))
     assert "Expected to have finished reduction" in message
     assert "did not receive grad for rank" in message
     assert message.index("optional.weight, optional.bias") > message.index("Parameters which did not receive grad")
     assert "find_unused_parameters=True" in message
-    # The same parameter twice.
+    # One parameter gets two gradients.
     twice = DDP(nn.Linear(10, 10))
     out = twice(checkpoint(twice.module, x.requires_grad_(), use_reentrant=True))
     assert "'bias' got a second gradient" in message_of(RuntimeError, lambda: out.sum().backward())
@@ -465,7 +465,7 @@ def test_a_group_with_a_backend_per_device(on_ranks: OnRanks) -> None:
 
 
 def shared_parameters() -> None:
-    """One encoder under two wrappers: both hooks see every gradient, one of them is to reduce it."""
+    """Puts one encoder under two wrappers: both hooks see every gradient, and one must reduce it."""
 
     def build(wrapper: Any) -> list[nn.Module]:
         torch.manual_seed(dist.get_rank())
@@ -476,7 +476,7 @@ def shared_parameters() -> None:
     for ours, theirs in zip(all_ours, all_theirs, strict=True):
         theirs.load_state_dict(ours.state_dict())
         step_alike(ours, theirs, steps=2)
-    # Both in one backward: the first to see a gradient reduces it for both.
+    # In one backward through both, the first to see a gradient reduces it for both.
     x = inputs()
     for models in (all_ours, all_theirs):
         for model in models:
@@ -553,7 +553,7 @@ FAULTS = """
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer has its own allocator")
 def test_gradients_get_their_memory_back() -> None:
-    """A gradient that has gone to the arena leaves its memory to the next, instead of to the system."""
+    """A gradient that was copied to the flat buffer leaves its memory to the next one, not to the system."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FAULTS)], check=True, capture_output=True, text=True, timeout=60
     )

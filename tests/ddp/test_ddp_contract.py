@@ -1,4 +1,4 @@
-"""What DistributedDataParallel keeps beyond torch's own DDP tests: no replicas that part in silence, hooks, weights."""
+"""Checks DistributedDataParallel beyond torch's own tests: replicas that never diverge silently, hooks, weights."""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def several_backwards() -> None:
     for loss in losses:
         loss.backward()
     assert_means(model, expected)
-    # And one backward over the same graph twice.
+    # One graph gets two backwards.
     model.zero_grad()
     expected = mean_over_ranks(local_grads(model, x, x))
     loss = model(x).pow(2).sum()
@@ -126,7 +126,7 @@ def unfrozen_parameter() -> None:
 
 
 def weight_on_some_ranks() -> None:
-    """Through shared memory the ranks see that they reduce different things."""
+    """Checks that ranks notice through shared memory that they reduce different tensors."""
     model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
     loss = model(inputs()).mean()
     weight = 3 if dist.get_rank() == 0 else None
@@ -193,7 +193,7 @@ def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
 
 
 def profiled() -> None:
-    """Also where no process group carries the buckets, a profile shows what they take."""
+    """Checks that a profile shows the buckets even if no process group carries them."""
     model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(inputs()).sum().backward()
@@ -244,9 +244,10 @@ def hooks_see_buckets() -> None:
 
 
 def torchs_hooks() -> None:
-    """Each of torch's own hooks that runs over gloo does on our buckets what it does on torch's.
+    """Checks that each hook of torch that runs over gloo does on our buckets what it does on torch's.
 
-    (The quantised ones read a future that gloo fills otherwise, and fail with torch's class too; bf16's asks for NCCL.)
+    The quantized hooks read a future that gloo fills in another way, and fail with torch's class, too. The bfloat16 hook
+    requires NCCL.
     """
     power = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
     for make_hook in (
@@ -300,7 +301,7 @@ def test_communication_hooks(on_ranks: OnRanks, function: Callable[[], None]) ->
 
 
 def double_backward() -> None:
-    """(torch's class fails on this model: it writes in place to a gradient that is a leaf.)"""
+    """Has no reference: torch's class fails on this model, as it writes in place to a gradient that is a leaf."""
     model = DDP(linear_chain(), **SMALL_BUCKETS)
     x = inputs()
     expected = mean_over_ranks(local_grads(model, x))
@@ -310,7 +311,7 @@ def double_backward() -> None:
 
 
 def recomputed() -> None:
-    """Both kinds of activation checkpointing, the reentrant one twice over one parameter with a static graph."""
+    """Uses both kinds of activation checkpointing, the reentrant one twice over one parameter with a static graph."""
 
     class Checkpointed(nn.Module):
         def __init__(self, reentrant: bool, times: int) -> None:
@@ -335,7 +336,7 @@ def recomputed() -> None:
 
 
 def rebuilding_as_hooks_see_it() -> None:
-    """Hooks that step a ZeroRedundancyOptimizer lay it out by the buckets once they are rebuilt."""
+    """Lets hooks that step a ZeroRedundancyOptimizer partition it by the rebuilt buckets."""
     for model in pair(Backwards(), **SMALL_BUCKETS):
         seen: list[tuple[bool, int]] = []
 
@@ -355,7 +356,7 @@ def rebuilding_as_hooks_see_it() -> None:
 
 
 def uneven_static_graph() -> None:
-    """A rank may have no input at all while the others learn the graph (torch's class dies there)."""
+    """Gives a rank no input at all while the others learn the graph, where torch's class dies."""
     model = DDP(make_net(), static_graph=True, **SMALL_BUCKETS)
     model.eval()
     rank = dist.get_rank()
@@ -378,7 +379,7 @@ def uneven_static_graph() -> None:
 
 
 def held_gradients() -> None:
-    """With gradient_as_bucket_view=True the tensors of .grad may be kept: they go on showing the gradients."""
+    """Keeps tensors of .grad with gradient_as_bucket_view=True: they show the next gradients, too."""
     torch.manual_seed(dist.get_rank())
     model = DDP(Backwards(), transport="shm", gradient_as_bucket_view=True)
     held = None
@@ -395,7 +396,7 @@ def held_gradients() -> None:
 
 
 def delayed_parameters(hooked: str, *delayed: str) -> None:
-    """Some parameters, or all, are reduced past the reducer, once the gradient of one is there."""
+    """Reduces some or all parameters past the reducer, once the gradient of one has come."""
     net = linear_chain()
     net[2].bias.requires_grad_(False)  # torch's constructor wants one parameter beside the delayed ones
     named = dict(net.named_parameters())
@@ -473,7 +474,7 @@ def compiled() -> None:
 
 
 def beside_tensor_parallel(init_sync: bool) -> None:
-    """Two replicas of a model whose layers are each split over two ranks."""
+    """Trains two replicas of a model whose layers are each split over two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

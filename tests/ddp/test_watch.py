@@ -178,7 +178,7 @@ def test_names_a_rank_that_left_out_a_step(on_ranks: OnRanks) -> None:
 
 
 def a_chain_of_waits() -> list[str]:
-    """Rank 2 is late for a group of ranks 1 and 2; rank 0 waits for rank 1, which waits in that group."""
+    """Makes rank 2 late for a group of ranks 1 and 2. Rank 0 waits for rank 1, which waits in that group."""
     pair = dist.new_group([1, 2])
     world = DDP(blocks(), report_hang_after=LIMIT_S, transport="torch")
     with reports(tell_wrappers=True) as messages:
@@ -205,7 +205,7 @@ def test_two_wrappers_and_a_subgroup(on_three_ranks: OnRanks) -> None:
 
 
 def hangs_in_join(hanging: int) -> list[str]:
-    """Rank 1 runs out of inputs after two steps; a rank then hangs."""
+    """Lets rank 1 run out of inputs after two steps. A rank then hangs."""
     model = DDP(blocks(), report_hang_after=LIMIT_S, **SMALL_BUCKETS)
     with reports() as messages, model.join():
         for step in range(6 if dist.get_rank() == 0 else 2):
@@ -272,7 +272,7 @@ STOPPED = """
 
 
 def report_and_error(tmp_path: Path, transport: str, stopped: int) -> tuple[str, str]:
-    """Rank 1's first report of a rank that was stopped, and what it prints from then on: it is killed, too."""
+    """Returns rank 1's first report of a stopped rank, and its output after that rank was killed."""
     ranks = script_ranks(tmp_path, STOPPED, 3, WarmScript, DRIVETRAIN_TRANSPORT=transport, STOPPED=str(stopped))
     try:
         report = next(line for line in ranks[1].stderr if "has waited" in line)
@@ -367,7 +367,7 @@ def test_names_a_late_rank_of_another_host(on_four_ranks: OnRanks) -> None:
 
 
 class CountingStore:
-    """A store that counts the values read from it."""
+    """Counts the values that are read from a store."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
@@ -464,7 +464,7 @@ class Still:
 
 
 def looked_at() -> None:
-    """What looks at frames changes nothing in them: a debugger and locals() hold the very same dict."""
+    """Checks that reading frames changes nothing in them, as a debugger and locals() share one dict."""
     model = DDP(blocks(), report_hang_after=0.2)
     step_with(model)
     assert Still().stand(5)["secret"] == 5
@@ -517,7 +517,7 @@ def test_import_and_a_single_rank_start_no_thread(tmp_path: Path) -> None:
 
 
 class Holder:
-    """Its method lets go of something while it is being looked at."""
+    """Has a method that releases an object while the watchdog reads its frame."""
 
     def run(self, holds: threading.Event, go_on: threading.Event) -> bool:
         value = Holder()

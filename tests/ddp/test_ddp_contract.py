@@ -246,8 +246,8 @@ def hooks_see_buckets() -> None:
 def torchs_hooks() -> None:
     """Checks that each hook of torch that runs over gloo does on our buckets what it does on torch's.
 
-    The quantized hooks read a future that gloo fills in another way, and fail with torch's class, too. The bfloat16 hook
-    requires NCCL.
+    The quantized hooks read a future that gloo fills in another way, and fail with torch's class, too. The bfloat16
+    hook requires NCCL.
     """
     power = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
     for make_hook in (

@@ -39,12 +39,12 @@ struct BucketInfo {
   std::string dtype;
 };
 
-// Owns one allocation per device. Each gradient has a fixed region in it from one build() to the next, and after a
-// synchronized backward `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its own.
+// Owns one allocation per device. Each gradient has a fixed region in it from one build() to the next. After a
+// synchronized backward, `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its own.
 //
 // Invariants: regions do not overlap, unless reuses_memory() is set. Every rank that builds the same plans has the same
-// layout. A view shares the buffer's lifetime, but has a storage and a version counter of its own, so that saving or
-// copying one gradient never touches the others.
+// layout. A view shares the buffer's lifetime, but has its own storage and version counter. Saving or copying one
+// gradient therefore never touches the others.
 class GradBuffer {
  public:
   // Decides what a script may keep over a `.grad`. stays_views: it shows the parameter's next gradient, too.
@@ -78,9 +78,8 @@ class GradBuffer {
   bool is_in_place(const std::vector<BucketPlan>& plans) const;
   // Returns false if the script assigned to .grad.data, which replaces the view's memory.
   bool has_intact_view(size_t param) const;
-  // Gives tensors that the script keeps over the region, such as p.grad.flatten(), memory of their own, before the
-  // region gets a gradient that is not accumulated into the one before. Pointers, such as those of NumPy arrays, cannot
-  // be moved.
+  // Gives tensors that the script keeps over the region, such as p.grad.flatten(), memory of their own. Call it before
+  // the region gets a gradient that is not accumulated into the last one. NumPy arrays keep pointing at the region.
   void leave_to_holders(size_t param);
   // Copies a gradient to its region in one pass, scaled.
   void fill(size_t param, const at::Tensor& values, double scale);

@@ -5,8 +5,8 @@
 
 namespace drivetrain::ddp {
 
-// One reducer's claims on its parameters. Several wrappers may hold one parameter: they may take turns, and in a
-// backward that reaches both of them the first to get the gradient reduces it for both.
+// One reducer's claims on its parameters. Several wrappers may hold one parameter and take turns. In a backward that
+// reaches both of them, the first to get the gradient reduces it for both.
 //
 // Invariant: at most one reducer of the process has a claim on a parameter. Claims end with release() or the object.
 class ParameterClaims {

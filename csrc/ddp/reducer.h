@@ -27,8 +27,8 @@ namespace drivetrain::ddp {
 //
 // A backward synchronizes after a forward that prepared it, as with torch's reducer. So does any other backward through
 // outputs that announce() got, if set_sync(true) holds then: what is in `.grad` at its end is reduced. To reduce twice
-// does no harm, as the mean of equal means is the mean. Any other backward, such as one of the inner module or of a
-// penalty, stays this rank's own: its hooks only move gradients into the buffer.
+// does no harm, as the mean of equal means is the mean. Any other backward stays this rank's own, such as one of the
+// inner module or of a penalty. Its hooks only move gradients into the buffer.
 //
 // A static graph's first synchronized step counts how often each parameter's hook fires, and reduces everything at the
 // end of backward. Later steps wait for as many.

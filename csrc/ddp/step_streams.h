@@ -13,8 +13,8 @@ namespace drivetrain::ddp {
 // Autograd runs hooks on the streams of the gradient accumulators, which may be several, and a bucket is reduced from
 // one stream.
 //
-// Invariant: work that a stream is given after note() or join() runs after all work that the other streams of the step
-// were given before it. On the CPU all methods do nothing.
+// Invariant: work that a stream gets after note() or join() runs after all earlier work of the step's other streams. On
+// the CPU all methods do nothing.
 class StepStreams {
  public:
   explicit StepStreams(const Parameters& params) : params_(params) {}

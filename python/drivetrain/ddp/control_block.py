@@ -27,7 +27,7 @@ _logger = logging.getLogger("drivetrain")
 
 
 class Position(NamedTuple):
-    """Where a rank is: a synchronized step, and a position of `Progress` in it. The smaller one is behind."""
+    """The progress of a rank: a synchronized step, and a position of `Progress` in it. The smaller one is behind."""
 
     step: int
     position: int
@@ -43,7 +43,7 @@ class Status(NamedTuple):
 
 
 class Record(TypedDict):
-    """What a rank tells the others."""
+    """The record of a rank, which the others read."""
 
     beat: int  # grows with every record
     step: int
@@ -71,8 +71,8 @@ class ControlBlock:
     """Publishes this rank's record and reads the others', for one reducer.
 
     A rank reads the records of its own host. Of every other host it reads a summary, which the first rank to arrive
-    there makes of its host's records at each beat. It reads another host's records themselves for ranks that a report
-    names, and where nothing new has come for a while: that first rank may have ended.
+    there makes of its host's records at each beat. It reads another host's records for ranks that a report names. It
+    also reads them where nothing new has come for a while, as that first rank may have ended.
 
     Args:
         store: The process group's store.

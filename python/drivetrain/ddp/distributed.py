@@ -224,8 +224,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
         """Reduces `delay_all_reduce_named_params` once the gradient of `param_to_hook_all_reduce` has come.
 
-        torch's version also reduces under no_sync(), does not wait for the result before backward ends, and leaves out
-        that gradient itself where it is a delayed one.
+        torch's version also reduces under no_sync(), and does not wait for the result before backward ends. It leaves
+        out that gradient itself where it is a delayed one.
         """
         if not self.require_backward_grad_sync:
             return grad
@@ -323,7 +323,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         return self.stragglers()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's.
+        """Loads a state dict, as torch does.
 
         Raises:
             ValueError: `assign` is True, and the reducer would go on with the old parameters.

@@ -22,7 +22,7 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         return "reducer" in self.__dict__
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """As torch's.
+        """Returns the hook of a rank that has run out of inputs, as torch does.
 
         Raises:
             NotImplementedError: An optimizer steps in backward. A rank that has run out of inputs has no backward.

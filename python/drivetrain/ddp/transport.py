@@ -27,7 +27,7 @@ _wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
 
 
 class _RankFacts(NamedTuple):
-    """What a rank asks for, and where it runs."""
+    """The transport that a rank asks for, and the host that it runs on."""
 
     choice: str
     wire_dtype: torch.dtype | None

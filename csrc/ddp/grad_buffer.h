@@ -40,7 +40,8 @@ struct BucketInfo {
 };
 
 // Owns one allocation per device. Each gradient has a fixed region in it from one build() to the next. After a
-// synchronized backward, `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its own.
+// synchronized backward, `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its
+// own.
 //
 // Invariants: regions do not overlap, unless reuses_memory() is set. Every rank that builds the same plans has the same
 // layout. A view shares the buffer's lifetime, but has its own storage and version counter. Saving or copying one

@@ -17,7 +17,7 @@
 namespace drivetrain::ddp {
 
 // A wrapped module has one reducer. Autograd's hooks put each gradient into the flat buffer as it comes, so that at
-// most one exists twice, and a full bucket goes to the transport.
+// most one exists twice. A full bucket goes to the transport.
 //
 // The life of a synchronized step, which reducer.cpp shows from top to bottom:
 //   1. prepare_for_forward() and prepare_for_backward() surround a forward whose backward will synchronize.

@@ -246,8 +246,8 @@ class NcclComm final : public Comm {
     collective.count = static_cast<size_t>(flat.numel());
     collective.type = nccl_type(flat.scalar_type());
     collective.op = op;
-    // Keeps the storage only. The end of a tensor with a Python object needs the GIL, and a thread that asks for the
-    // GIL while Python shuts down aborts the process.
+    // Keeps the storage only. Freeing a tensor with a Python object needs the GIL. A thread that asks for the GIL while
+    // Python shuts down aborts the process.
     collective.keep = std::make_shared<c10::Storage>(flat.storage());
     auto started = std::make_shared<Started>(Started{flat.scalar_type(), nullptr});
     held_back_.emplace_back(std::move(collective), started);

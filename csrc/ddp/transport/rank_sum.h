@@ -35,8 +35,8 @@ struct SumJob {
   int64_t begin;
   int64_t end;
   double scale;
-  // Gets the sum of squares of the written floats, computed in double in an order that depends on the range alone;
-  // null: it is not computed.
+  // Gets the sum of squares of the written floats; null: it is not computed. The sum is in double, in an order
+  // that depends on the range alone.
   double* square_sum = nullptr;
 };
 

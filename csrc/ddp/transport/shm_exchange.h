@@ -33,10 +33,10 @@ class HostLink {
 // share a control block, zeroed before its first use. It holds the number of operations that each rank has published.
 // For each operation under way it holds the next chunk to be summed and the number of finished chunks.
 //
-// Each rank has a region of chunks, which it takes first, so that it touches the same part of the other ranks' memory
-// in every step. A rank with time left then takes chunks of late ranks. The chunk's values of all ranks are added in
-// rank order and written back to all ranks, so that all get the same bits whichever rank computes. From start() until
-// wait() returns, the memory of an operation belongs to all ranks.
+// Each rank first takes the chunks of its own region, so that it touches the same part of the others' memory in
+// every step. A rank with time left then takes chunks of late ranks. It adds a chunk's values in rank order and writes
+// the sum to all ranks, so that all get the same bits whichever rank computes. From start() until wait() returns, the
+// memory of an operation belongs to all ranks.
 //
 // With several hosts, a chunk's sum goes to the host's first rank only. That rank sums over hosts through its link.
 // Then any rank with time left copies chunks to the other ranks.

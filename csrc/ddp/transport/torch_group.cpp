@@ -20,8 +20,9 @@ void TorchReduce::wait() {
   work_->wait();
   if (!is_gloo_) return;
   // gloo's thread releases the work shortly after it reports the end. If it is the last owner by then, it asks for the
-  // GIL to free the work's tensors. While Python shuts down that aborts the process ("terminate called without an active
-  // exception"), as it does in about one torch DDP process in twenty on busy cores. This wait lets gloo release first.
+  // GIL to free the work's tensors. While Python shuts down that aborts the process ("terminate called without an
+  // active exception"), as it does in about one torch DDP process in twenty on busy cores. This wait lets gloo release
+  // first.
   const auto deadline = std::chrono::steady_clock::now() + kLongestRelease;
   while (work_.use_count() > 1 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
 }

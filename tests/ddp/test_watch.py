@@ -88,7 +88,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def line_at(report: str) -> str:
     """Returns the line of this file that the report names."""
-    found = re.search(r"tests/ddp/test_watch\.py:(\d+) in", report)
+    found = re.search(r"ddp/test_watch\.py:(\d+) in", report)
     assert found, report
     return Path(__file__).read_text().splitlines()[int(found[1]) - 1]
 
@@ -130,7 +130,7 @@ def test_names_what_waits_for_whom_and_where(on_ranks: OnRanks, options: Any, ho
     assert late == []
     assert re.fullmatch(
         r"rank 0 has waited [\d.]+ s: bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\] of step 3 waits for rank 1, "
-        r"last seen in 1 \(tests/ddp/test_watch\.py:\d+ in forward\)",
+        r"last seen in 1 \(ddp/test_watch\.py:\d+ in forward\)",
         waiting[0],
     ), waiting
     assert "time.sleep(self.sleep_s)" in line_at(waiting[0])
@@ -152,7 +152,7 @@ def test_names_a_wait_in_forward(on_ranks: OnRanks) -> None:
     assert late == []
     assert re.fullmatch(
         r"rank 1 has waited [\d.]+ s: the broadcast of buffers of step 3 waits for rank 0, "
-        r"last seen at tests/ddp/test_watch\.py:\d+ in late_outside_the_model",
+        r"last seen at ddp/test_watch\.py:\d+ in late_outside_the_model",
         waiting[0],
     ), waiting
     assert "an input that is long in coming" in line_at(waiting[0])
@@ -173,7 +173,7 @@ def left_out_a_step() -> list[str]:
 
 def test_names_a_rank_that_left_out_a_step(on_ranks: OnRanks) -> None:
     waiting, _ = on_ranks(left_out_a_step)
-    assert "of step 5 waits for rank 1, last seen at tests/ddp/test_watch.py:" in waiting[0]
+    assert "of step 5 waits for rank 1, last seen at ddp/test_watch.py:" in waiting[0]
     assert "in left_out_a_step" in waiting[0]
 
 
@@ -196,7 +196,7 @@ def test_two_wrappers_and_a_subgroup(on_three_ranks: OnRanks) -> None:
     assert third == []
     assert re.search(
         r"^rank 1 has waited .* of step 1 of DistributedDataParallel \d+ \(Sequential\) waits for rank 2, "
-        r"last seen in 2 \(tests/ddp/test_watch",
+        r"last seen in 2 \(ddp/test_watch",
         second[0],
     ), second
     assert re.search(r"^rank 0 has waited .* waits for rank 1, last seen at .*; for rank 2, last seen at", first[0]), (
@@ -222,12 +222,12 @@ def hangs_in_join(hanging: int) -> list[str]:
         (
             0,
             r"rank 1 has waited [\d.]+ s: (bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\]|the [a-z, ]+) of step 5 waits "
-            r"for rank 0, last seen in 1 \(tests/ddp/test_watch\.py:\d+ in forward\)",
+            r"for rank 0, last seen in 1 \(ddp/test_watch\.py:\d+ in forward\)",
         ),
         (
             1,
             r"rank 0 has waited [\d.]+ s: the count of ranks that still have inputs of step 3 waits for rank 1, "
-            r"last seen at tests/ddp/test_watch\.py:\d+ in hangs_in_join",
+            r"last seen at ddp/test_watch\.py:\d+ in hangs_in_join",
         ),
     ],
 )
@@ -363,7 +363,7 @@ def test_names_a_late_rank_of_another_host(on_four_ranks: OnRanks) -> None:
     *waiting, late = on_four_ranks(late_on_another_host)
     assert late == []
     for messages in waiting:
-        assert re.search(r"of step 3 waits for rank 3, last seen in 1 \(tests/ddp/test_watch\.py:\d+ in", messages[0])
+        assert re.search(r"of step 3 waits for rank 3, last seen in 1 \(ddp/test_watch\.py:\d+ in", messages[0])
 
 
 class CountingStore:
@@ -536,7 +536,7 @@ class Holder:
         where = hang_reports._where(thread.ident or 0, {id(module): (weakref.ref(module), "layer")})
         go_on.set()
         thread.join()
-        assert re.fullmatch(r"at tests/ddp/test_watch.py:\d+ in run", where)
+        assert re.fullmatch(r"at ddp/test_watch.py:\d+ in run", where)
         assert results == [True]
 
 

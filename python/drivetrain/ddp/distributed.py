@@ -249,9 +249,9 @@ class DistributedDataParallel(JoinsUnevenInputs):
         """Runs `loss.backward()` with a weight: gradients become the mean over everything that the weights count.
 
         Pass a mean loss over a micro-batch, and its number of tokens or samples as weight. After the synchronized
-        backward, `.grad` is the mean over all tokens of all ranks, and of all micro-batches since the last synchronized
-        backward if each got its weight here. Without weights, torch's mean of means overweights tokens of short
-        batches.
+        backward, `.grad` is the mean over all tokens of all ranks. This includes all micro-batches since the last
+        synchronized backward if each got its weight here. Without weights, torch's mean of means overweights tokens of
+        short batches.
 
         Every rank must give a weight in the same backwards. The loss is multiplied with it before backward. In float16
         large weights overflow: give them as shares of a usual batch. With weight 0 no backward runs and the loss, which
@@ -263,8 +263,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
             **kwargs: For `torch.Tensor.backward`.
 
         Raises:
-            ValueError: The weight is negative or not finite, all ranks' weights sum to 0 (on every rank), `.grad` holds
-                gradients that no weight counts, or the ranks are in `join()`.
+            ValueError: The weight is negative or not finite, or `.grad` holds gradients that no weight counts. Also if
+                all ranks' weights sum to 0 (on every rank), and in `join()`.
             NotImplementedError: An optimizer runs inside backward, or `mixed_precision` is set.
         """
         if weight is None:
@@ -405,8 +405,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
         plan.
 
         Two ranks sum to the same bits whatever the buckets are, and so do the ranks of a host through shared memory.
-        Over a process group of more ranks the order of a sum may depend on a bucket's size, so that two runs may differ
-        in their last bits. `bucket_cap_mb` fixes the sizes.
+        Over a process group of more ranks the order of a sum may depend on a bucket's size. Two runs may then differ in
+        their last bits, unless `bucket_cap_mb` fixes the sizes.
 
         Raises:
             RuntimeError: There is no reducer: the reductions of all parameters are delayed, or compiled into backward.

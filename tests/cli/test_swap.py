@@ -258,7 +258,7 @@ def test_unedited_script_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
 
     torchs, ours = (torch.load(tmp_path / name, weights_only=True) for name in ("torch.pt", "ours.pt"))
     assert torchs["class"] == "torch.nn.parallel.distributed"
-    assert ours["class"] == "drivetrain.ddp"
+    assert ours["class"] == "drivetrain.ddp.distributed"
     torch.testing.assert_close(ours["parameters"], torchs["parameters"], rtol=1e-6, atol=1e-7)
 
     assert said.count("drivetrain run: bound to drivetrain:") == 1  # rank 0 alone

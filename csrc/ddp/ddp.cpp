@@ -231,7 +231,7 @@ void register_reducer(py::module_& m) {
       .def("_push_all_rebuilt_params", with_parts(+[](Parts& parts) { parts.uneven.count_shadowed_step(); }), no_gil())
       // Reports.
       .def("times", with_parts(+[](Parts& parts) { return parts.last; }), no_gil())
-      .def("progress", with_parts(+[](Parts& parts) { return parts.collectives.progress(); }), no_gil())
+      .def("progress", &Reducer::progress)
       .def("plan_report", with_parts(+[](Parts& parts) { return parts.planner.report(); }), no_gil())
       .def("buckets", with_parts(+[](Parts& parts) { return parts.buffer.infos(); }), no_gil())
       .def("arena_bytes", with_parts(+[](Parts& parts) { return parts.buffer.bytes(); }), no_gil())

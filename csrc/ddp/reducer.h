@@ -49,6 +49,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     return std::forward<Body>(body)(parts_);
   }
+  // Returns the published progress, which may outlive the reducer, without taking the mutex.
+  std::shared_ptr<Progress> progress() const { return parts_.collectives.progress(); }
   // Decides if a backward through announced outputs synchronizes although no forward prepared it.
   void set_sync(bool sync) { sync_ = sync; }
 

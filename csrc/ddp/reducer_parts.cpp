@@ -37,10 +37,10 @@ ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::str
                            ReducerOptions given)
     : options(std::move(given)),
       params(make_params(std::move(tensors), std::move(names), options.sparse)),
-      collectives(std::move(comm), options.wrapper),
       streams(params),
       buffer(params, streams, options.gradients_stay_views),
       gradients(params, buffer, [this] { forget_step(); }),
+      collectives(std::move(comm), options.wrapper),
       used(params, gradients, collectives, options.find_unused_parameters),
       weights(params, collectives, [this] { forget_step(); }),
       replicas(params, collectives, options.check_replicas_every),

@@ -67,10 +67,10 @@ struct ReducerParts {
 
   const ReducerOptions options;
   Parameters params;
-  Collectives collectives;
   StepStreams streams;
   GradBuffer buffer;
   StepGradients gradients;
+  Collectives collectives;  // behind the buffer: a transport ends before its memory is freed
   UsedParameters used;
   WeightedMean weights;
   ReplicaCheck replicas;

@@ -85,9 +85,9 @@ void BucketPlanner::note_exposed(int64_t nanoseconds) {
 // ---- The plan by order.
 
 bool BucketPlanner::is_due(bool may_leave_out) const {
-  if (collectives_.steps() == 0 || buffer_.has_low_precision() || may_leave_out) return false;
+  if (collectives_.steps() == 0 || buffer_.settings.low_precision.has_value() || may_leave_out) return false;
   return !is_rebuilt_ ||
-         (is_measuring_ && !buffer_.reuses_memory() && collectives_.steps() >= measured_from_ + kMeasuredSteps);
+         (is_measuring_ && !buffer_.settings.reuses_memory && collectives_.steps() >= measured_from_ + kMeasuredSteps);
 }
 
 bool BucketPlanner::rebuild(bool may_leave_out, bool has_hook) {

@@ -39,8 +39,8 @@ void BucketQueue::reset() {
 // ---- Start.
 
 void BucketQueue::add(size_t param) {
-  State& state = states_[parts_.buffer.bucket_of(param)];
-  if (!parts_.buffer.reuses_memory()) put_in(param);
+  State& state = states_[parts_.buffer.region(param).bucket];
+  if (!parts_.buffer.settings.reuses_memory) put_in(param);
   DT_INVARIANT(state.missing > 0);
   if (--state.missing == 0) state.phase = Phase::kFull;
 }
@@ -64,7 +64,7 @@ void BucketQueue::start(size_t index) {
   const Bucket& bucket = parts_.buffer.bucket(index);
   // The bucket's gradients, and those of buckets that are held back with it, may have come on several streams.
   parts_.streams.join(parts_.params[bucket.params[0]].tensor.device());
-  if (parts_.buffer.reuses_memory()) {
+  if (parts_.buffer.settings.reuses_memory) {
     make_room_for(index);
     for (size_t param : bucket.params) put_in(param);
   }
@@ -92,7 +92,7 @@ void BucketQueue::reduce(size_t index) {
   if (hook_) {
     HookBucket seen{index, states_.size(), bucket.flat, {}, {}};
     for (size_t param : bucket.params) {
-      seen.offsets.push_back(bucket.sparse ? 0 : parts_.buffer.offset_of(param) / bucket.flat.element_size());
+      seen.offsets.push_back(bucket.sparse ? 0 : parts_.buffer.region(param).offset / bucket.flat.element_size());
       seen.params.push_back(parts_.params[param].tensor);
     }
     auto reduce = std::make_unique<HookReduce>(*hook_, seen);
@@ -179,7 +179,7 @@ void BucketQueue::take_hook_result(size_t index) {
     throw_type_error(text("the communication hook returned a tensor of ", result.numel(), " elements for ",
                           *bucket.label, ", expected as many as bucket.buffer() has: ", bucket.flat.numel()));
   }
-  if (parts_.buffer.has_low_precision()) {
+  if (parts_.buffer.settings.low_precision.has_value()) {
     parts_.gradients.copy_to_full_precision(bucket, result);
   } else if (bucket.sparse || !result.is_alias_of(bucket.flat) || result.scalar_type() != bucket.flat.scalar_type()) {
     bucket.flat.copy_(bucket.sparse ? result : result.reshape({-1}));
@@ -189,8 +189,8 @@ void BucketQueue::take_hook_result(size_t index) {
 // ---- Hand over.
 
 bool BucketQueue::can_hand_over_early() const {
-  return on_reduced_ && !parts_.used.is_shared() && !parts_.skips_unused && !parts_.buffer.has_low_precision() &&
-         !parts_.gradients.store().is_context();
+  return on_reduced_ && !parts_.used.is_shared() && !parts_.skips_unused &&
+         !parts_.buffer.settings.low_precision.has_value() && !parts_.gradients.store().is_context();
 }
 
 // Waits for the first `waits_for` buckets; of the others it takes those that are reduced.
@@ -232,9 +232,10 @@ void BucketQueue::hand_over_next() {
   } catch (...) {
     hand_over_error_ = std::current_exception();
   }
-  for (size_t i = 0; parts_.buffer.reuses_memory() && i < params.size(); ++i) {
+  for (size_t i = 0; parts_.buffer.settings.reuses_memory && i < params.size(); ++i) {
     at::Tensor& grad = parts_.params[params[i]].tensor.mutable_grad();
-    if (grad.defined() && grad.is_same(parts_.buffer.view(params[i]))) grad = grad.clone();  // others will lie there
+    if (grad.defined() && grad.is_same(parts_.buffer.region(params[i]).view))
+      grad = grad.clone();  // others will lie there
   }
 }
 

@@ -57,8 +57,8 @@ class BucketQueue {
   // ---- A step, in the order of calls.
 
   void reset();
-  void begin_step(const Scaling& scaling) { scaling_ = scaling; }
-  bool leaves_sums() const { return scaling_.as_sum; }
+  // To be set before the first add().
+  Scaling& scaling() { return scaling_; }
   // Returns true while the bucket waits for gradients.
   bool is_filling(size_t bucket) const { return states_[bucket].phase == Phase::kFilling; }
   // Counts one parameter of its bucket as ready, and puts its gradient in.
@@ -75,7 +75,7 @@ class BucketQueue {
   // Puts what communication hooks returned where the transport would have left it.
   void take_hook_results();
   // Returns true if the parameter's bucket was handed over during backward.
-  bool was_handed_over(size_t param) const { return parts_.buffer.bucket_of(param) < next_to_hand_over_; }
+  bool was_handed_over(size_t param) const { return parts_.buffer.region(param).bucket < next_to_hand_over_; }
   void hand_over_rest();
   // Returns what on_reduced threw in this step. It is raised once backward has reduced everything, as other ranks wait
   // for that.

@@ -46,7 +46,7 @@ void set_are_held(Reducer& reducer, py::function are_held) {
     return (*held)(tensors).cast<bool>();
   };
   const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.set_are_held(call); });
+  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.are_held = call; });
 }
 
 void set_ended_ranks(Reducer& reducer, py::function ended_ranks) {
@@ -64,7 +64,7 @@ void set_on_moved(Reducer& reducer, py::function on_moved) {
     (*held)(views);
   };
   const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.set_on_moved(call); });
+  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.on_moved = call; });
 }
 
 void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {

@@ -35,7 +35,9 @@ at::Tensor piece_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef si
 }
 
 GradBuffer::GradBuffer(const Parameters& params, StepStreams& streams, bool stays_views)
-    : params_(params), streams_(streams), stays_views_(stays_views), regions_(params.size()) {}
+    : params_(params), streams_(streams), regions_(params.size()) {
+  settings.stays_views = stays_views;
+}
 
 // ---- Memory.
 
@@ -55,7 +57,7 @@ void GradBuffer::build(const std::vector<BucketPlan>& plans, Comm& comm) {
   bytes_ = 0;
   for (auto& [device, size] : bytes) {
     // One bucket is filled while another is reduced. Small ones that start together have room beside each other.
-    if (reuses_memory_) size = std::min(size, 2 * (largest[device] + kSmallBucket));
+    if (settings.reuses_memory) size = std::min(size, 2 * (largest[device] + kSmallBucket));
     bytes_ += size;
   }
   std::map<std::string, int64_t> used;
@@ -128,7 +130,7 @@ std::string GradBuffer::describe(size_t bucket) const {
 
 at::ScalarType GradBuffer::grad_dtype(size_t param) const {
   const Parameter& of = params_[param];
-  return low_precision_ && of.tensor.is_floating_point() ? *low_precision_ : of.grad_dtype;
+  return settings.low_precision && of.tensor.is_floating_point() ? *settings.low_precision : of.grad_dtype;
 }
 
 std::vector<BucketInfo> GradBuffer::infos() const {
@@ -198,7 +200,7 @@ void GradBuffer::leave_to_holders(size_t param) {
     view = make_view(param);
     return;
   }
-  if (stays_views_ || on_moved_) return;
+  if (settings.stays_views || settings.on_moved) return;
   // torch accumulates in place into what .grad shows.
   const at::Tensor& grad = params_[param].tensor.grad();
   if (grad.defined() && grad.layout() == at::kStrided && is_in_place(param, grad)) return;
@@ -233,7 +235,7 @@ bool GradBuffer::are_views_held() const {
     if (region.view.storage().use_count() > 1) return true;
     views.push_back(region.view);
   }
-  return are_held_ && are_held_(views);
+  return settings.are_held && settings.are_held(views);
 }
 
 // The accumulators' streams may have written some of these gradients in this backward, outside of hooks.
@@ -258,7 +260,7 @@ void GradBuffer::put_back(const std::vector<at::Tensor>& kept) {
 }
 
 void GradBuffer::tell_moved() const {
-  if (on_moved_) on_moved_(views());
+  if (settings.on_moved) settings.on_moved(views());
 }
 
 void GradBuffer::forget_sparse_gradients() {

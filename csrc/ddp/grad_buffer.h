@@ -43,12 +43,28 @@ struct BucketInfo {
 // synchronized backward, `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its
 // own.
 //
-// Invariants: regions do not overlap, unless reuses_memory() is set. Every rank that builds the same plans has the same
-// layout. A view shares the buffer's lifetime, but has its own storage and version counter. Saving or copying one
-// gradient therefore never touches the others.
+// Invariants: regions do not overlap, unless settings.reuses_memory is set. Every rank that builds the same plans has
+// the same layout. A view shares the buffer's lifetime, but has its own storage and version counter. Saving or copying
+// one gradient therefore never touches the others.
 class GradBuffer {
  public:
-  // Decides what a script may keep over a `.grad`. stays_views: it shows the parameter's next gradient, too.
+  // The place of a parameter's gradient.
+  struct Region {
+    size_t bucket = 0;
+    int64_t offset = 0;  // bytes from the bucket's start
+    at::Tensor view;     // strided by torch's gradient layout contract; undefined where the gradient is sparse
+  };
+  // The layout settings take effect with the next build().
+  struct Settings {
+    bool stays_views = false;  // tensors that a script keeps over a `.grad` show the parameter's next gradient, too
+    std::optional<at::ScalarType> low_precision;  // the gradients' dtype instead of their parameters'; layout
+    bool reuses_memory = false;  // later buckets reuse the memory of earlier ones, for steps in backward; layout
+    // Tells if Python refers to any of these tensors beside `.grad`.
+    std::function<bool(const std::vector<at::Tensor>&)> are_held;
+    // Gets views() after the gradients have moved.
+    std::function<void(const std::vector<at::Tensor>&)> on_moved;
+  };
+
   GradBuffer(const Parameters& params, StepStreams& streams, bool stays_views);
 
   // Lays out the buckets, on memory of the transport if the total size has changed.
@@ -58,9 +74,7 @@ class GradBuffer {
 
   const std::vector<Bucket>& buckets() const { return buckets_; }
   Bucket& bucket(size_t index) { return buckets_[index]; }
-  size_t bucket_of(size_t param) const { return regions_[param].bucket; }
-  int64_t offset_of(size_t param) const { return regions_[param].offset; }  // bytes from the bucket's start
-  const at::Tensor& view(size_t param) const { return regions_[param].view; }
+  const Region& region(size_t param) const { return regions_[param]; }
   BucketTags& tags() { return tags_; }
   const std::vector<BucketPlan>& plans() const { return plans_; }
   const std::map<std::string, at::Tensor>& memory() const { return memory_; }  // uint8, by device
@@ -93,30 +107,12 @@ class GradBuffer {
   // Puts these copies into their regions after a build().
   void put_back(const std::vector<at::Tensor>& kept);
   void forget_sparse_gradients();
-
-  // ---- Settings; all but the callbacks take effect with the next build().
-
-  // are_held: tells if Python refers to any of these tensors beside `.grad`.
-  void set_are_held(std::function<bool(const std::vector<at::Tensor>&)> are_held) { are_held_ = std::move(are_held); }
-  // on_moved: gets views() after the gradients have moved.
-  void set_on_moved(std::function<void(const std::vector<at::Tensor>&)> on_moved) { on_moved_ = std::move(on_moved); }
-  bool is_followed() const { return static_cast<bool>(on_moved_); }
+  // Calls settings.on_moved.
   void tell_moved() const;
-  // Gradients have this dtype instead of their parameters'.
-  void set_low_precision(at::ScalarType dtype) { low_precision_ = dtype; }
-  bool has_low_precision() const { return low_precision_.has_value(); }
-  // Later buckets reuse the memory of earlier ones, for optimizers that step in backward.
-  void set_reuses_memory(bool reuses) { reuses_memory_ = reuses; }
-  bool reuses_memory() const { return reuses_memory_; }
+
+  Settings settings;
 
  private:
-  // The place of a parameter's gradient.
-  struct Region {
-    size_t bucket = 0;
-    int64_t offset = 0;  // bytes from the bucket's start
-    at::Tensor view;     // strided by torch's gradient layout contract
-  };
-
   void lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& used, Comm& comm);
   void group_small_buckets();
   std::string describe(size_t bucket) const;
@@ -127,17 +123,12 @@ class GradBuffer {
 
   const Parameters& params_;
   StepStreams& streams_;
-  const bool stays_views_;
   std::map<std::string, at::Tensor> memory_;
   std::vector<BucketPlan> plans_;
   std::vector<Bucket> buckets_;
   std::vector<Region> regions_;  // by parameter
   BucketTags tags_;
   int64_t bytes_ = 0;
-  std::optional<at::ScalarType> low_precision_;
-  bool reuses_memory_ = false;
-  std::function<bool(const std::vector<at::Tensor>&)> are_held_;
-  std::function<void(const std::vector<at::Tensor>&)> on_moved_;
 };
 
 // Returns a tensor over part of the memory that shares its lifetime but has a storage of its own.

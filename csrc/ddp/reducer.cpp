@@ -106,7 +106,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   parts_.errors.note([&] {
     if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
     parts_.weights.check_late();
-    if (!parts_.buffer.has_low_precision()) {
+    if (!parts_.buffer.settings.low_precision.has_value()) {
       for (const Parameter& param : parts_.params) check_hooked(param);
     }
     check_frozen(parts_.options.frozen);
@@ -151,11 +151,11 @@ void Reducer::take_gradient(size_t index, bool came) {
       announced.has_gradient = true;
       if (torch::autograd::get_current_graph_task_id() == announced.task) parts_.check_unconsumed(index, came);
     }
-    const bool moves = has_grad && !param.sparse && !rpc_context && !parts_.buffer.reuses_memory();
+    const bool moves = has_grad && !param.sparse && !rpc_context && !parts_.buffer.settings.reuses_memory;
     if (moves) parts_.gradients.take(index, 1);
     return;
   }
-  if (rpc_context && parts_.buffer.reuses_memory()) {
+  if (rpc_context && parts_.buffer.settings.reuses_memory) {
     throw_unsupported(
         "optimizer.step_in_backward() does not go together with distributed autograd (torch.distributed.autograd), "
         "which keeps gradients to itself: step after backward.");
@@ -190,7 +190,7 @@ void Reducer::begin_backward() {
   // After several forwards the first of several backwards may leave out what the others use.
   if (parts_.forwards > 1 && parts_.options.find_unused_parameters) mark_rest_unused_at_end();
   parts_.weights.begin_step();
-  parts_.queue.begin_step(parts_.choose_scaling());
+  parts_.queue.scaling() = parts_.choose_scaling();
   parts_.replicas.begin_step(parts_.uneven.is_joining());
   for (size_t index : parts_.used.take_unused()) {
     parts_.gradients[index].without_grad = true;
@@ -314,7 +314,7 @@ void Reducer::finalize() {
 // Hooks only collect until its end, so that reentrant checkpoints may bring several gradients of one parameter.
 void Reducer::on_output() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (parts_.phase != StepPhase::kIdle || !sync_ || parts_.buffer.has_low_precision()) return;
+  if (parts_.phase != StepPhase::kIdle || !sync_ || parts_.buffer.settings.low_precision.has_value()) return;
   if (ThreadLocalDistAutogradContext::getContextPtr()) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (parts_.announced.is_under_way && parts_.announced.task == task) return;
@@ -364,7 +364,8 @@ void Reducer::reduce_gradients() {
 
 void Reducer::begin_weighted(double weight) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (parts_.optimizer_in_backward || parts_.queue.has_on_reduced() || parts_.buffer.has_low_precision()) {
+  if (parts_.optimizer_in_backward || parts_.queue.has_on_reduced() ||
+      parts_.buffer.settings.low_precision.has_value()) {
     throw UnsupportedError(
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
         "mixed_precision: both use gradients before the sum of weights is known.");

@@ -64,12 +64,12 @@ ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::str
 
 void ReducerParts::set_on_reduced(BucketQueue::OnReduced on_reduced) {
   queue.set_on_reduced(std::move(on_reduced));
-  const bool reuses = queue.can_hand_over_early() && used.graph() == Graph::kDynamic && !buffer.is_followed();
-  if (reuses == buffer.reuses_memory()) return;
+  const bool reuses = queue.can_hand_over_early() && used.graph() == Graph::kDynamic && !buffer.settings.on_moved;
+  if (reuses == buffer.settings.reuses_memory) return;
   const at::NoGradGuard no_grad_tracking;
   reset();
   const std::vector<at::Tensor> kept = buffer.copy_kept_gradients();
-  buffer.set_reuses_memory(reuses);
+  buffer.settings.reuses_memory = reuses;
   planner.use(buffer.plans());
   if (!reuses) {
     buffer.put_back(kept);
@@ -94,7 +94,7 @@ void ReducerParts::set_static_graph() {
 }
 
 void ReducerParts::set_mixed_precision(at::ScalarType dtype) {
-  buffer.set_low_precision(dtype);
+  buffer.settings.low_precision = dtype;
   planner.start_over();
   queue.reset();
 }
@@ -156,9 +156,9 @@ void ReducerParts::end_interrupted_step() {
 }
 
 void ReducerParts::hand_back_gradients() {
-  const bool is_done_elsewhere = optimizer_in_backward || buffer.has_low_precision();
+  const bool is_done_elsewhere = optimizer_in_backward || buffer.settings.low_precision.has_value();
   for (size_t i = 0; i < params.size(); ++i) {
-    const bool used_anywhere = used.find_used(i, queue.is_skipped(buffer.bucket_of(i)));
+    const bool used_anywhere = used.find_used(i, queue.is_skipped(buffer.region(i).bucket));
     if (!is_done_elsewhere && !queue.was_handed_over(i)) gradients.hand_back(i, used_anywhere);
   }
 }
@@ -188,7 +188,8 @@ void ReducerParts::check_given_up() {
 }
 
 void ReducerParts::check_unconsumed(size_t param, bool came) const {
-  const bool may_be_consumed = buffer.has_low_precision() || optimizer_in_backward || gradients.store().is_context();
+  const bool may_be_consumed =
+      buffer.settings.low_precision.has_value() || optimizer_in_backward || gradients.store().is_context();
   if (may_be_consumed || collectives.comm().size() == 1) return;
   ddp::check_unconsumed(params[param], gradients[param].version, came);
 }
@@ -199,12 +200,13 @@ void ReducerParts::fail_incomplete() const {
 }
 
 at::Tensor ReducerParts::free_region(size_t param) {
-  const bool is_taken = gradients[param].ready || !queue.is_filling(buffer.bucket_of(param));
-  if (params[param].sparse || is_taken || buffer.has_low_precision() || buffer.reuses_memory()) return {};
+  const bool is_taken = gradients[param].ready || !queue.is_filling(buffer.region(param).bucket);
+  if (params[param].sparse || is_taken || buffer.settings.low_precision.has_value() || buffer.settings.reuses_memory)
+    return {};
   if (!buffer.has_intact_view(param)) return {};
   const at::NoGradGuard no_grad_tracking;
   buffer.leave_to_holders(param);
-  return buffer.view(param);
+  return buffer.region(param).view;
 }
 
 Scaling ReducerParts::choose_scaling() const {
@@ -226,14 +228,14 @@ Scaling ReducerParts::choose_scaling() const {
 }
 
 void ReducerParts::share_norm() {
-  if (!norm || !norm_is_due || weights.has_weight() || queue.leaves_sums() || queue.has_hook()) return;
-  if (optimizer_in_backward || buffer.has_low_precision() || gradients.store().is_context()) return;
+  if (!norm || !norm_is_due || weights.has_weight() || queue.scaling().as_sum || queue.has_hook()) return;
+  if (optimizer_in_backward || buffer.settings.low_precision.has_value() || gradients.store().is_context()) return;
   grad::Gradients found;
   found.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& grad = params[i].tensor.grad();
     const bool is_untouched = gradients[i].without_grad && gradients[i].untouched.defined();
-    if (params[i].sparse || gradients[i].delegated || is_untouched || !grad.is_same(buffer.view(i))) return;
+    if (params[i].sparse || gradients[i].delegated || is_untouched || !grad.is_same(buffer.region(i).view)) return;
     found.push_back(grad.unsafeGetTensorImpl());
   }
   norm->publish(std::move(found), queue.square_sum());

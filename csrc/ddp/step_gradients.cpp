@@ -55,13 +55,13 @@ void StepGradients::move_to_region(size_t param, at::Tensor& grad, double scale)
     return;
   }
   buffer_.fill(param, grad, scale);
-  grad = buffer_.view(param);
+  grad = buffer_.region(param).view;
 }
 
 void StepGradients::put_in(size_t param, double scale) {
   ParamStep& step = steps_[param];
   const Parameter& of = params_[param];
-  Bucket& bucket = buffer_.bucket(buffer_.bucket_of(param));
+  Bucket& bucket = buffer_.bucket(buffer_.region(param).bucket);
   if (step.delegated && !of.sparse) {
     buffer_.fill_zeros(param);
   } else if (!step.without_grad) {
@@ -98,11 +98,11 @@ void StepGradients::hand_back(size_t param, bool used) {
                            "(torch.distributed.autograd) has no entry for it. Use every parameter on every rank."));
   }
   if (step.differentiable.defined()) {
-    step.differentiable.detach().copy_(buffer_.view(param));
+    step.differentiable.detach().copy_(buffer_.region(param).view);
     of.tensor.mutable_grad() = step.differentiable;
     return;
   }
-  const at::Tensor& result = of.sparse ? buffer_.bucket(buffer_.bucket_of(param)).flat : buffer_.view(param);
+  const at::Tensor& result = of.sparse ? buffer_.bucket(buffer_.region(param).bucket).flat : buffer_.region(param).view;
   result.unsafeGetTensorImpl()->bump_version();  // transports write memory past autograd
   // Another hook, such as that of a second wrapper, may have replaced a `.grad` that was the view.
   store_.with(of.tensor, [&](at::Tensor& grad) {
@@ -115,9 +115,9 @@ void StepGradients::copy_to_full_precision(const Bucket& bucket, const at::Tenso
     const at::Tensor& tensor = params_[index].tensor;
     at::Tensor& grad = tensor.mutable_grad();
     if (!grad.defined() || grad.scalar_type() == buffer_.grad_dtype(index)) continue;
-    const int64_t first = buffer_.offset_of(index) / bucket.flat.element_size();
+    const int64_t first = buffer_.region(index).offset / bucket.flat.element_size();
     const at::Tensor piece = result.narrow(0, first, tensor.numel());
-    grad.copy_(piece.as_strided(tensor.sizes(), buffer_.view(index).strides(), piece.storage_offset()));
+    grad.copy_(piece.as_strided(tensor.sizes(), buffer_.region(index).view.strides(), piece.storage_offset()));
     steps_[index].differentiable = at::Tensor();
   }
 }

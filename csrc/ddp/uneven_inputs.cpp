@@ -41,7 +41,7 @@ std::unique_ptr<PendingReduce> UnevenInputs::reduce_zeros(size_t index, bool as_
   }
   Scaling scaling;
   scaling.as_sum = as_sum || !parts_.collectives.comm().averages();
-  parts_.queue.begin_step(scaling);
+  parts_.queue.scaling() = scaling;
   parts_.queue.start(index);
   return parts_.queue.take_pending(index);
 }

@@ -1,4 +1,4 @@
-"""One rank of data parallelism under a pure "nccl" group, ours against torch's class, on GPUs or on tests/fake_cuda.
+"""Runs one rank under a pure "nccl" group and compares ours with torch's class, on GPUs or on tests/fake_cuda.
 
 python nccl_ranks.py RANK SIZE STORE TRANSPORT [CASE ...]; prints "ok CASE" after each case that holds.
 """
@@ -30,7 +30,7 @@ def case(function: Callable[[str], None]) -> Callable[[str], None]:
 
 
 class Net(nn.Module):
-    """Which layers take part is up to the caller, and may differ between ranks."""
+    """Lets the caller choose which layers take part, which may differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def pair(transport: str, **arguments: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Gradients, parameters and buffers equal torch's, and gradients are the same on every rank."""
+    """Checks that gradients, parameters and buffers equal torch's, and gradients are equal on every rank."""
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), f"{name}: {a.grad} and {b.grad}"
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
@@ -152,7 +152,7 @@ def communication_hooks(transport: str) -> None:
 
 @case
 def weighted_mean(transport: str) -> None:
-    """Samples count alike, however many a rank has."""
+    """Weights every sample equally, however many a rank has."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 3)).cuda()
     ours = DistributedDataParallel(copy.deepcopy(plain), transport=transport)
@@ -172,7 +172,7 @@ def weighted_mean(transport: str) -> None:
 
 @case
 def large_float16_gradients(transport: str) -> None:
-    """Their mean is a float16, their sum is none."""
+    """Uses values whose mean is a float16 and whose sum exceeds float16."""
     model = DistributedDataParallel(nn.Linear(1, 4, bias=False).cuda().half(), transport=transport)
     for _ in range(3):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that live for the whole session and form a fresh gloo group for every call."""
+"""Provides real ranks for tests: processes that live for the session and form a new gloo group for every call."""
 
 import random
 import time
@@ -20,7 +20,7 @@ CALL_TIMEOUT_S = 120
 
 
 class RankPool:
-    """`world_size` processes; importing torch once per session instead of once per test is what it is for."""
+    """Runs functions on `world_size` processes, which import torch once per session instead of once per test."""
 
     def __init__(self, world_size: int, folder: Path) -> None:
         self._world_size = world_size
@@ -44,7 +44,7 @@ class RankPool:
             succeeded, result = connection.recv()
             (results if succeeded else failures).append(result if succeeded else f"rank {rank}:\n{result}")
         if failures:
-            self.close()  # what a failed call left behind, torch's count of groups for one, is not the next one's
+            self.close()  # a failed call may leave state behind, such as torch's count of groups
             raise AssertionError("\n".join(failures))
         return results
 
@@ -82,7 +82,7 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
             )
             dist.barrier()  # a rank that leaves while another still connects fails it
             answer = (True, function(*args))
-        except BaseException:  # everything, pytest's own failures included, goes to the parent
+        except BaseException:  # the parent gets everything, with pytest's own failures
             answer = (False, traceback.format_exc())
         finally:
             if dist.is_initialized():

@@ -1,9 +1,11 @@
-// Packs gradients in their order and chooses where buckets close.
+// Rebuilds the buckets by the order and the times of gradients.
 #include "ddp/bucket_planner.h"
 
+#include <ATen/ops/full.h>
+
 #include <algorithm>
-#include <limits>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "base/check.h"
@@ -11,209 +13,227 @@
 namespace drivetrain::ddp {
 namespace {
 
-int64_t bytes_of(const ParamSize& size) {
-  return (size.numel * size.element_bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
+constexpr size_t kExposedKept = 64;  // steps
 
-// One group's bucket that still takes parameters.
-struct OpenBucket {
-  BucketPlan plan;
-  size_t closed = 0;          // how many buckets of this group came before
-  int64_t last_position = 0;  // where in the order its last parameter stands
+// Sizes of the all-reduces that are timed once for a plan, each as often as a median needs.
+constexpr int64_t kProbeBytes[] = {64 << 10, 1 << 20, 4 << 20, 16 << 20};
+constexpr int kProbes = 5;
+
+// Why a measurement leads to no plan. Ranks tell each other the index.
+constexpr const char* kObstacles[] = {
+    "",
+    "a communication hook reduces",
+    "a rank ran out of inputs, or no forward prepared a backward, in the steps that were to be measured",
+    "the script keeps references to .grad tensors, which must go on showing their parameters' gradients",
 };
 
-// is_full(bucket) is asked after each parameter; closes_all(position) then. The rest of each group is a bucket too.
-template <class IsFull, class ClosesAll>
-std::vector<BucketPlan> pack(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order, IsFull&& is_full,
-                             ClosesAll&& closes_all) {
-  std::map<int64_t, OpenBucket> open;
-  std::vector<std::pair<int64_t, BucketPlan>> done;  // with the position at which the bucket is complete
-  const auto close = [&](OpenBucket& bucket) {
-    if (bucket.plan.slots.empty()) return;
-    done.emplace_back(bucket.last_position, std::move(bucket.plan));
-    bucket.plan = BucketPlan();
-    ++bucket.closed;
-  };
-  const auto close_all = [&] {
-    for (auto& [group, bucket] : open) close(bucket);
-  };
+const auto kOrder = std::make_shared<const std::string>("the broadcast of the buckets' order");
+const auto kCuts = std::make_shared<const std::string>("the broadcast of the buckets' sizes");
 
-  for (int64_t position = 0; position < static_cast<int64_t>(order.size()); ++position) {
-    const ParamSize& size = sizes.at(order[position]);
-    OpenBucket& bucket = open[size.group];
-    bucket.plan.group = size.group;
-    bucket.plan.slots.push_back({order[position], bucket.plan.bytes});
-    bucket.plan.bytes += bytes_of(size);
-    bucket.last_position = position;
-    if (is_full(bucket)) close(bucket);
-    if (closes_all(position)) close_all();
-  }
-  close_all();
-
-  std::sort(done.begin(), done.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::vector<BucketPlan> buckets;
-  for (auto& [position, plan] : done) buckets.push_back(std::move(plan));
-  return buckets;
-}
-
-// When an all-reduce ends that may begin at `ready`, after one that may begin at `ready_before` and ends at
-// `end_before`.
-double end_of(double ready_before, double end_before, double ready, double seconds, bool in_background) {
-  const double start = in_background ? std::max(ready, end_before) : end_before + (ready - ready_before);
-  return start + seconds;
-}
-
-// Neighbours in the order that no bucket separates.
-struct Piece {
-  int64_t last_position = 0;
-  double ready = 0;                        // with everything before it
-  std::map<int64_t, int64_t> bytes_up_to;  // per group, from the first piece to the end of this one
-};
-
-std::vector<Piece> pieces_of(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                             const std::vector<double>& ready) {
-  int64_t total = 0;
-  for (const ParamSize& size : sizes) total += bytes_of(size);
-  const int64_t few = order.size() <= kMaxPieces ? 1 : static_cast<int64_t>(total / kMaxPieces) + 1;
-  std::vector<Piece> pieces;
-  Piece open;
-  for (const ParamSize& size : sizes) open.bytes_up_to[size.group] = 0;
-  int64_t open_bytes = 0;
-  for (int64_t position = 0; position < static_cast<int64_t>(order.size()); ++position) {
-    const ParamSize& size = sizes.at(order[position]);
-    open.last_position = position;
-    open.ready = std::max(open.ready, ready.at(order[position]));
-    open.bytes_up_to[size.group] += bytes_of(size);
-    open_bytes += bytes_of(size);
-    if (open_bytes < few) continue;
-    pieces.push_back(open);
-    open_bytes = 0;
-  }
-  if (pieces.empty()) return {open};
-  pieces.back() = open_bytes == 0 ? open : pieces.back();  // parameters without elements at the end
-  if (open_bytes > 0) pieces.push_back(open);
-  return pieces;
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
 }
 
 }  // namespace
 
-// Greedy: a bucket closes with the gradient that fills it, as torch's do. (Closing before it would leave each small
-// parameter between two large ones in a bucket, and so in a collective, of its own.)
-std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                                     const std::vector<int64_t>& caps) {
-  DT_INVARIANT(!caps.empty() && order.size() == sizes.size());
-  const auto is_full = [&](const OpenBucket& bucket) {
-    return bucket.plan.bytes >= caps[std::min(bucket.closed, caps.size() - 1)];
-  };
-  return pack(sizes, order, is_full, [](int64_t) { return false; });
+BucketPlanner::BucketPlanner(const Parameters& params, GradBuffer& buffer, Collectives& collectives, Options options)
+    : params_(params), buffer_(buffer), collectives_(collectives), options_(std::move(options)) {}
+
+void BucketPlanner::start_over() {
+  is_rebuilt_ = is_measuring_ = misses_times_ = false;
+  fired_.clear();
+  use(plan_buckets(param_sizes(), registration_order(), options_.bucket_caps));
 }
 
-double Costs::seconds(int64_t bytes) const {
-  DT_INVARIANT(!points.empty());
-  if (points.size() == 1) return points[0].seconds;
-  size_t next = 1;
-  while (next + 1 < points.size() && points[next].bytes < bytes) ++next;
-  const Point &a = points[next - 1], &b = points[next];
-  const double slope = (b.seconds - a.seconds) / static_cast<double>(b.bytes - a.bytes);
-  return std::max(0.0, a.seconds + slope * static_cast<double>(bytes - a.bytes));
+void BucketPlanner::use(const std::vector<BucketPlan>& plans) {
+  buffer_.build(plans, collectives_.comm());
+  report_ = PlanReport();
 }
 
-std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const std::vector<double>& ready,
-                                   const Costs& costs) {
-  std::vector<ExpectedBucket> expected;
-  ExpectedBucket before;
-  for (const BucketPlan& bucket : buckets) {
-    ExpectedBucket now;
-    now.ready = before.ready;  // buckets start in their order
-    for (const Slot& slot : bucket.slots) now.ready = std::max(now.ready, ready.at(slot.param));
-    const double seconds = costs.seconds(bucket.bytes);
-    now.end = end_of(before.ready, before.end, now.ready, seconds, costs.in_background);
-    now.start = now.end - seconds;
-    expected.push_back(now);
-    before = now;
+// Parameters share buckets by device and dtype. A sparse one shares with none.
+std::vector<ParamSize> BucketPlanner::param_sizes() const {
+  std::map<std::pair<std::string, at::ScalarType>, int64_t> groups;
+  int64_t num_groups = 0;
+  std::vector<ParamSize> sizes;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Parameter& param = params_[i];
+    const auto key = std::make_pair(param.tensor.device().str(), buffer_.grad_dtype(i));
+    const int64_t group = param.sparse ? num_groups : groups.try_emplace(key, num_groups).first->second;
+    num_groups = std::max(num_groups, group + 1);
+    sizes.push_back({param.tensor.numel(), static_cast<int64_t>(c10::elementSize(key.second)), group});
   }
-  return expected;
+  return sizes;
 }
 
-// Least ends of the first j pieces, for every j: first over any number of cuts, then with 1, 2, ... of them until that
-// end is reached. An earlier end of what comes before never makes the end later, so that each needs the least only.
-std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                              const std::vector<double>& ready, const Costs& costs) {
-  DT_INVARIANT(order.size() == sizes.size() && ready.size() == sizes.size() && !order.empty());
-  const std::vector<Piece> pieces = pieces_of(sizes, order, ready);
-  const size_t count = pieces.size();
-  const auto ready_before = [&](size_t piece) { return piece == 0 ? 0.0 : pieces[piece - 1].ready; };
-  // [first * (count + 1) + end]: of the buckets that pieces [first, end) make.
-  std::vector<double> seconds((count + 1) * (count + 1), 0.0);
-  for (size_t first = 0; first < count; ++first) {
-    for (size_t end = first + 1; end <= count; ++end) {
-      for (const auto& [group, up_to] : pieces[end - 1].bytes_up_to) {
-        const int64_t bytes = up_to - (first == 0 ? 0 : pieces[first - 1].bytes_up_to.at(group));
-        if (bytes > 0) seconds[first * (count + 1) + end] += costs.seconds(bytes);
+std::vector<int64_t> BucketPlanner::registration_order() const {
+  std::vector<int64_t> order;
+  for (size_t i = params_.size(); i > 0; --i) order.push_back(static_cast<int64_t>(i) - 1);
+  return order;
+}
+
+void BucketPlanner::begin_step() {
+  if (collectives_.steps() == 0) fired_.clear();
+}
+
+void BucketPlanner::note_exposed(int64_t nanoseconds) {
+  std::vector<double>& exposed = report_.exposed_s;
+  if (exposed.size() == kExposedKept) exposed.erase(exposed.begin());
+  exposed.push_back(1e-9 * static_cast<double>(nanoseconds));
+}
+
+// ---- The plan by order.
+
+bool BucketPlanner::is_due(bool may_leave_out) const {
+  if (collectives_.steps() == 0 || buffer_.settings.low_precision.has_value() || may_leave_out) return false;
+  return !is_rebuilt_ ||
+         (is_measuring_ && !buffer_.settings.reuses_memory && collectives_.steps() >= measured_from_ + kMeasuredSteps);
+}
+
+bool BucketPlanner::rebuild(bool may_leave_out, bool has_hook) {
+  if (!is_due(may_leave_out)) return false;
+  if (!is_rebuilt_) {
+    rebuild_in_order();
+  } else {
+    rebuild_from_measurement(has_hook);
+  }
+  return true;
+}
+
+// The last hook of each parameter counts. Parameters whose hooks never fired come last.
+std::vector<int64_t> BucketPlanner::fired_order() const {
+  std::vector<int64_t> order;
+  std::vector<bool> seen(params_.size(), false);
+  const auto add = [&](int64_t index) {
+    if (!seen[index]) order.push_back(index);
+    seen[index] = true;
+  };
+  for (size_t i = fired_.size(); i > 0; --i) add(fired_[i - 1]);
+  std::reverse(order.begin(), order.end());
+  for (int64_t index : registration_order()) add(index);
+  return order;
+}
+
+void BucketPlanner::rebuild_in_order() {
+  is_rebuilt_ = true;
+  const std::vector<int64_t> order = fired_order();
+  const auto on_device = at::TensorOptions(at::kLong).device(device());
+  const at::Tensor holders = at::full({1}, buffer_.are_views_held() ? 1 : 0, on_device);
+  collectives_.sum_now(holders, "the number of ranks that hold gradients");
+  fired_ = collectives_.from_rank_0(order, kOrder, device());
+  is_measuring_ = options_.plan_from_measurement && buffer_.bytes() > 0;
+  if (is_measuring_) ready_.assign(kMeasuredSteps * params_.size(), 0);
+  measured_from_ = collectives_.steps();
+  const std::vector<BucketPlan> plans = plan_buckets(param_sizes(), fired_, options_.bucket_caps);
+  check_same_everywhere(plans);
+  if (buffer_.is_in_place(plans) || holders.cpu().data_ptr<int64_t>()[0] > 0) return;
+  const std::vector<at::Tensor> kept = buffer_.copy_kept_gradients();
+  use(plans);
+  buffer_.put_back(kept);
+}
+
+// Plans differ where the ranks' parameters do, which init_sync=True would have found. Ranks that used different plans
+// would look for gradients in different regions.
+void BucketPlanner::check_same_everywhere(const std::vector<BucketPlan>& plans) {
+  const Comm& comm = collectives_.comm();
+  const auto all = collectives_.gather({static_cast<double>(hash_of(plans))}, "the buckets' checksums", device());
+  for (int rank = 1; rank < comm.size(); ++rank) {
+    if (all[rank].data_ptr<double>()[0] == all[0].data_ptr<double>()[0]) continue;
+    throw EnvironmentError(text(comm.ranks().name(0), " and ", comm.ranks().name(rank),
+                                " make different buckets of the same plan: their parameters differ in number, size, "
+                                "dtype or order. Build the same model on every rank; with init_sync=True "
+                                "DistributedDataParallel says where they differ."));
+  }
+}
+
+// ---- The plan from measurement.
+
+void BucketPlanner::rebuild_from_measurement(bool has_hook) {
+  is_measuring_ = false;
+  const std::vector<double> ready = gather_ready(has_hook);
+  ready_ = {};
+  if (!report_.why_not.empty()) return;
+  const std::vector<at::Tensor> kept = buffer_.copy_kept_gradients();
+  Costs costs = measure_costs();
+  // Rank 0 decides: other processors might round the floating-point times differently.
+  std::vector<int64_t> cuts(params_.size(), 0);
+  if (collectives_.comm().rank() == 0) {
+    const std::vector<bool> chosen = choose_cuts(param_sizes(), fired_, ready, costs);
+    std::copy(chosen.begin(), chosen.end(), cuts.begin());
+  }
+  cuts = collectives_.from_rank_0(cuts, kCuts, device());
+  const std::vector<BucketPlan> plans = cut_buckets(param_sizes(), fired_, std::vector<bool>(cuts.begin(), cuts.end()));
+  check_same_everywhere(plans);
+  if (!buffer_.is_in_place(plans)) use(plans);
+  buffer_.put_back(kept);
+  report_.expected = expect(plans, ready, costs);
+  report_.costs = std::move(costs);
+}
+
+// Returns an index into kObstacles.
+int64_t BucketPlanner::obstacle(bool has_hook) const {
+  if (has_hook) return 1;
+  if (misses_times_) return 2;
+  return buffer_.are_views_held() ? 3 : 0;
+}
+
+// Returns the seconds after which each gradient is there on the last rank: the median over the measured steps. Notes in
+// the report what stands against a plan on any rank.
+std::vector<double> BucketPlanner::gather_ready(bool has_hook) {
+  const size_t count = params_.size();
+  std::vector<double> mine = {static_cast<double>(obstacle(has_hook))};
+  for (size_t i = 0; i < count; ++i) {
+    std::vector<double> steps;
+    for (int64_t step = 0; step < kMeasuredSteps; ++step) steps.push_back(ready_[step * count + i]);
+    mine.push_back(median(steps));
+  }
+  const Comm& comm = collectives_.comm();
+  const std::vector<at::Tensor> all = collectives_.gather(mine, "the gradients' times", device());
+  std::vector<double> ready(count, 0);
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    const double* values = all[rank].data_ptr<double>();
+    if (values[0] != 0)
+      report_.why_not = text("on ", comm.ranks().name(rank), " ", kObstacles[static_cast<int64_t>(values[0])]);
+    for (size_t i = 0; i < count; ++i) ready[i] = std::max(ready[i], values[1 + i]);
+  }
+  return ready;
+}
+
+// Returns what all-reduces cost on the slowest rank. Destroys what lies in the buffer.
+Costs BucketPlanner::measure_costs() {
+  std::vector<int64_t> sizes;
+  const int64_t largest = buffer_.memory().begin()->second.numel() / kAlignment * kAlignment;
+  for (int64_t bytes : kProbeBytes) sizes.push_back(std::min(bytes, largest));
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  const std::vector<at::Tensor> all = collectives_.gather(time_all_reduces(sizes), "the all-reduces' times", device());
+  Costs costs{{}, collectives_.comm().in_background()};
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    double slowest = i == 0 ? 0 : costs.points.back().seconds;
+    for (const at::Tensor& seconds : all) slowest = std::max(slowest, seconds.data_ptr<double>()[i]);
+    costs.points.push_back({sizes[i], slowest});
+  }
+  return costs;
+}
+
+std::vector<double> BucketPlanner::time_all_reduces(const std::vector<int64_t>& sizes) {
+  const at::Tensor memory = buffer_.memory().begin()->second;
+  std::vector<double> seconds;
+  memory.narrow(0, 0, sizes.back()).zero_();  // subnormal numbers would be slow to add
+  for (int64_t bytes : sizes) {
+    const int64_t numel = bytes / static_cast<int64_t>(sizeof(float));
+    const at::Tensor flat = piece_of(memory, 0, {numel}, {1}, at::kFloat);
+    std::vector<double> times;
+    for (int probe = -1; probe < kProbes; ++probe) {  // the first lets the ranks meet
+      int64_t duration = 0;
+      {
+        const Stopwatch stopwatch(duration);
+        collectives_.sum_now(flat, "a probe that is timed");
       }
+      if (probe >= 0) times.push_back(1e-9 * static_cast<double>(duration));
     }
+    seconds.push_back(median(times));
   }
-  const auto end_with = [&](size_t first, size_t end, double end_before) {
-    return end_of(ready_before(first), end_before, pieces[end - 1].ready, seconds[first * (count + 1) + end],
-                  costs.in_background);
-  };
-
-  constexpr double kNever = std::numeric_limits<double>::infinity();
-  std::vector<double> least(count + 1, kNever);
-  least[0] = 0;
-  for (size_t end = 1; end <= count; ++end) {
-    for (size_t first = 0; first < end; ++first) least[end] = std::min(least[end], end_with(first, end, least[first]));
-  }
-
-  constexpr double kRounding = 1e-9;  // sums in another order
-  const double goal = least[count] * (1 + kRounding);
-  std::vector<double> ends(count + 1, kNever);
-  ends[0] = 0;
-  std::vector<std::vector<size_t>> firsts;  // [cuts][end]: of the last bucket
-  do {
-    std::vector<double> longer(count + 1, kNever);
-    firsts.emplace_back(count + 1, 0);
-    for (size_t end = firsts.size(); end <= count; ++end) {
-      for (size_t first = firsts.size() - 1; first < end; ++first) {
-        const double candidate = end_with(first, end, ends[first]);
-        if (candidate >= longer[end]) continue;
-        longer[end] = candidate;
-        firsts.back()[end] = first;
-      }
-    }
-    ends = std::move(longer);
-  } while (ends[count] > goal && firsts.size() < count);
-
-  std::vector<bool> is_cut(order.size(), false);
-  size_t end = count;
-  for (size_t left = firsts.size(); left > 0; --left) {
-    is_cut[pieces[end - 1].last_position] = true;
-    end = firsts[left - 1][end];
-  }
-  return is_cut;
-}
-
-std::vector<BucketPlan> cut_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                                    const std::vector<bool>& is_cut) {
-  DT_INVARIANT(order.size() == sizes.size() && is_cut.size() == order.size());
-  return pack(sizes, order, [](const OpenBucket&) { return false; }, [&](int64_t at) -> bool { return is_cut[at]; });
-}
-
-int64_t hash_of(const std::vector<BucketPlan>& buckets) {
-  uint64_t hash = 0;
-  const auto add = [&](int64_t value) {  // multiplications by odd numbers lose nothing, shifts bring high bits down
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 29;
-  };
-  for (const BucketPlan& bucket : buckets) {
-    add(bucket.group);
-    add(bucket.bytes);
-    for (const Slot& slot : bucket.slots) {
-      add(slot.param);
-      add(slot.offset);
-    }
-  }
-  return static_cast<int64_t>(hash >> 11);
+  return seconds;
 }
 
 }  // namespace drivetrain::ddp

@@ -1,76 +1,101 @@
-// Which parameter goes to which bucket and where in the arena: pure functions of sizes and times, the same on every
-// rank.
+// Declares the planner that lays out the buckets anew once it has seen the order and the times of gradients.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
+
+#include "ddp/bucket_plan.h"
+#include "ddp/collectives.h"
+#include "ddp/grad_buffer.h"
+#include "ddp/parameter.h"
+#include "ddp/step_times.h"
 
 namespace drivetrain::ddp {
 
-// Every gradient starts on its own cache line.
-constexpr int64_t kAlignment = 64;
-
-struct ParamSize {
-  int64_t numel;
-  int64_t element_bytes;
-  int64_t group;  // parameters of different groups (dtype, device) never share a bucket
+// Describes the plan of the present buckets.
+struct PlanReport {
+  std::vector<ExpectedBucket> expected;  // per bucket; empty: not measured
+  std::string why_not;                   // why a measurement led to no plan; "": it did, or none was made
+  Costs costs;
+  std::vector<double> exposed_s;  // of the last steps with these buckets, in seconds
 };
 
-struct Slot {
-  int64_t param;   // index into the sizes
-  int64_t offset;  // bytes from the bucket's start, a multiple of kAlignment
-};
-
-struct BucketPlan {
-  std::vector<Slot> slots;  // in the order in which gradients are expected
-  int64_t bytes = 0;        // a multiple of kAlignment
-  int64_t group = 0;
-};
-
-// Fills buckets in the order given (the expected order of gradients). bucket i of a group closes when it has
-// reached caps[i] bytes, the last cap repeating. Buckets come in the order in
-// which they are expected to be complete.
-std::vector<BucketPlan> plan_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                                     const std::vector<int64_t>& caps);
-
-// What all-reduces cost.
-struct Costs {
-  struct Point {
-    int64_t bytes;
-    double seconds;
+// Buckets are rebuilt once, after the first synchronized step, in the order in which rank 0's gradients came. With
+// plan_from_measurement they are rebuilt once more, after three further steps, in the sizes that leave the least
+// communication exposed. A rebuild happens when a synchronized backward's first gradient comes: all ranks take part
+// there, and `.grad` is usually still empty. If a script refers to a view of the buffer beside `.grad` on any rank, all
+// ranks leave everything where it is.
+//
+// Invariants: is_due() depends only on what all ranks know. All ranks use the same plan: rank 0 decides what depends on
+// measurements.
+class BucketPlanner {
+ public:
+  struct Options {
+    std::vector<int64_t> bucket_caps;  // bytes, in the expected order of buckets; the last repeats
+    bool plan_from_measurement = false;
   };
-  std::vector<Point> points;  // measured; bytes rise, seconds do not fall
-  // Whether backward goes on meanwhile; else the ranks' own threads carry the all-reduces out.
-  bool in_background = true;
 
-  // Linear between the points and beyond them.
-  double seconds(int64_t bytes) const;
+  BucketPlanner(const Parameters& params, GradBuffer& buffer, Collectives& collectives, Options options);
+
+  // Lays out the buckets in the order in which gradients are expected until they are measured: the reverse of the
+  // parameters' registration. Forgets what it has seen.
+  void start_over();
+  // Lays out these buckets. The report starts anew.
+  void use(const std::vector<BucketPlan>& plans);
+
+  // ---- A step, in the order of calls.
+
+  // Rebuilds the buckets if that is due. Communicates then. may_leave_out: a step may use other parameters than the one
+  // before, so that its order means nothing; has_hook: a communication hook reduces. Returns true if it was due.
+  bool rebuild(bool may_leave_out, bool has_hook);
+  void begin_step();
+  // Notes that the parameter's hook has fired in this step.
+  void note_order(size_t param) {
+    if (collectives_.steps() == 0) fired_.push_back(static_cast<int64_t>(param));
+  }
+  // Notes that the parameter's gradient is complete.
+  void note_time(size_t param, const StepTimes& now) {
+    const int64_t step = collectives_.steps() - measured_from_;
+    if (!is_measuring_ || step >= kMeasuredSteps) return;
+    const int64_t since = clock_ns() - now.backward_start - now.exposed;
+    ready_[step * params_.size() + param] = 1e-9 * static_cast<double>(since);
+  }
+  // Notes a step whose gradients' times this rank does not see.
+  void miss_times() { misses_times_ = misses_times_ || is_measuring_; }
+  void note_exposed(int64_t nanoseconds);
+
+  bool has_rebuilt() const { return is_rebuilt_; }
+  const PlanReport& report() const { return report_; }
+
+ private:
+  static constexpr int64_t kMeasuredSteps = 3;  // after the step whose gradients gave the order
+
+  bool is_due(bool may_leave_out) const;
+  void rebuild_in_order();
+  void rebuild_from_measurement(bool has_hook);
+  std::vector<ParamSize> param_sizes() const;
+  std::vector<int64_t> registration_order() const;
+  std::vector<int64_t> fired_order() const;
+  int64_t obstacle(bool has_hook) const;
+  std::vector<double> gather_ready(bool has_hook);
+  Costs measure_costs();
+  std::vector<double> time_all_reduces(const std::vector<int64_t>& sizes);
+  void check_same_everywhere(const std::vector<BucketPlan>& plans);
+  c10::Device device() const { return params_[0].tensor.device(); }
+
+  const Parameters& params_;
+  GradBuffer& buffer_;
+  Collectives& collectives_;
+  const Options options_;
+  std::vector<int64_t> fired_;  // parameters in the order of hooks in the first step; after a rebuild rank 0's order
+  bool is_rebuilt_ = false;
+  bool is_measuring_ = false;  // from the first rebuild to the second
+  int64_t measured_from_ = 0;  // finished steps at the first rebuild
+  bool misses_times_ = false;
+  std::vector<double> ready_;  // [kMeasuredSteps][parameters], seconds from the first gradient
+  PlanReport report_;
 };
-
-struct ExpectedBucket {
-  double ready = 0;  // seconds from the first gradient: the last gradient is there, if backward never stood still
-  double start = 0;
-  double end = 0;
-};
-
-// The timeline of these buckets: one all-reduce at a time, in their order. ready: of each parameter's gradient.
-std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const std::vector<double>& ready,
-                                   const Costs& costs);
-
-// Where buckets should close so that the last all-reduce ends earliest, with the fewest buckets for that: whether they
-// do after each place of the order. Exact where all parameters are of one group and at most kMaxPieces; of more
-// parameters, neighbours that together have less than 1 / kMaxPieces of the bytes stay together. With several groups,
-// all close their buckets at the same places.
-constexpr size_t kMaxPieces = 512;
-std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                              const std::vector<double>& ready, const Costs& costs);
-
-// The buckets that close there, of integers alone.
-std::vector<BucketPlan> cut_buckets(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
-                                    const std::vector<bool>& is_cut);
-
-// Equal for equal buckets, and hardly ever for others; below 2^53, so that a double holds it.
-int64_t hash_of(const std::vector<BucketPlan>& buckets);
 
 }  // namespace drivetrain::ddp

@@ -1,5 +1,4 @@
-// Python's view of the reducer: the methods that torch's DistributedDataParallel calls on its own, under the same
-// names.
+// Binds the reducer and its transports to Python, under the names that torch's DistributedDataParallel calls.
 #include "ddp/ddp.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -12,7 +11,7 @@
 #include "base/check.h"
 #include "base/held_function.h"
 #include "base/torch_text.h"
-#include "ddp/bucket_planner.h"
+#include "ddp/bucket_plan.h"
 #include "ddp/progress.h"
 #include "ddp/reducer.h"
 #include "ddp/transport/transport.h"
@@ -34,32 +33,38 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
        std::move(frozen), shares_norm, plan_from_measurement, std::move(wrapper), gradients_stay_views});
 }
 
-// Python's hooks get a real dist.GradBucket: torch's own class makes it.
+// torch's own class gives Python's hooks a real dist.GradBucket.
 void set_python_hook(Reducer& reducer, py::object state, py::object hook) {
   auto native = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
   const py::gil_scoped_release no_gil;
-  reducer.set_comm_hook(std::move(native));
+  reducer.with_parts([&](ReducerParts& parts) { parts.queue.set_hook(std::move(native)); });
 }
 
 void set_are_held(Reducer& reducer, py::function are_held) {
-  reducer.set_are_held([held = hold(std::move(are_held))](const std::vector<at::Tensor>& tensors) {
+  const auto call = [held = hold(std::move(are_held))](const std::vector<at::Tensor>& tensors) {
     const py::gil_scoped_acquire gil;
     return (*held)(tensors).cast<bool>();
-  });
+  };
+  const py::gil_scoped_release no_gil;
+  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.are_held = call; });
 }
 
 void set_ended_ranks(Reducer& reducer, py::function ended_ranks) {
-  reducer.set_ended_ranks([held = hold(std::move(ended_ranks))] {
+  const auto call = [held = hold(std::move(ended_ranks))] {
     const py::gil_scoped_acquire gil;
     return (*held)().cast<std::string>();
-  });
+  };
+  const py::gil_scoped_release no_gil;
+  reducer.with_parts([&](ReducerParts& parts) { parts.collectives.set_ended_ranks(call); });
 }
 
 void set_on_moved(Reducer& reducer, py::function on_moved) {
-  reducer.set_on_moved([held = hold(std::move(on_moved))](const std::vector<at::Tensor>& places) {
+  const auto call = [held = hold(std::move(on_moved))](const std::vector<at::Tensor>& views) {
     const py::gil_scoped_acquire gil;
-    (*held)(places);
-  });
+    (*held)(views);
+  };
+  const py::gil_scoped_release no_gil;
+  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.on_moved = call; });
 }
 
 void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
@@ -71,16 +76,22 @@ void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
     };
   }
   const py::gil_scoped_release no_gil;
-  reducer.set_on_reduced(std::move(call));
+  reducer.with_parts([&](ReducerParts& parts) { parts.set_on_reduced(std::move(call)); });
+}
+
+// torch's hooks then bring gradients of that dtype by _autograd_hook().
+void set_mixed_precision(Reducer& reducer, at::ScalarType dtype) {
+  reducer.remove_autograd_hooks();
+  reducer.with_parts([&](ReducerParts& parts) { parts.set_mixed_precision(dtype); });
 }
 
 void add_end_callback(Reducer& reducer, py::function callback) {
-  const auto held = hold(std::move(callback));
-  const py::gil_scoped_release no_gil;
-  reducer.add_end_callback([held] {
+  const auto call = [held = hold(std::move(callback))] {
     const py::gil_scoped_acquire gil;
     (*held)();
-  });
+  };
+  const py::gil_scoped_release no_gil;
+  reducer.with_parts([&](ReducerParts& parts) { parts.end_callbacks.push_back(call); });
 }
 
 std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& device,
@@ -117,7 +128,8 @@ void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
         text("tensor is ", flat.scalar_type(), " ", flat.sizes(), ", expected a flat, real, contiguous one"));
   }
   if (mean && (!comm.averages() || !flat.is_floating_point())) {
-    throw UserError(text("the mean of ", flat.scalar_type(), " by transport '", comm.name(), "' is not to be had"));
+    throw UserError(
+        text("mean is true, but transport '", comm.name(), "' has no mean of ", flat.scalar_type(), ": pass false"));
   }
   (mean ? comm.start(flat) : comm.start_sum(flat))->wait();
 }
@@ -130,13 +142,13 @@ std::vector<ParamSize> param_sizes(const PlainSizes& sizes) {
   return params;
 }
 
-// A plan as plain lists, for tests: [(group, bytes, [(param, offset), ...]), ...].
+// Returns a plan as plain lists, for tests: [(group, bytes, [(param, offset), ...]), ...].
 py::list plain(const std::vector<BucketPlan>& buckets) {
   py::list result;
   for (const BucketPlan& bucket : buckets) {
-    py::list slots;
-    for (const Slot& slot : bucket.slots) slots.append(py::make_tuple(slot.param, slot.offset));
-    result.append(py::make_tuple(bucket.group, bucket.bytes, slots));
+    py::list entries;
+    for (const BucketEntry& entry : bucket.entries) entries.append(py::make_tuple(entry.param, entry.offset));
+    result.append(py::make_tuple(bucket.group, bucket.bytes, entries));
   }
   return result;
 }
@@ -145,7 +157,7 @@ py::list plan(const PlainSizes& sizes, const std::vector<int64_t>& order, const 
   return plain(plan_buckets(param_sizes(sizes), order, caps));
 }
 
-// With the seconds at which each bucket's all-reduce is expected to end.
+// Returns a plan with the seconds at which each bucket's all-reduce is expected to end.
 py::tuple plan_measured(const PlainSizes& sizes, const std::vector<int64_t>& order, const std::vector<double>& ready,
                         const std::vector<std::pair<int64_t, double>>& costs, bool in_background) {
   Costs native{{}, in_background};
@@ -157,6 +169,81 @@ py::tuple plan_measured(const PlainSizes& sizes, const std::vector<int64_t>& ord
   return py::make_tuple(plain(buckets), ends);
 }
 
+// Binds a call on the reducer's parts, under its mutex.
+template <class Result, class... Args>
+auto with_parts(Result (*call)(ReducerParts&, Args...)) {
+  return [call](Reducer& reducer, Args... args) {
+    return reducer.with_parts([&](ReducerParts& parts) { return call(parts, std::forward<Args>(args)...); });
+  };
+}
+
+// python/drivetrain/ddp/reducer.py adds the methods that need torch's Python objects.
+void register_reducer(py::module_& m) {
+  // Calls release the GIL: an autograd thread that holds the reducer's mutex may want the GIL.
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  using Parts = ReducerParts;
+  py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
+      .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
+           py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
+           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("shares_norm"), py::arg("plan_from_measurement"),
+           py::arg("wrapper"), py::arg("gradients_stay_views"), no_gil())
+      // The phases of a step.
+      .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
+      .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
+      .def("announce", &Reducer::announce, py::arg("outputs"), no_gil())
+      .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())
+      .def("end_weighted", &Reducer::end_weighted, py::arg("failed"), no_gil())
+      .def("reduce_collected", &Reducer::reduce_collected, no_gil())
+      .def("_delay_all_reduce", &Reducer::delay_all_reduce, no_gil())
+      .def(
+          "_autograd_hook", [](Reducer& reducer, size_t index) { reducer.on_gradient(index); }, py::arg("index"),
+          no_gil())
+      .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil())
+      .def("_reset_state", with_parts(+[](Parts& parts) { parts.reset_state(); }), no_gil())
+      .def("_check_reducer_finalized", with_parts(+[](Parts& parts) { parts.check_finalized(); }), no_gil())
+      // Settings.
+      .def("set_sync", &Reducer::set_sync, py::arg("sync"))
+      .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
+      .def("set_comm", with_parts(+[](Parts& parts, std::shared_ptr<Comm> comm) { parts.set_comm(std::move(comm)); }),
+           py::arg("comm"), no_gil())
+      .def("set_are_held", &set_are_held, py::arg("are_held"))
+      .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
+      .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
+      .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
+      .def("add_end_callback", &add_end_callback, py::arg("callback"))
+      .def("_set_static_graph", with_parts(+[](Parts& parts) { parts.set_static_graph(); }), no_gil())
+      .def("_set_optimizer_in_backward", with_parts(+[](Parts& parts) { parts.optimizer_in_backward = true; }),
+           no_gil())
+      .def("_set_mixed_precision_param_dtype", &set_mixed_precision, py::arg("dtype"), no_gil())
+      // Ranks that have run out of inputs.
+      .def("set_joining", with_parts(+[](Parts& parts, int64_t divisor) { parts.uneven.set_joining(divisor); }),
+           py::arg("divisor"), no_gil())
+      .def("shadow_planning", with_parts(+[](Parts& parts) { parts.uneven.shadow_planning(); }), no_gil())
+      .def("reduce_zeros", with_parts(+[](Parts& parts, size_t bucket, bool as_sum) {
+             return parts.uneven.reduce_zeros(bucket, as_sum);
+           }),
+           py::arg("bucket"), py::arg("as_sum"), no_gil())
+      .def("wait_for_zeros", with_parts(+[](Parts& parts, size_t bucket, PendingReduce& reduce) {
+             parts.uneven.wait_for_zeros(bucket, reduce);
+           }),
+           py::arg("bucket"), py::arg("reduce"), no_gil())
+      .def("shadow_used_map", with_parts(+[](Parts& parts) { parts.uneven.shadow_used_map(); }), no_gil())
+      .def("_push_all_rebuilt_params", with_parts(+[](Parts& parts) { parts.uneven.count_shadowed_step(); }), no_gil())
+      // Reports.
+      .def("times", with_parts(+[](Parts& parts) { return parts.last; }), no_gil())
+      .def("progress", &Reducer::progress)
+      .def("plan_report", with_parts(+[](Parts& parts) { return parts.planner.report(); }), no_gil())
+      .def("buckets", with_parts(+[](Parts& parts) { return parts.buffer.infos(); }), no_gil())
+      .def("arena_bytes", with_parts(+[](Parts& parts) { return parts.buffer.bytes(); }), no_gil())
+      .def("gradient_places", with_parts(+[](Parts& parts) { return parts.buffer.views(); }), no_gil())
+      .def("has_rebuilt_buckets", with_parts(+[](Parts& parts) { return parts.planner.has_rebuilt(); }), no_gil())
+      .def("last_error", with_parts(+[](Parts& parts) { return parts.errors.message(); }), no_gil())
+      .def("is_graph_known", with_parts(+[](Parts& parts) { return parts.used.graph() == Graph::kStaticKnown; }),
+           no_gil())
+      .def("_ddp_graph_static", with_parts(+[](Parts& parts) { return parts.used.has_stayed_the_same(); }), no_gil())
+      .def("_get_local_used_map", with_parts(+[](Parts& parts) { return parts.used.map(); }), no_gil());
+}
+
 }  // namespace
 
 void register_ddp(py::module_& m) {
@@ -165,10 +252,10 @@ void register_ddp(py::module_& m) {
   m.def("plan_buckets", &plan, py::arg("sizes"), py::arg("order"), py::arg("caps"));
   m.def("plan_measured_buckets", &plan_measured, py::arg("sizes"), py::arg("order"), py::arg("ready"), py::arg("costs"),
         py::arg("in_background"));
-  py::class_<Reducer::BucketInfo>(m, "BucketInfo")
-      .def_readonly("names", &Reducer::BucketInfo::names)
-      .def_readonly("bytes", &Reducer::BucketInfo::bytes)
-      .def_readonly("dtype", &Reducer::BucketInfo::dtype);
+  py::class_<BucketInfo>(m, "BucketInfo")
+      .def_readonly("names", &BucketInfo::names)
+      .def_readonly("bytes", &BucketInfo::bytes)
+      .def_readonly("dtype", &BucketInfo::dtype);
   py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm")
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("why_not", &Comm::why_not)
@@ -191,17 +278,17 @@ void register_ddp(py::module_& m) {
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("nccl_memory_bytes", &nccl_memory_bytes);
-  py::class_<Reducer::Times>(m, "Times")
-      .def_readonly("forward_start", &Reducer::Times::forward_start)
-      .def_readonly("backward_start", &Reducer::Times::backward_start)
-      .def_readonly("backward_end", &Reducer::Times::backward_end)
-      .def_readonly("comm_start", &Reducer::Times::comm_start)
-      .def_readonly("comm_end", &Reducer::Times::comm_end)
-      .def_readonly("buckets_reduced", &Reducer::Times::buckets_reduced)
-      .def_readonly("exposed", &Reducer::Times::exposed);
+  py::class_<StepTimes>(m, "Times")
+      .def_readonly("forward_start", &StepTimes::forward_start)
+      .def_readonly("backward_start", &StepTimes::backward_start)
+      .def_readonly("backward_end", &StepTimes::backward_end)
+      .def_readonly("comm_start", &StepTimes::comm_start)
+      .def_readonly("comm_end", &StepTimes::comm_end)
+      .def_readonly("buckets_reduced", &StepTimes::buckets_reduced)
+      .def_readonly("exposed", &StepTimes::exposed);
   py::class_<Progress::Snapshot>(m, "ProgressSnapshot")
       .def_readonly("step", &Progress::Snapshot::step)
-      .def_readonly("place", &Progress::Snapshot::place)
+      .def_readonly("position", &Progress::Snapshot::position)
       .def_readonly("awaited", &Progress::Snapshot::awaited)
       .def_readonly("needed", &Progress::Snapshot::needed)
       .def_readonly("seconds", &Progress::Snapshot::seconds)
@@ -210,7 +297,8 @@ void register_ddp(py::module_& m) {
   py::class_<Progress::DeviceLag>(m, "DeviceLag")
       .def_readonly("step", &Progress::DeviceLag::step)
       .def_readonly("seconds", &Progress::DeviceLag::seconds);
-  // Keeps the GIL: its mutex is held for moments, and a process that forks (with the GIL) never copies it locked.
+  // These calls keep the GIL: the mutex is held for moments, and a process that forks with the GIL never copies it
+  // locked.
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress")
       .def("snapshot", &Progress::snapshot)
       .def("set_report", &Progress::set_report, py::arg("step"), py::arg("report"))
@@ -228,67 +316,20 @@ void register_ddp(py::module_& m) {
       .def_readonly("ready", &ExpectedBucket::ready)
       .def_readonly("start", &ExpectedBucket::start)
       .def_readonly("end", &ExpectedBucket::end);
-  py::class_<Reducer::PlanReport>(m, "PlanReport")
-      .def_readonly("expected", &Reducer::PlanReport::expected)
-      .def_readonly("why_not", &Reducer::PlanReport::why_not)
+  py::class_<PlanReport>(m, "PlanReport")
+      .def_readonly("expected", &PlanReport::expected)
+      .def_readonly("why_not", &PlanReport::why_not)
       .def_property_readonly("costs",
-                             [](const Reducer::PlanReport& report) {
+                             [](const PlanReport& report) {
                                std::vector<std::pair<int64_t, double>> points;
                                for (const auto& point : report.costs.points) {
                                  points.emplace_back(point.bytes, point.seconds);
                                }
                                return points;
                              })
-      .def_readonly("exposed", &Reducer::PlanReport::exposed_s);
+      .def_readonly("exposed", &PlanReport::exposed_s);
   py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
-  // Python's part of it is python/drivetrain/ddp/reducer.py.
-  py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
-      .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
-           py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
-           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("shares_norm"), py::arg("plan_from_measurement"),
-           py::arg("wrapper"), py::arg("gradients_stay_views"), no_gil())
-      .def("set_sync", &Reducer::set_sync, py::arg("sync"))
-      .def("times", &Reducer::times, no_gil())
-      .def("progress", &Reducer::progress)
-      .def("plan_report", &Reducer::plan_report, no_gil())
-      .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
-      .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
-      .def("announce", &Reducer::announce, py::arg("outputs"), no_gil())
-      .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())
-      .def("end_weighted", &Reducer::end_weighted, py::arg("failed"), no_gil())
-      .def("reduce_collected", &Reducer::reduce_collected, no_gil())
-      .def("set_joining", &Reducer::set_joining, py::arg("divisor"), no_gil())
-      .def("is_graph_known", &Reducer::is_graph_known, no_gil())
-      .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
-      .def("set_comm", &Reducer::set_comm, py::arg("comm"), no_gil())
-      .def("shadow_used_map", &Reducer::shadow_used_map, no_gil())
-      .def("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets, no_gil())
-      .def("last_error", &Reducer::last_error, no_gil())
-      .def("add_end_callback", &add_end_callback, py::arg("callback"))
-      .def("reduce_zeros", &Reducer::reduce_zeros, py::arg("bucket"), py::arg("as_sum"), no_gil())
-      .def("wait_for_zeros", &Reducer::wait_for_zeros, py::arg("bucket"), py::arg("reduce"), no_gil())
-      .def("_push_all_rebuilt_params", &Reducer::count_shadowed_step, no_gil())
-      .def("buckets", &Reducer::buckets, no_gil())
-      .def("arena_bytes", &Reducer::arena_bytes)
-      .def("set_are_held", &set_are_held, py::arg("are_held"))
-      .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
-      .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
-      .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
-      .def("gradient_places", &Reducer::gradient_places)
-      .def("shadow_planning", &Reducer::shadow_planning, no_gil())
-      // Under the names by which torch's wrapper calls them.
-      .def("_ddp_graph_static", &Reducer::is_graph_static, no_gil())
-      .def("_set_static_graph", &Reducer::set_static_graph, no_gil())
-      .def("_delay_all_reduce", &Reducer::delay_all_reduce, no_gil())
-      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward, no_gil())
-      .def("_set_mixed_precision_param_dtype", &Reducer::set_mixed_precision, py::arg("dtype"), no_gil())
-      .def(
-          "_autograd_hook", [](Reducer& reducer, size_t index) { reducer.on_gradient(index); }, py::arg("index"),
-          no_gil())
-      .def("_reset_state", &Reducer::reset_state, no_gil())
-      .def("_check_reducer_finalized", &Reducer::check_finalized, no_gil())
-      .def("_get_local_used_map", &Reducer::used_map, no_gil())
-      .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil());
+  register_reducer(m);
 }
 
 }  // namespace drivetrain::ddp

@@ -1,4 +1,4 @@
-// Registers the reducer and its parts with Python.
+// Declares the registration of the reducer and its transports with Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// A check that a device makes and that the host hears of in a later step, so that it waits for nothing.
+// Declares a check that a device makes and whose result the host learns in a later step, without waiting.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,12 +13,12 @@ class LateCheck {
  public:
   // found: float64 [1] on a device, above 0 where something is wrong.
   void add(const at::Tensor& found) {
-    found_ = found_.defined() ? found_ + found : found;
+    found_ = found_.defined() ? found_.add(found) : found;
     is_sent_ = false;
     send();
   }
 
-  // Whether the host has heard of something wrong, which is then forgotten.
+  // Returns true once if the host has learned of a failure.
   bool has_failed() {
     if (!heard_ || !heard_->has_come()) return false;
     const bool failed = heard_->value().data_ptr<double>()[0] > 0;
@@ -29,7 +29,7 @@ class LateCheck {
   }
 
  private:
-  // One at a time: what is found meanwhile goes with the next.
+  // Sends one value at a time. What is found meanwhile goes with the next.
   void send() {
     if (is_sent_ || heard_ || !found_.defined()) return;
     heard_.emplace(found_);

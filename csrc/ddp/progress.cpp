@@ -1,4 +1,4 @@
-// The bookkeeping behind progress.h.
+// Keeps a reducer's progress through its steps.
 #include "ddp/progress.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ Progress::Snapshot Progress::snapshot() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   Snapshot now;
   now.step = step_;
-  now.place = place_;
+  now.position = position_;
   if (awaited_) now.awaited = *awaited_;
   now.needed = needed_;
   now.seconds = static_cast<double>(clock_ns() - since_ns_) * 1e-9;
@@ -28,12 +28,12 @@ Progress::Snapshot Progress::snapshot() const {
   return now;
 }
 
-void Progress::move_to(int64_t step, int64_t place) {
+void Progress::move_to(int64_t step, int64_t position) {
   const int64_t now = clock_ns();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (step != step_) waited_ns_ = 0;
   step_ = step;
-  place_ = place;
+  position_ = position;
   since_ns_ = now;
 }
 
@@ -54,7 +54,7 @@ void Progress::begin_wait(std::shared_ptr<const std::string> what, int64_t neede
   const int64_t now = clock_ns();
   const std::lock_guard<std::mutex> lock(mutex_);
   awaited_ = std::move(what);
-  place_ = std::max(place_, needed);
+  position_ = std::max(position_, needed);
   needed_ = needed;
   since_ns_ = now;
 }
@@ -77,7 +77,7 @@ void Progress::end_on_device(const std::function<void()>& set_mark, std::functio
 
 std::optional<Progress::DeviceLag> Progress::device_lag() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // An answer is final. A thread may capture a CUDA graph later, to which questions about events do harm.
+  // An answer is final. Querying an event would break a CUDA graph that a thread captures later.
   if (has_device_ended_ && has_device_ended_()) has_device_ended_ = nullptr;
   if (!has_device_ended_) return std::nullopt;
   return DeviceLag{marked_step_, static_cast<double>(clock_ns() - marked_ns_) * 1e-9};

@@ -1,4 +1,4 @@
-"""Python frames read for messages: the user's line, and whose method runs."""
+"""Reads Python frames for messages: the user's line, and the object whose method runs."""
 
 import os
 import sysconfig
@@ -14,7 +14,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def stack_of(innermost: FrameType) -> list[FrameType]:
-    """The frame and those that called it, innermost first."""
+    """Returns the frame and its callers, innermost first."""
     stack = []
     frame: FrameType | None = innermost
     while frame is not None:
@@ -24,14 +24,17 @@ def stack_of(innermost: FrameType) -> list[FrameType]:
 
 
 def users_line(stack: list[FrameType]) -> str:
-    """The innermost line that is neither torch's nor ours nor the standard library's: "gpt/train.py:88 in forward"."""
+    """Returns the innermost line outside of torch, drivetrain and the standard library.
+
+    It reads "gpt/train.py:88 in forward". Where there is no such line, it is the innermost one.
+    """
     users = next((frame for frame in stack if _is_users(frame)), stack[0])
     file = Path(*Path(users.f_code.co_filename).parts[-2:])
     return f"{file}:{users.f_lineno} in {users.f_code.co_name}"
 
 
 def self_of(frame: FrameType) -> object:
-    """A method's own object; None in a function that is no method."""
+    """Returns the object whose method the frame runs; None for a plain function."""
     code = frame.f_code
     if code.co_argcount == 0 or code.co_varnames[0] != "self":
         return None
@@ -40,5 +43,7 @@ def self_of(frame: FrameType) -> object:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    in_library = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path  # pip's folders lie inside it
+    in_library = (
+        path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
+    )  # pip's folders lie inside the standard library's
     return not (in_library or path.startswith((*_NOT_THE_USERS, "<frozen")))

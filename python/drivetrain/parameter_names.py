@@ -1,4 +1,4 @@
-"""What users call parameters: remembered by those who know, read for the messages of errors only."""
+"""Remembers the names under which modules have their parameters, for the messages of errors only."""
 
 from collections.abc import MutableMapping
 
@@ -9,11 +9,11 @@ _names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # keeps no para
 
 
 def remember(module: nn.Module) -> None:
-    """Notes the names that the module has for its parameters."""
+    """Remembers the names that the module has for its parameters."""
     for name, param in module.named_parameters():
         _names[param] = name
 
 
 def name_of(param: Tensor) -> str | None:
-    """The name under which a module was last seen to have the parameter; None: no module has shown it."""
+    """Returns the name under which `remember` last saw the parameter; None: no module with it was remembered."""
     return _names.get(param)

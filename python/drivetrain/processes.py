@@ -1,4 +1,4 @@
-"""Tells whether a process of this host has ended, from what it has told of itself before."""
+"""Detects that a process of this host has ended, from the identity that it published before."""
 
 import functools
 import os
@@ -10,15 +10,15 @@ NAMESPACES = Path("/proc/self/ns")
 
 
 class Process(TypedDict):
-    """Names one process among those of all hosts and of all times."""
+    """Identifies one process among those of all hosts and all times."""
 
-    host: str  # "": not known, and nothing is known of its processes
+    host: str  # "": unknown, and so is whether its processes have ended
     pid: int
-    started: int  # in the kernel's ticks since it booted
+    started: int  # in the kernel's clock ticks since boot
 
 
 def this_process() -> Process:
-    """The calling process."""
+    """Returns the identity of the calling process."""
     return _process(os.getpid())
 
 
@@ -29,7 +29,10 @@ def _process(pid: int) -> Process:
 
 
 def has_ended(process: Process) -> bool:
-    """Whether that is certain: it ran on this host, and either nothing has its number or something younger does."""
+    """Returns True if the process has certainly ended.
+
+    It then ran on this host, and no process has its number or a younger one does.
+    """
     if not process["host"] or process["host"] != _host():
         return False
     found = _state_and_start(process["pid"])
@@ -41,7 +44,7 @@ def has_ended(process: Process) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _host() -> str:
-    """The same for processes that see each other's numbers; "" where the kernel does not tell."""
+    """Returns a text that is equal for processes that see each other's numbers; "" where the kernel hides it."""
     try:
         return f"{BOOT_ID.read_text().strip()} {(NAMESPACES / 'pid').readlink()}"
     except OSError:
@@ -49,10 +52,10 @@ def _host() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """The state of that process and when it started; None if there is none."""
+    """Returns the state of that process and its start time in clock ticks; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # after the name, which may hold anything
+    fields = stat.rpartition(")")[2].split()  # behind the name, which may contain anything
     return fields[0], int(fields[19])

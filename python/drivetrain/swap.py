@@ -1,4 +1,4 @@
-"""Puts drivetrain's classes under torch's names, so that unedited code builds ours, and takes them out."""
+"""Binds torch's names to drivetrain's classes, so that unedited code builds ours, and restores them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from drivetrain.optim import base as _base
 
 @dataclass(frozen=True)
 class _Swap:
-    """One of torch's classes, ours for it, and the torch modules whose public name for it we take."""
+    """One of torch's classes, our replacement, and the torch modules whose public names we rebind."""
 
     original: type
     ours: type
     torch_modules: tuple[str, ...]
 
     def may_change(self, module_name: str) -> bool:
-        """Whether a name in that module is ours to rebind: torch's internals keep torch's class."""
+        """Returns True if a name in that module may be rebound. torch's internals keep torch's class."""
         root = module_name.partition(".")[0]
         return module_name in self.torch_modules or root not in ("torch", "drivetrain")
 
@@ -41,7 +41,7 @@ class _Holder:
 
 
 def _optimizer_swaps() -> tuple[_Swap, ...]:
-    """Every class of drivetrain.optim that replaces the class of the same name in torch.optim."""
+    """Returns every class of drivetrain.optim that replaces the class of the same name in torch.optim."""
     swaps = []
     for name in _optim.__all__:
         ours, original = getattr(_optim, name), getattr(torch.optim, name, None)
@@ -50,15 +50,15 @@ def _optimizer_swaps() -> tuple[_Swap, ...]:
     return tuple(swaps)
 
 
-# Looked up while torch's names mean torch's classes: nobody can rebind before this import.
+# This import runs before any rebinding, so that torch's names mean torch's classes.
 _DDP_SWAP = _Swap(
     torch.nn.parallel.DistributedDataParallel,
     _ddp.DistributedDataParallel,
     (
         "torch.nn.parallel",
         "torch.nn.parallel.distributed",
-        # torch.compile asks the class under this name for the model in forward. The module above notes that on
-        # whatever class its own name means, so that both names must mean the same one.
+        # torch.compile asks the class under this name for the model in forward. The module above stores the model on
+        # the class under its own name, so that both names must mean the same class.
         "torch._dynamo.convert_frame",
     ),
 )
@@ -70,27 +70,27 @@ _rebound: list[tuple[_Holder, _Swap]] = []
 def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     """Makes code written for torch's DistributedDataParallel build drivetrain's.
 
-    Rebinds `torch.nn.parallel.DistributedDataParallel`, the same in `torch.nn.parallel.distributed` and, in
-    every module imported so far, each global that is torch's class, whatever its alias: Lightning's,
-    Accelerate's, your script's `DDP`. Modules imported later find ours under torch's names. Ours is a
-    subclass, so `isinstance` tests against torch's class hold, in torch's own code too.
+    Rebinds the class in `torch.nn.parallel` and `torch.nn.parallel.distributed`. In every module imported so far, it
+    also rebinds each global that is torch's class, whatever its alias: Lightning's, Accelerate's, your script's `DDP`.
+    Modules imported later find ours under torch's names. Ours is a subclass, so that `isinstance` tests against torch's
+    class hold, in torch's own code too.
 
-    Out of reach, as no module global holds them: a class kept as a function's default argument, in a class
-    attribute or in a container, and subclasses made earlier. Objects built earlier stay what they are and are
-    no instances of the names' new meaning: call this before building models and optimizers.
+    It does not reach classes that no module global holds: in a function's default argument, in a class attribute, in a
+    container, or in a subclass made earlier. Objects built earlier keep their class and are no instances of ours. Call
+    this before you build models and optimizers.
 
-    A second call adds to the first: its defaults win over those of the same name, none is taken back.
+    A second call adds to the first. Its defaults replace those of the same name.
 
     Args:
-        optim: Do the same for the optimizers that drivetrain.optim has. Of DTensor parameters that ours cannot step
-            (Muon and Adafactor need whole matrices) the optimizer is torch's after all, with a warning.
+        optim: Rebinds the optimizers that drivetrain.optim has, too. Muon and Adafactor need whole matrices: for
+            DTensor parameters they build torch's optimizer instead, with a warning.
         **ddp_defaults: Arguments for every DistributedDataParallel whose caller does not pass them.
 
     Returns:
-        The names this call rebound, as "module.name".
+        The names that this call rebound, as "module.name".
 
     Raises:
-        TypeError: A default that DistributedDataParallel does not take. Nothing has been rebound then.
+        TypeError: DistributedDataParallel does not take one of the defaults. Nothing has been rebound then.
     """
     _check_defaults(ddp_defaults)
     _ddp.defaults.update(ddp_defaults)
@@ -107,11 +107,11 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
 
 
 def uninstall() -> None:
-    """Undoes `install`: restores each name it rebound that still is ours, and forgets the defaults.
+    """Undoes `install`: restores each name that it rebound and that still is ours, and forgets the defaults.
 
-    Torch modules that were first imported meanwhile get torch's class back too; other modules keep what they
-    imported under torch's names meanwhile, because an import from drivetrain looks the same. Without an
-    `install` it does nothing.
+    torch modules that were first imported in between get torch's class back, too. Other modules keep what they imported
+    under torch's names in between, because an import from drivetrain looks the same. Without an `install` it does
+    nothing.
     """
     for holder, swap in _rebound:
         if holder.namespace.get(holder.alias) is swap.ours:
@@ -126,7 +126,7 @@ def uninstall() -> None:
 
 
 def names_bound_to_ours() -> list[str]:
-    """The globals outside drivetrain that are one of our replacements now, as "module.name"."""
+    """Returns the globals outside drivetrain that are one of our replacements now, as "module.name"."""
     return [
         str(holder)
         for swap in (_DDP_SWAP, *_OPTIMIZER_SWAPS)
@@ -147,10 +147,10 @@ def _check_defaults(ddp_defaults: dict[str, object]) -> None:
 
 
 def _holders(cls: type) -> Iterator[_Holder]:
-    """Finds every global of every imported module that is `cls`, without waking a lazy module.
+    """Finds every global of every imported module that is `cls`, without loading a lazy module.
 
-    Lazy modules work in `__getattr__` or `__getattribute__`, so only the instance's own dict is read.
-    A module with two names (`__main__` is also `__mp_main__`) counts once, under the first.
+    Lazy modules load in `__getattr__` or `__getattribute__`, so that this reads only the instance's own dict. A module
+    with two names, as `__main__` is also `__mp_main__`, counts once, under the first.
     """
     seen: set[int] = set()
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""install() and uninstall(): what they rebind and leave alone, and an unedited torch script on ours."""
+"""Tests what install() and uninstall() rebind, and an unedited torch script on our classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import drivetrain
 from drivetrain import swap
 from drivetrain.ddp import distributed as ddp
 
-# In a list, because install() would rebind a global of this module.
+# A list holds the class, because install() would rebind a global of this module.
 TORCH_DDP = [parallel.DistributedDataParallel]
 TORCH_OPTIMIZERS = {name: getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD")}
 OURS = drivetrain.DistributedDataParallel
@@ -36,7 +36,7 @@ def _uninstalled() -> Iterator[None]:
 
 @pytest.fixture
 def framework(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module, imported before install(), that has torch's class under two names."""
+    """Returns a module, imported before install(), that has torch's class under two names."""
     module = ModuleType("framework.strategies")
     module.__dict__.update(DistributedDataParallel=TORCH_DDP[0], DDP=TORCH_DDP[0], other=torch.nn.Linear)
     monkeypatch.setitem(sys.modules, "framework.strategies", module)
@@ -104,7 +104,7 @@ def test_the_module_itself_has_no_default() -> None:
 
 
 class _Lazy(ModuleType):
-    """Does work on any attribute access, as importlib.util.LazyLoader's and transformers' modules do."""
+    """Loads on any attribute access, as modules of importlib.util.LazyLoader and transformers do."""
 
     def __getattribute__(self, name: str) -> object:
         raise AssertionError(f"woken by {name}")
@@ -149,7 +149,7 @@ def test_torch_module_first_imported_while_installed_is_restored(monkeypatch: py
 
 @pytest.mark.usefixtures("process_group")
 def test_torch_compile_finds_the_active_module() -> None:
-    """With only distributed.py's name rebound, torch.compile would see no DDP and not split its graph."""
+    """If only distributed.py's name were rebound, torch.compile would see no DDP and not split its graph."""
     from torch._dynamo import convert_frame
 
     active = []
@@ -231,7 +231,7 @@ dist.destroy_process_group()
 
 
 def _torchrun(*arguments: str, tries: int = 1) -> str:
-    """Runs on two ranks and returns what they wrote to stderr. tries: of what may die as its interpreter ends."""
+    """Runs on two ranks and returns their stderr. tries: attempts, as some scripts die while their interpreter ends."""
     command = [
         sys.executable,
         "-m",
@@ -258,7 +258,7 @@ def test_unedited_script_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
 
     torchs, ours = (torch.load(tmp_path / name, weights_only=True) for name in ("torch.pt", "ours.pt"))
     assert torchs["class"] == "torch.nn.parallel.distributed"
-    assert ours["class"] == "drivetrain.ddp"
+    assert ours["class"] == "drivetrain.ddp.distributed"
     torch.testing.assert_close(ours["parameters"], torchs["parameters"], rtol=1e-6, atol=1e-7)
 
     assert said.count("drivetrain run: bound to drivetrain:") == 1  # rank 0 alone

@@ -1,4 +1,4 @@
-"""The bucket plan: pure functions, checked on arbitrary sizes and times, and the one that two real ranks make."""
+"""Checks the bucket plan: its pure functions on arbitrary sizes and times, and the plan of two real ranks."""
 
 import itertools
 import time
@@ -49,7 +49,7 @@ def test_every_parameter_once_up_to_the_caps_and_in_order(sizes, caps, random) -
         is_last_of_group = all(g != group for g, _, _ in plan[plan.index((group, num_bytes, slots)) + 1 :])
         assert num_bytes >= cap or is_last_of_group
         made_of_group[group] = made_of_group.get(group, 0) + 1
-    # Within a group gradients keep their order, and buckets come as they are complete.
+    # Within a group gradients keep their order, and buckets come in the order of their completion.
     for group in made_of_group:
         seen = [position[param] for g, _, slots in plan if g == group for param, _ in slots]
         assert seen == sorted(seen)
@@ -71,7 +71,7 @@ def test_small_parameters_between_large_ones_share_their_buckets() -> None:
 
 Points = list[tuple[int, float]]
 times = st.integers(0, 1000).map(lambda ms: ms / 1000)
-# Bytes rise and seconds do not fall, as measured ones do after they are put in order.
+# Bytes rise and seconds do not fall, as in sorted measurements.
 all_costs = st.tuples(
     st.lists(st.integers(1, 40_000), min_size=1, max_size=4, unique=True).map(sorted),
     st.lists(times, min_size=4, max_size=4).map(sorted),
@@ -87,7 +87,7 @@ def seconds_of(costs: Points, num_bytes: int) -> float:
 
 
 def end_of(buckets: list[list[int]], ready: list[float], num_bytes: list[int], costs: Points, overlaps: bool) -> float:
-    """When the last all-reduce ends: they run one at a time, beside backward or instead of it."""
+    """Returns when the last all-reduce ends, if they run one at a time, beside backward or instead of it."""
     end = stood_still = latest = 0.0
     for bucket in buckets:
         latest = max([latest, *(ready[param] for param in bucket)])
@@ -157,8 +157,10 @@ def test_plans_many_parameters() -> None:
 
 
 class Products(nn.Module):
-    """Its gradients are the inputs themselves, so that every bit is the reduction's own doing; they come in the reverse
-    of the order in which the weights are registered."""
+    """Has its inputs as gradients, so that every bit is the result of the reduction.
+
+    They come in the reverse of the order in which the weights are registered.
+    """
 
     def __init__(self, numels: tuple[int, ...] = (1000, 300_000, 64, 300_001, 17)) -> None:
         super().__init__()
@@ -272,7 +274,7 @@ def test_why_nothing_is_planned(on_ranks: OnRanks, what: str, why: str) -> None:
 
 
 def backwards_without_forwards() -> None:
-    """Each is reduced when it ends, so that no gradient's time is seen."""
+    """Reduces each backward at its end, so that no gradient's time is seen."""
     model = DDP(Products())
 
     def backward() -> None:
@@ -333,7 +335,7 @@ def test_a_rank_without_inputs_rebuilds_with_the_others(on_ranks: OnRanks, first
 
 
 def backward_that_raises_at_its_end() -> list[list[str]]:
-    """On one rank, when all its gradients have come: it goes on, and must still count its steps as the others do."""
+    """Raises on one rank once all its gradients have come. It goes on, and must count its steps as the others do."""
     model = DDP(Products())
     start = torch.ones((), requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on two real ranks against torch's class, and what it says when something is wrong."""
+"""Compares DistributedDataParallel with torch's class on two real ranks, and checks its errors."""
 
 import copy
 import io
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +19,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_cases import (
+    SMALL_BUCKETS,
+    Fails,
+    Net,
+    OnRanks,
+    Tied,
+    TorchDDP,
+    assert_equal_grads,
+    assert_equal_on_ranks,
+    inputs,
+    make_net,
+    message_of,
+    pair,
+    step_alike,
+)
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import distributed as ddp_module
 from warm import WarmScript
-
-TorchDDP = ddp_module.TorchDistributedDataParallel
-OnRanks = Callable[..., list[Any]]
-SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have several
-
-
-class Net(nn.Module):
-    """A little of everything: a buffer, a layer that not every forward uses, weights of several sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, 37)
-        self.norm = nn.BatchNorm1d(37)
-        self.second = nn.Linear(37, 37, bias=False)
-        self.optional = nn.Linear(37, 37)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.last = nn.Linear(37, 3)
-
-    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
-        x = self.second(self.norm(self.first(x)).relu()) * self.scale
-        if use_optional:
-            x = self.optional(x)
-        return self.last(x)
-
-
-def pair(model: nn.Module, **options: Any) -> tuple[DDP, TorchDDP]:
-    """Ours and torch's around equal models that started differently on every rank."""
-    twin = copy.deepcopy(model)
-    return DDP(model, **options), TorchDDP(twin, **options)
-
-
-def make_net() -> Net:
-    torch.manual_seed(dist.get_rank())
-    return Net()
-
-
-def inputs(count: int = 8) -> Tensor:
-    return torch.randn(count, 10)
-
-
-def assert_equal_grads(ours: nn.Module, theirs: nn.Module) -> None:
-    """Up to the noise of matrix products, whose bits depend on where their operands lie in memory."""
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-            assert a.grad.stride() == b.grad.stride(), name
-
-
-def step_alike(ours: nn.Module, theirs: nn.Module, steps: int) -> None:
-    """Both get the same gradients from the same batches."""
-    for _ in range(steps):
-        x = inputs()
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(x).pow(2).sum().backward()
-        assert_equal_grads(ours, theirs)
-
-
-def assert_equal_on_ranks(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, tensor)
-        assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
 def train(options: dict[str, Any], set_to_none: bool) -> int:
@@ -121,7 +71,7 @@ def test_trains_as_torch_does(on_ranks: OnRanks, options: dict[str, Any], set_to
 
 
 class Products(nn.Module):
-    """Its gradients are the inputs themselves, so that every bit is the reduction's own doing."""
+    """Has its inputs as gradients, so that every bit is the result of the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +108,7 @@ def unused(set_to_none: bool) -> None:
         x = inputs()
         for model in (ours, theirs):
             model.zero_grad(set_to_none=set_to_none)
-            if step == 3:  # used only in the part that is not synchronised
+            if step == 3:  # used only in the part that is not synchronized
                 with model.no_sync():
                     model(x, use_optional=dist.get_rank() == 1).sum().backward()
             model(x, use_optional=on_rank[dist.get_rank()]).sum().backward()
@@ -178,7 +128,7 @@ def kept_gradient_stays() -> None:
         grad.fill_(rank_value)  # differs between ranks, so that any reduction would show
     ours(inputs(), use_optional=False).sum().backward()
     assert (ours.module.optional.weight.grad == rank_value).all()
-    # Used by rank 1 alone: the mean of what both have, as torch does.
+    # Rank 1 alone uses it: as in torch, the mean is over both ranks.
     ours(inputs(), use_optional=dist.get_rank() == 1).sum().backward()
     assert_equal_on_ranks([ours.module.optional.weight.grad])
 
@@ -208,18 +158,6 @@ def outputs_outside_the_loss() -> None:
 
 def test_outputs_that_take_no_part_in_the_loss(on_ranks: OnRanks) -> None:
     on_ranks(outputs_outside_the_loss)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.middle = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.middle(self.embed(x)))
 
 
 def tied() -> None:
@@ -271,7 +209,7 @@ def test_dtypes_and_strides(on_ranks: OnRanks) -> None:
     on_ranks(many_types)
 
 
-def in_one_arena() -> None:
+def in_one_buffer() -> None:
     ours = DDP(make_net(), **SMALL_BUCKETS)
     addresses = []
     for step in range(3):
@@ -287,7 +225,7 @@ def in_one_arena() -> None:
     buffer = io.BytesIO()
     torch.save(ours.module.scale.grad, buffer)
     assert buffer.tell() < 4096
-    # A gradient that someone replaced, by assignment or through .data, is reduced all the same.
+    # A gradient that was replaced, by assignment or through .data, is still reduced.
     twin = copy.deepcopy(ours.module)
     ours.module.scale.grad = torch.tensor(2.0)
     ours.module.last.bias.grad.data = torch.ones(3)
@@ -302,8 +240,8 @@ def in_one_arena() -> None:
     assert [p.grad.data_ptr() for p in ours.parameters()] == addresses[1]
 
 
-def test_gradients_live_in_one_arena(on_ranks: OnRanks) -> None:
-    on_ranks(in_one_arena)
+def test_gradients_live_in_one_buffer(on_ranks: OnRanks) -> None:
+    on_ranks(in_one_buffer)
 
 
 def overlaps() -> None:
@@ -311,7 +249,7 @@ def overlaps() -> None:
     seen: list[bool] = []
 
     def wait_for_the_last_layer(grad: Tensor) -> Tensor:
-        """Runs before the first layer's gradient is handed over; the last layer's must be reduced meanwhile."""
+        """Runs before the first layer's gradient is handed over. The last layer's must be reduced by then."""
         deadline = time.monotonic() + 10
         expected = torch.full((3,), 8 * 1.5)  # the mean of 8 * 1 and 8 * 2
         while not torch.equal(ours.module.last.bias.grad, expected) and time.monotonic() < deadline:
@@ -384,12 +322,6 @@ def test_parameters_that_the_module_asks_to_ignore(on_ranks: OnRanks) -> None:
     on_ranks(ignored_parameters)
 
 
-def message_of(error: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
 def different_models() -> list[str]:
     rank = dist.get_rank()
     shapes = message_of(RuntimeError, lambda: DDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))))
@@ -435,7 +367,7 @@ def test_modules_that_cannot_be_wrapped(on_ranks: OnRanks) -> None:
 
 def test_without_a_process_group() -> None:
     with pytest.raises(
-        ValueError, match="needs a process group and none is initialised: start the script with torchrun"
+        ValueError, match="needs a process group and none is initialized: start the script with torchrun"
     ):
         DDP(nn.Linear(2, 2))
 
@@ -452,14 +384,14 @@ def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 def bad_backwards() -> None:
     ours = DDP(make_net())
     x = inputs()
-    # A parameter without a gradient, found at the next forward.
+    # The next forward finds a parameter without a gradient.
     ours(x, use_optional=False).sum().backward()
     message = message_of(RuntimeError, lambda: ours(x))
     assert "Expected to have finished reduction" in message
     assert "did not receive grad for rank" in message
     assert message.index("optional.weight, optional.bias") > message.index("Parameters which did not receive grad")
     assert "find_unused_parameters=True" in message
-    # The same parameter twice.
+    # One parameter gets two gradients.
     twice = DDP(nn.Linear(10, 10))
     out = twice(checkpoint(twice.module, x.requires_grad_(), use_reentrant=True))
     assert "'bias' got a second gradient" in message_of(RuntimeError, lambda: out.sum().backward())
@@ -533,7 +465,7 @@ def test_a_group_with_a_backend_per_device(on_ranks: OnRanks) -> None:
 
 
 def shared_parameters() -> None:
-    """One encoder under two wrappers: both hooks see every gradient, one of them is to reduce it."""
+    """Puts one encoder under two wrappers: both hooks see every gradient, and one must reduce it."""
 
     def build(wrapper: Any) -> list[nn.Module]:
         torch.manual_seed(dist.get_rank())
@@ -544,7 +476,7 @@ def shared_parameters() -> None:
     for ours, theirs in zip(all_ours, all_theirs, strict=True):
         theirs.load_state_dict(ours.state_dict())
         step_alike(ours, theirs, steps=2)
-    # Both in one backward: the first to see a gradient reduces it for both.
+    # In one backward through both, the first to see a gradient reduces it for both.
     x = inputs()
     for models in (all_ours, all_theirs):
         for model in models:
@@ -560,18 +492,6 @@ def shared_parameters() -> None:
 
 def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:
     on_ranks(shared_parameters)
-
-
-class Fails(torch.autograd.Function):
-    """In backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ValueError("late")
 
 
 def interrupted() -> None:
@@ -633,7 +553,7 @@ FAULTS = """
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer has its own allocator")
 def test_gradients_get_their_memory_back() -> None:
-    """A gradient that has gone to the arena leaves its memory to the next, instead of to the system."""
+    """A gradient that was copied to the flat buffer leaves its memory to the next one, not to the system."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FAULTS)], check=True, capture_output=True, text=True, timeout=60
     )

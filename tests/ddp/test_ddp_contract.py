@@ -1,8 +1,7 @@
-"""What DistributedDataParallel keeps beyond torch's own DDP tests: no replicas that part in silence, hooks, weights."""
+"""Checks DistributedDataParallel beyond torch's own tests: replicas that never diverge silently, hooks, weights."""
 
 import copy
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,72 +9,42 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from test_ddp import (
-    SMALL_BUCKETS,
-    OnRanks,
-    TorchDDP,
-    assert_equal_grads,
-    assert_equal_on_ranks,
-    inputs,
-    make_net,
-    message_of,
-    pair,
-)
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.checkpoint import checkpoint
 
+from ddp_cases import (
+    SMALL_BUCKETS,
+    OnRanks,
+    TorchDDP,
+    assert_equal_grads,
+    assert_equal_on_ranks,
+    assert_means,
+    grads_of,
+    inputs,
+    linear_chain,
+    local_grads,
+    make_net,
+    mean_over_ranks,
+    message_of,
+    pair,
+)
+from ddp_contract_cases import (
+    Backwards,
+    diverged_replicas,
+    flag_set_after_forward,
+    gradients_behind_another_tensor,
+    measured_order,
+    several_backwards_with_unused_parameters,
+    sparse_gradients,
+    static_graph_and_no_sync,
+    uneven_sparse,
+    weighted_mean,
+)
 from drivetrain import DistributedDataParallel as DDP
 
-
-def grads_of(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def mean_over_ranks(tensors: list[Tensor]) -> list[Tensor]:
-    for tensor in tensors:
-        dist.all_reduce(tensor)
-        tensor /= dist.get_world_size()
-    return tensors
-
-
-def local_grads(model: DDP, *batches: Tensor) -> list[Tensor]:
-    """This rank's own gradients of the summed losses, without any reduction; the model is left as it was."""
-    with model.no_sync():
-        for x in batches:
-            model.module(x).pow(2).sum().backward()
-    grads = grads_of(model)
-    model.zero_grad()
-    return grads
-
-
-def assert_means(model: DDP, expected: list[Tensor]) -> None:
-    for got, want in zip(grads_of(model), expected, strict=True):
-        torch.testing.assert_close(got, want)
-    assert_equal_on_ranks(grads_of(model))
-
-
-def linear_chain() -> nn.Module:
-    torch.manual_seed(dist.get_rank())
-    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
 # ---- Which backward is reduced.
-
-
-def flag_set_after_forward() -> None:
-    """As in build-nanogpt: the last micro-step's flag is set between its forward and its backward."""
-    model = DDP(linear_chain(), **SMALL_BUCKETS)
-    for _ in range(2):
-        batches = [inputs() for _ in range(3)]
-        expected = mean_over_ranks(local_grads(model, *batches))
-        for i, x in enumerate(batches):
-            loss = model(x).pow(2).sum()
-            model.require_backward_grad_sync = i == len(batches) - 1
-            loss.backward()
-        assert_means(model, expected)
-        model.zero_grad()
 
 
 def forward_alone_under_no_sync() -> None:
@@ -98,30 +67,13 @@ def several_backwards() -> None:
     for loss in losses:
         loss.backward()
     assert_means(model, expected)
-    # And one backward over the same graph twice.
+    # One graph gets two backwards.
     model.zero_grad()
     expected = mean_over_ranks(local_grads(model, x, x))
     loss = model(x).pow(2).sum()
     loss.backward(retain_graph=True)
     loss.backward()
     assert_means(model, expected)
-
-
-def several_backwards_with_unused_parameters() -> None:
-    model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
-    model.eval()  # so that batch norm adds no noise of its own
-    for _ in range(3):
-        x, y = inputs(), inputs()
-        with model.no_sync():
-            model.module(x, use_optional=False).pow(2).sum().backward()
-            model.module(y).pow(2).sum().backward()
-        expected = mean_over_ranks(grads_of(model))
-        model.zero_grad()
-        losses = [model(x, use_optional=False).pow(2).sum(), model(y).pow(2).sum()]
-        for loss in losses:
-            loss.backward()
-        assert_means(model, expected)
-        model.zero_grad()
 
 
 def inner_module() -> None:
@@ -174,29 +126,13 @@ def unfrozen_parameter() -> None:
 
 
 def weight_on_some_ranks() -> None:
-    """Through shared memory the ranks see that they reduce different things."""
+    """Checks that ranks notice through shared memory that they reduce different tensors."""
     model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
     loss = model(inputs()).mean()
     weight = 3 if dist.get_rank() == 0 else None
     message = message_of(RuntimeError, lambda: model.backward(loss, weight))
     assert "the all-reduce of bucket 0 of" in message
     assert "a weight on some ranks only" in message or "has failed before" in message
-
-
-def static_graph_and_no_sync() -> None:
-    model = DDP(linear_chain(), static_graph=True, **SMALL_BUCKETS)
-    for first_is_local in (True, False, True):
-        batches = [inputs() for _ in range(2 + first_is_local)]
-        expected = mean_over_ranks(local_grads(model, *batches))
-        if first_is_local:
-            with model.no_sync():
-                model(batches[0]).pow(2).sum().backward()
-        for x in batches[int(first_is_local) : -1]:
-            with model.no_sync():
-                model(x).pow(2).sum().backward()
-        model(batches[-1]).pow(2).sum().backward()
-        assert_means(model, expected)
-        model.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +193,7 @@ def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
 
 
 def profiled() -> None:
-    """Also where no process group carries the buckets, a profile shows what they take."""
+    """Checks that a profile shows the buckets even if no process group carries them."""
     model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(inputs()).sum().backward()
@@ -273,77 +209,11 @@ def test_profile_shows_reductions(on_ranks: OnRanks) -> None:
 # ---- Checks and weights.
 
 
-def parted_replicas() -> list[str]:
-    model = DDP(linear_chain(), check_replicas_every=3)
-    step = lambda: model(inputs()).sum().backward()  # noqa: E731
-    for _ in range(3):
-        step()
-    if dist.get_rank() == 1:
-        model.module[2].bias.data[1] += 1e-6
-    step()
-    step()
-    message = message_of(RuntimeError, step)
-    with torch.no_grad():
-        model.module[2].bias.zero_()
-    for _ in range(3):
-        step()
-    return [message]
-
-
 def test_replicas_that_part_are_named_on_every_rank(on_ranks: OnRanks) -> None:
-    for (message,) in on_ranks(parted_replicas):
-        assert "replicas have parted: parameter '2.bias' is not the same on all ranks" in message
+    for (message,) in on_ranks(diverged_replicas):
+        assert "replicas have diverged: parameter '2.bias' is not the same on all ranks" in message
         assert "ranks {" in message
-        assert "synchronised step 6" in message
-
-
-def weighted_mean(hooked: bool) -> None:
-    model = DDP(linear_chain(), **SMALL_BUCKETS)
-    if hooked:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    rank = dist.get_rank()
-    counts = [[3, 11], [8, 1]][rank]  # tokens per micro-step
-    for _ in range(2):
-        everything = torch.randn(23, 10, generator=torch.Generator().manual_seed(1))
-        model.zero_grad()
-        with model.no_sync():
-            model.module(everything).pow(2).mean(0).sum().backward()
-        expected = grads_of(model)
-        model.zero_grad()
-        start = [0, 14][rank]
-        for i, count in enumerate(counts):
-            x = everything[start : start + count]
-            start += count
-            model.require_backward_grad_sync = i == 1
-            model.backward(model(x).pow(2).mean(0).sum(), weight=count)
-        assert_means(model, expected)
-    assert "weight is -1" in message_of(ValueError, lambda: model.backward(model(inputs()).sum(), weight=-1))
-    model.zero_grad()
-    loss = model(inputs()).sum()
-    assert "sum to 0 over all ranks" in message_of(ValueError, lambda: model.backward(loss, weight=0))
-    model.zero_grad()
-    x = inputs()
-    expected = mean_over_ranks(local_grads(model, x))
-    model.backward(model(x).pow(2).sum())
-    assert_means(model, expected)
-    # What is in .grad now has no weight; and what gets one takes none without.
-    assert "zero_grad" in message_of(ValueError, lambda: model.backward(model(x).sum(), weight=1))
-    model.zero_grad()
-    with model.no_sync():
-        model.backward(model(x).sum(), weight=1000)
-    model.zero_grad()  # and the weight is forgotten with the gradients
-    model.backward(model(x).pow(2).sum(), weight=3)
-    assert_means(model, expected)
-    model.zero_grad()
-    with model.no_sync():
-        model.backward(model(x).sum() * 0, weight=10)  # a gradient of zero counts, too
-    model.backward(model(x).pow(2).sum(), weight=10)
-    assert_means(model, [grad / 2 for grad in expected])
-    model.zero_grad(set_to_none=False)
-    with model.no_sync():
-        model.backward(model(x).sum(), weight=2)
-        loss = model(x).sum()
-        assert "has no weight" in message_of(ValueError, loss.backward)
+        assert "synchronized step 6" in message
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -374,9 +244,10 @@ def hooks_see_buckets() -> None:
 
 
 def torchs_hooks() -> None:
-    """Each of torch's own hooks that runs over gloo does on our buckets what it does on torch's.
+    """Checks that each hook of torch that runs over gloo does on our buckets what it does on torch's.
 
-    (The quantised ones read a future that gloo fills otherwise, and fail with torch's class too; bf16's asks for NCCL.)
+    The quantized hooks read a future that gloo fills in another way, and fail with torch's class, too. The bfloat16
+    hook requires NCCL.
     """
     power = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
     for make_hook in (
@@ -429,44 +300,8 @@ def test_communication_hooks(on_ranks: OnRanks, function: Callable[[], None]) ->
 # ---- Kinds of parameters and of backward.
 
 
-class Sparse(nn.Module):
-    def __init__(self, sparse: bool = True) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20, 4, sparse=sparse)
-        self.more = nn.Embedding(20, 4, sparse=sparse)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, index: Tensor, use_more: bool = True) -> Tensor:
-        x = self.words(index)
-        return self.out(x + self.more(index) if use_more else x)
-
-
-def sparse_gradients() -> None:
-    torch.manual_seed(dist.get_rank())
-    model, dense = DDP(Sparse(), **SMALL_BUCKETS), Sparse(sparse=False)
-    for _ in range(3):
-        index = torch.randint(0, 20, (6,))
-        # Not torch's class: it scales in place, and the two embeddings' gradients share their values.
-        dense.load_state_dict(model.module.state_dict())
-        dense.zero_grad()
-        dense(index).pow(2).sum().backward()
-        expected = mean_over_ranks(grads_of(dense))
-        model.zero_grad()
-        model(index).pow(2).sum().backward()
-        for p, want in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(p.grad.to_dense(), want)
-        assert model.module.words.weight.grad.layout == torch.sparse_coo
-    # Used on one rank only, and on none.
-    model = DDP(Sparse(), find_unused_parameters=True)
-    model(torch.tensor([1, 2]), use_more=dist.get_rank() == 0).sum().backward()
-    assert model.module.more.weight.grad.to_dense()[1].sum() != 0
-    model.zero_grad()
-    model(torch.tensor([1, 2]), use_more=False).sum().backward()
-    assert model.module.more.weight.grad is None
-
-
 def double_backward() -> None:
-    """(torch's class fails on this model: it writes in place to a gradient that is a leaf.)"""
+    """Has no reference: torch's class fails on this model, as it writes in place to a gradient that is a leaf."""
     model = DDP(linear_chain(), **SMALL_BUCKETS)
     x = inputs()
     expected = mean_over_ranks(local_grads(model, x))
@@ -476,7 +311,7 @@ def double_backward() -> None:
 
 
 def recomputed() -> None:
-    """Both kinds of activation checkpointing, the reentrant one twice over one parameter with a static graph."""
+    """Uses both kinds of activation checkpointing, the reentrant one twice over one parameter with a static graph."""
 
     class Checkpointed(nn.Module):
         def __init__(self, reentrant: bool, times: int) -> None:
@@ -500,37 +335,8 @@ def recomputed() -> None:
             assert_equal_grads(ours, theirs)
 
 
-class Backwards(nn.Module):
-    """Its layers run in the reverse of the order in which they are registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(9, 9) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self.layers):
-            x = layer(x).tanh()
-        return x
-
-
-def measured_order() -> None:
-    torch.manual_seed(dist.get_rank())
-    ours, theirs = pair(Backwards(), **SMALL_BUCKETS)
-    first = [bucket.names for bucket in ours.reducer.buckets()]
-    x = torch.randn(4, 9)
-    for model in (ours, theirs):
-        for _ in range(3):  # gradients accumulate over the change of plan
-            model(x).pow(2).sum().backward()
-    assert_equal_grads(ours, theirs)
-    second = [bucket.names for bucket in ours.reducer.buckets()]
-    assert first[0][0].startswith("layers.5")
-    assert second[0][0].startswith("layers.0")
-    assert sorted(chain(*first)) == sorted(chain(*second))
-    assert ours._get_ddp_logging_data()["has_rebuilt_buckets"] == 1
-
-
 def rebuilding_as_hooks_see_it() -> None:
-    """Hooks that step a ZeroRedundancyOptimizer lay it out by the buckets once they are rebuilt."""
+    """Lets hooks that step a ZeroRedundancyOptimizer partition it by the rebuilt buckets."""
     for model in pair(Backwards(), **SMALL_BUCKETS):
         seen: list[tuple[bool, int]] = []
 
@@ -549,36 +355,8 @@ def rebuilding_as_hooks_see_it() -> None:
         assert steps[1] == steps[2]
 
 
-def gradients_behind_another_tensor() -> None:
-    """.grad may be replaced by another tensor over the same memory before the buckets are planned anew."""
-    torch.manual_seed(dist.get_rank())
-    model = DDP(Backwards(), **SMALL_BUCKETS)
-    x = torch.randn(4, 9)
-    expected = mean_over_ranks(local_grads(model, x, x))
-    for _ in range(2):
-        model(x).pow(2).sum().backward()
-        for p in model.parameters():
-            p.grad = p.grad.detach()
-    assert_means(model, expected)
-    assert "assign=True" in message_of(ValueError, lambda: model.load_state_dict(model.state_dict(), assign=True))
-
-
-def uneven_sparse() -> None:
-    model = DDP(Sparse())
-    index = torch.tensor([1, 2])
-    dense = Sparse(sparse=False)
-    dense.load_state_dict(model.module.state_dict())
-    dense(index).pow(2).sum().backward()
-    with model.join(divide_by_initial_world_size=False):
-        for _ in range(1 + dist.get_rank()):
-            model.zero_grad()
-            model(index).pow(2).sum().backward()
-            if dist.get_rank() == 1:
-                torch.testing.assert_close(model.module.words.weight.grad.to_dense(), dense.words.weight.grad)
-
-
 def uneven_static_graph() -> None:
-    """A rank may have no input at all while the others learn the graph (torch's class dies there)."""
+    """Gives a rank no input at all while the others learn the graph, where torch's class dies."""
     model = DDP(make_net(), static_graph=True, **SMALL_BUCKETS)
     model.eval()
     rank = dist.get_rank()
@@ -601,7 +379,7 @@ def uneven_static_graph() -> None:
 
 
 def held_gradients() -> None:
-    """With gradient_as_bucket_view=True the tensors of .grad may be kept: they go on showing the gradients."""
+    """Keeps tensors of .grad with gradient_as_bucket_view=True: they show the next gradients, too."""
     torch.manual_seed(dist.get_rank())
     model = DDP(Backwards(), transport="shm", gradient_as_bucket_view=True)
     held = None
@@ -618,7 +396,7 @@ def held_gradients() -> None:
 
 
 def delayed_parameters(hooked: str, *delayed: str) -> None:
-    """Some parameters, or all, are reduced past the reducer, once the gradient of one is there."""
+    """Reduces some or all parameters past the reducer, once the gradient of one has come."""
     net = linear_chain()
     net[2].bias.requires_grad_(False)  # torch's constructor wants one parameter beside the delayed ones
     named = dict(net.named_parameters())
@@ -696,7 +474,7 @@ def compiled() -> None:
 
 
 def beside_tensor_parallel(init_sync: bool) -> None:
-    """Two replicas of a model whose layers are each split over two ranks."""
+    """Trains two replicas of a model whose layers are each split over two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

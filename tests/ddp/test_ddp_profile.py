@@ -1,4 +1,4 @@
-"""What torch's profiler sees of our communication, beside what it sees of torch's class over gloo."""
+"""Compares what torch's profiler records of our communication with its records of torch's class over gloo."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _BUCKET_CAP_MB = 300 / 2**20  # bytes: each layer has a bucket of its own
 
 
 def _profiled(wrap: Callable[[nn.Module], nn.Module], path: Path) -> tuple[nn.Module, profile, list[dict[str, Any]]]:
-    """Profiles one step once buckets have settled; returns the trace's events, too."""
+    """Profiles one step after the last rebuild of buckets, and returns the profile and the events of its trace."""
     torch.manual_seed(0)
     net = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12)))
     inputs = torch.ones(2, 8)

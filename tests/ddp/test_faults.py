@@ -1,8 +1,8 @@
-"""A rank dies, stops, skips a step or brings another model: the others must say so in time, and nothing may be left.
+"""Lets a rank die, stop, skip a step or bring another model: the others must report it in time and leave nothing.
 
-What a round leaves would harm the next one, which starts the same way; after the last comes a run without a fault.
+Remains of a round would harm the next one, which starts the same way. A run without a fault follows the last round.
 
-`make faults` runs 100 rounds of each, and a clean run after every one; see tests/faults.
+`make faults` runs 100 rounds of each fault, and a clean run after every one; see tests/faults.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""join(), for ranks with uneven inputs: `.grad` and ZeroRedundancyOptimizer's steps beside those of torch's class."""
+"""Compares join() with torch's class: `.grad`, and steps of ZeroRedundancyOptimizer, for ranks with uneven inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def gradients_of(module: nn.Module) -> Gradients:
 
 
 def uneven_steps(wrap: type, zeroing: str, by_initial: bool, **options: Any) -> list[Gradients]:
-    """Every rank's gradients after each of its steps, and once the last rank has ended."""
+    """Returns every rank's gradients after each of its steps, and once the last rank has ended."""
     model = wrap(Net(), find_unused_parameters=True, **options)
     rank, seen = dist.get_rank(), []
     if zeroing == "kept":

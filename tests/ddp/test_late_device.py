@@ -1,4 +1,4 @@
-"""Data parallelism where streams run late and the process group takes no CPU tensors.
+"""Tests data parallelism where streams run late and the process group takes no CPU tensors.
 
 The cases are in tests/late_device/reduce.py.
 """
@@ -16,7 +16,7 @@ CASES = re.findall(r"^@case\ndef (\w+)", (FOLDER / "reduce.py").read_text(), re.
 
 @pytest.fixture(scope="module")
 def verdicts(late_device: Path) -> dict[str, str]:
-    """What is wrong with each case, "" for nothing."""
+    """Returns the failure of each case, "" if it passes."""
     command = [sys.executable, str(FOLDER / "reduce.py"), str(late_device)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     lines = re.findall(r"^(OK|BAD) (\w+)(?:: (.*))?$", run.stdout, re.MULTILINE)

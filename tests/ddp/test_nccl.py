@@ -1,4 +1,4 @@
-"""The NCCL transport: over a fake libnccl on the CPU (tests/fake_nccl) everywhere, over the real one on a GPU."""
+"""Tests the NCCL transport over a fake libnccl on the CPU (tests/fake_nccl), and over the real one on a GPU."""
 
 import copy
 import gc
@@ -20,13 +20,36 @@ from typing import Any
 
 import pybind11
 import pytest
-import test_ddp_contract as contract
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, make_net, message_of, pair, step_alike
 from torch import nn
 
 import nccl_ranks
+from ddp_cases import (
+    SMALL_BUCKETS,
+    OnRanks,
+    assert_equal_grads,
+    assert_means,
+    inputs,
+    linear_chain,
+    local_grads,
+    make_net,
+    mean_over_ranks,
+    message_of,
+    pair,
+    step_alike,
+)
+from ddp_contract_cases import (
+    diverged_replicas,
+    flag_set_after_forward,
+    gradients_behind_another_tensor,
+    measured_order,
+    several_backwards_with_unused_parameters,
+    sparse_gradients,
+    static_graph_and_no_sync,
+    uneven_sparse,
+    weighted_mean,
+)
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
 
@@ -59,7 +82,7 @@ def build(source: Path, folder: Path, *options: str) -> None:
 
 @pytest.fixture(scope="session")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the module `fake_nccl` and the libraries that it opens."""
+    """Returns the folder with the module `fake_nccl` and the libraries that it opens."""
     if torch.version.cuda is not None:
         pytest.skip("the CUDA runtime that this torch has loaded hides the fake one")
     folder = tmp_path_factory.mktemp("fake_nccl")
@@ -74,7 +97,7 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float = TIMEOUT_S) -> Iterator[Callable]:
-    """In here every DDP of this rank goes through the fake; gives what reads the library's log so far."""
+    """Makes every DDP of this rank use the fake, and yields a function that reads the library's log."""
     gc.collect()  # models of earlier tests, which log how they end
     sys.path.insert(0, str(fakes))
     import fake_nccl
@@ -131,7 +154,7 @@ def test_life_of_a_model(on_ranks: OnRanks, fakes: Path) -> None:
         kind, size = calls[1].split()
         assert kind == "MemAlloc"
         assert calls[2] == f"WindowRegister {size}"
-        # All buckets are small: one group in every step, and what ranks tell each other in between.
+        # All buckets are small, so that every step has one group, beside the exchanges between ranks.
         groups = [line for line in calls if line.startswith("Group: float sum")]
         assert len(groups) == 3
         assert all(group.count("sum") > 2 for group in groups)
@@ -156,7 +179,7 @@ def profiled(fakes: Path) -> None:
     all_reduces = [event for event in profile.events() if event.name == "nccl:all_reduce"]
     assert len(all_reduces) == len(buckets) > 1
     assert all(event.is_async for event in all_reduces)
-    # What begins together is one launch, whose kernels the profiler of a device finds under it.
+    # Collectives that begin together are one launch, under which a device's profiler finds the kernels.
     (comms,) = (event["args"] for event in events if event.get("name") == "record_param_comms")
     assert comms["Collective name"] == "allreduce_coalesced"
     assert comms["Process Group Ranks"] == "[0, 1]"
@@ -168,7 +191,7 @@ def test_the_profiler_sees_buckets_and_launches(on_ranks: OnRanks, fakes: Path) 
 
 
 def large_and_small_buckets(fakes: Path) -> list[str]:
-    """Buckets of 400 KiB and of a few bytes: a small one begins with the next that makes it worth while."""
+    """Mixes buckets of 400 KiB and of a few bytes: a small one begins with a later one."""
     with faked(fakes) as log:
         torch.manual_seed(dist.get_rank())
         layers = [nn.Linear(1, 8), nn.Linear(8, 100), nn.Linear(100, 1000), nn.Linear(1000, 8), nn.Linear(8, 2)]
@@ -196,7 +219,7 @@ def test_sums_in_torchs_bits(on_three_ranks: OnRanks, fakes: Path, how: str) -> 
 
 
 class Gates(nn.Module):
-    """Its gradients are computed element by element, and so have the same bits wherever they lie in memory."""
+    """Computes its gradients element by element, so that their bits do not depend on their addresses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +231,7 @@ class Gates(nn.Module):
 
 
 def sums_in_torchs_bits(fakes: Path, how: str) -> None:
-    """torch divides before it adds up, which over three ranks rounds differently from dividing the sum."""
+    """torch divides before it sums, which over three ranks rounds differently from dividing the sum."""
     with faked(fakes) as log:
         model = DDP(Gates(), bucket_cap_mb=1e-3)
         plain = copy.deepcopy(model.module)
@@ -237,7 +260,7 @@ def sums_in_torchs_bits(fakes: Path, how: str) -> None:
 
 
 def buckets_that_fill_in_different_orders(fakes: Path) -> list[str]:
-    """Rank 1's first bucket has a parameter that its forward leaves out, found at the end of its backward."""
+    """Leaves a parameter of rank 1's first bucket out of its forward, which the end of its backward finds."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -276,16 +299,16 @@ def over_the_fake(fakes: Path, function: Callable[..., None], *args: Any) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        (contract.flag_set_after_forward,),
-        (contract.several_backwards_with_unused_parameters,),
-        (contract.static_graph_and_no_sync,),
-        (contract.weighted_mean, False),
-        (contract.weighted_mean, True),
-        (contract.parted_replicas,),
-        (contract.sparse_gradients,),
-        (contract.uneven_sparse,),
-        (contract.measured_order,),
-        (contract.gradients_behind_another_tensor,),
+        (flag_set_after_forward,),
+        (several_backwards_with_unused_parameters,),
+        (static_graph_and_no_sync,),
+        (weighted_mean, False),
+        (weighted_mean, True),
+        (diverged_replicas,),
+        (sparse_gradients,),
+        (uneven_sparse,),
+        (measured_order,),
+        (gradients_behind_another_tensor,),
     ],
     ids=lambda call: call[0].__name__,
 )
@@ -320,7 +343,7 @@ def test_memory_is_registered_as_well_as_the_library_can(
 
 
 def wait_for_window(fakes: Path) -> str:
-    """Rank 1 registers nothing; what rank 0's thread begins must not be taken for finished."""
+    """Registers nothing on rank 1: a call that rank 0's thread has begun must not count as finished."""
     with faked(fakes, fault="window hangs" if dist.get_rank() == 1 else "", timeout_s=SHORT_TIMEOUT_S):
         return message_of(RuntimeError, lambda: DDP(make_net()))
 
@@ -366,8 +389,10 @@ def free_from_python(fakes: Path, is_used: bool) -> str:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_memory_is_freed_without_the_gil(on_ranks: OnRanks, fakes: Path, is_used: bool) -> None:
-    """To free it is to wait for the device, for which other threads may need the GIL: the fake ends a process that
-    holds it."""
+    """Freeing memory waits for the device, for which other threads may need the GIL.
+
+    The fake therefore ends a process that frees memory with the GIL held.
+    """
     assert on_ranks(free_from_python, fakes, is_used) == ["MemFree", "MemFree"]
 
 
@@ -388,7 +413,7 @@ del flat
 
 
 def test_python_may_end_right_after_a_collective(fakes: Path, tmp_path: Path) -> None:
-    """What the communicator's thread then lets go of needs no GIL, for which it would be ended and the process too."""
+    """Checks that the communicator's thread frees memory without the GIL: asking for it would end the process."""
     command = [sys.executable, "-c", ENDS_AFTER_A_COLLECTIVE, str(fakes)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
@@ -450,7 +475,7 @@ def test_refused_for_parameters_on_the_cpu(on_ranks: OnRanks) -> None:
 
 
 def alone(fakes: Path, rank: int) -> str:
-    """Only that rank comes."""
+    """Lets only that rank come."""
     if dist.get_rank() != rank:
         return ""
     with faked(fakes, timeout_s=SHORT_TIMEOUT_S):
@@ -466,7 +491,7 @@ def test_a_rank_that_does_not_come(on_ranks: OnRanks, fakes: Path) -> None:
 
 def failing_step(fakes: Path, fault: str) -> tuple[str, list[str]]:
     with faked(fakes, fault=fault, timeout_s=SHORT_TIMEOUT_S) as log:
-        model = DDP(contract.linear_chain(), bucket_cap_mb=1e-4)
+        model = DDP(linear_chain(), bucket_cap_mb=1e-4)
         loss = model(inputs()).sum()
         message = message_of(RuntimeError, loss.backward)
         loss = model(inputs()).sum()
@@ -490,7 +515,7 @@ def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes:
     for message, log in on_ranks(failing_step, fakes, fault):
         assert "drivetrain: the all-reduce of bucket 0 of 3 [" in message
         assert "4.weight" in message
-        assert "failed in synchronised step 1" in message
+        assert "failed in synchronized step 1" in message
         assert words in message
         assert log.count("Abort") == 1
         assert "Destroy" not in log
@@ -499,7 +524,7 @@ def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes:
 
 def step_left_out(fakes: Path) -> str:
     with faked(fakes, timeout_s=SHORT_TIMEOUT_S):
-        model = DDP(contract.linear_chain())
+        model = DDP(linear_chain())
         if dist.get_rank() == 1:
             return ""
         return message_of(RuntimeError, model(inputs()).sum().backward)
@@ -511,9 +536,9 @@ def test_a_rank_that_leaves_a_step_out(on_ranks: OnRanks, fakes: Path) -> None:
 
 
 def given_up(fakes: Path) -> None:
-    """Gradients left out after buckets were held back: these are not sent with the next step's."""
+    """Gives up a step after buckets were held back: these must not be sent with the next step's."""
     with faked(fakes) as log:
-        model = DDP(contract.linear_chain(), bucket_cap_mb=1e-4)
+        model = DDP(linear_chain(), bucket_cap_mb=1e-4)
         cut = model.module[2].register_forward_pre_hook(lambda module, args: args[0].detach())
         model(inputs()).sum().backward()
         cut.remove()
@@ -521,9 +546,9 @@ def given_up(fakes: Path) -> None:
         model.reducer._reset_state()
         model.zero_grad()
         x = inputs()
-        expected = contract.mean_over_ranks(contract.local_grads(model, x))
+        expected = mean_over_ranks(local_grads(model, x))
         model(x).pow(2).sum().backward()
-        contract.assert_means(model, expected)
+        assert_means(model, expected)
         assert sum(line.startswith("Group: float sum") for line in log()) == 1
 
 
@@ -568,7 +593,7 @@ def run_ranks(
         environment = dict(os.environ)
         environment["FAKE_NCCL_LOG"] = str(folder / f"log-{rank}")  # of tests/fake_nccl, where that is NCCL
         if size > torch.cuda.device_count():
-            # To NCCL each rank is a host of its own then: otherwise it refuses two on one GPU.
+            # NCCL then takes each rank for a host of its own. Otherwise it refuses two ranks on one GPU.
             environment.update(NCCL_HOSTID=f"host-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
         whole = [sys.executable, *command, str(rank), str(size), str(folder / "store"), *arguments]
         ranks.append(
@@ -597,7 +622,7 @@ def run_ranks(
 def test_equals_torchs_class_under_a_pure_nccl_group(
     tmp_path: Path, repository: Path, ranks: int, carrier: str
 ) -> None:
-    """The cases of tests/nccl_ranks.py, in a group that takes no CPU tensors."""
+    """Runs the cases of tests/nccl_ranks.py in a group that takes no CPU tensors."""
     results = run_ranks([str(repository / "tests/nccl_ranks.py")], ranks, tmp_path, carrier)
     for code, output in results:
         assert code == 0, output
@@ -611,7 +636,7 @@ def test_equals_torchs_class_under_a_pure_nccl_group(
 
 
 def train_example(repository: Path, folder: Path, engine: str, carrier: str) -> list[float]:
-    """The losses of five steps of examples/gpt on as many GPUs as there are, at most two."""
+    """Returns the losses of five steps of examples/gpt on at most two GPUs."""
     ranks = min(2, torch.cuda.device_count())
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -731,5 +756,5 @@ def test_a_lost_rank_is_an_error_within_the_timeout(tmp_path: Path, how: signal.
     """
     ((code, output),) = on_gpu(script, 2, tmp_path, awaited=1)
     assert code == 0, output
-    # The loss shows in whichever reduction asks next: its first, or a later one that was started before it was seen.
+    # The next reduction raises the loss: the first, or a later one that started before it was noticed.
     assert re.search(r"the all-reduce of bucket \d of \d \[[024]\.(weight|bias)\b", output), output

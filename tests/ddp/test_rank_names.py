@@ -1,4 +1,4 @@
-"""Errors of a subgroup call ranks what the whole job calls them, and say which of the group they are."""
+"""Checks that errors of a subgroup give a rank's number in the job and its number in the group."""
 
 from collections.abc import Callable
 from typing import Any

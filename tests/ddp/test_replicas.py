@@ -1,4 +1,4 @@
-"""What keeps replicas together, as torch's class does: which backward is reduced, and what a kept gradient shows."""
+"""Checks that replicas stay equal as in torch's class: which backward is reduced, and what a kept gradient shows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,20 +6,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_cases import (
     SMALL_BUCKETS,
     OnRanks,
     TorchDDP,
     assert_equal_grads,
     assert_equal_on_ranks,
+    assert_means,
+    grads_of,
     inputs,
+    linear_chain,
+    local_grads,
+    mean_over_ranks,
     message_of,
     pair,
 )
-from test_ddp_contract import assert_means, grads_of, linear_chain, local_grads, mean_over_ranks
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
 from drivetrain import DistributedDataParallel as DDP
 
 OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
@@ -42,7 +46,7 @@ def step(model: nn.Module, lr: float = 1e-3) -> None:
 
 
 def inspected_on_one_rank(options: dict[str, Any]) -> None:
-    """Rank 0 looks at gradients of the inner module every few steps, as saliency maps and logs do."""
+    """Computes gradients of the inner module on rank 0 every few steps, as saliency maps and logs do."""
     models = pair(linear_chain(), **SMALL_BUCKETS, **options)
     for number in range(50):
         x = inputs()
@@ -92,7 +96,7 @@ def of_a_penalty_before(model: Model, x: Tensor) -> None:
 
 
 def of_a_penalty_that_differs(model: Model, x: Tensor) -> None:
-    """Not every rank has it, and not with the same factor."""
+    """Adds it on some ranks only, with different factors."""
     for factor in range(dist.get_rank()):
         (model.module[2].bias.pow(2).sum() * (factor + 2)).backward()
     loss_of(model, x).backward()
@@ -131,7 +135,7 @@ def stays_local(case: Callable[[Model, Tensor], None], options: dict[str, Any]) 
     for number in range(4):
         x = inputs()
         for model in models:
-            # Torch's own class dies of a static graph whose first backward is a local one.
+            # torch's own class dies on a static graph whose first backward is local.
             if number > 0 or not options.get("static_graph"):
                 case(model, x.clone())
             else:
@@ -172,7 +176,7 @@ def reentrant_under_no_sync() -> None:
             loss_of(model, x).backward()
         loss_of(model.module, x).backward()
     assert_equal_grads(ours, theirs)
-    # Where torch leaves this rank's gradient to be stepped with, in silence, the mean comes.
+    # torch silently leaves this rank's own gradient here. Ours leaves the mean.
     ours.zero_grad()
     expected = mean_over_ranks(local_grads(ours, x))
     for _ in range(2):
@@ -191,7 +195,7 @@ def test_reentrant_checkpoints_under_no_sync(on_ranks: OnRanks) -> None:
 
 
 class Interrupted(RuntimeError):
-    """What one rank's backward ends with."""
+    """Raised at the end of one rank's backward."""
 
 
 def interrupt(_: Tensor) -> Tensor:
@@ -199,7 +203,7 @@ def interrupt(_: Tensor) -> Tensor:
 
 
 def a_step_given_up_on_one_rank(dtype: torch.dtype) -> str:
-    """Its next buckets, as large as the others', come where another rank still has those of the step before."""
+    """Starts its next buckets, as large as the others', while another rank still has those of the step before."""
     torch.manual_seed(dist.get_rank())
     net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4))).to(dtype)
     model = DDP(net, bucket_cap_mb=1e-6)  # a bucket each
@@ -270,7 +274,7 @@ def test_with_gradient_as_bucket_view_they_show_the_next(on_ranks: OnRanks) -> N
 
 
 def kept_of_an_unused_parameter() -> None:
-    """Its place gets zeros where another rank uses it, and a local backward writes there, too."""
+    """Its region gets zeros where another rank uses it, and a local backward writes there, too."""
     model = DDP(linear_chain(), find_unused_parameters=True, **SMALL_BUCKETS)
     x = inputs()
     loss_of(model, x).backward()
@@ -289,7 +293,7 @@ def test_kept_gradients_of_unused_parameters(on_ranks: OnRanks) -> None:
 
 
 def what_is_not_kept_costs_nothing() -> None:
-    """Gradients lie in the arena from step to step."""
+    """Keeps gradients in the flat buffer from step to step."""
     model = DDP(linear_chain(), **SMALL_BUCKETS)
     places = []
     for number in range(8):

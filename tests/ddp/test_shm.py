@@ -1,4 +1,4 @@
-"""The transport through shared memory on real ranks: values, what it leaves, and its words when it fails."""
+"""Tests the transport through shared memory on real ranks: its values, its remains and its errors."""
 
 import ctypes
 import errno
@@ -37,13 +37,13 @@ TorchDDP = ddp_module.TorchDistributedDataParallel
 OnRanks = Callable[..., list[Any]]
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have several
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
-# None, one, odd, a vector and a tail, several tiles, several chunks of 16 KiB and more.
+# These sizes cover no element, one, an odd number, a vector with a tail, several tiles, and several chunks.
 SIZES = [0, 1, 3, 17, 513, 4099, 100_003]
 
 
 @pytest.fixture(params=[2, 3])
 def on_some_ranks(request: pytest.FixtureRequest) -> OnRanks:
-    """Two ranks, then three."""
+    """Runs on two ranks, then on three."""
     run: OnRanks = request.getfixturevalue("on_ranks" if request.param == 2 else "on_three_ranks")
     return run
 
@@ -66,7 +66,7 @@ def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def gives_up_a_step() -> None:
-    """One rank gives up a step with the map of used parameters under way in the staging place."""
+    """Gives up a step on one rank while the map of used parameters is in the staging area."""
     model = DDP(nn.Linear(4, 1, bias=False), transport="shm", find_unused_parameters=True)
     start = torch.ones((), requires_grad=True)
 
@@ -114,7 +114,7 @@ def sums_and_means(isa: str) -> list[bytes]:
 
 
 def check_sum(found: Tensor, inputs: list[Tensor], mean: bool) -> None:
-    """In rank order, in float for 16 bits with one rounding at the end; and near the sum in double."""
+    """Compares with sums in rank order (16-bit types in float32, rounded once at the end) and with sums in double."""
     dtype = found.dtype
     if not dtype.is_floating_point:
         assert torch.equal(found, sum(inputs[1:], start=inputs[0]))
@@ -136,7 +136,7 @@ def test_sums_and_means(on_some_ranks: OnRanks, isa: str) -> None:
 
 
 def outside_the_arena() -> None:
-    """Small tensors go through a staging place, several at once and large ones through the process group."""
+    """Sends small tensors through the staging area, and several at once and large ones through the process group."""
     comm = shm_comm()
     rank, world = dist.get_rank(), dist.get_world_size()
     for size in (1, 1000, 1_000_000):
@@ -157,7 +157,7 @@ def test_tensors_outside_the_arena(on_ranks: OnRanks) -> None:
 
 
 class Net(nn.Module):
-    """Weights of several sizes and types, and a layer that not every forward uses."""
+    """Has weights of several sizes and types, and a layer that not every forward uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_gradients_are_torchs(on_some_ranks: OnRanks) -> None:
 
 
 class Products(nn.Module):
-    """Its gradients are the inputs themselves, so that every bit is the reduction's own doing."""
+    """Has its inputs as gradients, so that every bit is the result of the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,13 +211,13 @@ class Products(nn.Module):
 
 
 def dawdling_ranks() -> None:
-    """Any rank may be the last to come to any bucket, and the first to write the next step's gradients."""
+    """Lets any rank be the last to start a bucket, and the first to write the next step's gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ours = DDP(Products(), transport="shm", **SMALL_BUCKETS)
     weights = ours.module.weights
     dawdle_in_hooks(weights)
     for step in range(150):
-        # Small whole numbers: every sum is exact, whatever its order.
+        # Sums of small integers are exact in every order.
         inputs = [torch.full_like(w, (step * 7 + i * 3) % 64 + 1) for i, w in enumerate(weights)]
         ours.zero_grad(set_to_none=step % 2 == 0)
         ours(*[x * (rank + 1) for x in inputs]).backward()
@@ -249,7 +249,7 @@ def leaves_nothing() -> None:
         kept = net.weights[2].grad
         world = dist.get_world_size()
         assert shared_mappings() == mappings + 2 * world  # board and arena of every rank
-        # A pidfd of every rank; this rank's memory, for forked children; no other's.
+        # Each rank has a pidfd of every rank, and its own memory for forked children, but no other rank's.
         assert len(entries("/proc/self/fd")) == files + world + 2
         del ours, net
         gc.collect()
@@ -265,7 +265,7 @@ def test_leaves_no_memory_and_no_file(on_ranks: OnRanks) -> None:
     on_ranks(leaves_nothing)
 
 
-# Forked children.
+# ---- Forked children.
 
 
 def gradients_in_forked_children(wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -300,7 +300,7 @@ def gradients_in_forked_children(wrap: Callable[[nn.Module], nn.Module]) -> None
 
 
 class WritesGradients(Dataset[float]):
-    """What a data loader's worker sees of a gradient before and after it writes it."""
+    """Returns a gradient as a data loader's worker sees it before and after the worker writes it."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight = weight
@@ -316,7 +316,7 @@ class WritesGradients(Dataset[float]):
 
 
 def status_of_fork(child: Callable[[], None]) -> int:
-    """0 if a forked process runs `child` without an error."""
+    """Returns 0 if a forked process runs `child` without an error."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -392,7 +392,7 @@ KILLED_RANK = """
 
 
 def script_ranks(script: Path, prefixes: list[list[str]]) -> list[subprocess.Popen[str]]:
-    """One process per prefix, which comes before the Python command."""
+    """Starts one process per prefix, which comes before the Python command."""
     port = str(20_000 + os.getpid() % 20_000)
     world = {"WORLD_SIZE": str(len(prefixes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
@@ -420,15 +420,15 @@ def test_a_rank_that_is_killed_in_mid_step(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert "the all-reduce of bucket" in error
     assert "rank 1 has died" in error
-    # No name anywhere: what is mapped goes with the last process.
+    # The memory has no name and is freed with the last process.
     assert out.split() == ["/memfd:drivetrain"] * 4
 
 
-# What makes sharing impossible for one rank: real limits, taken back afterwards.
+# ---- Real limits that prevent one rank from sharing memory.
 
 
 def limited(which: int, limit: int, bytes_at_once: int) -> list[str]:
-    """Warnings of wrapping while rank 1 has the resource limit; the gradients must be right all the same."""
+    """Returns the warnings of wrapping while rank 1 has the resource limit. The gradients must still be right."""
     soft, hard = resource.getrlimit(which)
     gc.collect()
     mapped = shared_mappings()
@@ -484,13 +484,13 @@ def test_falls_back_where_memory_is_limited(on_ranks: OnRanks) -> None:
 
 
 class SocketFilter(ctypes.Structure):
-    """struct sock_fprog."""
+    """Mirrors struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def forbid(system_call: int, code: int) -> None:
-    """From now on that call fails with that code in this thread, as in a sandbox."""
+    """Makes that system call fail with that code in this thread from now on, as in a sandbox."""
     load, jump, answer, allowed, failed = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
     program = [(load, 0, 0, 0), (jump, 0, 1, system_call), (answer, 0, 0, failed | code), (answer, 0, 0, allowed)]
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
@@ -501,7 +501,7 @@ def forbid(system_call: int, code: int) -> None:
 
 
 def in_a_sandbox(system_call: int, code: int) -> tuple[str, str]:
-    """The transport, and a warning, where rank 1 lacks that call."""
+    """Returns the transport, and a warning, where rank 1 lacks that system call."""
 
     def train() -> tuple[str, str]:
         if dist.get_rank() == 1:
@@ -557,7 +557,7 @@ def test_shares_memory_where_no_file_may_be_executable(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout) == (0, "shm\nshm\n"), run.stdout + run.stderr
 
 
-# Containers may hide what tells hosts apart.
+# ---- Containers that hide what identifies a host.
 
 
 def where_hosts_are_not_told_apart(hidden: list[str]) -> list[str]:
@@ -573,7 +573,7 @@ def where_hosts_are_not_told_apart(hidden: list[str]) -> list[str]:
 
 def test_needs_no_boot_id(on_ranks: OnRanks) -> None:
     assert on_ranks(where_hosts_are_not_told_apart, ["BOOT_ID"]) == [["torch", "shm"]] * 2
-    # Where nothing is known, every rank is a host of its own.
+    # Where nothing identifies the host, every rank counts as a host of its own.
     assert on_ranks(where_hosts_are_not_told_apart, ["BOOT_ID", "NAMESPACES"]) == [["torch", "torch"]] * 2
 
 
@@ -595,7 +595,7 @@ SEPARATE_RANK = """
 
 
 def needs_namespaces(*command: str) -> None:
-    """Skips where this user may not make namespaces."""
+    """Skips the test if this user may not make namespaces."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"no program {command[0]} here")
     run = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -652,17 +652,17 @@ def test_choices(on_ranks: OnRanks) -> None:
     on_ranks(choices)
 
 
-# What is resident.
+# ---- Resident memory.
 
 
 def resident_shared_bytes() -> int:
-    """Of this process, as the kernel counts: a page that it shares counts in full."""
+    """Returns this process's resident bytes as the kernel counts them: a shared page counts in full."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssShmem:"))
 
 
 def resident_beyond_own() -> list[float]:
-    """In arenas, after steps in which ranks come late by turns, so that each adds up for every other."""
+    """Measures after steps in which ranks are late by turns, so that each sums for every other."""
     rank, world, arena_bytes = dist.get_rank(), dist.get_world_size(), 12 << 20
     comm = shm_comm()
     before = resident_shared_bytes()
@@ -687,7 +687,7 @@ def test_little_of_other_ranks_memory_is_resident(tmp_path: Path) -> None:
         pool.close()
 
 
-# Ranks that are bound to cores before they construct.
+# ---- Ranks that are bound to cores before they construct the wrapper.
 
 
 def spins_on(cores: list[list[int]]) -> bool:
@@ -708,7 +708,7 @@ def test_ranks_spin_where_each_has_a_core(on_ranks: OnRanks) -> None:
     assert on_ranks(spins_on, [[first, others[0]], [first]]) == [True, True]
 
 
-# Two hosts: network namespaces with a wire between them.
+# ---- Two hosts: network namespaces with a link between them.
 
 TWO_HOSTS = """
     import os, random, time, torch, torch.distributed as dist
@@ -744,7 +744,7 @@ TWO_HOSTS = """
                 dist.all_gather(grads, w.grad)
                 assert all(torch.equal(grads[0], other) for other in grads)
 
-        # Two modules in one backward, on ranks that dawdle: their buckets come to the leaders in any order.
+        # Two modules in one backward on late ranks bring their buckets to the leaders in any order.
         models = [DDP(Products(), bucket_cap_mb=0.1, **wire) for _ in range(2)]
         weights = [w for each in models for w in each.module.weights]
         dawdle = random.Random(rank)
@@ -758,7 +758,7 @@ TWO_HOSTS = """
                 assert torch.equal(weight.grad, x * world), step
             for each in models:
                 each.zero_grad()
-        # In one write: the ranks share the pipe, and print() writes piece by piece.
+        # The ranks share the pipe, and print() would write in pieces.
         transport = model._get_ddp_logging_data()["transport"]
         os.write(1, ("rank %d of %d %s, %s\\n" % (rank, world, transport, "wire" if wire else "as it is")).encode())
 
@@ -770,7 +770,7 @@ TWO_HOSTS = """
 
 @pytest.fixture
 def two_hosts() -> Iterator[list[str]]:
-    """Names of two network namespaces; host i has the address 10.213.7.<i + 1> on its interface `wire`."""
+    """Yields the names of two network namespaces. Host i has the address 10.213.7.<i + 1> on its interface `wire`."""
     names = [f"drivetrain-{os.getpid()}-{i}" for i in range(2)]
     needs_namespaces("ip", "netns", "add", names[0])
 

@@ -1,4 +1,4 @@
-"""What the GPU tests share: the check that nothing waits, gradients on any device, and the settings of warnings."""
+"""Tests helpers of the GPU tests: the check that nothing waits, gradients on any device, settings of warnings."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from waits import no_waiting
 
 
 def test_the_check_for_waits_neither_warns_nor_outlives_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch warns that the mode is a prototype once it is on; the stand-in does so every time."""
+    """torch warns that the mode is a prototype once it is on. The stand-in does so every time."""
     modes = ["default"]
 
     def set_mode(mode: str) -> None:
@@ -37,7 +37,7 @@ def test_gradients_are_set_on_the_device_of_their_parameter() -> None:
 
 @pytest.mark.parametrize(("module", "is_error"), [("numba.cuda", False), ("torch.optim", True), ("drivetrain", True)])
 def test_a_deprecation_inside_another_package_is_no_error(module: str, is_error: bool) -> None:
-    """Else a package that a GPU machine happens to have costs every test of the file that imports it."""
+    """Otherwise a package on a GPU machine would fail every test of the file that imports it."""
 
     def warn() -> None:
         warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module=module)

@@ -1,4 +1,4 @@
-"""Who keeps whom waiting, on real ranks: what is reported, when nothing is, and what the watching thread leaves."""
+"""Hang reports and straggler times on real ranks, and the life of the watchdog thread."""
 
 import contextlib
 import gc
@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, OnRanks, message_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddp_cases import SMALL_BUCKETS, OnRanks, message_of
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.ddp import watch
+from drivetrain.ddp import control_block, hang_reports
+from drivetrain.ddp.control_block import ControlBlock
 from ranks import RankPool
 from warm import WarmScript
 
@@ -53,10 +54,10 @@ def step_with(model: DDP) -> None:
 
 @contextlib.contextmanager
 def reports(tell_wrappers: bool = False) -> Iterator[list[str]]:
-    """What this rank logs at WARNING and above.
+    """Collects what this rank logs at WARNING and above.
 
-    Reports tell wrappers apart where there are several, and what other tests have left in this process (in caches of
-    torch.compile, say) makes several: not told unless asked for.
+    Reports name the wrapper where a process has several, and other tests may have left some in caches of torch.compile.
+    Only tell_wrappers=True keeps these names.
     """
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -86,13 +87,13 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def line_at(report: str) -> str:
-    """The line of this file that the report names."""
-    found = re.search(r"tests/ddp/test_watch\.py:(\d+) in", report)
+    """Returns the line of this file that the report names."""
+    found = re.search(r"ddp/test_watch\.py:(\d+) in", report)
     assert found, report
     return Path(__file__).read_text().splitlines()[int(found[1]) - 1]
 
 
-# ---- What is reported.
+# ---- Reports.
 
 
 def late_in_a_module(options: dict[str, Any], hook: Callable[..., Any] | None) -> list[str]:
@@ -129,7 +130,7 @@ def test_names_what_waits_for_whom_and_where(on_ranks: OnRanks, options: Any, ho
     assert late == []
     assert re.fullmatch(
         r"rank 0 has waited [\d.]+ s: bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\] of step 3 waits for rank 1, "
-        r"last seen in 1 \(tests/ddp/test_watch\.py:\d+ in forward\)",
+        r"last seen in 1 \(ddp/test_watch\.py:\d+ in forward\)",
         waiting[0],
     ), waiting
     assert "time.sleep(self.sleep_s)" in line_at(waiting[0])
@@ -151,7 +152,7 @@ def test_names_a_wait_in_forward(on_ranks: OnRanks) -> None:
     assert late == []
     assert re.fullmatch(
         r"rank 1 has waited [\d.]+ s: the broadcast of buffers of step 3 waits for rank 0, "
-        r"last seen at tests/ddp/test_watch\.py:\d+ in late_outside_the_model",
+        r"last seen at ddp/test_watch\.py:\d+ in late_outside_the_model",
         waiting[0],
     ), waiting
     assert "an input that is long in coming" in line_at(waiting[0])
@@ -172,12 +173,12 @@ def left_out_a_step() -> list[str]:
 
 def test_names_a_rank_that_left_out_a_step(on_ranks: OnRanks) -> None:
     waiting, _ = on_ranks(left_out_a_step)
-    assert "of step 5 waits for rank 1, last seen at tests/ddp/test_watch.py:" in waiting[0]
+    assert "of step 5 waits for rank 1, last seen at ddp/test_watch.py:" in waiting[0]
     assert "in left_out_a_step" in waiting[0]
 
 
 def a_chain_of_waits() -> list[str]:
-    """Rank 2 is late for a group of ranks 1 and 2; rank 0 waits for rank 1, which waits in that group."""
+    """Makes rank 2 late for a group of ranks 1 and 2. Rank 0 waits for rank 1, which waits in that group."""
     pair = dist.new_group([1, 2])
     world = DDP(blocks(), report_hang_after=LIMIT_S, transport="torch")
     with reports(tell_wrappers=True) as messages:
@@ -195,7 +196,7 @@ def test_two_wrappers_and_a_subgroup(on_three_ranks: OnRanks) -> None:
     assert third == []
     assert re.search(
         r"^rank 1 has waited .* of step 1 of DistributedDataParallel \d+ \(Sequential\) waits for rank 2, "
-        r"last seen in 2 \(tests/ddp/test_watch",
+        r"last seen in 2 \(ddp/test_watch",
         second[0],
     ), second
     assert re.search(r"^rank 0 has waited .* waits for rank 1, last seen at .*; for rank 2, last seen at", first[0]), (
@@ -204,7 +205,7 @@ def test_two_wrappers_and_a_subgroup(on_three_ranks: OnRanks) -> None:
 
 
 def hangs_in_join(hanging: int) -> list[str]:
-    """Rank 1 runs out of inputs after two steps; a rank then hangs."""
+    """Lets rank 1 run out of inputs after two steps. A rank then hangs."""
     model = DDP(blocks(), report_hang_after=LIMIT_S, **SMALL_BUCKETS)
     with reports() as messages, model.join():
         for step in range(6 if dist.get_rank() == 0 else 2):
@@ -221,12 +222,12 @@ def hangs_in_join(hanging: int) -> list[str]:
         (
             0,
             r"rank 1 has waited [\d.]+ s: (bucket 0 of \d \[2\.mlp\.\w+, [\w., ]+\]|the [a-z, ]+) of step 5 waits "
-            r"for rank 0, last seen in 1 \(tests/ddp/test_watch\.py:\d+ in forward\)",
+            r"for rank 0, last seen in 1 \(ddp/test_watch\.py:\d+ in forward\)",
         ),
         (
             1,
             r"rank 0 has waited [\d.]+ s: the count of ranks that still have inputs of step 3 waits for rank 1, "
-            r"last seen at tests/ddp/test_watch\.py:\d+ in hangs_in_join",
+            r"last seen at ddp/test_watch\.py:\d+ in hangs_in_join",
         ),
     ],
 )
@@ -271,7 +272,7 @@ STOPPED = """
 
 
 def report_and_error(tmp_path: Path, transport: str, stopped: int) -> tuple[str, str]:
-    """Rank 1's first report of a rank that was stopped, and what it prints from then on: it is killed, too."""
+    """Returns rank 1's first report of a stopped rank, and its output after that rank was killed."""
     ranks = script_ranks(tmp_path, STOPPED, 3, WarmScript, DRIVETRAIN_TRANSPORT=transport, STOPPED=str(stopped))
     try:
         report = next(line for line in ranks[1].stderr if "has waited" in line)
@@ -298,7 +299,7 @@ def test_a_stopped_rank_and_the_error_after_it(tmp_path: Path, transport: str) -
 
 def test_the_rank_that_serves_the_store_is_stopped(tmp_path: Path) -> None:
     report, error = report_and_error(tmp_path, "shm", stopped=0)
-    said = "of step 4 waits; for whom is not known, as the process group's store does not answer"
+    said = "of step 4 waits; for which rank is not known, as the process group's store does not answer"
     assert said in report
     assert said in error.partition("The last report before that: ")[2]
 
@@ -320,7 +321,7 @@ KILLED = """
 @pytest.mark.parametrize(
     ("killed", "awaited"),
     [
-        (1, r"the all-reduce of bucket \d+ of \d+ \[.*\] failed in synchronised step 4"),
+        (1, r"the all-reduce of bucket \d+ of \d+ \[.*\] failed in synchronized step 4"),
         (0, r"the broadcast of buffers has failed\."),
     ],
 )
@@ -346,11 +347,11 @@ def test_a_killed_rank_is_named(tmp_path: Path, killed: int, awaited: str) -> No
 
 def late_on_another_host() -> list[str]:
     rank = dist.get_rank()
-    host_name, watch._host_name = watch._host_name, lambda: f"host {rank // 2}"
+    host_name, control_block.host_name = control_block.host_name, lambda: f"host {rank // 2}"
     try:
         model = DDP(blocks(), report_hang_after=LIMIT_S, transport="torch")
     finally:
-        watch._host_name = host_name
+        control_block.host_name = host_name
     with reports() as messages:
         for step in range(1, 4):
             model.module[1].sleep_s = LATE_S if step == 3 and rank == 3 else 0
@@ -362,11 +363,11 @@ def test_names_a_late_rank_of_another_host(on_four_ranks: OnRanks) -> None:
     *waiting, late = on_four_ranks(late_on_another_host)
     assert late == []
     for messages in waiting:
-        assert re.search(r"of step 3 waits for rank 3, last seen in 1 \(tests/ddp/test_watch\.py:\d+ in", messages[0])
+        assert re.search(r"of step 3 waits for rank 3, last seen in 1 \(ddp/test_watch\.py:\d+ in", messages[0])
 
 
 class CountingStore:
-    """A store that counts the values read from it."""
+    """Counts the values that are read from a store."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
@@ -380,17 +381,19 @@ class CountingStore:
         return self._store.multi_get(keys)
 
 
-def record_of(rank: int, beat: int, has_failed: bool = False) -> watch.Record:
-    process: watch.Process = {"host": "", "pid": rank, "started": 0}
+def record_of(rank: int, beat: int, has_failed: bool = False) -> control_block.Record:
+    process: control_block.Process = {"host": "", "pid": rank, "started": 0}
     where = {"awaited": "", "where": "at x.py:1", "process": process, "has_failed": has_failed}
-    return watch.Record(beat=beat, step=rank, place=3, wait_s=0.5, **where)
+    return control_block.Record(beat=beat, step=rank, position=3, wait_s=0.5, **where)
 
 
-def boards(num_ranks: int, per_host: int, beat_s: float) -> tuple[CountingStore, list[watch._Board]]:
-    """Those of ranks that have told the others of themselves once."""
+def blocks_of_ranks(
+    num_ranks: int, per_host: int, beat_s: float
+) -> tuple[CountingStore, list[control_block.ControlBlock]]:
+    """Makes the control blocks of ranks that have published twice."""
     store = CountingStore()
     made = [
-        watch._Board(store, "", range(num_ranks), rank, f"host {rank // per_host}", beat_s) for rank in range(num_ranks)
+        ControlBlock(store, "", range(num_ranks), rank, f"host {rank // per_host}", beat_s) for rank in range(num_ranks)
     ]
     for rank in reversed(range(num_ranks)):  # so that the last of each host makes the summary
         made[rank].publish(record_of(rank, 1))
@@ -400,37 +403,37 @@ def boards(num_ranks: int, per_host: int, beat_s: float) -> tuple[CountingStore,
 
 
 def test_a_waiting_rank_of_1024_reads_its_own_host_and_summaries() -> None:
-    store, made = boards(1024, 8, beat_s=60)
-    board = made[500]
-    assert board.read()
-    assert [seen and seen.step for seen in board.seen] == list(range(1024))
-    assert [rank for rank, record in enumerate(board.last) if record] == list(range(496, 504))
+    store, made = blocks_of_ranks(1024, 8, beat_s=60)
+    block = made[500]
+    assert block.read()
+    assert [seen and seen.step for seen in block.seen] == list(range(1024))
+    assert [rank for rank, record in enumerate(block.last) if record] == list(range(496, 504))
     store.num_read = 0
-    assert board.read()
+    assert block.read()
     assert store.num_read == 8 + 127
 
 
 def test_ranks_that_end_over_another_ranks_end_are_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, made = boards(8, 8, beat_s=60)
+    _, made = blocks_of_ranks(8, 8, beat_s=60)
     for rank in (1, 2, 3, 4, 5, 7):
         made[rank].publish(record_of(rank, 3, has_failed=True))
     made[0].read()
-    monkeypatch.setattr(watch, "has_ended", lambda process: True)
-    watched = object.__new__(watch.Watched)
-    watched._board = made[0]
-    assert re.findall(r"Rank (\d) has ended", watched._ended()) == ["6", "1", "2", "3"]
-    assert watched._ended().endswith("3 more have ended.")
+    monkeypatch.setattr(hang_reports, "has_ended", lambda process: True)
+    reporter = object.__new__(hang_reports.HangReporter)
+    reporter._block = made[0]
+    assert re.findall(r"Rank (\d) has ended", reporter._describe_ended()) == ["6", "1", "2", "3"]
+    assert reporter._describe_ended().endswith("3 more have ended.")
 
 
 def test_a_summary_whose_maker_has_ended_is_done_without() -> None:
-    _, made = boards(12, 4, beat_s=0)
-    board = made[0]
-    assert board.read()
+    _, made = blocks_of_ranks(12, 4, beat_s=0)
+    block = made[0]
+    assert block.read()
     for rank in (8, 9, 10):  # not 11, which makes the summary
         made[rank].publish(record_of(rank, 3))
-    assert board.read()
-    assert [seen and seen.beat for seen in board.seen[8:]] == [3, 3, 3, 2]
-    assert board.last[8] == record_of(8, 3)
+    assert block.read()
+    assert [seen and seen.beat for seen in block.seen[8:]] == [3, 3, 3, 2]
+    assert block.last[8] == record_of(8, 3)
 
 
 # ---- What the thread leaves, and when there is none.
@@ -461,7 +464,7 @@ class Still:
 
 
 def looked_at() -> None:
-    """What looks at frames changes nothing in them: a debugger and locals() hold the very same dict."""
+    """Checks that reading frames changes nothing in them, as a debugger and locals() share one dict."""
     model = DDP(blocks(), report_hang_after=0.2)
     step_with(model)
     assert Still().stand(5)["secret"] == 5
@@ -476,7 +479,7 @@ def threads_come_and_go() -> None:
     assert watching_threads() == []
     off = DDP(blocks(), report_hang_after=0)
     assert watching_threads() == []
-    assert "report_hang_after is 0" in message_of(RuntimeError, off.lateness)
+    assert "report_hang_after is 0" in message_of(RuntimeError, off.stragglers)
     models = [DDP(blocks()) for _ in range(2)]
     assert len(watching_threads()) == 1
     child = os.fork()
@@ -508,13 +511,13 @@ def test_import_and_a_single_rank_start_no_thread(tmp_path: Path) -> None:
         "import threading, sys, drivetrain, torch, torch.distributed as dist; "
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
         "model = drivetrain.DistributedDataParallel(torch.nn.Linear(3, 3)); "
-        "assert model.lateness() == [0.0]; sys.exit(threading.active_count() - 1)"
+        "assert model.stragglers() == [0.0]; sys.exit(threading.active_count() - 1)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 class Holder:
-    """Its method lets go of something while it is being looked at."""
+    """Has a method that releases an object while the watchdog reads its frame."""
 
     def run(self, holds: threading.Event, go_on: threading.Event) -> bool:
         value = Holder()
@@ -530,10 +533,10 @@ class Holder:
         thread.start()
         assert holds.wait(20)
         module = nn.Linear(1, 1)
-        where = watch._where(thread.ident or 0, {id(module): (weakref.ref(module), "layer")})
+        where = hang_reports._where(thread.ident or 0, {id(module): (weakref.ref(module), "layer")})
         go_on.set()
         thread.join()
-        assert re.fullmatch(r"at tests/ddp/test_watch.py:\d+ in run", where)
+        assert re.fullmatch(r"at ddp/test_watch.py:\d+ in run", where)
         assert results == [True]
 
 
@@ -541,7 +544,7 @@ def test_looking_at_a_frame_keeps_none_of_its_tensors() -> None:
     Holder().forward()
 
 
-# ---- Lateness.
+# ---- Stragglers.
 
 
 def slow_rank(transport: str) -> list[float]:
@@ -549,22 +552,32 @@ def slow_rank(transport: str) -> list[float]:
     model.module[0].sleep_s = 0.1 if dist.get_rank() == 1 else 0
     for _ in range(8):
         step_with(model)
-    lateness: list[float] = []
+    delays: list[float] = []
     if dist.get_rank() == 0:  # alone
         time.sleep(LIMIT_S / 2)
-        wait_until(lambda: not any(map(math.isnan, model.lateness())))
-        lateness = model.lateness()
+        wait_until(lambda: not any(map(math.isnan, model.stragglers())))
+        delays = model.stragglers()
     dist.barrier()
-    return lateness
+    return delays
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_lateness_tells_the_slow_rank(on_three_ranks: OnRanks, transport: str) -> None:
-    lateness = on_three_ranks(slow_rank, transport)[0]
-    assert len(lateness) == 3
-    assert lateness[1] == max(lateness)
-    assert lateness[1] > 2 * max(lateness[0], lateness[2])
-    assert min(lateness) == 0
+def test_stragglers_names_the_slow_rank(on_three_ranks: OnRanks, transport: str) -> None:
+    delays = on_three_ranks(slow_rank, transport)[0]
+    assert len(delays) == 3
+    assert delays[1] == max(delays)
+    assert delays[1] > 2 * max(delays[0], delays[2])
+    assert min(delays) == 0
+
+
+def old_name() -> None:
+    model = DDP(blocks(), report_hang_after=LIMIT_S)
+    with pytest.warns(FutureWarning, match=r"lateness\(\) is now stragglers\(\)"):
+        assert len(model.lateness()) == 2
+
+
+def test_the_old_name_of_stragglers_warns(on_ranks: OnRanks) -> None:
+    on_ranks(old_name)
 
 
 # ---- Arguments.
@@ -575,14 +588,14 @@ def bad_limits() -> None:
     for bad in (-1, float("nan")):
         assert f"report_hang_after is {bad}" in message_of(ValueError, lambda bad=bad: DDP(net, report_hang_after=bad))
     assert "report_hang_after is a str" in message_of(TypeError, lambda: DDP(net, report_hang_after="soon"))
-    os.environ[watch.VARIABLE] = "soon"
+    os.environ[hang_reports.VARIABLE] = "soon"
     try:
-        assert f"{watch.VARIABLE} is 'soon'" in message_of(ValueError, lambda: DDP(net))
-        os.environ[watch.VARIABLE] = "0"
-        assert DDP(net).reducer.watched is None
-        assert DDP(net, report_hang_after=2).reducer.watched is not None
+        assert f"{hang_reports.VARIABLE} is 'soon'" in message_of(ValueError, lambda: DDP(net))
+        os.environ[hang_reports.VARIABLE] = "0"
+        assert DDP(net).reducer.hang_reporter is None
+        assert DDP(net, report_hang_after=2).reducer.hang_reporter is not None
     finally:
-        del os.environ[watch.VARIABLE]
+        del os.environ[hang_reports.VARIABLE]
     differs = message_of(RuntimeError, lambda: DDP(net, report_hang_after=1 + dist.get_rank()))
     assert "argument 'report_hang_after' differs: rank 0: 1.0; rank 1: 2.0" in differs
 

@@ -1,4 +1,4 @@
-"""bfloat16 on the wire with float32 sums, on real ranks: values, errors, what goes as it is, and failures."""
+"""Tests bfloat16 on the wire with float32 sums on real ranks: values, rounding errors, other types, and failures."""
 
 import copy
 import pickle
@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.cli import run
@@ -21,14 +21,14 @@ from drivetrain.ddp import transport
 from ranks import dawdle_in_hooks
 
 WIRE = {"transport": "torch", "wire_dtype": torch.bfloat16}
-# None, fewer than ranks, odd, pieces of unequal length, tiles and tails, several messages.
+# These sizes cover no element, fewer than ranks, pieces of unequal length, tiles with tails, and several messages.
 SIZES = [0, 1, 2, 3, 17, 64, 513, 4099, 100_003, 1_500_007]
 UNIT = 2.0**-8  # bfloat16's unit roundoff: 8 bits of significand, to nearest
 
 
 @pytest.fixture(params=[2, 3, 4])
 def on_some_ranks(request: pytest.FixtureRequest) -> OnRanks:
-    """Two ranks, then three, then four."""
+    """Runs on two ranks, then on three, then on four."""
     if request.param == 2:
         run_on_two: OnRanks = request.getfixturevalue("on_ranks")
         return run_on_two
@@ -41,20 +41,20 @@ def wire_comm() -> _C.Comm:
 
 
 def values_of(rank: int, size: int) -> Tensor:
-    """Of magnitudes from 1e-8 to 1e8, so that sums cancel and swallow."""
+    """Returns values of magnitudes from 1e-8 to 1e8, so that sums cancel and absorb."""
     generator = torch.Generator().manual_seed(1000 * rank + size)
     values = torch.randn(size, generator=generator)
     return values * torch.pow(10, torch.rand(size, generator=generator) * 16 - 8)
 
 
 def twin(tensors: list[Tensor]) -> Tensor:
-    """The same arithmetic, plainly: every value rounded, added up in float32 in rank order, the sum rounded."""
+    """Computes the reference: rounds every value, sums in float32 in rank order, and rounds the sum."""
     rounded = [x.bfloat16().float() for x in tensors]
     return sum(rounded[1:], start=rounded[0]).bfloat16().float()
 
 
 def bound(tensors: list[Tensor]) -> Tensor:
-    """The bound of csrc/ddp/transport/transport.h on the error of each element, in float64."""
+    """Returns the bound of csrc/ddp/transport/transport.h on the error of each element, in float64."""
     n = len(tensors)
     exact = torch.stack(tensors).double().sum(0).abs()
     size = torch.stack(tensors).double().abs().sum(0)
@@ -86,7 +86,7 @@ def test_sums_are_within_two_roundings_of_float64(on_some_ranks: OnRanks) -> Non
     assert all(results == by_isa[0][0] for ranks in by_isa for results in ranks), "the bits differ"
 
 
-# value of rank 0, of rank 1, what arrives
+# Each row has the value of rank 0, the value of rank 1, and their sum.
 LEAST = 2.0**-133  # bfloat16's smallest above 0
 SPECIAL = [
     (float("nan"), 1.0, float("nan")),
@@ -126,7 +126,7 @@ def test_special_values(on_ranks: OnRanks, isa: str) -> None:
 
 
 class Products(nn.Module):
-    """Its gradients are the inputs themselves, so that every bit is the reduction's own doing."""
+    """Has its inputs as gradients, so that every bit is the result of the reduction."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -137,12 +137,12 @@ class Products(nn.Module):
 
 
 def torchs_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Under its own name torch has it over NCCL only."""
+    """Calls torch's hook under another name, as torch refuses its own name outside of NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def errors_of_both() -> tuple[float, float]:
-    """Root mean square errors of the mean over ranks: ours and torch's hook's."""
+    """Returns the root mean square errors of the mean over ranks, of ours and of torch's hook."""
     rank, world = dist.get_rank(), dist.get_world_size()
     size = 100_000
     tensors = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(world)]
@@ -159,15 +159,15 @@ def errors_of_both() -> tuple[float, float]:
 def test_error_does_not_grow_with_ranks_as_torchs_hook_s_does(on_some_ranks: OnRanks) -> None:
     results = on_some_ranks(errors_of_both)
     ours, theirs = results[0]
-    # Variances in roundings: n of the values and n of the sum, against n of the values, n of their n-th parts unless n
-    # is a power of two, and 2 + ... + n of the partial sums.
+    # The variance of ours counts n roundings of values and n of the sum. That of the hook counts n of values, n of
+    # their n-th parts unless n is a power of two, and 2 + ... + n of the partial sums.
     n = len(results)
     expected = (2 * n / (n + (n if n == 3 else 0) + n * (n + 1) / 2 - 1)) ** 0.5
     assert ours / theirs == pytest.approx(expected, rel=0.05)
 
 
 class Mixed(nn.Module):
-    """Weights that go over the wire rounded, and some that do not."""
+    """Has weights that travel rounded, and some that do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_gradients_are_torchs_rounded(on_some_ranks: OnRanks) -> None:
 
 
 def weighted() -> None:
-    """A sum of weights that bfloat16 does not have."""
+    """Uses a sum of weights that bfloat16 cannot represent."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DDP(Products(65), **WIRE)
     weights = [257.0, 514.0, 1.0, 2.0][:world]
@@ -249,14 +249,14 @@ def test_uneven_inputs(on_some_ranks: OnRanks) -> None:
 
 
 def two_models_dawdling() -> None:
-    """Buckets of two wrappers under way at once: both go through one transport, in one order on all ranks."""
+    """Has buckets of two wrappers under way at once: one transport carries both, in one order on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     models = [DDP(Products(1, 65, 70_000, 1000, 40_000), **WIRE, **SMALL_BUCKETS) for _ in range(2)]
     weights = [w for model in models for w in model.module.weights]
     assert dist.group.WORLD in transport._wire_comms
     dawdle_in_hooks(weights)
     for step in range(60):
-        # Small whole numbers with a sum below 256: exact, rounded or not.
+        # Integers with a sum below 256 are exact in bfloat16.
         factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) * world for i, w in enumerate(weights)]
         losses = [model(*[x * (rank + 1) for x in factors[5 * i : 5 * i + 5]]) for i, model in enumerate(models)]
         sum(losses).backward()
@@ -271,7 +271,7 @@ def test_two_models_on_ranks_that_dawdle(on_some_ranks: OnRanks) -> None:
 
 
 def num_threads() -> int:
-    """Not counted are those that watch for hangs: they come and go."""
+    """Counts threads except the watchdog's, which come and go."""
     return sum(not thread.name.startswith("drivetrain-watch") for thread in threading.enumerate())
 
 
@@ -297,7 +297,7 @@ def copies_and_other_groups() -> None:
     for _ in range(3):
         arrives(DDP(Products(3), **WIRE), 1.0)
     assert (num_threads(), len(transport._returning)) == made
-    # Within a host nothing is rounded.
+    # Transfers within a host round nothing.
     shared = DDP(Products(3), transport="shm", wire_dtype=torch.bfloat16)
     arrives(shared, 1 + 1.5 * UNIT)
 
@@ -385,7 +385,7 @@ def absent_rank() -> None:
     began = time.monotonic()
     message = message_of(RuntimeError, step)
     assert "the all-reduce of bucket 0 of 2" in message, message
-    assert "in synchronised step 3" in message
+    assert "in synchronized step 3" in message
     assert "the all-reduce of bucket 0 of 2" in message_of(RuntimeError, step)
     assert time.monotonic() - began < 7  # the group's timeout, and not one for each of the buckets
 
@@ -395,7 +395,7 @@ def test_a_rank_that_does_not_come(on_ranks: OnRanks) -> None:
 
 
 def checked_by_torch() -> None:
-    """Torch's own check that ranks do the same, which blocks in every call."""
+    """Enables torch's own check of collectives, which blocks in every call."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         group = dist.new_group([0, 1])

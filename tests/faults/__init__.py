@@ -1,1 +1,1 @@
-"""Ranks that die, stop, skip a step or bring another model, and what the others must do: `make faults`."""
+"""Tests what happens when a rank dies, stops, skips a step or brings another model: `make faults`."""

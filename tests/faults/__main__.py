@@ -1,4 +1,4 @@
-"""`make faults`: many rounds of every fault, a progress bar, and a table at the end."""
+"""Runs many rounds of every fault with a progress bar, and prints a table: `make faults`."""
 
 import argparse
 import random

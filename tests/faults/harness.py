@@ -1,4 +1,4 @@
-"""Runs rounds: starts the ranks, waits for what must happen, and looks for what must not be left."""
+"""Runs rounds: starts the ranks, checks their errors and results, and checks that they leave nothing behind."""
 
 import inspect
 import json
@@ -25,24 +25,24 @@ from .plan import Round, clean, draw, draw_scale
 
 START_S = 60.0  # for the zygote to import torch, and for a run without a fault
 RANKS_STARTED_IN_TIME = 8  # as many more ranks as there are, so much longer they take
-# Beyond the process group's timeout, for ranks that share busy cores.
+# Added to the process group's timeout, for ranks that share busy cores.
 MARGIN_S = 10.0
 
 OUR_ERROR = r"drivetrain: the (all-reduce|broadcast) of (bucket \d+ of \d+ \[.+\]|[a-z' ]+) failed"
-# torch's own collectives, by the function of torch's that called them; what gloo says of a dead and of a silent rank.
+# The functions of torch that call torch's own collectives, and gloo's messages about a dead or silent rank.
 TORCH_CALLS = ("_sync_buffers", "_sync_module_states", "_verify_param_shape_across_processes", "init_process_group")
 TORCH_ERROR = r"Connection (reset|closed) by (remote )?peer|Timed out waiting|Broken pipe|Application timeout"
 
 
 def transports() -> list[str]:
-    """Those that the installed class knows, of the ones that ranks of one host over gloo can use."""
+    """Returns the transports of the installed class that ranks of one host over gloo can use."""
     known = "transport" in inspect.signature(DistributedDataParallel.__init__).parameters
     return ["torch", "shm"] if known else ["torch"]
 
 
 @dataclass
 class Outcome:
-    """What a round came to."""
+    """The outcome of a round."""
 
     round: Round
     problems: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Outcome:
     errors: list[str] = field(default_factory=list)  # the survivors'
 
     def report(self) -> str:
-        """The problems, and how to see them again."""
+        """Returns the problems, and the command that repeats the round."""
         if self.round.ranks_per_host:
             repeat = f"make faults ARGS='--fault scale --seed {self.round.seed}'"
             return "\n".join([f"{self.round}", *(f"* {problem}" for problem in self.problems), f"Again: {repeat}"])
@@ -68,7 +68,7 @@ class Exit:
 
 
 class Harness:
-    """The zygote, and the rounds that are run by it. To be used in a `with` statement."""
+    """Runs rounds with the ranks that a zygote forks. Use it in a `with` statement."""
 
     def __init__(self) -> None:
         self._exits: dict[int, Exit] = {}
@@ -100,7 +100,7 @@ class Harness:
             self._zygote.stdout.close()
 
     def why_not(self, fault: str) -> str:
-        """Why that fault cannot be made on this machine; "" where it can."""
+        """Returns why that fault cannot be made on this machine; "" where it can."""
         if fault != "full-shm":
             return ""
         with _folder() as folder:
@@ -111,7 +111,7 @@ class Harness:
         return ""
 
     def run(self, fault: str, seed: int, transport: str, ranks: int = 2, then_clean: bool = True) -> Outcome:
-        """The round of that fault and seed, and a clean run after it; before the first, one to compare with."""
+        """Runs the round of that fault and seed, then a clean run. A clean run before the first is the reference."""
         before = Outcome(clean(transport, ranks))
         if ranks not in self._values:
             self._run(before)
@@ -125,7 +125,7 @@ class Harness:
         return outcome
 
     def run_scale(self, seed: int) -> Outcome:
-        """The round of many ranks on many hosts."""
+        """Runs the round of many ranks on many hosts."""
         outcome = Outcome(draw_scale(seed))
         plan = outcome.round
         try:
@@ -137,7 +137,7 @@ class Harness:
         return outcome
 
     def _run(self, outcome: Outcome, hosts: Sequence[str] = ()) -> None:
-        """hosts: the names of those that the ranks are spread over; none: all are here."""
+        """Runs one round. hosts: the names of the hosts of the ranks; empty: all are on this one."""
         plan, problems = outcome.round, outcome.problems
         shm_before = _files_in_shm()
         with _folder() as folder:
@@ -157,7 +157,7 @@ class Harness:
                     problems.append(f"left in the full {room.SHM}: {', '.join(left)}")
             finally:
                 self._kill([pid for pid in [*ranks, *([holder] if holder else [])] if pid not in self._exits])
-            # A memfd lives as long as a process that has it: where none is left, none is.
+            # A memfd lives as long as a process that has it, so that none is left without a process.
             if alive := _processes_of([*ranks, *([holder] if holder else [])]):
                 problems.append(f"processes are left, and killed now: {', '.join(map(str, alive))}")
                 for pid in alive:
@@ -168,7 +168,7 @@ class Harness:
                 problems += [f"rank {rank}'s output:\n{_output(folder, rank)}" for rank in range(plan.ranks)]
 
     def _check_training(self, outcome: Outcome, folder: Path, ranks: list[int]) -> None:
-        """All ranks must train to the values that every other clean run comes to."""
+        """Checks that all ranks train to the values of every other clean run."""
         begin = time.monotonic()
         self._wait_for_exits(ranks, begin + START_S)
         values = []
@@ -181,7 +181,7 @@ class Harness:
                 continue
             values.append((folder / f"done-{rank}").read_text().split()[1])
             outcome.seconds = max(outcome.seconds, self._exits[pid].ended - begin)
-            # That memory cannot be shared is worth a warning.
+            # A full /dev/shm permits a warning that memory cannot be shared.
             if (said := _output(folder, rank)) and outcome.round.fault != "full-shm":
                 outcome.problems.append(f"rank {rank} should have nothing to say, but did: {said}")
         expected = self._values.setdefault(len(ranks), values[0]) if values else ""
@@ -219,7 +219,7 @@ class Harness:
             self._check_faulty(outcome, folder, ranks[plan.faulty])
 
     def _check_faulty(self, outcome: Outcome, folder: Path, pid: int) -> None:
-        """The fault must have been the one that was meant."""
+        """Checks that the intended fault has happened."""
         plan, problems = outcome.round, outcome.problems
         if plan.fault.startswith("kill-"):
             expected, is_met = "killed", self._wait_for_exits([pid], time.monotonic() + MARGIN_S)
@@ -229,7 +229,7 @@ class Harness:
         else:
             self._wait_for_exits([pid], time.monotonic() + (MARGIN_S if plan.leaves else 0))
             code = self._exits[pid].code if pid in self._exits else None
-            # Where the ranks' collectives do not match, it too may be the one to find out.
+            # Where the ranks' collectives do not match, the faulty rank may also be the one that notices.
             if code == 1 and (folder / f"error-{plan.faulty}").exists():
                 error = _noted(folder, f"error-{plan.faulty}")[1]
                 if problem := _what_is_wrong_with(error, _output(folder, plan.faulty), plan):
@@ -243,7 +243,7 @@ class Harness:
     # ---- Processes.
 
     def _open_room(self, folder: Path, size: int) -> int:
-        """The process that holds a /dev/shm of that size; PermissionError where that is not allowed."""
+        """Starts the process that holds a /dev/shm of that size. Raises PermissionError where that is not allowed."""
         pid = self._fork(folder=str(folder), room_bytes=size)
         deadline = time.monotonic() + START_S
         while not (folder / "room").exists():
@@ -264,7 +264,7 @@ class Harness:
         return self._answers.pop(0)
 
     def _wait_for_exits(self, pids: Iterable[int], deadline: float) -> bool:
-        """Whether all of them have ended, at the deadline at the latest."""
+        """Returns True once all of them have ended, and False at the deadline."""
         wanted = set(pids)
         while not wanted <= self._exits.keys():
             try:
@@ -280,7 +280,7 @@ class Harness:
             raise TimeoutError(f"killed processes did not end within {START_S:g} s: {pids}")
 
     def _read(self, deadline: float) -> None:
-        """Takes in what the zygote says next; TimeoutError at the deadline."""
+        """Reads the zygote's next messages. Raises TimeoutError at the deadline."""
         assert self._zygote.stdout
         if not select.select([self._zygote.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise TimeoutError(f"the process that forks ranks (pid {self._zygote.pid}) said nothing in time")
@@ -298,7 +298,7 @@ class Harness:
 
 
 def _what_is_wrong_with(error: str, output: str, plan: Round) -> str:
-    """Whether the error names what the rank waited for, or what is wrong with the model."""
+    """Returns what the error lacks; "" if it names what the rank waited for, or what differs in the model."""
     if plan.fault == "extra-parameter":
         name = f"parameter 'layers.{plan.layer}.extra' differs"
         return "" if name in error and f"rank {plan.faulty}: (3,)" in error else f"expected {name!r}, got {error!r}"
@@ -329,7 +329,7 @@ def _ended(code: int | None) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the name, which may contain anything; none where the process has gone."""
+    """Returns the fields after the name, which may contain anything; none where the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -341,7 +341,7 @@ def _state(pid: int) -> str:
 
 
 def _processes_of(leaders: list[int]) -> list[int]:
-    """Living processes of the sessions that these led; every rank leads one."""
+    """Returns the living processes of the sessions that these led. Every rank leads one."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if (fields := _stat(pid)) and int(fields[3]) in leaders and fields[0] != "Z"]
 
@@ -351,7 +351,7 @@ def _files_in_shm() -> set[str]:
 
 
 def _ownerless(names: set[str]) -> list[str]:
-    """Those files in /dev/shm that no living process has open or mapped: others on this machine use it too.
+    """Returns the files in /dev/shm that no living process has open or mapped, as others on this machine use it, too.
 
     By their numbers: a semaphore of Python's multiprocessing is mapped under a name that it has no more.
     """
@@ -383,7 +383,7 @@ def _number(path: Path) -> int | None:
 
 
 class _folder:
-    """A folder for what the processes of a round leave; gone with the `with` statement."""
+    """Yields a folder for the files of a round's processes, and deletes it."""
 
     def __enter__(self) -> Path:
         self._path = Path(tempfile.mkdtemp(prefix="drivetrain-faults-"))

@@ -1,4 +1,4 @@
-"""Network namespaces that stand for hosts, each with a wire to one bridge: what a round's ranks talk through."""
+"""Makes network namespaces that stand for hosts, each with a link to one bridge, for a round's ranks."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Hosts:
-    """So many hosts, by their names; gone with the `with` statement. PermissionError where none can be made."""
+    """Makes `count` hosts, and removes them. Raises PermissionError where none can be made."""
 
     def __init__(self, count: int) -> None:
         self.names = [f"drivetrain-{os.getpid()}-{i}" for i in range(count)]
@@ -41,7 +41,7 @@ class Hosts:
         self._delete()
 
     def _delete(self) -> None:
-        """What is there of them; a wire goes with its namespace."""
+        """Removes what exists of them. A link goes with its namespace."""
         for command in [["link", "delete", self._bridge], *(["netns", "delete", name] for name in self.names)]:
             subprocess.run(["ip", *command], capture_output=True, timeout=30, check=False)
 

@@ -1,4 +1,4 @@
-"""The faults, and where a round's fault strikes: drawn from the round's seed alone, so that it can be repeated."""
+"""Draws the fault of a round and its time from the round's seed alone, so that the round can be repeated."""
 
 import random
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ LAYERS = 6
 FAULTY_STEPS = 8  # the fault comes in one of these
 CLEAN_STEPS = 3
 
-# A rank that dies is noticed when its connections close, so that the timeout may be long; one that stops, only by the
-# timeout, which every such round waits for.
+# The others notice a dead rank when its connections close, so that the timeout may be long. They notice a stopped rank
+# only by the timeout, for which every such round waits.
 TIMEOUT_S = 20.0
 SHORT_TIMEOUT_S = 2.5
 SCALE_TIMEOUT_S = 120.0  # so many ranks share the cores
@@ -30,7 +30,7 @@ SCALE_STEPS = 50
 
 @dataclass(frozen=True)
 class Round:
-    """Everything that the ranks of one run must know; without a fault it is a clean run."""
+    """Everything that the ranks of one run must know. A run without a fault is clean."""
 
     fault: str  # one of FAULTS, or "": none
     seed: int
@@ -52,7 +52,7 @@ class Round:
 
 
 def draw(fault: str, seed: int, transport: str, ranks: int) -> Round:
-    """The round of that fault and seed: the same at every call, the same for every transport."""
+    """Returns the round of that fault and seed, which is equal at every call and for every transport."""
     rng = random.Random(f"{fault} {seed}")
     point = fault.removeprefix("kill-")
     if fault == "stop":
@@ -70,7 +70,7 @@ def draw(fault: str, seed: int, transport: str, ranks: int) -> Round:
         transport,
         ranks,
         timeout_s=SHORT_TIMEOUT_S if fault in ("stop", "skip-step") else TIMEOUT_S,
-        # More than fit into any delay; a full /dev/shm must train to the values of a clean run.
+        # Takes more steps than fit into any delay. With a full /dev/shm the training must reach a clean run's values.
         steps={"skip-step": step + rng.randint(1, 4), "full-shm": CLEAN_STEPS}.get(fault, 1000),
         faulty=rng.randrange(ranks),
         step=step,
@@ -86,7 +86,7 @@ def draw(fault: str, seed: int, transport: str, ranks: int) -> Round:
 
 
 def draw_scale(seed: int) -> Round:
-    """The round of many ranks on many hosts, one of which is killed once they have trained for a while."""
+    """Returns the round of many ranks on many hosts. One rank is killed after some steps."""
     rng = random.Random(f"scale {seed}")
     return Round(
         "kill-at-scale",
@@ -105,5 +105,5 @@ def draw_scale(seed: int) -> Round:
 
 
 def clean(transport: str, ranks: int) -> Round:
-    """A run in which nothing goes wrong."""
+    """Returns a run without a fault."""
     return Round("", 0, transport, ranks, timeout_s=TIMEOUT_S, steps=CLEAN_STEPS)

@@ -1,4 +1,4 @@
-"""A /dev/shm of our own, which a round's ranks share and nobody else sees: one that can be filled up."""
+"""Makes a private /dev/shm for a round's ranks, which can be filled up."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def hold(size: int, folder: Path) -> None:
-    """Makes a /dev/shm of `size` bytes and keeps it until this process is killed; leaves word in `folder`."""
+    """Makes a /dev/shm of `size` bytes and keeps it until this process is killed. Writes a file to `folder`."""
     try:
         _call("unshare", _CLONE_NEWNS)
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -42,7 +42,7 @@ def enter_namespace(path: Path, kind: int) -> None:
 
 
 def fill() -> None:
-    """Leaves no byte free, and makes sure of it."""
+    """Fills the last byte, and checks that none is free."""
     for name in (FILLER, f"{FILLER}-too"):
         with (SHM / name).open("wb", buffering=0) as file:
             try:
@@ -56,7 +56,7 @@ def fill() -> None:
 
 
 def left_behind(process: int) -> list[str]:
-    """What lies in the /dev/shm that `process` holds, besides what filled it."""
+    """Returns the files in the /dev/shm that `process` holds, except those that fill it."""
     return sorted(p.name for p in Path(f"/proc/{process}/root{SHM}").iterdir() if not p.name.startswith(FILLER))
 
 

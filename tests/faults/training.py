@@ -1,4 +1,4 @@
-"""The training that every rank of a round runs, and the faults that strike in it."""
+"""Runs the training of every rank of a round, with its fault."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ Strike = Callable[[], None]
 
 
 class Net(nn.Module):
-    """Layers that are one bucket each, so that reductions are under way while backward runs."""
+    """Has layers of one bucket each, so that reductions are under way while backward runs."""
 
     def __init__(self, with_buffers: bool) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Net(nn.Module):
 
 
 def note(folder: Path, name: str, text: str = "") -> None:
-    """Leaves a file with the time, and `text`, for the harness: complete, or not there."""
+    """Writes a file with the time and `text` for the harness, atomically."""
     draft = folder / f"{name}.draft"
     draft.write_text(f"{time.monotonic()} {text}")
     draft.rename(folder / name)
 
 
 def train(plan: Round, rank: int, folder: Path) -> None:
-    """Trains as an ordinary script does. An error ends it, and the process, the way it would end a user's."""
+    """Trains as a script does. An error ends the process as it would end a user's."""
     is_faulty = rank == plan.faulty
     if plan.ranks_per_host:
         pretend_host(f"host {rank // plan.ranks_per_host}")
@@ -74,7 +74,7 @@ def train(plan: Round, rank: int, folder: Path) -> None:
 
 
 def pretend_host(name: str) -> None:
-    """Shares memory with the ranks of that host alone, and goes through gloo to the others."""
+    """Shares memory with the ranks of that host only, and uses gloo to the others."""
     identity = transport._host_identity()
     transport._host_identity = lambda: (*identity, name)
 
@@ -117,7 +117,7 @@ def train_steps(plan: Round, rank: int, folder: Path, model: DistributedDataPara
 
 
 def arm(plan: Round, net: Net, folder: Path) -> None:
-    """Hangs the strike where this step will come by."""
+    """Puts the fault where this step will run it."""
 
     def strike() -> None:
         note(folder, "fault")

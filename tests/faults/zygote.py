@@ -1,4 +1,4 @@
-"""A process that has imported torch once and forks ranks, which then start in milliseconds instead of seconds.
+"""Forks ranks from a process that has imported torch, so that they start in milliseconds instead of seconds.
 
 Speaks lines of JSON with the harness: takes {"folder", "rank", "plan", "room", "host"}, or {"folder", "room_bytes"} for
 the process that holds a /dev/shm; answers {"pid"}, and later, when that process has ended, {"pid", "code", "ended"}. A
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve() -> dict[str, Any] | None:
-    """Answers until the harness hangs up: then None. In a forked process: what it shall do."""
+    """Answers requests until the harness closes the pipe; then returns None. A forked process returns its task."""
     children: dict[int, int] = {}  # by the descriptor that becomes readable when it ends
     pending = b""
     while True:
@@ -64,7 +64,7 @@ def end(children: dict[int, int]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """What a forked process does from here on."""
+    """Runs the task of a forked process."""
     folder = Path(request["folder"])
     os.setsid()  # by which the harness finds whatever this process leaves behind
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

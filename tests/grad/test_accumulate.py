@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_ddp import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, message_of
 from torch import Tensor, nn
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, message_of
 from drivetrain import DistributedDataParallel as DDP
 
 IGNORED = -100  # cross_entropy's mark for targets that do not count

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.grad.fuse_wgrad import Linear

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ddp import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks, message_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks, message_of
 from drivetrain import DistributedDataParallel as DDP
 from reference.formats import accumulated as added
 

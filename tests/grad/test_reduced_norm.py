@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, OnRanks, assert_equal_on_ranks, inputs
 from torch import Tensor, nn
 
+from ddp_cases import SMALL_BUCKETS, OnRanks, assert_equal_on_ranks, inputs
 from drivetrain import _C, clip_grad_norm_
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.optim import SGD

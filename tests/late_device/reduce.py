@@ -158,7 +158,7 @@ def check_replicas() -> None:
     if rank() == 1:
         with torch.no_grad():
             ddp.module.maybe.bias[3] += 1
-    with pytest.raises(RuntimeError, match=r"replicas have parted: parameter 'maybe\.bias'"):
+    with pytest.raises(RuntimeError, match=r"replicas have diverged: parameter 'maybe\.bias'"):
         run_steps(ddp, 1)
 
 

@@ -19,7 +19,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "ddp/bucket_planner.h"
+#include "ddp/bucket_plan.h"
 #include "ddp/progress.h"
 #include "optim/step.h"
 #include "step_blocks.h"
@@ -102,7 +102,7 @@ void test_plan() {
       ddp::plan_buckets({{100, 4, 0}, {0, 4, 0}, {7, 8, 1}, {1000, 4, 0}}, {3, 2, 1, 0}, {64, 1 << 20});
   int64_t params = 0;
   for (const ddp::BucketPlan& bucket : buckets) {
-    params += static_cast<int64_t>(bucket.slots.size());
+    params += static_cast<int64_t>(bucket.entries.size());
     expect(bucket.bytes % ddp::kAlignment == 0, "bucket sizes are aligned");
   }
   expect(params == 4, "every parameter is planned once");
@@ -128,7 +128,7 @@ void test_progress() {
              "a lag is of a step that was marked");
       const ddp::Progress::Snapshot now = progress.snapshot();
       expect(now.awaited.empty() || (now.awaited == *what && now.needed == ddp::Progress::kBackward + 1 &&
-                                     now.place >= now.needed && now.step == now.num_waits + 1),
+                                     now.position >= now.needed && now.step == now.num_waits + 1),
              "what is seen of a wait belongs together");
       progress.set_report(now.step, "report");
     }

@@ -286,10 +286,10 @@ void test_cores() {
 // Memory that all ranks of one host see.
 struct Host {
   explicit Host(int num_ranks)
-      : size(num_ranks), board(::operator new(ShmExchange::board_bytes(num_ranks), std::align_val_t(64))) {
-    std::memset(board, 0, ShmExchange::board_bytes(num_ranks));
+      : size(num_ranks), block(::operator new(ShmExchange::control_block_bytes(num_ranks), std::align_val_t(64))) {
+    std::memset(block, 0, ShmExchange::control_block_bytes(num_ranks));
   }
-  ~Host() { ::operator delete(board, std::align_val_t(64)); }
+  ~Host() { ::operator delete(block, std::align_val_t(64)); }
   Host(const Host&) = delete;
 
   ShmExchange::Options options(int rank) const {
@@ -304,7 +304,7 @@ struct Host {
   }
 
   int size;
-  void* board;
+  void* block;
 };
 
 // Adds up the leaders' values at once when all have come; what a process group between hosts does.
@@ -348,7 +348,8 @@ class HubLink final : public ddp::HostLink {
   size_t finished_ = 0;
 };
 
-// Many steps of several buckets on threads that dawdle at random; more buckets under way than the board has slots for.
+// Many steps of several buckets on threads that dawdle at random; more buckets under way than the control block has
+// slots for.
 void test_exchange(int num_hosts, int ranks_per_host) {
   constexpr int kSteps = 30;
   // Few are large: sanitizers cost by the element, and the ranks' races are about buckets.
@@ -373,7 +374,7 @@ void test_exchange(int num_hosts, int ranks_per_host) {
       options.several_hosts = num_hosts > 1;
       options.link = num_hosts > 1 && place == 0 ? &link : nullptr;
       options.spin = rank % 2 == 0;
-      ShmExchange exchange(hosts[host].board, options);
+      ShmExchange exchange(hosts[host].block, options);
       std::minstd_rand random(rank + 1);
       for (int step = 0; step < kSteps; ++step) {
         std::vector<uint64_t> numbers;
@@ -419,10 +420,10 @@ void test_exchange_errors() {
     Host host(2);
     ShmExchange::Options options = host.options(0);
     options.timeout = 100ms;
-    ShmExchange exchange(host.board, options);
+    ShmExchange exchange(host.block, options);
     const std::string error = error_of_wait(exchange, exchange.start(operation));
-    expect(error == "not complete within the process group's timeout of 0.1 s; not there: rank 1", error);
-    ShmExchange late(host.board, host.options(1));
+    expect(error == "not complete within the process group's timeout of 0.1 s; not started by rank 1", error);
+    ShmExchange late(host.block, host.options(1));
     const std::string others = error_of_wait(late, late.start(operation));
     expect(others == "no error", "the late rank finds all values there: " + others);
     const std::string next = error_of_wait(late, late.start(operation));
@@ -432,7 +433,7 @@ void test_exchange_errors() {
     Host host(2);
     ShmExchange::Options options = host.options(0);
     options.is_dead = [](int rank) { return rank == 1; };
-    ShmExchange exchange(host.board, options);
+    ShmExchange exchange(host.block, options);
     const std::string error = error_of_wait(exchange, exchange.start(operation));
     expect(error == "rank 1 has died", error);
     bool threw = false;
@@ -445,10 +446,10 @@ void test_exchange_errors() {
   }
   {
     Host host(2);
-    auto left = std::make_unique<ShmExchange>(host.board, host.options(1));
+    auto left = std::make_unique<ShmExchange>(host.block, host.options(1));
     left->start(operation);
     left.reset();
-    ShmExchange exchange(host.board, host.options(0));
+    ShmExchange exchange(host.block, host.options(0));
     const std::string first = error_of_wait(exchange, exchange.start(operation));
     expect(first == "no error", "what a rank published before it left is added up: " + first);
     const std::string error = error_of_wait(exchange, exchange.start(operation));
@@ -456,8 +457,8 @@ void test_exchange_errors() {
   }
   {
     Host host(2);
-    ShmExchange exchange(host.board, host.options(0));
-    ShmExchange other(host.board, host.options(1));
+    ShmExchange exchange(host.block, host.options(0));
+    ShmExchange other(host.block, host.options(1));
     const int failed = status_of_fork([&] {
       for (uint64_t number : {0, 1}) {
         try {
@@ -476,8 +477,8 @@ void test_exchange_errors() {
   }
   {
     Host host(2);
-    ShmExchange first(host.board, host.options(0));
-    ShmExchange second(host.board, host.options(1));
+    ShmExchange first(host.block, host.options(0));
+    ShmExchange second(host.block, host.options(1));
     const float before = value;
     const uint64_t number = first.start(operation);
     ShmExchange::Operation other = operation;

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import SMALL_BUCKETS, Fails, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
+from ddp_cases import SMALL_BUCKETS, Fails, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import optim
 

@@ -63,9 +63,9 @@ def test_a_place_that_is_gone_or_there_twice_is_an_error(tmp_path: Path, monkeyp
 
 def test_a_defect_is_shown_by_failing_tests_with_every_message() -> None:
     defect = PUT_BACK.DEFECTS[0]
-    output = "the all-reduce of the buckets' checksums failed in synchronised step 2; the transport reports: "
+    output = "the all-reduce of the buckets' checksums failed in synchronized step 2; the transport reports: "
     output += "No backend type associated with device type cpu"
-    assert "synchronised step 2`; `No backend" in PUT_BACK.shown(defect, 1, output)
+    assert "synchronized step 2`; `No backend" in PUT_BACK.shown(defect, 1, output)
     assert not PUT_BACK.shown(defect, 0, output)  # the tests passed
     assert not PUT_BACK.shown(defect, 2, output)  # the run was interrupted, or the build failed
     assert not PUT_BACK.shown(defect, 1, output[:100])

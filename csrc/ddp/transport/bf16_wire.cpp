@@ -1,8 +1,8 @@
-// The transport with bfloat16 on the wire and float32 sums; see transport.h for what arrives.
+// Implements the transport that sends bfloat16 and sums in float32; transport.h bounds its error.
 //
-// A tensor's own memory is its buffer: rounded, its values fill the lower half, and what the other ranks send goes into
-// the upper half (beside it, where it does not fit). One all-to-all brings every rank all ranks' values of its piece;
-// it writes their sum over each of them; and a second all-to-all, the same in reverse, spreads the sums.
+// A tensor's own memory is the buffer of its transfer. The rounded values fill the lower half, and received values go
+// to the upper half, or to new memory where they do not fit. A first all-to-all brings every rank all ranks' values of
+// its piece. The rank writes their sum over each of them, and a second all-to-all in reverse spreads the sums.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -19,16 +19,16 @@ namespace drivetrain::ddp {
 namespace {
 
 constexpr int64_t kWireBytes = bytes_of(ElementType::kBFloat16);
-// Of what goes from one rank to another at once. gloo sends a large message first one way, then the other: 6 MiB in 16
-// pieces take half the time on a wire of 1 Gbit/s. It also lets one piece be summed while the next is on its way.
+// Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other:
+// 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way.
 constexpr int64_t kMessageBytes = 384 << 10;
 
-// from and to may be the same memory where SumJob allows it.
+// Converts values. `from` and `to` may be the same memory where SumJob allows it.
 void convert(char* from, ElementType from_type, char* to, ElementType to_type, int64_t begin, int64_t end) {
   sum_range({from_type, to_type, &from, 1, &to, 1, begin, end, 1});
 }
 
-// A tensor, or a part of one, under way.
+// One transfer of a tensor, or of a part of one.
 class Transfer {
  public:
   Transfer(const at::Tensor& flat, int rank, int size) : flat_(flat), size_(size) {
@@ -62,7 +62,7 @@ class Transfer {
   }
 
   void widen() {
-    // From the end, and never more at once than what lies behind the values that are still to be read.
+    // Goes from the end, and never writes over values that are still to be read.
     int64_t begin = 0;
     for (int64_t end = flat_.numel(); end > 0; end = begin) {
       begin = end > 1 ? (end + 1) / 2 : 0;
@@ -70,7 +70,7 @@ class Transfer {
     }
   }
 
-  // The chain's.
+  // The chain guards the following.
   std::unique_ptr<TorchReduce> there;
   std::unique_ptr<TorchReduce> back;  // null until summed
   std::string failure;
@@ -85,8 +85,8 @@ class Transfer {
   at::Tensor lower_, received_;  // bytes
 };
 
-// Sums what has arrived and sends it back, in the order of start() on every rank, whatever order it came in. gloo's own
-// threads do it, so that it goes on while backward runs; so does a rank that waits.
+// Sums arrived transfers and sends them back, in the order of start() on every rank, whatever order they arrived in.
+// gloo's threads do this, so that it goes on while backward runs. A waiting rank does it, too.
 class Chain {
  public:
   explicit Chain(TorchComm& returning) : returning_(&returning) {}
@@ -98,15 +98,15 @@ class Chain {
 
   void start(const std::shared_ptr<Transfer>& transfer, TorchComm& comm) {
     const std::lock_guard<std::mutex> one_at_a_time(starting_);
-    // Not under the queue's lock: where torch checks what ranks do, this waits for them, and they for what we send
-    // back.
+    // The queue's lock is free here. Where torch checks collectives, this call waits for other ranks, and they wait for
+    // what this rank sends back.
     transfer->there = transfer->start_there(comm);
     const std::lock_guard<std::mutex> lock(queue_);
     waiting_.push_back(transfer);
   }
 
   void advance() {
-    std::vector<std::shared_ptr<Transfer>> sent;  // let go after the locks: the last to do so may need the GIL
+    std::vector<std::shared_ptr<Transfer>> sent;  // freed after the locks: the last owner may need the GIL
     const std::lock_guard<std::mutex> one_at_a_time(advancing_);
     while (const std::shared_ptr<Transfer> transfer = arrived()) {
       sent.push_back(transfer);
@@ -131,7 +131,7 @@ class Chain {
     }
   }
 
-  // What must arrive before this one is on its way back; null: it is, or has failed.
+  // Returns what must arrive before this transfer is sent back; null: it is on its way back, or has failed.
   c10::intrusive_ptr<c10::ivalue::Future> missing(const Transfer& transfer) {
     const std::lock_guard<std::mutex> lock(queue_);
     if (transfer.back || !transfer.failure.empty()) return nullptr;
@@ -149,20 +149,20 @@ class Chain {
   }
 
  private:
-  // The next to be summed; after a failure whatever waits.
+  // Returns the next transfer to be summed. After a failure, returns any that waits.
   std::shared_ptr<Transfer> arrived() {
     const std::lock_guard<std::mutex> lock(queue_);
     if (waiting_.empty()) return nullptr;
     return !failure_.empty() || waiting_.front()->there->future()->completed() ? waiting_.front() : nullptr;
   }
 
-  // Locked in this order where several are; only the last is never held for longer than a moment.
+  // Mutexes are locked in this order. Only the last is always held for moments only.
   std::mutex starting_;
   std::mutex advancing_;
   std::mutex queue_;
-  TorchComm* returning_;                           // null once the transport is gone: gloo may still call back then
-  std::deque<std::shared_ptr<Transfer>> waiting_;  // for their values
-  std::string failure_;                            // after which ranks' orders may differ, and nothing works any more
+  TorchComm* returning_;                           // null once the transport is gone, when gloo may still call back
+  std::deque<std::shared_ptr<Transfer>> waiting_;  // transfers whose values have not arrived
+  std::string failure_;  // set: the ranks' orders may differ, and every later transfer fails, too
 };
 
 class WireReduce final : public PendingReduce {
@@ -180,7 +180,7 @@ class WireReduce final : public PendingReduce {
   void wait() override {
     for (; !transfers_.empty(); transfers_.pop_front()) {
       Transfer& transfer = *transfers_.front();
-      // Futures end within the process group's timeout.
+      // The process group ends its futures within its timeout.
       while (const auto future = chain_->missing(transfer)) {
         future->wait();
         chain_->advance();
@@ -193,7 +193,7 @@ class WireReduce final : public PendingReduce {
 
  private:
   std::shared_ptr<Chain> chain_;
-  std::deque<std::shared_ptr<Transfer>> transfers_;  // not yet widened
+  std::deque<std::shared_ptr<Transfer>> transfers_;  // those that are not widened yet
 };
 
 class WireComm final : public Comm {
@@ -225,7 +225,7 @@ class WireComm final : public Comm {
     for (int64_t begin = 0; begin < numel; begin += most) {
       auto transfer = std::make_shared<Transfer>(flat.narrow(0, begin, std::min(most, numel - begin)), rank(), size());
       chain_->start(transfer, group_);
-      // The callback must not be what keeps a process group alive: its end joins the thread that calls back.
+      // The callback must not keep a process group alive: its destructor joins the thread that calls back.
       transfer->there->future()->addCallback([weak = std::weak_ptr<Chain>(chain_)](c10::ivalue::Future&) {
         if (const auto chain = weak.lock()) chain->advance();
       });

@@ -1,4 +1,4 @@
-// Runs torch's communication hooks; see comm_hook.h.
+// Runs torch's communication hooks on buckets.
 #include "ddp/transport/comm_hook.h"
 
 #include "base/check.h"
@@ -21,7 +21,7 @@ HookReduce::HookReduce(c10d::CommHookInterface& hook, const HookBucket& bucket) 
 void HookReduce::wait() {
   if (result_.defined()) return;
   future_->wait();
-  result_ = hook_.parseHookResult(future_->value());  // rethrows what the future holds instead of a value
+  result_ = hook_.parseHookResult(future_->value());  // rethrows an error that the future holds
 }
 
 }  // namespace drivetrain::ddp

@@ -1,4 +1,4 @@
-// Communication hooks: torch's own kind of hook, run on our buckets as real c10d::GradBuckets.
+// Declares the reduction of a bucket by a communication hook of torch's type, which gets a real c10d::GradBucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,20 +12,20 @@
 
 namespace drivetrain::ddp {
 
-// What a hook gets to see of a bucket.
+// The parts of a bucket that a hook sees.
 struct HookBucket {
   size_t index;
-  size_t count;                 // of buckets
+  size_t count;                 // number of buckets
   at::Tensor flat;              // in the parameters' dtype; the gradient itself if it is sparse
   std::vector<size_t> offsets;  // elements, into flat
   std::vector<at::Tensor> params;
 };
 
-// One hook under way. After wait(), result() is what the hook's future holds: flat itself, or a tensor of as many
-// elements in whatever dtype the hook chose.
+// One run of a hook. After wait(), result() is the value of the hook's future: flat itself, or a tensor with as many
+// elements and any dtype.
 class HookReduce final : public PendingReduce {
  public:
-  // Runs the hook; it may raise, and it takes the GIL if it is a Python function.
+  // Runs the hook. It may raise, and takes the GIL if it is a Python function.
   HookReduce(c10d::CommHookInterface& hook, const HookBucket& bucket);
   void wait() override;
   bool is_done() override { return result_.defined() || future_->completed(); }

@@ -1,4 +1,4 @@
-// A matching of processes to cores; see cores.h.
+// Matches processes to cores.
 #include "ddp/transport/cores.h"
 
 #include <sys/syscall.h>
@@ -10,21 +10,21 @@ namespace {
 class Matching {
  public:
   explicit Matching(const std::vector<CoreSet>& processes)
-      : processes_(processes), process_on_(CoreSet::kMostCores, kNobody) {}
+      : processes_(processes), process_on_(CoreSet::kMostCores, kFree) {}
 
-  // Gives the process a core, for which others may have to move to another one of theirs.
-  bool place(int process) {
+  // Gives the process a core. Other processes may move to another of their cores.
+  bool add(int process) {
     tried_ = {};
     return move(process);
   }
 
  private:
-  static constexpr int kNobody = -1;
+  static constexpr int kFree = -1;
 
   bool move(int process) {
     const CoreSet& mine = processes_[process];
     for (int core = 0; core < CoreSet::kMostCores; ++core) {
-      if (!mine.has(core) || process_on_[core] != kNobody) continue;
+      if (!mine.has(core) || process_on_[core] != kFree) continue;
       process_on_[core] = process;
       return true;
     }
@@ -47,7 +47,7 @@ class Matching {
 
 CoreSet cores_of_this_thread() {
   CoreSet cores;
-  // The C library's function refuses sizes that its own type does not have.
+  // The C library's function accepts only the size of its own type.
   if (::syscall(SYS_sched_getaffinity, 0, sizeof(cores.words), cores.words) < 0) return {};
   return cores;
 }
@@ -55,7 +55,7 @@ CoreSet cores_of_this_thread() {
 bool is_a_core_for_each(const std::vector<CoreSet>& processes) {
   Matching matching(processes);
   for (int process = 0; process < static_cast<int>(processes.size()); ++process) {
-    if (!matching.place(process)) return false;
+    if (!matching.add(process)) return false;
   }
   return true;
 }

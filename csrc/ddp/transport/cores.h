@@ -1,4 +1,4 @@
-// Which cores processes may use, and whether there is one for each of them.
+// Declares which cores processes may use, and a test that each can have a core of its own.
 #pragma once
 
 #include <cstdint>
@@ -6,19 +6,19 @@
 
 namespace drivetrain::ddp {
 
-// The cores that the calling thread may use: plain data, which ranks send each other.
+// A set of cores: plain data, which ranks send each other.
 struct CoreSet {
-  static constexpr int kMostCores = 8192;  // Linux knows no more
+  static constexpr int kMostCores = 8192;  // the largest number that Linux supports
   uint64_t words[kMostCores / 64] = {};
 
   bool has(int core) const { return (words[core / 64] >> core % 64 & 1) != 0; }
   void add(int core) { words[core / 64] |= uint64_t{1} << core % 64; }
 };
 
-// None where the kernel does not tell.
+// Returns the cores that the calling thread may use; none where the kernel does not tell.
 CoreSet cores_of_this_thread();
 
-// Whether all processes can run at once, each on a core of its own that it may use.
+// Returns true if all processes can run at once, each on a core of its own.
 bool is_a_core_for_each(const std::vector<CoreSet>& processes);
 
 }  // namespace drivetrain::ddp

@@ -1,5 +1,5 @@
-// The transport through an NCCL communicator of our own: meets the other ranks through the process group's store and
-// hands tensors to the communicator.
+// Implements the transport through our own NCCL communicator: meets the other ranks through the process group's store
+// and gives tensors to the communicator.
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -49,8 +49,8 @@ ncclDataType_t nccl_type(at::ScalarType dtype) {
   }
 }
 
-// A key of the group's store that this process has not used. Ranks ask for a group's keys in the same order, as they
-// make its communicators and their memory.
+// Returns a key of the group's store that this process has not used. Ranks get the same keys, as they make the group's
+// communicators and their memory in the same order.
 std::string next_key(const std::string& group_name) {
   static std::mutex mutex;
   static std::map<std::string, int> made;
@@ -58,7 +58,7 @@ std::string next_key(const std::string& group_name) {
   return text("drivetrain/nccl/", group_name, "/", made[group_name]++);
 }
 
-// Rank 0's, for everyone.
+// Returns rank 0's id, on every rank.
 ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::string& group_name, const Ranks& ranks,
                       std::chrono::milliseconds timeout) {
   const auto store = group.getStore();
@@ -91,7 +91,7 @@ ncclUniqueId share_id(const NcclApi& api, c10d::ProcessGroup& group, const std::
   return id;
 }
 
-// Any rank's failure, or "" if none has one. Ranks tell each other through the store, which needs no device memory.
+// Returns a rank's failure; "" if none has one. Ranks use the store, which needs no device memory.
 std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& group_name, const Ranks& ranks,
                                 const std::string& failure, std::chrono::milliseconds timeout) {
   if (group.getSize() == 1) return failure;
@@ -112,7 +112,7 @@ std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& gr
   }
 }
 
-// For what waits for a device, or for other threads: they may be waiting for the GIL, to free a tensor.
+// Calls a function that waits for a device or for other threads, which may wait for the GIL to free a tensor.
 template <class Body>
 void without_gil(Body&& body) {
   if (Py_IsInitialized() && PyGILState_Check()) {
@@ -139,7 +139,7 @@ class NcclComm final : public Comm {
         api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout_});
   }
 
-  // Waits for the communicator's thread, and for the group's if this is its last owner.
+  // Waits for the communicator's thread. The last owner of the group also waits for the group's threads.
   ~NcclComm() override {
     without_gil([this] { release(); });
   }
@@ -162,8 +162,8 @@ class NcclComm final : public Comm {
     const auto options = at::TensorOptions().dtype(at::kByte).device(device);
     std::string failure;
     const auto allocated = communicator_->allocate(static_cast<size_t>(bytes), release_cache_, failure);
-    if (!allocated && failure.empty()) return at::zeros({bytes}, options);  // NCCL is too old to have memory
-    // Registration waits for every rank, so that all must know whether one cannot come.
+    if (!allocated && failure.empty()) return at::zeros({bytes}, options);  // NCCL is too old to allocate memory
+    // Registration waits for every rank, so that all must first agree that each can take part.
     why_not_ = failure_of_any_rank(*group_, group_name_, ranks(), failure, timeout_);
     if (!why_not_.empty()) return at::zeros({bytes}, options);
     std::shared_ptr<void> memory = communicator_->register_memory(allocated);
@@ -174,7 +174,7 @@ class NcclComm final : public Comm {
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided) {
-      // NCCL has no sparse tensors; over gloo the process group reduces them.
+      // NCCL has no sparse tensors. The process group reduces them over gloo.
       if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
       return sparse_->start_sum(flat);
     }
@@ -191,7 +191,7 @@ class NcclComm final : public Comm {
     int64_t numel = 0;
     for (auto& [collective, weak] : held_back_) {
       const std::shared_ptr<Started> one = weak.lock();
-      if (!one) continue;  // nobody waits for it any more: its step was given up
+      if (!one) continue;  // its step was given up
       numel += static_cast<int64_t>(collective.count);
       collectives.push_back(std::move(collective));
       started.push_back(one);
@@ -246,8 +246,8 @@ class NcclComm final : public Comm {
     collective.count = static_cast<size_t>(flat.numel());
     collective.type = nccl_type(flat.scalar_type());
     collective.op = op;
-    // The values alone: a tensor that Python knows asks for the GIL when it goes, and a thread that asks for it while
-    // Python ends takes the process with it.
+    // Keeps the storage only. Freeing a tensor with a Python object needs the GIL. A thread that asks for the GIL while
+    // Python shuts down aborts the process.
     collective.keep = std::make_shared<c10::Storage>(flat.storage());
     auto started = std::make_shared<Started>(Started{flat.scalar_type(), nullptr});
     held_back_.emplace_back(std::move(collective), started);
@@ -267,7 +267,7 @@ class NcclComm final : public Comm {
   const c10::Device device_;
   const std::chrono::milliseconds timeout_;
   const std::function<void()> release_cache_;
-  std::string why_not_;  // gradients lie in torch's memory instead of NCCL's
+  std::string why_not_;  // why gradients lie in torch's memory instead of NCCL's
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<Comm> sparse_;
   std::vector<std::pair<NcclCommunicator::Collective, std::weak_ptr<Started>>> held_back_;

@@ -1,4 +1,4 @@
-// Opens libnccl.so.2 and looks up its functions; see nccl_api.h.
+// Opens libnccl.so.2 and looks up its functions.
 #include "ddp/transport/nccl_api.h"
 
 #include <dlfcn.h>
@@ -16,13 +16,13 @@ void look_up(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(::dlsym(library, name));
 }
 
-// "2.28.9" from 22809; before 2.9 versions were written with one digit less.
+// Returns "2.28.9" for 22809. Versions before 2.9 have one digit less.
 std::string dotted(int code) {
   const int major = code < 10000 ? code / 1000 : code / 10000;
   return text(major, ".", code < 10000 ? code / 100 % 10 : code / 100 % 100, ".", code % 100);
 }
 
-// Never closed again: NCCL's threads may outlive every communicator by a moment.
+// Never closes the library: NCCL's threads may outlive every communicator by a moment.
 std::shared_ptr<const NcclApi> functions_of(void* library) {
   auto api = std::make_shared<NcclApi>();
   const link_map* map = nullptr;
@@ -58,7 +58,7 @@ std::shared_ptr<const NcclApi> open_nccl(const std::string& path) {
   return functions_of(library);
 }
 
-// The one that torch has loaded comes first: two copies of NCCL in a process would not know of each other.
+// Prefers the library that torch has loaded: two copies of NCCL in a process would not know of each other.
 std::shared_ptr<const NcclApi> find_nccl(const std::string& fallback) {
   if (void* library = ::dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD)) return functions_of(library);
   return open_nccl(fallback.empty() ? kLibrary : fallback);

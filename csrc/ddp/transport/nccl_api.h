@@ -1,5 +1,5 @@
-// NCCL's functions, looked up in its library when they are first wanted: drivetrain itself loads where there is none.
-// Needs no torch header.
+// Declares NCCL's functions, which are looked up at first use, so that drivetrain loads without NCCL. Needs no torch
+// header.
 #pragma once
 
 #include <nccl.h>
@@ -10,7 +10,7 @@
 
 namespace drivetrain::ddp {
 
-// Without these there is no transport.
+// The transport needs these functions.
 #define DT_NCCL_REQUIRED(F) \
   F(ncclGetUniqueId)        \
   F(ncclCommInitRankConfig) \
@@ -25,7 +25,7 @@ namespace drivetrain::ddp {
   F(ncclAllReduce)          \
   F(ncclBroadcast)
 
-// Null where the library is older.
+// These functions are null where the library is older.
 #define DT_NCCL_OPTIONAL(F) \
   F(ncclMemAlloc)           \
   F(ncclMemFree)            \
@@ -43,10 +43,10 @@ struct NcclApi {
 #undef DT_NCCL_POINTER
 };
 
-// Opens that library. Throws EnvironmentError if that fails, or where a required function is missing.
+// Opens the library at that path. Throws EnvironmentError if that fails or a required function is missing.
 std::shared_ptr<const NcclApi> open_nccl(const std::string& path);
 
-// As transport.h declares them for those that do not know NCCL.
+// transport.h declares the following for code that does not include NCCL.
 std::shared_ptr<const NcclApi> find_nccl(const std::string& fallback);
 std::pair<std::string, std::string> path_and_version(const NcclApi& api);
 

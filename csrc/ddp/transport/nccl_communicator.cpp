@@ -1,4 +1,4 @@
-// Bootstrap, groups, registered memory and the watching thread; see nccl_communicator.h.
+// Implements the NCCL communicator: bootstrap, groups, registered memory and the polling thread.
 #include "ddp/transport/nccl_communicator.h"
 
 #include <cuda_runtime_api.h>
@@ -15,15 +15,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often the thread looks at what is under way: often against any timeout, seldom against its cost.
+// The polling interval is short against any timeout and long against the cost of a poll.
 constexpr std::chrono::milliseconds kLook(20);
-// How long the end of a communicator may take before it is an abort.
-constexpr std::chrono::seconds kGoodbye(5);
-// While NCCL works behind the scenes: first without sleeping, as most of it takes microseconds.
+// The destructor aborts after this time.
+constexpr std::chrono::seconds kLongestEnd(5);
+// A wait for NCCL's threads first does not sleep, as most calls take microseconds.
 constexpr std::chrono::milliseconds kSpin(1);
 constexpr std::chrono::microseconds kPause(200);
 
-// Of memory that NCCL has given us; see NcclCommunicator::memory_bytes().
+// See NcclCommunicator::memory_bytes().
 std::atomic<int64_t> bytes_now{0};
 std::atomic<int64_t> most_bytes{0};
 
@@ -61,8 +61,8 @@ class NcclCommunicator::Group {
   cudaEvent_t end_ = nullptr;
 };
 
-// The communicator as NCCL knows it, and the error that ended it. Every call on it is made under the mutex; none takes
-// long but settle(), which has a limit.
+// Holds NCCL's communicator and the error that ended it. Every call on it holds the mutex. Only settle() takes long,
+// and it has a limit.
 class NcclCommunicator::Handle {
  public:
   explicit Handle(const Options& options) : options_(options) {}
@@ -77,7 +77,7 @@ class NcclCommunicator::Handle {
     if (!error.empty()) throw EnvironmentError(error);
   }
 
-  // Ends whatever is under way; the first error stays.
+  // Aborts all collectives under way, and keeps the first error.
   void fail(const std::string& what) noexcept {
     abort();
     if (error.empty()) error = what;
@@ -88,14 +88,14 @@ class NcclCommunicator::Handle {
     comm = nullptr;
   }
 
-  // Where going on would lose sight of a collective.
+  // Aborts on failure, where a collective would otherwise go unwatched.
   void check_cuda(cudaError_t status, const char* call) {
     if (status != cudaSuccess) fail(describe_cuda(status, call));
     check();
   }
 
   std::string describe(ncclResult_t result, const std::string& call) const {
-    const std::string detail = api().ncclGetLastError(comm);  // the thread's own where there is no communicator
+    const std::string detail = api().ncclGetLastError(comm);  // this thread's last error where there is no communicator
     return text(who(), call, " failed with NCCL error ", static_cast<int>(result), " (",
                 api().ncclGetErrorString(result), ")", detail.empty() ? "" : ": ", detail);
   }
@@ -104,9 +104,9 @@ class NcclCommunicator::Handle {
     return text(who(), what, " did not end within the timeout of ", seconds(options_.timeout), " s");
   }
 
-  // Waits for what a call has left to NCCL's own threads; if it fails or does not end in time, so does everything.
-  // Success is no proof that the call has ended: ncclCommWindowRegister (2.28.9) returns it at once, and sets the
-  // window later. Only ncclCommGetAsyncError() tells.
+  // Waits for the part of a call that NCCL's threads execute. If it fails or does not end in time, aborts. Success does
+  // not prove that the call has ended: ncclCommWindowRegister (2.28.9) returns it at once, and sets the window later.
+  // Only ncclCommGetAsyncError() tells.
   void settle(ncclResult_t result, const std::string& call, Clock::time_point deadline) {
     const Clock::time_point begin = Clock::now();
     while (result == ncclSuccess || result == ncclInProgress) {
@@ -135,12 +135,12 @@ class NcclCommunicator::Handle {
 
 class NcclCommunicator::Memory {
  public:
-  // Null if there is too little memory; `result` is what NCCL says.
+  // Returns null if there is too little memory; `result` is NCCL's status.
   static std::shared_ptr<Memory> make(std::shared_ptr<Handle> handle, int device, size_t bytes, ncclResult_t& result) {
     void* data = nullptr;
     result = handle->api().ncclMemAlloc(&data, bytes);
     if (result != ncclSuccess || data == nullptr) {
-      static_cast<void>(cudaGetLastError());  // else the next kernel's launch reports this failure as its own
+      static_cast<void>(cudaGetLastError());  // else the next kernel launch reports this failure
       return nullptr;
     }
     return std::shared_ptr<Memory>(new Memory(std::move(handle), device, data, bytes));
@@ -148,12 +148,12 @@ class NcclCommunicator::Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // Errors here have nobody to go to: the memory is then the process's until its end.
+  // Ignores errors: the process then keeps the memory until it ends.
   ~Memory() {
     int device = 0;
     const bool known = cudaGetDevice(&device) == cudaSuccess;
     static_cast<void>(cudaSetDevice(device_));
-    static_cast<void>(cudaDeviceSynchronize());  // as cudaFree does: kernels may still be using it
+    static_cast<void>(cudaDeviceSynchronize());  // as cudaFree does: kernels may still use the memory
     {
       const std::lock_guard<std::mutex> lock(handle_->mutex);
       deregister();
@@ -177,20 +177,20 @@ class NcclCommunicator::Memory {
     }
   }
 
-  // An aborted or ended communicator has done it itself.
+  // An aborted or finalized communicator has deregistered the memory itself.
   void deregister() noexcept {
     if (handle_->comm == nullptr) return;
     const NcclApi& api = handle_->api();
     try {
       if (window != nullptr) {
         handle_->settle(api.ncclCommWindowDeregister(handle_->comm, window), "ncclCommWindowDeregister",
-                        Clock::now() + kGoodbye);
+                        Clock::now() + kLongestEnd);
       } else if (registered != nullptr) {
         handle_->settle(api.ncclCommDeregister(handle_->comm, registered), "ncclCommDeregister",
-                        Clock::now() + kGoodbye);
+                        Clock::now() + kLongestEnd);
       }
     } catch (const EnvironmentError&) {
-      // The handle keeps it, and the communicator's next call throws it.
+      // The handle keeps the error, and the communicator's next call throws it.
     }
   }
 
@@ -215,7 +215,7 @@ NcclCommunicator::NcclCommunicator(Options options)
     check_cuda(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     watcher_ = std::thread([this] { watch(); });
   } catch (...) {
-    say_goodbye();
+    finalize();
     throw;
   }
 }
@@ -227,14 +227,14 @@ NcclCommunicator::~NcclCommunicator() {
   }
   changed_.notify_all();
   watcher_.join();
-  say_goodbye();
+  finalize();
 }
 
-// An abort would take away what slower ranks still need of us, so it comes last.
-void NcclCommunicator::say_goodbye() noexcept {
+// Aborts only after the limit, as an abort would break collectives that slower ranks still need.
+void NcclCommunicator::finalize() noexcept {
   const Clock::time_point begin = Clock::now(),
-                          deadline = begin + std::min<Clock::duration>(kGoodbye, options_.timeout);
-  std::vector<std::shared_ptr<Group>> ended;  // outlives the lock: the end of what they keep needs the mutex
+                          deadline = begin + std::min<Clock::duration>(kLongestEnd, options_.timeout);
+  std::vector<std::shared_ptr<Group>> ended;  // outlives the lock: freeing its memory needs the mutex
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   const auto rest = [&](Clock::time_point until) {
     for (take_ended(ended); !under_way_.empty() && Clock::now() < until; take_ended(ended)) pause(begin);
@@ -245,11 +245,11 @@ void NcclCommunicator::say_goodbye() noexcept {
       handle_->settle(options_.api->ncclCommFinalize(handle_->comm), "ncclCommFinalize", deadline);
       options_.api->ncclCommDestroy(std::exchange(handle_->comm, nullptr));
     } catch (const EnvironmentError&) {
-      // It has been aborted, and there is nobody left to tell.
+      // settle() has aborted the communicator. A destructor cannot report the error.
     }
   }
   handle_->abort();
-  rest(Clock::now() + kGoodbye);  // what was aborted leaves the device
+  rest(Clock::now() + kLongestEnd);  // the device ends what was aborted
   if (ready_ != nullptr) static_cast<void>(cudaEventDestroy(ready_));
   if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
 }
@@ -265,8 +265,7 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
         "graph.");
   }
   const Clock::time_point deadline = Clock::now() + options_.timeout;
-  std::shared_ptr<Group>
-      group;  // outlives the lock: should a call below throw, the end of what it keeps needs the mutex
+  std::shared_ptr<Group> group;  // outlives the lock: freeing its memory, should a call below throw, needs the mutex
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   handle_->check();
   group = std::make_shared<Group>(std::move(collectives), num_groups_ + 1, deadline);
@@ -288,7 +287,7 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
                                  handle_->comm, stream_);
     }
   }
-  // Also after an error: the group is the thread's, and would swallow the next communicator's calls.
+  // Ends the group even after an error: it belongs to the thread, and would take the next communicator's calls.
   const ncclResult_t ended = api.ncclGroupEnd();
   const bool is_begun = result == ncclSuccess || result == ncclInProgress;
   handle_->settle(is_begun ? ended : result, call, deadline);
@@ -306,7 +305,7 @@ void NcclCommunicator::wait(Group& group, cudaStream_t stream) {
   };
   check();
   check_cuda(cudaStreamWaitEvent(stream, group.end(), 0), "cudaStreamWaitEvent");
-  check();  // the call blocks where a stream's queue is full
+  check();  // the call above blocks where a stream's queue is full
 }
 
 bool NcclCommunicator::is_done(Group& group) {
@@ -344,7 +343,7 @@ std::shared_ptr<void> NcclCommunicator::register_memory(const std::shared_ptr<Me
     handle_->settle(api.ncclCommWindowRegister(handle_->comm, memory->data, memory->bytes, &memory->window,
                                                NCCL_WIN_COLL_SYMMETRIC),
                     "ncclCommWindowRegister" + size, deadline);
-    if (memory->window != nullptr) registration_ = "registered window";  // null: these GPUs cannot
+    if (memory->window != nullptr) registration_ = "registered window";  // null: these GPUs have no windows
   }
   if (memory->window == nullptr && api.ncclCommRegister != nullptr && api.ncclCommDeregister != nullptr) {
     handle_->settle(api.ncclCommRegister(handle_->comm, memory->data, memory->bytes, &memory->registered),
@@ -362,7 +361,7 @@ std::string NcclCommunicator::registration() const {
   return registration_;
 }
 
-// In the order in which they were begun, which is that of the stream.
+// Takes groups in the order of the stream, in which they began.
 void NcclCommunicator::take_ended(std::vector<std::shared_ptr<Group>>& ended) {
   while (!under_way_.empty()) {
     const cudaError_t status = cudaEventQuery(under_way_.front()->end());
@@ -373,7 +372,7 @@ void NcclCommunicator::take_ended(std::vector<std::shared_ptr<Group>>& ended) {
   }
 }
 
-// Also where all has ended: an error may be what ended it.
+// Looks for errors even if all groups have ended: an error may have ended them.
 void NcclCommunicator::note_failures() {
   if (handle_->comm == nullptr) return;
   ncclResult_t result = ncclSuccess;
@@ -394,7 +393,7 @@ void NcclCommunicator::note_failures() {
 
 void NcclCommunicator::watch() {
   static_cast<void>(cudaSetDevice(options_.device));
-  // So that looking at an event does no harm to a graph that some other thread captures.
+  // Lets this thread query events while another thread captures a graph.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
   std::vector<std::shared_ptr<Group>> ended;
@@ -403,7 +402,7 @@ void NcclCommunicator::watch() {
     changed_.wait(lock, [&] { return stopping_ || !under_way_.empty(); });
     take_ended(ended);
     note_failures();
-    lock.unlock();  // the end of what they keep needs the mutex
+    lock.unlock();  // freeing their memory needs the mutex
     ended.clear();
     lock.lock();
     changed_.wait_for(lock, kLook, [&] { return stopping_; });

@@ -1,4 +1,4 @@
-// The NCCL transport's absence: what a build without nvcc or without nccl.h answers.
+// Stands for the NCCL transport in a build without nvcc or nccl.h.
 #include "base/check.h"
 #include "ddp/transport/transport.h"
 

@@ -1,4 +1,4 @@
-// pidfd_open and /proc; see peer_process.h.
+// Follows a process by pidfd_open, or by /proc where that is missing.
 #include "ddp/transport/peer_process.h"
 
 #include <fcntl.h>
@@ -23,14 +23,14 @@ struct Life {
   uint64_t started_at;
 };
 
-// From /proc/<pid>/stat; none if there is no such process, or none that may be seen.
+// Reads /proc/<pid>/stat. Returns none if there is no such process, or if it is hidden.
 std::optional<Life> life_of(int64_t pid) {
   const Descriptor file(::open(text("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
   char content[1024];
   const ssize_t size = file.get() < 0 ? -1 : ::read(file.get(), content, sizeof(content));
   if (size <= 0) return std::nullopt;
   std::string_view rest(content, static_cast<size_t>(size));
-  const size_t name_end = rest.rfind(')');  // the name may hold anything
+  const size_t name_end = rest.rfind(')');  // the name may contain anything
   if (name_end == std::string_view::npos || rest.size() < name_end + 3) return std::nullopt;
   rest.remove_prefix(name_end + 2);
   Life life = {rest[0], 0};

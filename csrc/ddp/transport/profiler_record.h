@@ -1,5 +1,5 @@
-// Shows what our own transports carry to torch's profilers as process groups show what they carry. Costs nothing but a
-// look where no profiler runs.
+// Records collectives of our transports for torch's profilers, in the form of those of process groups. Without a
+// profiler it costs one check.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,9 +16,9 @@
 
 namespace drivetrain::ddp {
 
-// Around the beginning of a collective of one tensor: the range "gloo:all_reduce", which torch's tools look for under
-// the backend's name. It ends where that call does, as NCCL's does, so that ranges nest, which NVTX's must. tag: the
-// collective's; what plans buckets is not counted among those that reduce gradients.
+// Records the start of a collective of one tensor as a range such as "gloo:all_reduce", the name that torch's tools
+// look for. The range ends with the call, as NCCL's does, so that ranges nest, which NVTX requires. tag: of the
+// collective; those that plan buckets get another name, and do not count as reductions of gradients.
 template <class Body>
 auto recording_collective(const std::string& name, uint64_t tag, const at::Tensor& flat, Body&& body) {
   if (!at::hasCallbacks()) return body();
@@ -32,8 +32,8 @@ auto recording_collective(const std::string& name, uint64_t tag, const at::Tenso
   return body();
 }
 
-// Around what gives one or several collectives, begun together, to the other ranks: "record_param_comms", from which
-// analyses of traces read bytes and ranks, for the device's kernels too. number: of this launch within the group.
+// Records the launch of one or several collectives as "record_param_comms", from which trace analyses read bytes and
+// ranks, also for the device's kernels. number: of this launch within the group.
 template <class Body>
 auto recording_launch(c10d::ProcessGroup& group, const Ranks& ranks, const char* collective, int64_t number,
                       int64_t numel, at::ScalarType dtype, Body&& body) {
@@ -41,7 +41,7 @@ auto recording_launch(c10d::ProcessGroup& group, const Ranks& ranks, const char*
   const int size = group.getSize();
   int64_t stride = size > 1 ? ranks.global(1) - ranks.global(0) : 1;
   for (int rank = 1; rank < size; ++rank) {
-    if (ranks.global(rank) - ranks.global(rank - 1) != stride) stride = 0;  // no such list: torch then shows none
+    if (ranks.global(rank) - ranks.global(rank - 1) != stride) stride = 0;  // torch then shows no list of ranks
   }
   const std::vector<at::Tensor> none;
   const std::vector<int64_t> even;

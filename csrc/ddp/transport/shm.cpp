@@ -1,4 +1,5 @@
-// The transport through shared memory: shares memory with the ranks of the same host and hands tensors to the exchange.
+// Implements the transport through shared memory: shares memory with the ranks of the same host and gives tensors to
+// the exchange.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
@@ -25,7 +26,7 @@
 namespace drivetrain::ddp {
 namespace {
 
-// For small tensors that live elsewhere, such as the map of used parameters.
+// The staging area is for small tensors outside of shared memory, such as the map of used parameters.
 constexpr int64_t kStagingBytes = 64 << 10;
 constexpr int64_t kPage = 4096;
 
@@ -55,20 +56,20 @@ at::ScalarType scalar_type(ElementType type) {
   return at::kLong;
 }
 
-// What a rank tells the others when memory is shared.
+// The data that ranks exchange to share memory.
 struct Announcement {
   int64_t pid = 0;
   int64_t fd = -1;
   uint64_t nonce = 0;
   int64_t bytes = 0;
-  char error[192] = "";  // why it cannot; "" if it can
+  char error[192] = "";  // why the rank cannot share memory; "": it can
 };
 
-// The sum over hosts, by the first rank of each.
+// Sums over hosts, from the first rank of each.
 class TorchLink final : public HostLink {
  public:
-  // owner_of: what keeps the memory at that address mapped; the process group may use it for longer than any rank
-  // waits.
+  // owner_of: returns the owner that keeps the memory at an address mapped. The process group may use the memory for
+  // longer than any rank waits.
   TorchLink(std::shared_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
       : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
 
@@ -90,7 +91,7 @@ class TorchLink final : public HostLink {
   std::deque<std::unique_ptr<PendingReduce>> started_;
 };
 
-// A sum by the process group that becomes the mean.
+// Divides a sum of the process group by the number of ranks.
 class MeanOfSum final : public PendingReduce {
  public:
   MeanOfSum(std::unique_ptr<PendingReduce> sum, at::Tensor flat, int size)
@@ -126,15 +127,15 @@ class ShmComm final : public Comm {
       DT_INVARIANT(options.leaders != nullptr);
       link_ = std::make_unique<TorchLink>(options.leaders, [this](const char* values) { return owner_of(values); });
     }
-    while (host_[place_] != rank) ++place_;
-    const int64_t board_bytes = ShmExchange::board_bytes(num_places());
-    staging_offset_ = (board_bytes + kPage - 1) / kPage * kPage;
+    while (host_[local_rank_] != rank) ++local_rank_;
+    const int64_t control_block_bytes = ShmExchange::control_block_bytes(num_local_ranks());
+    staging_offset_ = (control_block_bytes + kPage - 1) / kPage * kPage;
     control_ = share(staging_offset_ + kStagingBytes);
     if (!control_) return;
 
     ShmExchange::Options exchange;
-    exchange.rank = place_;
-    exchange.size = num_places();
+    exchange.rank = local_rank_;
+    exchange.size = num_local_ranks();
     exchange.several_hosts = several_hosts;
     exchange.link = link_.get();
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
@@ -142,11 +143,11 @@ class ShmComm final : public Comm {
     exchange.spin = spins_;
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
-    exchange.is_dead = [this](int place) { return processes_[place].has_ended(); };
+    exchange.is_dead = [this](int local_rank) { return processes_[local_rank].has_ended(); };
     exchange_.emplace(control_->base[0], std::move(exchange));
   }
 
-  // Possibly the groups' last owner: their end joins threads that may be waiting for the GIL to free a tensor.
+  // Releases the GIL, as the groups' last owner joins threads that may wait for the GIL to free a tensor.
   ~ShmComm() override {
     exchange_.reset();
     unmap_others();
@@ -165,31 +166,31 @@ class ShmComm final : public Comm {
   std::string why_not() const override { return why_not_; }
   bool averages() const override { return exchange_.has_value(); }
   bool spins() const override { return exchange_ && spins_; }
-  bool wants_tags() const override { return !exchange_ || num_places() < size(); }
-  // Between hosts the leaders' process group works meanwhile.
-  bool in_background() const override { return !exchange_ || num_places() < size(); }
+  bool wants_tags() const override { return !exchange_ || num_local_ranks() < size(); }
+  // Between hosts the process group of the leaders works in the background.
+  bool in_background() const override { return !exchange_ || num_local_ranks() < size(); }
 
   bool want_square_sums(bool wanted) override {
     wants_square_sums_ = wanted;
-    return exchange_ && num_places() == size();
+    return exchange_ && num_local_ranks() == size();
   }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (!exchange_ || !device.is_cpu()) return torch_->allocate(bytes, device);
-    std::shared_ptr<Arena> arena = share(bytes);
-    if (!arena) {
+    std::shared_ptr<SharedBuffer> buffer = share(bytes);
+    if (!buffer) {
       exchange_.reset();
       unmap_others();
-      arenas_.clear();
+      buffers_.clear();
       control_.reset();
       processes_.clear();
       return torch_->allocate(bytes, device);
     }
-    std::erase_if(arenas_, [](const auto& other) { return other.expired(); });
-    arenas_.push_back(arena);
-    // The tensor owns it, the mappings of the other ranks' memory included as long as this transport exists.
-    const auto keep = [arena](void*) {};
-    return at::from_blob(arena->base[place_], {bytes}, keep, at::dtype(at::kByte));
+    std::erase_if(buffers_, [](const auto& other) { return other.expired(); });
+    buffers_.push_back(buffer);
+    // The tensor owns the buffer, with the mappings of the other ranks' memory while this transport exists.
+    const auto keep = [buffer](void*) {};
+    return at::from_blob(buffer->base[local_rank_], {bytes}, keep, at::dtype(at::kByte));
   }
 
   std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override {
@@ -205,19 +206,19 @@ class ShmComm final : public Comm {
   }
 
  private:
-  // The same allocation of all ranks of this host.
-  struct Arena {
+  // One allocation, mapped from all ranks of this host.
+  struct SharedBuffer {
     std::shared_ptr<Segment> own;
     std::vector<Segment> others;
-    std::vector<char*> base;  // [places]
+    std::vector<char*> base;  // [local ranks]
     int64_t bytes;
-    std::optional<Residency> residency;  // of the others
+    std::optional<Residency> residency;  // of the other ranks' memory
   };
 
-  // Who uses the staging place. Shared with the operation in it, which may outlive this transport.
+  // The use of the staging area. The operation in it shares this, and may outlive the transport.
   struct Staging {
-    uint64_t number = 0;      // of the last operation there
-    bool is_awaited = false;  // its result is still to be fetched
+    uint64_t number = 0;      // of the last operation in the area
+    bool is_awaited = false;  // its result is still to be copied out
   };
 
   class ShmReduce final : public PendingReduce {
@@ -232,7 +233,7 @@ class ShmComm final : public Comm {
     void wait() override {
       comm_.exchange_->wait(number_);
       if (!staging_) return;
-      std::memcpy(staged_.data_ptr(), comm_.staging(comm_.place_), staged_.nbytes());
+      std::memcpy(staged_.data_ptr(), comm_.staging(comm_.local_rank_), staged_.nbytes());
       leave_staging();
     }
 
@@ -245,24 +246,25 @@ class ShmComm final : public Comm {
     ShmComm& comm_;
     uint64_t number_;
     at::Tensor staged_;
-    std::shared_ptr<Staging> staging_;  // while this operation has the place
+    std::shared_ptr<Staging> staging_;  // while this operation uses the area
   };
 
-  int num_places() const { return static_cast<int>(host_.size()); }
-  char* staging(int place) const { return control_->base[place] + staging_offset_; }
+  int num_local_ranks() const { return static_cast<int>(host_.size()); }
+  char* staging(int local_rank) const { return control_->base[local_rank] + staging_offset_; }
 
   std::shared_ptr<void> owner_of(const char* values) const {
-    for (const auto& weak : arenas_) {
-      const std::shared_ptr<Arena> arena = weak.lock();
-      if (arena && values >= arena->base[place_] && values < arena->base[place_] + arena->bytes) return arena;
+    for (const auto& weak : buffers_) {
+      const std::shared_ptr<SharedBuffer> buffer = weak.lock();
+      if (buffer && values >= buffer->base[local_rank_] && values < buffer->base[local_rank_] + buffer->bytes)
+        return buffer;
     }
     return control_;
   }
 
-  // Where nothing is added up any more a tensor needs this rank's own memory alone.
+  // Unmaps the other ranks' memory: without further sums a tensor needs this rank's memory only.
   void unmap_others() {
-    for (const auto& weak : arenas_) {
-      if (const std::shared_ptr<Arena> arena = weak.lock()) arena->others.clear();
+    for (const auto& weak : buffers_) {
+      if (const std::shared_ptr<SharedBuffer> buffer = weak.lock()) buffer->others.clear();
     }
   }
 
@@ -272,32 +274,33 @@ class ShmComm final : public Comm {
     group_.reset();
   }
 
-  // Null where it is for the process group: a tensor of another type, or one that lies elsewhere and is large.
+  // Returns null where the process group must reduce: for other types, and for large tensors outside of shared memory.
   std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale) {
     const std::optional<ElementType> type = element_type(flat.scalar_type());
-    if (flat.layout() != at::kStrided) return nullptr;  // sparse: for the process group
+    if (flat.layout() != at::kStrided) return nullptr;  // sparse
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
     if (!type || !flat.is_cpu()) return nullptr;
     ShmExchange::Operation operation = {{},    *type,  flat.numel(), scale, wants_square_sums_ && scale != 1,
                                         tag(), nullptr};
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
-    for (const auto& weak : arenas_) {
-      const std::shared_ptr<Arena> arena = weak.lock();
-      if (!arena) continue;
-      const int64_t offset = begin - arena->base[place_];
-      if (offset < 0 || offset + bytes > arena->bytes) continue;
-      for (char* base : arena->base) operation.values.push_back(base + offset);
-      operation.memory = arena;
-      operation.residency = &*arena->residency;
+    for (const auto& weak : buffers_) {
+      const std::shared_ptr<SharedBuffer> buffer = weak.lock();
+      if (!buffer) continue;
+      const int64_t offset = begin - buffer->base[local_rank_];
+      if (offset < 0 || offset + bytes > buffer->bytes) continue;
+      for (char* base : buffer->base) operation.values.push_back(base + offset);
+      operation.memory = buffer;
+      operation.residency = &*buffer->residency;
       operation.offset = offset;
       return std::make_unique<ShmReduce>(*this, give(flat, std::move(operation)), at::Tensor());
     }
     if (bytes > kStagingBytes || staging_state_->is_awaited) return nullptr;
-    // One that was given up: others may still be adding it up.
+    // Waits for an operation that this rank gave up and others may still be summing.
     if (!exchange_->is_done(staging_state_->number)) exchange_->wait(staging_state_->number);
-    std::memcpy(staging(place_), begin, bytes);
-    for (int place = 0; place < num_places(); ++place) operation.values.push_back(staging(place));
+    std::memcpy(staging(local_rank_), begin, bytes);
+    for (int local_rank = 0; local_rank < num_local_ranks(); ++local_rank)
+      operation.values.push_back(staging(local_rank));
     *staging_state_ = {give(flat, std::move(operation)), true};
     return std::make_unique<ShmReduce>(*this, staging_state_->number, flat);
   }
@@ -309,7 +312,7 @@ class ShmComm final : public Comm {
     });
   }
 
-  // Every rank of the group's, which all must call it.
+  // Returns the values of all ranks. Every rank of the group must call it.
   template <class T>
   std::vector<T> gather(const T& mine) {
     static_assert(std::is_trivially_copyable_v<T>);
@@ -331,7 +334,7 @@ class ShmComm final : public Comm {
     return on_host;
   }
 
-  // Whether no rank reports an error; else why_not_ says which.
+  // Returns true if no rank reports an error. Else why_not_ names the rank and its error.
   bool agree(const std::vector<Announcement>& all) {
     for (int rank = 0; rank < size(); ++rank) {
       if (all[rank].error[0] == '\0') continue;
@@ -341,10 +344,11 @@ class ShmComm final : public Comm {
     return true;
   }
 
-  // New memory of every rank of the host, mapped; null if that fails on any rank of any host. Every rank must call it.
-  std::shared_ptr<Arena> share(int64_t bytes) {
-    auto arena = std::make_shared<Arena>();
-    arena->bytes = bytes;
+  // Allocates and maps memory of every rank of this host. Returns null if that fails on any rank of any host. Every
+  // rank must call it.
+  std::shared_ptr<SharedBuffer> share(int64_t bytes) {
+    auto buffer = std::make_shared<SharedBuffer>();
+    buffer->bytes = bytes;
     Announcement mine;
     const auto attempt = [&](auto&& what) {
       try {
@@ -354,51 +358,51 @@ class ShmComm final : public Comm {
       }
     };
     attempt([&] {
-      arena->own = std::make_shared<Segment>(Segment::create(bytes));
+      buffer->own = std::make_shared<Segment>(Segment::create(bytes));
       mine.pid = ::getpid();
-      mine.fd = arena->own->fd();
-      mine.nonce = arena->own->nonce();
+      mine.fd = buffer->own->fd();
+      mine.nonce = buffer->own->nonce();
       mine.bytes = bytes;
     });
     const std::vector<Announcement> all = gather(mine);
     if (!agree(all)) return nullptr;
     attempt([&] {
       if (processes_.empty()) watch(all);
-      for (int place = 0; place < num_places(); ++place) {
-        const Announcement& other = all[host_[place]];
+      for (int local_rank = 0; local_rank < num_local_ranks(); ++local_rank) {
+        const Announcement& other = all[host_[local_rank]];
         if (other.bytes != bytes) {
           throw EnvironmentError(
-              text("allocates ", bytes, " bytes where ", ranks().name(host_[place]), " allocates ", other.bytes));
+              text("allocates ", bytes, " bytes where ", ranks().name(host_[local_rank]), " allocates ", other.bytes));
         }
-        if (place != place_) arena->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
-        arena->base.push_back(place == place_ ? arena->own->data() : arena->others.back().data());
+        if (local_rank != local_rank_) buffer->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
+        buffer->base.push_back(local_rank == local_rank_ ? buffer->own->data() : buffer->others.back().data());
       }
     });
     if (!agree(gather(mine))) return nullptr;
     std::vector<char*> others;
-    for (const Segment& other : arena->others) others.push_back(other.data());
-    arena->residency.emplace(std::move(others), bytes);
-    return arena;
+    for (const Segment& other : buffer->others) others.push_back(other.data());
+    buffer->residency.emplace(std::move(others), bytes);
+    return buffer;
   }
 
-  // Before their memory is opened: that it has the right nonce proves then that the process is still the one meant.
+  // Comes before their memory is opened: the right nonce in that memory then proves that the process is the same.
   void watch(const std::vector<Announcement>& all) {
     for (int rank : host_) processes_.emplace_back(all[rank].pid);
   }
 
   std::shared_ptr<Comm> torch_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<int> host_;  // the ranks of this host; an index into it is a place
-  int place_ = 0;
+  std::vector<int> host_;  // the ranks of this host, by local rank
+  int local_rank_ = 0;
   std::unique_ptr<TorchLink> link_;
-  std::vector<PeerProcess> processes_;  // [places]
-  std::shared_ptr<Arena> control_;      // the board (the first place's) and everyone's staging
+  std::vector<PeerProcess> processes_;     // [local ranks]
+  std::shared_ptr<SharedBuffer> control_;  // the control block, in local rank 0's part, and every rank's staging area
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
-  std::vector<std::weak_ptr<Arena>> arenas_;  // as long as their tensors, or operations on them, exist
+  std::vector<std::weak_ptr<SharedBuffer>> buffers_;  // exist as long as tensors in them, or operations on these
   bool wants_square_sums_ = false;
   int64_t num_begun_ = 0;
-  std::string title_;  // what records call its all-reduces
+  std::string title_;  // names its all-reduces in profiles
   bool spins_ = false;
   std::optional<ShmExchange> exchange_;
   std::string why_not_;

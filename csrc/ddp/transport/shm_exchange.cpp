@@ -1,4 +1,4 @@
-// Claims, sums and waits; see shm_exchange.h for the protocol.
+// Implements the protocol of shm_exchange.h: claims of chunks, sums and waits.
 #include "ddp/transport/shm_exchange.h"
 
 #include <linux/futex.h>
@@ -23,34 +23,34 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kLargestChunk = 128 << 10;  // stays in a core's own cache, for a few ranks
+constexpr int64_t kLargestChunk = 128 << 10;  // fits into a core's own cache, for a few ranks
 constexpr int64_t kSmallestChunk = 16 << 10;
-constexpr uint32_t kMostSquareSums = 2048;  // chunks of an operation whose squares are added up: of 256 MiB
-constexpr size_t kMostKept = 4096;          // of operations whose sums nobody has taken
-constexpr uint64_t kSlots = 64;             // operations under way at most; a further one waits for the oldest
-// What a wake-up costs, about: spinning longer cannot win much.
+constexpr uint32_t kMostSquareSums = 2048;  // chunks per operation with a sum of squares: 256 MiB
+constexpr size_t kMostKept = 4096;          // sums of squares that were not taken
+constexpr uint64_t kSlots = 64;             // operations under way; a further one waits for the oldest
+// The approximate cost of a wake-up. Longer spinning gains little.
 constexpr std::chrono::microseconds kSpin(100);
-// How soon a death is noticed; a wake-up by other ranks comes at once.
+// The time after which a dead rank is noticed. Other ranks wake this one at once.
 constexpr std::chrono::milliseconds kSleep(20);
-// The link has nobody to wake us.
+// A link is polled, as it cannot wake this rank.
 constexpr std::chrono::microseconds kLinkPoll(50);
 
-// A number of an operation and a count of chunks in one word, so that one compare-and-swap sees both: a rank that is
-// late with an old operation cannot touch a new one that has its slot.
+// Packs the number of an operation and a count of chunks into one word for compare-and-swap. A rank that is late with
+// an old operation then cannot touch a new one in the same slot.
 constexpr int kCountBits = 24;
 constexpr uint64_t word_of(uint64_t number, uint64_t count) { return number << kCountBits | count; }
 constexpr uint64_t number_of(uint64_t word) { return word >> kCountBits; }
 constexpr uint64_t count_of(uint64_t word) { return word & ((uint64_t{1} << kCountBits) - 1); }
 
-// Summed within the host; copied from its first rank, where there are several hosts.
+// Stages: the sum within the host and, with several hosts, the copy from its first rank.
 constexpr int kSum = 0;
 constexpr int kCopy = 1;
 
-struct alignas(64) Slot {
+struct alignas(64) DoneCounts {
   std::atomic<uint64_t> done[2];  // per stage
 };
 
-// How many chunks of a rank's region are taken, per stage.
+// The number of chunks of a rank's region that are taken, per stage.
 struct alignas(64) Claims {
   std::atomic<uint64_t> word[2];
 };
@@ -60,7 +60,7 @@ enum class State : uint32_t { kOpen, kClosed, kFailed };
 struct alignas(64) RankLine {
   std::atomic<uint64_t> published;  // the number of the rank's last operation
   std::atomic<State> state;
-  alignas(64) std::atomic<uint64_t> kind[kSlots];  // of its operations, written before they are published
+  alignas(64) std::atomic<uint64_t> kind[kSlots];  // by slot of the operation, written before it is published
   std::atomic<uint64_t> tag[kSlots];               // likewise
   Claims claims[kSlots];                           // likewise
 };
@@ -69,8 +69,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::
 
 constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
 
-// What must be the same on all ranks, in one word, but for that one wish. The scale itself is not: it is the ranks'
-// number or nothing.
+// Packs what must be equal on all ranks into one word, with the request for a sum of squares in the highest bit. Of the
+// scale only one bit is needed: it is 1 or 1 / size.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
   return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.type) << 1 |
          (operation.scale != 1 ? 1 : 0) | (operation.wants_square_sum ? kWantsSquareSum : 0);
@@ -83,18 +83,19 @@ std::string describe_kind(uint64_t kind) {
 
 void pause() { __builtin_ia32_pause(); }
 
-Slot& slot_of(Board& board, uint64_t number);
-RankLine& line_of(Board& board, int rank);
+DoneCounts& slot_of(ControlBlock& block, uint64_t number);
+RankLine& line_of(ControlBlock& block, int rank);
 
 }  // namespace
 
-// Zeroed bytes are a valid board: operations are numbered from 1.
-struct Board {
-  alignas(64) std::atomic<uint32_t> event;     // moves with everything that somebody may wait for
-  alignas(64) std::atomic<uint32_t> sleepers;  // on `event`; too many where one died asleep, which costs a call
-  alignas(64) std::atomic<uint64_t> shared;    // the last operation whose sum over the hosts has come
-  Slot slots[kSlots];
-  // Of each slot's operation and its chunks, if any rank wants them; written before a chunk counts as done.
+// Zeroed bytes are a valid control block, as operations are numbered from 1.
+struct ControlBlock {
+  alignas(64) std::atomic<uint32_t> event;     // changes with everything that a rank may wait for
+  alignas(64) std::atomic<uint32_t> sleepers;  // ranks that sleep on `event`; too many after one died asleep, which
+                                               // costs a call
+  alignas(64) std::atomic<uint64_t> shared;    // the last operation whose sum over hosts has arrived
+  DoneCounts slots[kSlots];
+  // Sums of squares of each slot's chunks, if any rank wants them. Written before a chunk counts as done.
   alignas(64) std::atomic<uint64_t> square_sums_of[kSlots];  // the operation's number
   std::atomic<double> square_sums[kSlots][kMostSquareSums];
   // RankLine [size] follow.
@@ -102,10 +103,10 @@ struct Board {
 
 namespace {
 
-Slot& slot_of(Board& board, uint64_t number) { return board.slots[number % kSlots]; }
-RankLine& line_of(Board& board, int rank) { return reinterpret_cast<RankLine*>(&board + 1)[rank]; }
+DoneCounts& slot_of(ControlBlock& block, uint64_t number) { return block.slots[number % kSlots]; }
+RankLine& line_of(ControlBlock& block, int rank) { return reinterpret_cast<RankLine*>(&block + 1)[rank]; }
 
-// Whoever comes first moves a slot to its new operation.
+// Moves a slot to its new operation, unless another rank has done so.
 void move_to(std::atomic<uint64_t>& word, uint64_t number) {
   uint64_t now = word.load(std::memory_order_relaxed);
   while (number_of(now) < number && !word.compare_exchange_weak(now, word_of(number, 0), std::memory_order_acq_rel)) {
@@ -116,17 +117,17 @@ void move_to(std::atomic<uint64_t>& word, uint64_t number) {
 
 void sum_range(const SumJob& job) { for_chosen_isa(baseline::sum_range, avx2::sum_range, avx512::sum_range)(job); }
 
-int64_t ShmExchange::board_bytes(int size) { return sizeof(Board) + size * sizeof(RankLine); }
+int64_t ShmExchange::control_block_bytes(int size) { return sizeof(ControlBlock) + size * sizeof(RankLine); }
 
-ShmExchange::ShmExchange(void* board, Options options)
-    : board_(*static_cast<Board*>(board)),
+ShmExchange::ShmExchange(void* block, Options options)
+    : block_(*static_cast<ControlBlock*>(block)),
       options_(std::move(options)),
       last_stage_(options_.several_hosts ? kCopy : kSum),
       creator_(fork_depth()) {}
 
 ShmExchange::~ShmExchange() {
   if (is_forked()) return;
-  line_of(board_, options_.rank).state.store(failure_.empty() ? State::kClosed : State::kFailed);
+  line_of(block_, options_.rank).state.store(failure_.empty() ? State::kClosed : State::kFailed);
   announce();
 }
 
@@ -143,7 +144,7 @@ uint64_t ShmExchange::start(Operation operation) {
   check_usable();
   DT_INVARIANT(static_cast<int>(operation.values.size()) == options_.size);
   const uint64_t number = started_ + 1;
-  // Its slot must be free.
+  // Frees its slot.
   if (number > kSlots) wait(number - kSlots);
   started_ = number;
 
@@ -153,27 +154,26 @@ uint64_t ShmExchange::start(Operation operation) {
   const int64_t chunk_numel = chunk_bytes / element;
   const int64_t num_chunks = (operation.numel + chunk_numel - 1) / chunk_numel;
   DT_INVARIANT(num_chunks < int64_t{1} << kCountBits);
-  RankLine& line = line_of(board_, options_.rank);
+  RankLine& line = line_of(block_, options_.rank);
   line.kind[number % kSlots].store(kind_of(operation), std::memory_order_release);
   line.tag[number % kSlots].store(operation.tag, std::memory_order_release);
   running_.push_back({std::move(operation), number, static_cast<uint32_t>(num_chunks), chunk_numel});
 
-  Slot& slot = slot_of(board_, number);
+  DoneCounts& slot = slot_of(block_, number);
   for (int stage = 0; stage <= last_stage_; ++stage) {
     move_to(slot.done[stage], number);
-    // Nobody takes chunks of the slot's last operation any more, which is complete, nor of this one before it is
-    // published.
+    // No rank takes chunks of the slot's last operation, which is complete, or of this one before it is published.
     line.claims[number % kSlots].word[stage].store(word_of(number, 0), std::memory_order_relaxed);
   }
   line.published.store(number, std::memory_order_release);
   announce();
-  // A share only: the rank that comes last finds everything ready to be added up, and has the least time for it.
+  // Does a share only: the rank that arrives last could sum everything, and has the least time for it.
   work(static_cast<uint32_t>((num_chunks + options_.size - 1) / options_.size));
   return number;
 }
 
 bool ShmExchange::is_complete(const Running& running) const {
-  const uint64_t done = slot_of(board_, running.number).done[last_stage_].load(std::memory_order_acquire);
+  const uint64_t done = slot_of(block_, running.number).done[last_stage_].load(std::memory_order_acquire);
   return number_of(done) > running.number ||
          (number_of(done) == running.number && count_of(done) == running.num_chunks);
 }
@@ -188,22 +188,22 @@ bool ShmExchange::is_complete(uint64_t number) {
   return found == running_.end() || is_complete(*found);
 }
 
-// To be asked while a chunk of it is not done: afterwards another rank's word may be a later operation's.
+// Valid while a chunk is not done: afterwards another rank's word may belong to a later operation.
 bool ShmExchange::is_square_sum_wanted(const Running& running) const {
   if (options_.several_hosts || running.num_chunks > kMostSquareSums) return false;
   for (int rank = 0; rank < options_.size; ++rank) {
-    const RankLine& line = line_of(board_, rank);
+    const RankLine& line = line_of(block_, rank);
     if ((line.kind[running.number % kSlots].load(std::memory_order_acquire) & kWantsSquareSum) != 0) return true;
   }
   return false;
 }
 
-// Nobody has touched the sums since: a further operation in their slot begins when this rank has started it, too.
+// The sums are intact, as the slot's next operation begins only when this rank has started it, too.
 void ShmExchange::keep_square_sum(const Running& running) {
   const uint64_t slot = running.number % kSlots;
-  if (!running.operation.wants_square_sum || board_.square_sums_of[slot].load() != running.number) return;
+  if (!running.operation.wants_square_sum || block_.square_sums_of[slot].load() != running.number) return;
   double sum = 0;
-  for (uint32_t i = 0; i < running.num_chunks; ++i) sum += board_.square_sums[slot][i].load(std::memory_order_relaxed);
+  for (uint32_t i = 0; i < running.num_chunks; ++i) sum += block_.square_sums[slot][i].load(std::memory_order_relaxed);
   if (square_sums_.size() == kMostKept) square_sums_.pop_front();
   square_sums_.emplace_back(running.number, sum);
 }
@@ -221,12 +221,12 @@ std::optional<double> ShmExchange::take_square_sum(uint64_t number) {
 uint64_t ShmExchange::published_by_all() const {
   uint64_t least = started_;
   for (int rank = 0; rank < options_.size; ++rank) {
-    least = std::min(least, line_of(board_, rank).published.load(std::memory_order_acquire));
+    least = std::min(least, line_of(block_, rank).published.load(std::memory_order_acquire));
   }
   return least;
 }
 
-// Takes up to so many chunks. Whether there was anything to do.
+// Takes up to `max_chunks` chunks. Returns true if it did anything.
 bool ShmExchange::work(uint32_t max_chunks) {
   bool worked = false;
   try {
@@ -235,7 +235,7 @@ bool ShmExchange::work(uint32_t max_chunks) {
     fail(text("between the hosts: ", error.what()));
   }
   const uint64_t published = published_by_all();
-  const uint64_t shared = board_.shared.load(std::memory_order_acquire);
+  const uint64_t shared = block_.shared.load(std::memory_order_acquire);
   for (Running& running : running_) {
     if (max_chunks == 0 || running.number > published) break;
     if (running.number > compared_) compare_kinds(running);
@@ -245,19 +245,19 @@ bool ShmExchange::work(uint32_t max_chunks) {
   return worked;
 }
 
-// The first chunk of that rank's region, and the end of the one before.
+// Returns the first chunk of that rank's region, which is the end of the region before.
 uint32_t ShmExchange::region_begin(const Running& running, int rank) const {
   return static_cast<uint32_t>(uint64_t{running.num_chunks} * rank / options_.size);
 }
 
 bool ShmExchange::work_on(Running& running, int stage, uint32_t& max_chunks) {
-  Slot& slot = slot_of(board_, running.number);
+  DoneCounts& slot = slot_of(block_, running.number);
   bool worked = false;
   for (int& turn = running.turn[stage]; turn < options_.size; ++turn) {
     const int region = (options_.rank + turn) % options_.size;
     const uint32_t begin = region_begin(running, region);
     const uint32_t count = region_begin(running, region + 1) - begin;
-    std::atomic<uint64_t>& claimed = line_of(board_, region).claims[running.number % kSlots].word[stage];
+    std::atomic<uint64_t>& claimed = line_of(block_, region).claims[running.number % kSlots].word[stage];
     uint64_t word = claimed.load(std::memory_order_relaxed);
     while (number_of(word) == running.number && count_of(word) < count) {
       if (max_chunks == 0) return worked;
@@ -273,15 +273,15 @@ bool ShmExchange::work_on(Running& running, int stage, uint32_t& max_chunks) {
   return worked;
 }
 
-// Before anything is added up: else ranks that reduce different things would get each other's numbers.
+// Comes before any sum: ranks that reduce different tensors would mix their values.
 void ShmExchange::compare_kinds(const Running& running) {
   const uint64_t mine = kind_of(running.operation), tag = running.operation.tag;
   for (int rank = 0; rank < options_.size; ++rank) {
-    const RankLine& line = line_of(board_, rank);
+    const RankLine& line = line_of(block_, rank);
     const uint64_t theirs = line.kind[running.number % kSlots].load(std::memory_order_acquire);
     const uint64_t their_tag = line.tag[running.number % kSlots].load(std::memory_order_acquire);
     if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum) && their_tag == tag) continue;
-    if (is_complete(running)) break;  // others have compared and added up; those words are a later operation's by now
+    if (is_complete(running)) break;  // others have compared and summed; the words belong to a later operation
     fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe(mine, tag), ", ",
               options_.rank_names[rank], " ", describe(theirs, their_tag),
               ". They have taken different ways through the script: another number of backwards, a weight on some "
@@ -295,7 +295,7 @@ std::string ShmExchange::describe(uint64_t kind, uint64_t tag) const {
   return describe_kind(kind) + (has_tag ? " for " + options_.describe_tag(tag) : "");
 }
 
-// is_usual: this rank computes the same chunk in every step.
+// is_usual: this rank computes that chunk in every step.
 void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const {
   const Operation& operation = running.operation;
   const int64_t begin = chunk * running.chunk_numel;
@@ -313,8 +313,8 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
                adds_squares ? &square_sum : nullptr});
     if (adds_squares) {
       const uint64_t slot = running.number % kSlots;
-      board_.square_sums_of[slot].store(running.number);
-      board_.square_sums[slot][chunk].store(square_sum, std::memory_order_relaxed);
+      block_.square_sums_of[slot].store(running.number);
+      block_.square_sums[slot][chunk].store(square_sum, std::memory_order_relaxed);
     }
     return;
   }
@@ -323,12 +323,12 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
   }
 }
 
-// The first rank's part between the stages. Whether something moved.
+// Runs the sums over hosts between the stages, on the first rank. Returns true if anything progressed.
 bool ShmExchange::relay() {
   bool moved = false;
   for (const Running& running : running_) {
     if (running.number <= relayed_ || running.num_chunks == 0) continue;
-    const uint64_t done = slot_of(board_, running.number).done[kSum].load(std::memory_order_acquire);
+    const uint64_t done = slot_of(block_, running.number).done[kSum].load(std::memory_order_acquire);
     if (done != word_of(running.number, running.num_chunks)) break;
     options_.link->start(running.operation.values[0], running.operation.type, running.operation.numel);
     relayed_ = running.number;
@@ -336,7 +336,7 @@ bool ShmExchange::relay() {
     moved = true;
   }
   while (!relaying_.empty() && options_.link->finish_oldest()) {
-    board_.shared.store(relaying_.front(), std::memory_order_release);
+    block_.shared.store(relaying_.front(), std::memory_order_release);
     relaying_.pop_front();
     announce();
     moved = true;
@@ -349,8 +349,8 @@ void ShmExchange::wait(uint64_t number) {
   const auto begin = Clock::now();
   auto next_check = begin + kSleep;
   for (;;) {
-    // Read first: what comes after changes it, and so ends the sleep.
-    const uint32_t event = board_.event.load();
+    // Reads the event first, so that any later change ends the sleep.
+    const uint32_t event = block_.event.load();
     const bool worked = work(UINT_MAX);
     if (is_complete(number)) return;
     if (worked) continue;
@@ -367,13 +367,13 @@ void ShmExchange::wait(uint64_t number) {
 }
 
 void ShmExchange::announce() {
-  board_.event.fetch_add(1);
-  if (board_.sleepers.load() > 0) ::syscall(SYS_futex, &board_.event, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  block_.event.fetch_add(1);
+  if (block_.sleepers.load() > 0) ::syscall(SYS_futex, &block_.event, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Until `event` is no longer the board's, or a while has passed.
+// Waits until the event has changed or a limit has passed.
 void ShmExchange::spin_or_sleep(uint32_t event) {
-  const auto moved = [&] { return board_.event.load(std::memory_order_acquire) != event; };
+  const auto moved = [&] { return block_.event.load(std::memory_order_acquire) != event; };
   const bool polls = !relaying_.empty();
   if (options_.spin && !polls) {
     const auto end = Clock::now() + kSpin;
@@ -382,26 +382,26 @@ void ShmExchange::spin_or_sleep(uint32_t event) {
         if (moved()) return;
         pause();
       }
-      // What is waited for may be waiting for this very core.
+      // The awaited rank may wait for this core.
       ::sched_yield();
     } while (Clock::now() < end);
   }
   const std::chrono::nanoseconds sleep = polls ? std::chrono::nanoseconds(kLinkPoll) : kSleep;
   const timespec limit = {0, sleep.count()};
-  board_.sleepers.fetch_add(1);
-  // Returns at once if the event has moved: the kernel compares.
-  ::syscall(SYS_futex, &board_.event, FUTEX_WAIT, event, &limit, nullptr, 0);
-  board_.sleepers.fetch_sub(1);
+  block_.sleepers.fetch_add(1);
+  // The kernel compares, and returns at once if the event has changed.
+  ::syscall(SYS_futex, &block_.event, FUTEX_WAIT, event, &limit, nullptr, 0);
+  block_.sleepers.fetch_sub(1);
 }
 
 void ShmExchange::check_ranks(uint64_t number) {
   for (int rank = 0; rank < options_.size; ++rank) {
     if (rank == options_.rank) continue;
-    const RankLine& line = line_of(board_, rank);
+    const RankLine& line = line_of(block_, rank);
     const State state = line.state.load(std::memory_order_acquire);
     const bool is_dead = state == State::kOpen && options_.is_dead && options_.is_dead(rank);
     if (state == State::kOpen && !is_dead) continue;
-    // Its last deed may have been what was waited for; and what it published before it closed, others can add up.
+    // The rank may have completed the operation last. Others can also sum what it published before it closed.
     if (is_complete(number)) return;
     const bool is_needed = options_.several_hosts && rank == 0;
     const bool is_published = line.published.load(std::memory_order_acquire) >= number;
@@ -415,7 +415,7 @@ void ShmExchange::check_ranks(uint64_t number) {
 
 void ShmExchange::fail(const std::string& message) {
   failure_ = message;
-  line_of(board_, options_.rank).state.store(State::kFailed, std::memory_order_release);
+  line_of(block_, options_.rank).state.store(State::kFailed, std::memory_order_release);
   announce();
   throw EnvironmentError(message);
 }
@@ -423,13 +423,13 @@ void ShmExchange::fail(const std::string& message) {
 std::string ShmExchange::missing_ranks(uint64_t number) const {
   std::string names;
   for (int rank = 0; rank < options_.size; ++rank) {
-    if (line_of(board_, rank).published.load(std::memory_order_acquire) >= number) continue;
+    if (line_of(block_, rank).published.load(std::memory_order_acquire) >= number) continue;
     names += (names.empty() ? "" : ", ") + options_.rank_names[rank];
   }
   if (names.empty())
-    return options_.several_hosts ? "; the ranks of this host are all there, another host's are not"
-                                  : "; all ranks are there, one has stopped in the middle of it";
-  return "; not there: " + names;
+    return options_.several_hosts ? "; all ranks of this host have started it, those of another host have not"
+                                  : "; all ranks have started it, and one has stopped in the middle";
+  return "; not started by " + names;
 }
 
 }  // namespace drivetrain::ddp

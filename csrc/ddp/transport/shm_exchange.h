@@ -1,5 +1,5 @@
-// The protocol of the shared-memory transport: the ranks of one host add up their buckets together, without a helper
-// thread. Needs no torch header.
+// Declares the protocol by which the ranks of one host sum their buckets in shared memory, without a helper thread.
+// Needs no torch header.
 #pragma once
 
 #include <chrono>
@@ -17,30 +17,32 @@
 
 namespace drivetrain::ddp {
 
-struct Board;
+struct ControlBlock;
 
-// The way to the other hosts; only the first rank of a host has one.
+// Sums over hosts. Only the first rank of a host has a link.
 class HostLink {
  public:
   virtual ~HostLink() = default;
-  // Begins to add up the values of all hosts in place. Every host starts the same ones in the same order.
+  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order.
   virtual void start(char* values, ElementType type, int64_t numel) = 0;
-  // Whether the oldest of those that were started is complete; forgets it then. Throws what went wrong.
+  // Returns true if the oldest sum is complete, and forgets it then. Throws its error.
   virtual bool finish_oldest() = 0;
 };
 
-// One rank's side. All ranks start the same operations in the same order; operation n is known by its number. What they
-// share (the board, zeroed before its first use) holds for each rank how many operations it has published, and for each
-// operation under way which chunks are the next to be added up and how many are done. Each rank has a region of
-// chunks, which it takes first, so that in every step it touches the same part of the other ranks' memory; whoever has
-// time then takes those of ranks that are late. A chunk's values of all ranks are added in rank order and written back
-// to all ranks at once, so that all have the same bits, whoever computed. An operation's memory belongs to the ranks
-// together from start() until wait() returns.
+// One rank's side of the protocol. All ranks start the same operations in the same order, and number them from 1. They
+// share a control block, zeroed before its first use. It holds the number of operations that each rank has published.
+// For each operation under way it holds the next chunk to be summed and the number of finished chunks.
 //
-// With several hosts a chunk's sum goes to the host's first rank alone; that rank adds up the hosts through its link,
-// and then the chunks are copied to the other ranks, again by whoever has time.
+// Each rank first takes the chunks of its own region, so that it touches the same part of the others' memory in
+// every step. A rank with time left then takes chunks of late ranks. It adds a chunk's values in rank order and writes
+// the sum to all ranks, so that all get the same bits whichever rank computes. From start() until wait() returns, the
+// memory of an operation belongs to all ranks.
 //
-// Not thread safe: one call at a time.
+// With several hosts, a chunk's sum goes to the host's first rank only. That rank sums over hosts through its link.
+// Then any rank with time left copies chunks to the other ranks.
+//
+// Invariant: all ranks of a host have the same operation under each number, or every call fails. Not thread safe: one
+// call at a time.
 class ShmExchange {
  public:
   struct Options {
@@ -49,40 +51,40 @@ class ShmExchange {
     bool several_hosts = false;
     HostLink* link = nullptr;  // for the first rank, where there are several hosts
     std::chrono::nanoseconds timeout{0};
-    bool spin = true;                                   // before sleeping; of use where every rank has a core
+    bool spin = true;                                   // before it sleeps; useful where every rank has a core
     std::vector<std::string> rank_names;                // for messages
-    std::function<bool(int)> is_dead;                   // whether that rank's process has ended
+    std::function<bool(int)> is_dead;                   // returns true if that rank's process has ended
     std::function<std::string(uint64_t)> describe_tag;  // for messages
   };
 
   struct Operation {
-    std::vector<char*> values;  // every rank's, [size]
+    std::vector<char*> values;  // by rank, [size]
     ElementType type;
     int64_t numel = 0;
     double scale = 1;
-    bool wants_square_sum = false;           // of floats, within one host
-    uint64_t tag = 0;                        // what it is for; the same on all ranks
-    std::shared_ptr<void> memory = nullptr;  // keeps the values mapped, until this rank has no part in it any more
-    Residency* residency = nullptr;          // of the other ranks' values; null: not followed
-    int64_t offset = 0;                      // of the values in what it follows, in bytes
+    bool wants_square_sum = false;           // only for floats within one host
+    uint64_t tag = 0;                        // purpose, step and bucket; equal on all ranks
+    std::shared_ptr<void> memory = nullptr;  // keeps the values mapped while this rank takes part
+    Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
+    int64_t offset = 0;                      // bytes from the start of the residency's memory
   };
 
-  static int64_t board_bytes(int size);
-  ShmExchange(void* board, Options options);
-  // The others learn that this rank takes no further part.
+  static int64_t control_block_bytes(int size);
+  ShmExchange(void* block, Options options);
+  // Tells the others that this rank takes no further part.
   ~ShmExchange();
   ShmExchange(const ShmExchange&) = delete;
   ShmExchange& operator=(const ShmExchange&) = delete;
 
-  // Publishes this rank's values and does its share of what can be done without waiting. Returns the number.
+  // Publishes this rank's values and does its share of the work that needs no waiting. Returns the operation's number.
   uint64_t start(Operation operation);
-  // Until the operation is complete. Throws EnvironmentError, naming the ranks, when one has died or the timeout
-  // passed.
+  // Waits until the operation is complete. Throws EnvironmentError, which names the ranks, if one has died or the
+  // timeout has passed.
   void wait(uint64_t number);
-  // Whether wait() would end at once.
+  // Returns true if wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }
-  // Of the result of a complete operation, if this rank wanted it and no operation before it is under way; the same on
-  // all ranks. To be asked once.
+  // Returns the sum of squares of a complete result, once, if this rank wanted it and no earlier operation is under
+  // way. It is equal on all ranks.
   std::optional<double> take_square_sum(uint64_t number);
 
  private:
@@ -91,7 +93,7 @@ class ShmExchange {
     uint64_t number;
     uint32_t num_chunks;
     int64_t chunk_numel;
-    int turn[2] = {0, 0};  // per stage: the ranks in turn, from this one on, all chunks of whose regions are taken
+    int turn[2] = {0, 0};  // per stage: the number of ranks, from this one on, whose chunks are all taken
   };
 
   bool is_forked() const;
@@ -114,17 +116,17 @@ class ShmExchange {
   [[noreturn]] void fail(const std::string& message);
   std::string missing_ranks(uint64_t number) const;
 
-  Board& board_;
+  ControlBlock& block_;
   const Options options_;
   const int last_stage_;
-  const uint64_t creator_;  // the process, by its fork_depth(); a forked child has no part in the exchange
+  const uint64_t creator_;  // fork_depth() of the process; a forked child takes no part
   uint64_t started_ = 0;
-  std::deque<Running> running_;                          // not known to be complete, by number
-  uint64_t compared_ = 0;                                // the last that is known to be the same on all ranks
-  uint64_t relayed_ = 0;                                 // the last that went to the link
-  std::deque<uint64_t> relaying_;                        // with the link
-  std::deque<std::pair<uint64_t, double>> square_sums_;  // not taken yet
-  std::string failure_;                                  // after which nothing works any more
+  std::deque<Running> running_;                          // operations not known to be complete, by number
+  uint64_t compared_ = 0;                                // the last operation that was compared over ranks
+  uint64_t relayed_ = 0;                                 // the last operation that the link has started
+  std::deque<uint64_t> relaying_;                        // operations that the link has started and not finished
+  std::deque<std::pair<uint64_t, double>> square_sums_;  // by operation, not taken yet
+  std::string failure_;                                  // set: every call fails
 };
 
 }  // namespace drivetrain::ddp

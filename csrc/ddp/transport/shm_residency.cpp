@@ -1,4 +1,4 @@
-// madvise on ranges of granules; see shm_residency.h.
+// Bounds resident memory by madvise on ranges of granules.
 #include "ddp/transport/shm_residency.h"
 
 #include <sys/mman.h>
@@ -11,13 +11,13 @@
 namespace drivetrain::ddp {
 namespace {
 
-// Of Linux 5.14; C libraries older than that do not name it.
+// MADV_POPULATE_WRITE of Linux 5.14, which older C libraries do not name.
 constexpr int kPopulate = 23;
-// Below this nobody minds what is resident.
+// This much may always be resident.
 constexpr int64_t kAlwaysAllowed = 32 << 20;
 
-// Of the other ranks' memory, in memories of one rank. The usual part is below one. Four ranks may keep all, as pages
-// that come and go cost time where ranks outnumber cores and take many chunks for each other.
+// Limits the resident part of the other ranks' memory, as a multiple of one rank's memory. The usual part is below one.
+// Four ranks may keep all: pages that come and go cost time where ranks outnumber cores and take each other's chunks.
 constexpr int64_t kMostMemories = 3;
 
 int64_t most_granules(int64_t bytes, int64_t num_others) {
@@ -41,7 +41,7 @@ void Residency::touch(int64_t begin, int64_t end, bool is_usual) {
     if (resident_ + absent() > most_resident_) drop(/*usual_too=*/false);
     if (resident_ + absent() > most_resident_) drop(/*usual_too=*/true);
     resident_ += absent();
-    // One call costs less than a fault for each page.
+    // One call costs less than a page fault per page.
     for (int64_t granule = first; granule <= last; ++granule) {
       if (states_[granule] == State::kAbsent && can_populate_) advise(granule, granule + 1, kPopulate);
     }
@@ -65,7 +65,7 @@ void Residency::drop(bool usual_too) {
   }
 }
 
-// What the kernel refuses changes nothing but memory and time: pages come when they are touched, or stay.
+// Ignores refusals, which only cost memory and time: pages then come when they are touched, or stay.
 void Residency::advise(int64_t granule, int64_t end_granule, int advice) {
   const int64_t begin = granule * kGranule, end = std::min(end_granule * kGranule, bytes_);
   for (char* other : others_) {

@@ -1,4 +1,4 @@
-// Bounds how much of the other ranks' memory is resident in this process. Needs no torch header.
+// Declares the bound on the other ranks' memory that is resident in this process. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -6,20 +6,20 @@
 
 namespace drivetrain::ddp {
 
-// A page that several processes touch counts as resident in each of them, and takes part of each one's page tables:
-// ranks that touched all memory of all others would show the square of their number. What a rank adds up in every step
-// stays resident, which is 1 / size of each other's memory; what it adds up for a rank that is late stays until there
-// is too much of that. Values are never lost: only this process's entries for the pages are.
+// A page that several processes touch counts as resident in each of them, and takes space in each one's page tables. If
+// every rank touched all memory of all others, this would grow with the square of their number. What a rank sums in
+// every step stays resident: 1 / size of each other rank's memory. What it sums for a late rank stays until that part
+// exceeds a limit. Values are never lost, as only this process's page table entries go.
 //
-// Not thread safe.
+// Invariant: the resident part, as far as touch() was called, stays below the limit. Not thread safe.
 class Residency {
  public:
-  // others: where each other rank's memory begins in this process, `bytes` bytes each, of which nothing is resident.
+  // others: start of each other rank's memory in this process, `bytes` bytes each, of which nothing is resident.
   Residency(std::vector<char*> others, int64_t bytes);
 
-  // To be called before this process reads or writes these bytes of all of them. is_usual: it does so in every step.
+  // Call it before this process reads or writes these bytes of all others. is_usual: it does so in every step.
   void touch(int64_t begin, int64_t end, bool is_usual);
-  // As far as touch() was called, over all others.
+  // Returns the resident bytes over all others, as far as touch() was called.
   int64_t resident_bytes() const;
 
   static constexpr int64_t kGranule = 64 << 10;

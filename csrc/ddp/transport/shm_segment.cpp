@@ -1,4 +1,4 @@
-// memfd and mmap; see shm_segment.h.
+// Implements shared memory on memfd and mmap.
 #include "ddp/transport/shm_segment.h"
 
 #include <fcntl.h>
@@ -21,11 +21,11 @@
 namespace drivetrain::ddp {
 namespace {
 
-// The nonce has a page of its own before the data, which stays aligned to pages.
+// The nonce has its own page before the data, so that the data stay aligned to pages.
 constexpr int64_t kHeaderBytes = 4096;
 constexpr int64_t kReservedAtOnce = 16 << 20;
 
-// Of Linux 6.3; C libraries older than that do not name it.
+// MFD_NOEXEC_SEAL of Linux 6.3, which older C libraries do not name.
 constexpr unsigned kNoExecution = 0x0008;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -33,7 +33,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   throw EnvironmentError(text(call, ": ", std::strerror(code), " (errno ", code, ")"));
 }
 
-// Under vm.memfd_noexec=2 the kernel refuses a file that might be executed, and an older one does not know the flag.
+// Under vm.memfd_noexec=2 the kernel requires the flag, and an older kernel does not know it.
 Descriptor create_file() {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   Descriptor file(::memfd_create("drivetrain", kFlags | kNoExecution));
@@ -57,10 +57,10 @@ void Descriptor::reset() {
   fd_ = -1;
 }
 
-// A file's pages in this process. All of them are in a list, by which a forked child finds its own.
+// A file's pages in this process. A list of all mappings lets a forked child find its own.
 class Mapping {
  public:
-  // keeps_file: this process created the file, and a forked child is to have a private copy of it.
+  // keeps_file: this process created the file, and a forked child gets a private copy of it.
   Mapping(Descriptor file, int64_t bytes, bool keeps_file);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -75,9 +75,9 @@ class Mapping {
   static void before_fork() { mutex_.lock(); }
   static void after_fork_in_parent() { mutex_.unlock(); }
   static void after_fork_in_child();
-  void part_from_parent();
+  void detach_from_parent();
 
-  // Neither has a destructor: a process may fork at its very end.
+  // None has a destructor, as a process may fork while it exits.
   static constinit inline std::mutex mutex_;
   static constinit inline Mapping* newest_ = nullptr;
   static constinit inline std::atomic<uint64_t> fork_depth_ = 0;
@@ -97,10 +97,10 @@ void Mapping::watch_forks() {
 
 Mapping::Mapping(Descriptor file, int64_t bytes, bool keeps_file) : file_(std::move(file)), bytes_(bytes) {
   watch_forks();
-  // No fork may come between the mapping and its place in the list.
+  // No fork may happen between the mapping and its entry in the list.
   const std::lock_guard<std::mutex> lock(mutex_);
-  // This process's own is populated: page faults at the first step would cost more than here. A peer's is not, as it
-  // would then count as resident here, too.
+  // Populates this process's own memory, as page faults in the first step would cost more. A peer's memory would then
+  // count as resident here, too.
   const int flags = MAP_SHARED | (keeps_file ? MAP_POPULATE : 0);
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
   if (address == MAP_FAILED) fail(text("mmap of ", bytes, " bytes of shared memory"), errno);
@@ -120,19 +120,19 @@ Mapping::~Mapping() {
 
 void Mapping::after_fork_in_child() {
   fork_depth_.fetch_add(1, std::memory_order_relaxed);
-  for (Mapping* mapping = newest_; mapping != nullptr; mapping = mapping->older_) mapping->part_from_parent();
+  for (Mapping* mapping = newest_; mapping != nullptr; mapping = mapping->older_) mapping->detach_from_parent();
   mutex_.unlock();
 }
 
-// Calls the kernel alone, as only that is allowed in the child of a process with several threads.
-void Mapping::part_from_parent() {
-  if (is_private_) return;  // a child's child: what its parent wrote is in its pages
+// Makes system calls only, as the child of a process with several threads may do nothing else.
+void Mapping::detach_from_parent() {
+  if (is_private_) return;  // a child's child has its parent's private pages
   is_private_ = true;
   const bool has_copy = file_.get() >= 0;
-  // Nothing takes the place of a peer's memory until its destructor unmaps that.
+  // Keeps the address range of a peer's memory reserved until the destructor unmaps it.
   const int protection = has_copy ? PROT_READ | PROT_WRITE : PROT_NONE;
   const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | (has_copy ? 0 : MAP_ANONYMOUS);
-  // A write that ends the child does less harm than one to its parent's gradients.
+  // If that fails, a write ends the child instead of changing its parent's gradients.
   if (::mmap(begin_, bytes_, protection, flags, file_.get(), 0) == MAP_FAILED) ::mprotect(begin_, bytes_, PROT_READ);
 }
 
@@ -142,7 +142,7 @@ Segment Segment::create(int64_t bytes) {
   Descriptor file = create_file();
   const int64_t all = bytes + kHeaderBytes;
   if (::ftruncate(file.get(), all) != 0) fail(text("ftruncate of shared memory to ", all, " bytes"), errno);
-  // In parts: a signal undoes the part under way, and one that comes regularly must not undo everything each time.
+  // Reserves in parts: a signal undoes the part under way, and periodic signals must not undo everything each time.
   for (int64_t begin = 0; begin < all;) {
     const int64_t part = std::min(kReservedAtOnce, all - begin);
     if (::fallocate(file.get(), 0, begin, part) == 0) {
@@ -167,7 +167,7 @@ Segment Segment::open(int64_t pid, int64_t fd, uint64_t nonce, int64_t bytes) {
   if (file.get() < 0) fail("open of " + path, errno);
   struct stat facts = {};
   if (::fstat(file.get(), &facts) != 0) fail("fstat of " + path, errno);
-  // Beyond a file's end lies SIGBUS, and only a sealed one keeps its end.
+  // An access beyond a file's end raises SIGBUS, and only a sealed file keeps its end.
   if (!S_ISREG(facts.st_mode) || facts.st_size < all) throw EnvironmentError(not_it);
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) throw EnvironmentError(text(not_it, ": it is not sealed"));

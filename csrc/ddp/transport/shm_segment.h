@@ -1,4 +1,4 @@
-// Memory that the ranks of one host share: anonymous, reserved, gone with the last process that maps it.
+// Declares memory that the ranks of one host share, and that is freed with the last process that maps it.
 #pragma once
 
 #include <cstdint>
@@ -22,22 +22,23 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// How many forks lie between this process and the one that loaded this library.
+// Returns the number of forks between this process and the one that loaded this library.
 uint64_t fork_depth();
 
 class Mapping;
 
-// A mapped memfd: it has no name, so nothing is left behind even after SIGKILL, and the size of /dev/shm does not
-// matter. Its pages are reserved when it is created, so that a lack of memory is an error then and not a SIGBUS later;
-// it is sealed, so that no process can take them away. Throws EnvironmentError with the call, the code and its meaning.
+// A mapped memfd. It has no name, so that nothing is left behind even after SIGKILL, and the size of /dev/shm does not
+// limit it. Its pages are reserved when it is created, so that a lack of memory is an error then and no SIGBUS later.
+// It is sealed, so that no process can shrink it. Throws EnvironmentError with the call, the code and its meaning.
 //
-// A forked child has what its parent created as a private copy on write: it reads the parent's values, and what it
-// writes stays its own. Pages that it has not written follow the parent's. What the parent opened is not there for it.
+// A forked child gets a private copy-on-write mapping of what its parent created. It reads the parent's values, and
+// what it writes stays its own. Pages that it has not written follow the parent's. It cannot access what the parent
+// opened.
 class Segment {
  public:
-  // Zeroed memory of `bytes` bytes.
+  // Creates zeroed memory of `bytes` bytes.
   static Segment create(int64_t bytes);
-  // The same memory as process `pid` of the same pid namespace has under the file descriptor `fd` and with this nonce.
+  // Opens the memory that process `pid` of this pid namespace has under the file descriptor `fd` and with this nonce.
   static Segment open(int64_t pid, int64_t fd, uint64_t nonce, int64_t bytes);
 
   ~Segment();
@@ -45,8 +46,8 @@ class Segment {
   Segment& operator=(Segment&&) = delete;
 
   char* data() const;
-  uint64_t nonce() const;  // random; proves to a peer that it opened what it was meant to
-  int fd() const;          // of memory that this process created; for peers, and for forked children
+  uint64_t nonce() const;  // random; proves to a peer that it opened the right memory
+  int fd() const;          // for peers and forked children; only of memory that this process created
 
  private:
   explicit Segment(std::unique_ptr<Mapping> mapping);

@@ -1,4 +1,4 @@
-// The transport over any torch process group: gloo, NCCL, or whatever torch has.
+// Implements the transport over any torch process group.
 #include "ddp/transport/torch_group.h"
 
 #include <ATen/ops/zeros.h>
@@ -11,26 +11,27 @@
 namespace drivetrain::ddp {
 namespace {
 
-// Far longer than the moment it takes.
-constexpr std::chrono::microseconds kLetGo(2000);
+// A multiple of the time that gloo usually needs.
+constexpr std::chrono::microseconds kLongestRelease(2000);
 
 }  // namespace
 
 void TorchReduce::wait() {
   work_->wait();
   if (!is_gloo_) return;
-  // gloo's thread lets go of the work a moment after it reports the end. If it is the last to do so and Python is
-  // shutting down by then, it asks for the GIL to free what the work holds, and the process aborts ("terminate
-  // called without an active exception"; about one torch DDP process in twenty on busy cores). So let it go first.
-  const auto deadline = std::chrono::steady_clock::now() + kLetGo;
+  // gloo's thread releases the work shortly after it reports the end. If it is the last owner by then, it asks for the
+  // GIL to free the work's tensors. While Python shuts down that aborts the process ("terminate called without an
+  // active exception"), as it does in about one torch DDP process in twenty on busy cores. This wait lets gloo release
+  // first.
+  const auto deadline = std::chrono::steady_clock::now() + kLongestRelease;
   while (work_.use_count() > 1 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
 }
 
-// A group may have several backends ("cpu:gloo,cuda:nccl"): what counts is the one for the gradients' device.
+// A group may have several backends ("cpu:gloo,cuda:nccl"). The one for the gradients' device counts.
 TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device, Ranks ranks)
     : Comm(std::move(ranks)), group_(std::move(group)), backend_(group_->getBackend(device)->getBackendName()) {}
 
-// Possibly the group's last owner: its end joins its threads, which may be waiting for the GIL to free a tensor.
+// Releases the GIL, as the group's last owner joins its threads, which may wait for the GIL to free a tensor.
 TorchComm::~TorchComm() {
   if (Py_IsInitialized() && PyGILState_Check()) {
     const pybind11::gil_scoped_release no_gil;
@@ -58,14 +59,14 @@ std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at
                                                          std::vector<int64_t> received_counts,
                                                          std::vector<int64_t> sent_counts) {
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in every torch that we support
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // not every supported torch has its new name
   auto work = group_->alltoall_base(received, sent, received_counts, sent_counts);
 #pragma GCC diagnostic pop
   return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
 }
 
 std::string describe_tag(uint64_t tag) {
-  const std::string step = " in synchronised step " + std::to_string(tag >> 24);
+  const std::string step = " in synchronized step " + std::to_string(tag >> 24);
   switch (static_cast<Purpose>(tag & 0xff)) {
     case Purpose::kBucket:
       return "bucket " + std::to_string(tag >> 8 & 0xffff) + step;
@@ -78,7 +79,7 @@ std::string describe_tag(uint64_t tag) {
     case Purpose::kPlan:
       return "the planning of buckets" + step;
   }
-  return "a purpose that was not given";
+  return "an unknown purpose";
 }
 
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks) {

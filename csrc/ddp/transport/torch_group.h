@@ -1,4 +1,4 @@
-// The transport over any torch process group, for those that build on it.
+// Declares the transport over any torch process group, for transports that build on it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ class TorchReduce final : public PendingReduce {
 
   bool is_done() override { return work_->isCompleted(); }
   void wait() override;
-  // Completes, with a value or an error, when the work does or a moment before.
+  // Returns a future that completes, with a value or an error, when the work does or shortly before.
   c10::intrusive_ptr<c10::ivalue::Future> future() const { return work_->getFuture(); }
 
  private:
@@ -40,8 +40,8 @@ class TorchComm final : public Comm {
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
   void broadcast(const at::Tensor& values) override;
 
-  // Begins to send every rank its part of `sent`, and to put the parts that come one after another into `received`.
-  // Both are bytes [any], with each rank's number of them in counts [size].
+  // Starts to send every rank its part of `sent`, and to receive the ranks' parts one behind another in `received`.
+  // Both are uint8 [any]; the counts are each rank's bytes, [size].
   std::unique_ptr<TorchReduce> start_all_to_all(at::Tensor received, at::Tensor sent,
                                                 std::vector<int64_t> received_counts, std::vector<int64_t> sent_counts);
 

@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ..ddp import watch
+from ..ddp import control_block
 from ..ddp.distributed import DistributedDataParallel
 from .measure import Row
 from .ranks import on_ranks
@@ -125,21 +125,21 @@ def _construct_rows(count: int, results: dict[str, tuple[Memory, float]]) -> lis
 def _bookkeeping_rows(count: int) -> list[Row]:
     """Measures the memory of hang reports on one rank, from simulated records of `count` ranks on hosts of 8."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    board_of = functools.partial(watch._Board, store, "", range(count), beat_s=60.0)
+    block_of = functools.partial(control_block.ControlBlock, store, "", range(count), beat_s=60.0)
     for rank in range(count):
-        board_of(rank=rank, host=f"host {rank // RANKS_PER_HOST}").publish(_record(rank))
+        block_of(rank=rank, host=f"host {rank // RANKS_PER_HOST}").publish(_record(rank))
     for rank in range(0, count, RANKS_PER_HOST):
-        summary = {other: watch._seen_in(_record(other)) for other in range(rank, rank + RANKS_PER_HOST)}
+        summary = {other: control_block.status_of(_record(other)) for other in range(rank, rank + RANKS_PER_HOST)}
         store.set(f"host {rank // RANKS_PER_HOST}/summary", json.dumps(summary))
     tracemalloc.start()
-    board = board_of(rank=0, host="host 0")
-    board.read()
-    if None in board.seen:
+    block = block_of(rank=0, host="host 0")
+    block.read()
+    if None in block.seen:
         raise RuntimeError(f"some of {count} simulated ranks were not read")
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     begin = time.perf_counter()
-    board.read()
+    block.read()
     seconds = time.perf_counter() - begin
     what = f"{count} ranks on hosts of {RANKS_PER_HOST} (simulated)"
     return [
@@ -148,9 +148,9 @@ def _bookkeeping_rows(count: int) -> list[Row]:
     ]
 
 
-def _record(rank: int) -> watch.Record:
+def _record(rank: int) -> control_block.Record:
     process: Any = {"host": "", "pid": rank, "started": 0}
     where = "in layers.3.mlp (train.py:88 in forward)"
-    return watch.Record(
-        beat=1, step=rank, place=3, awaited="", where=where, wait_s=0.5, process=process, has_failed=False
+    return control_block.Record(
+        beat=1, step=rank, position=3, awaited="", where=where, wait_s=0.5, process=process, has_failed=False
     )

@@ -1,10 +1,17 @@
-"""What `DistributedDataParallel.bucket_plan()` returns: the buckets, their expected timeline and the measured cost."""
+"""The result of `DistributedDataParallel.bucket_plan()`: the buckets, their expected timeline and the measured cost."""
 
 import statistics
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
 
 from .. import _C
 from ..notebook import html_table
+
+if TYPE_CHECKING:
+    from .distributed import DistributedDataParallel
 
 _NAMES_SHOWN = 2
 _HEADER = ("bucket", "MiB", "ready ms", "start ms", "end ms", "parameters")
@@ -12,25 +19,45 @@ _HEADER = ("bucket", "MiB", "ready ms", "start ms", "end ms", "parameters")
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """One all-reduce. Times are milliseconds from the first gradient of a backward; None: not measured."""
+    """One all-reduce.
 
-    names: tuple[str, ...]  # of parameters, in the expected order of their gradients
-    bytes: int  # of gradients
-    ready_ms: float | None  # the last gradient is there on every rank, had backward never stood still
+    Attributes:
+        names: Names of the parameters, in the expected order of their gradients.
+        bytes: Bytes of gradients, without padding.
+        ready_ms: Time at which every rank has the last gradient, if backward never waits. This and the following times
+            are milliseconds from the first gradient of a backward; None: not measured.
+        start_ms: Time at which the all-reduce starts.
+        end_ms: Time at which it ends.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    ready_ms: float | None
     start_ms: float | None
     end_ms: float | None
 
 
 @dataclass(frozen=True, repr=False)
 class BucketPlan:
-    """The buckets in the order in which they are reduced."""
+    """The buckets of a DistributedDataParallel.
+
+    Attributes:
+        buckets: The buckets in the order in which they are reduced.
+        why_not: Reason for which nothing is measured; "": the plan is measured.
+        latency_ms: Milliseconds of the smallest all-reduce that was timed; None: not measured.
+        bandwidth_gb_per_s: Bytes of the largest all-reduce that was timed, counted once, by its time, in 10**9 per
+            second; None: not measured.
+        expected_exposed_ms: Milliseconds by which communication is expected to lengthen a backward; None: not measured.
+        measured_exposed_ms: Milliseconds by which it does: the median of up to 64 steps with these buckets; None: no
+            step has ended.
+    """
 
     buckets: tuple[PlannedBucket, ...]
-    why_not: str  # why nothing is measured; "": it is
-    latency_ms: float | None  # of the smallest all-reduce that was timed
-    bandwidth_gb_per_s: float | None  # of the largest: its bytes, counted once, by its time
-    expected_exposed_ms: float | None  # by how much communication makes a backward longer
-    measured_exposed_ms: float | None  # the same, median of up to 64 steps with these buckets; None: no step yet
+    why_not: str
+    latency_ms: float | None
+    bandwidth_gb_per_s: float | None
+    expected_exposed_ms: float | None
+    measured_exposed_ms: float | None
 
     def __str__(self) -> str:
         rows = [_HEADER, *self._rows()]
@@ -71,12 +98,31 @@ class BucketPlan:
         return rows
 
 
-def describe_plan(reducer: _C.Reducer, why_not: str) -> BucketPlan:
-    """The reducer's plan.
+def obstacle_to_planning(ddp: "DistributedDataParallel", parameters: list[nn.Parameter], sparse: list[bool]) -> str:
+    """Returns why buckets are not planned from measurement, "" if they are. It is the same on every rank.
 
     Args:
-        reducer: whose.
-        why_not: why nothing will be measured; "": it will be.
+        ddp: The wrapper.
+        parameters: Its trained parameters.
+        sparse: Per parameter, True if its gradients are sparse.
+    """
+    obstacles = {
+        "there is one rank only": dist.get_world_size(ddp.process_group) == 1,
+        "bucket sizes were given": not ddp.bucket_bytes_cap_default,
+        "find_unused_parameters=True: which gradients come differs from step to step": ddp.find_unused_parameters,
+        "with mixed_precision the buckets stay as they are": ddp.mixed_precision is not None,
+        "some gradients are sparse": any(sparse),
+        "only on the CPU do the host's clocks tell when a gradient is there": parameters[0].device.type != "cpu",
+    }
+    return next((obstacle for obstacle, stands in obstacles.items() if stands), "")
+
+
+def describe_plan(reducer: _C.Reducer, why_not: str) -> BucketPlan:
+    """Describes the plan of a reducer.
+
+    Args:
+        reducer: The reducer.
+        why_not: Reason for which nothing will be measured; "": the plan will be measured.
     """
     report = reducer.plan_report()
     infos = reducer.buckets()

@@ -1,40 +1,37 @@
-"""DistributedDataParallel: torch's class over drivetrain's own reducer and gradient arena."""
+"""DistributedDataParallel: torch's class over drivetrain's own reducer and flat gradient buffer."""
 
-import functools
-import hashlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
 
-from .. import _C, parameter_names
+from .. import parameter_names
 from ..grad import main_grads
+from . import hang_reports
 from . import transport as transports
-from . import watch
-from .bucket_plan import BucketPlan, describe_plan
+from .bucket_plan import BucketPlan, describe_plan, obstacle_to_planning
+from .consistency import check_devices, check_same_on_all_ranks, trained_parameters
+from .defaults import constructed, defaults, with_defaults
+from .join import BUFFERS, JoinsUnevenInputs
 from .logger import Logger
 from .reducer import Reducer
+from .stragglers import delays
 
-# Applied to arguments that the caller does not pass; install(**ddp_defaults) fills it.
-defaults: dict[str, object] = {}
+__all__ = ["DistributedDataParallel", "checked_weight", "constructed", "defaults"]
 
-# A description of every wrapper made in this process, in order; `python -m drivetrain run` prints it.
-constructed: list[str] = []
-
-_FIRST_BUCKET_BYTES = 1024 * 1024  # as torch: communication starts early in backward
-# Arguments on which all ranks must agree.
+_FIRST_BUCKET_BYTES = 1024 * 1024  # as in torch: communication starts early in backward
+# All ranks must agree on these arguments.
 _SAME_EVERYWHERE = (
     "bucket_cap_mb",
     "bucket_cap_mb_list",
@@ -43,29 +40,11 @@ _SAME_EVERYWHERE = (
     "skip_all_reduce_unused_params",
     "check_replicas_every",
 )
-_BUFFERS = "the broadcast of buffers"
 _OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm")
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _with_defaults(init: Callable[P, R]) -> Callable[P, R]:
-    """Fills in `defaults` for arguments that were not passed."""
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if defaults:
-            passed = signature.bind(*args, **kwargs).arguments
-            kwargs.update({name: value for name, value in defaults.items() if name not in passed})
-        return init(*args, **kwargs)
-
-    return wrapper
-
-
-class DistributedDataParallel(TorchDistributedDataParallel):
+class DistributedDataParallel(JoinsUnevenInputs):
     """torch.nn.parallel.DistributedDataParallel over drivetrain's own reducer.
 
     Gradients live in one flat buffer in bucket order. After a backward pass each `.grad` is a view of it and holds the
@@ -125,10 +104,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         NotImplementedError: wire_dtype with CUDA parameters, another backend than gloo, or reductions past the reducer.
     """
 
-    reducer: Reducer  # type: ignore[assignment]  # torch's wrapper wants its methods, not its type
     logger: Logger
 
-    @_with_defaults
+    @with_defaults
     def __init__(
         self,
         module: nn.Module,
@@ -173,14 +151,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._hooks_a_delayed_parameter = any(
             param is param_to_hook_all_reduce for _, param in delay_all_reduce_named_params or ()
         )
-        self._report_hang_after = watch.limit_from(report_hang_after)
-        _check_devices(_trained_parameters(module))
+        self._report_hang_after = hang_reports.limit_from(report_hang_after)
+        check_devices(trained_parameters(module))
         if process_group is None and device_mesh is None and not dist.is_initialized():
             raise ValueError(
-                "DistributedDataParallel needs a process group and none is initialised: start the script with "
+                "DistributedDataParallel needs a process group and none is initialized: start the script with "
                 "torchrun and call torch.distributed.init_process_group() first, or pass process_group."
             )
-        if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch has a word for lazy ones
+        if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch refuses lazy ones itself
             arguments = {name: given[name] for name in _SAME_EVERYWHERE}
             arguments |= {
                 "transport": self._transport,
@@ -190,32 +168,29 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             group = process_group
             if device_mesh is not None and device_mesh.ndim == 1:
                 group = device_mesh.get_group()
-            _check_same_on_all_ranks(module, _trained_parameters(module), arguments, group)
+            check_same_on_all_ranks(trained_parameters(module), arguments, group)
         self._check_replicas_every = check_replicas_every
         self._reuse_norm = reuse_norm
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
-        if self._use_python_reducer:  # then torch's own Python hooks reduce, compiled into backward
+        if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
             if self._wire_dtype is not None:
                 raise NotImplementedError(
                     "wire_dtype does not go together with torch._dynamo.config.optimize_ddp = 'python_reducer': torch "
-                    "reduces then, past the reducer. Leave one of the two out."
+                    "then reduces past the reducer. Leave one of the two out."
                 )
             self.reducer._remove_autograd_hooks()
-        if not self._has_reducer():  # every all-reduce is delayed: torch returned before it did these two
+        if not self._has_reducer():  # every all-reduce is delayed, and torch returned before these two lines
             self._lazy_init_ran = True
             if init_sync:
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
         parameter_names.remember(module)
-        size = sum(param.numel() for _, param in _trained_parameters(module)) / 1e6
-        count = len(self.reducer.buckets()) if self._has_reducer() else 0  # none where every all-reduce is delayed
+        size = sum(param.numel() for _, param in trained_parameters(module)) / 1e6
+        count = len(self.reducer.buckets()) if self._has_reducer() else 0
         name = type(module).__name__
         constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
 
-    def _has_reducer(self) -> bool:
-        return "reducer" in self.__dict__
-
-    # Torch reads this flag at forward only. The reducer must know it at backward too: a backward through this wrapper's
-    # outputs that begins while it is set is reduced, whatever it was at forward.
+    # torch reads this flag at forward only. The reducer needs it at backward, too: it reduces a backward through this
+    # wrapper's outputs if the flag is set when that begins, whatever it was at forward.
     @property
     def require_backward_grad_sync(self) -> bool:
         return bool(self.__dict__.get("_require_backward_grad_sync", True))
@@ -226,8 +201,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._has_reducer():
             self.reducer.set_sync(sync)
 
-    # Torch sets it when the first backward, synchronised or not, enqueues what counts a static graph's gradients. We
-    # want that until they are counted.
+    # torch sets this when the first backward, synchronized or not, enqueues the callback that counts a static graph's
+    # gradients. Our reducer needs that callback until they are counted.
     @property
     def _static_graph_delay_allreduce_enqueued(self) -> bool:
         return self.reducer.is_graph_known()
@@ -236,8 +211,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _static_graph_delay_allreduce_enqueued(self, enqueued: bool) -> None:
         pass
 
-    # Torch sets it in the forward that rebuilds. Ours are rebuilt when a backward begins, and torch's hooks that step
-    # a ZeroRedundancyOptimizer want to know from that backward on.
+    # torch sets this in the forward that rebuilds the buckets. Ours are rebuilt when a backward begins, and torch's
+    # hooks that step a ZeroRedundancyOptimizer need it from that backward on.
     @property
     def _has_rebuilt_buckets(self) -> bool:
         return self._has_reducer() and self.reducer.has_rebuilt_buckets()
@@ -247,10 +222,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         pass
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
-        """Called once the gradient of `param_to_hook_all_reduce` is there; reduces `delay_all_reduce_named_params`.
+        """Reduces `delay_all_reduce_named_params` once the gradient of `param_to_hook_all_reduce` has come.
 
-        As torch's, which besides reduces under no_sync(), too, does not wait for the result before backward ends, and
-        leaves out that gradient itself where it is one of the delayed ones.
+        torch's version also reduces under no_sync(), and does not wait for the result before backward ends. It leaves
+        out that gradient itself where it is a delayed one.
         """
         if not self.require_backward_grad_sync:
             return grad
@@ -271,26 +246,26 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return grad
 
     def backward(self, loss: torch.Tensor, weight: float | None = None, **kwargs: Any) -> None:
-        """`loss.backward()`, weighted: the gradients become the mean over everything that the weights count.
+        """Runs `loss.backward()` with a weight: gradients become the mean over everything that the weights count.
 
-        With a mean loss over a micro-batch and the number of tokens (samples, ...) in it as weight, `.grad` after the
-        synchronised backward is the mean over all tokens of all ranks, and of all micro-batches since the last
-        synchronised backward (under `no_sync()`), each given with its weight here. Without weights, torch's mean of
-        means gives tokens on short batches more to say.
+        Pass a mean loss over a micro-batch, and its number of tokens or samples as weight. After the synchronized
+        backward, `.grad` is the mean over all tokens of all ranks. This includes all micro-batches since the last
+        synchronized backward if each got its weight here. Without weights, torch's mean of means overweights tokens of
+        short batches.
 
-        Every rank must give a weight in the same backwards. The loss is multiplied with it before backward: in float16
-        large weights overflow (give them as shares of a usual batch). With weight 0 no backward runs and the loss,
-        which may be nan as the mean of nothing, is not looked at; this rank takes part in the reduction all the same.
+        Every rank must give a weight in the same backwards. The loss is multiplied with it before backward. In float16
+        large weights overflow: give them as shares of a usual batch. With weight 0 no backward runs and the loss, which
+        may be nan as the mean of nothing, is not read. This rank still takes part in the reduction.
 
         Args:
-            loss: as for `torch.Tensor.backward`.
-            weight: of this rank's micro-batch, finite and >= 0. None: plain `loss.backward()`.
-            **kwargs: for `torch.Tensor.backward`.
+            loss: As for `torch.Tensor.backward`.
+            weight: Weight of this rank's micro-batch, finite and >= 0. None runs plain `loss.backward()`.
+            **kwargs: For `torch.Tensor.backward`.
 
         Raises:
-            ValueError: the weight is negative or not finite, all ranks' weights sum to 0 (on every rank), `.grad` holds
-                gradients that no weight counts, or the ranks are in `join()`.
-            NotImplementedError: with optimizers that run inside backward, or with `mixed_precision`.
+            ValueError: The weight is negative or not finite, or `.grad` holds gradients that no weight counts. Also if
+                all ranks' weights sum to 0 (on every rank), and in `join()`.
+            NotImplementedError: An optimizer runs inside backward, or `mixed_precision` is set.
         """
         if weight is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -309,42 +284,49 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         finally:
             self.reducer.end_weighted(failed)
 
-    def lateness(self) -> list[float]:
-        """How long each rank keeps the others waiting in a step, to find the one that is slow.
+    def stragglers(self) -> list[float]:
+        """Returns the seconds by which each rank delays the others in a step, to find the slow one.
 
-        The rank that comes last waits least. A rank's lateness is the longest wait over ranks minus its own, where its
-        wait is the time per step that it spends waiting for gradients and buffers: the median over the last 32
-        synchronised steps. Waits in other collectives (SyncBatchNorm's, the script's own) do not count. No clock is
-        compared between hosts, and no other rank need call this; what others say of themselves is up to a quarter of
-        `report_hang_after` old.
+        The rank that arrives last waits least. The delay of a rank is the longest wait over ranks minus its own. Its
+        wait is the time per step that it waits for gradients and buffers: the median over the last 32 synchronized
+        steps. Waits in other collectives, such as SyncBatchNorm's, do not count. No clock is compared between hosts,
+        and no other rank need call this. Published waits are up to a quarter of `report_hang_after` old.
 
         Returns:
-            Seconds, for every rank of the process group; nan for those that have told nothing.
+            Seconds for every rank of the process group; nan for ranks that have published nothing.
 
         Raises:
-            RuntimeError: `report_hang_after` is 0, so that ranks tell each other nothing.
-            NotImplementedError: the parameters are not on the CPU: a stream waits there, and no clock of the host's
-                tells for how long.
+            RuntimeError: `report_hang_after` is 0, so that ranks publish nothing.
+            NotImplementedError: The parameters are not on the CPU. There a stream waits, and the host cannot time it.
         """
         if self.device.type != "cpu":
             raise NotImplementedError(
-                f"lateness() is for parameters on the CPU, and these are on {self.device}: there a stream waits, not "
+                f"stragglers() is for parameters on the CPU, and these are on {self.device}: there a stream waits, not "
                 "the host."
             )
-        if self.reducer.watched is None:
+        if self.reducer.hang_reporter is None:
             if dist.get_world_size(self.process_group) == 1:
                 return [0.0]
             raise RuntimeError(
-                "lateness() needs what the ranks tell each other for hang reports, and report_hang_after is 0: pass "
+                "stragglers() needs the records that ranks publish for hang reports, and report_hang_after is 0: pass "
                 "seconds > 0."
             )
-        return self.reducer.watched.lateness()
+        return delays(self.reducer.hang_reporter.wait_times())
+
+    def lateness(self) -> list[float]:
+        """Deprecated name of `stragglers()`."""
+        warnings.warn(
+            "DistributedDataParallel.lateness() is now stragglers(); the old name goes with the next release.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.stragglers()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's.
+        """Loads a state dict, as torch does.
 
         Raises:
-            ValueError: `assign=True`: the reducer would go on with the old parameters.
+            ValueError: `assign` is True, and the reducer would go on with the old parameters.
         """
         if assign:
             raise ValueError(
@@ -360,7 +342,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """The one place where torch builds its reducer and logger; builds ours instead."""
+        """Builds the reducer and the logger, in place of torch's."""
         names_of = {id(param): name for name, param in self.module.named_parameters()}
         names = [names_of[id(param)] for param in parameters]
         if self.mixed_precision is not None:
@@ -370,7 +352,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
         ignored = self.parameters_to_ignore
-        self._why_not_planned = self._obstacle_to_planning(parameters, expect_sparse_gradient)
+        self._why_not_planned = obstacle_to_planning(self, parameters, expect_sparse_gradient)
         wire_dtype = self.__dict__.get("_wire_dtype")
         comm = transports.make_comm(self._transport, self.process_group, parameters[0].device, wire_dtype)
         self.reducer = Reducer(
@@ -387,7 +369,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
-            report_hang_after=self.__dict__.get("_report_hang_after", watch.DEFAULT_LIMIT_S),
+            report_hang_after=self.__dict__.get("_report_hang_after", hang_reports.DEFAULT_LIMIT_S),
             shares_norm=self.__dict__.get("_reuse_norm", False),
             gradients_stay_views=self.gradient_as_bucket_view,
             plan_from_measurement=not self._why_not_planned,
@@ -403,58 +385,51 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
-        """As torch's; and tells the reducer by which tensors it will know this forward's backward."""
+        """Does what torch's does, and marks the outputs by which the reducer recognizes this forward's backward."""
         output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
             _announce(self.reducer, output)
         return output
 
     def _sync_buffers(self) -> None:
-        """As torch's: all ranks take rank 0's buffers."""
-        with watch.waiting(self.reducer.progress(), _BUFFERS):
+        """Broadcasts rank 0's buffers, and marks the wait for hang reports."""
+        with hang_reports.waiting(self.reducer.progress(), BUFFERS):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
-    def _obstacle_to_planning(self, parameters: list[nn.Parameter], sparse: list[bool]) -> str:
-        """Why buckets are not planned from measurement, "" if they are; the same on every rank."""
-        obstacles = {
-            "there is one rank only": dist.get_world_size(self.process_group) == 1,
-            "bucket sizes were given": not self.bucket_bytes_cap_default,
-            "find_unused_parameters=True: which gradients come differs from step to step": self.find_unused_parameters,
-            "with mixed_precision the buckets stay as they are": self.mixed_precision is not None,
-            "some gradients are sparse": any(sparse),
-            "only on the CPU do the host's clocks tell when a gradient is there": parameters[0].device.type != "cpu",
-        }
-        return next((obstacle for obstacle, stands in obstacles.items() if stands), "")
-
     def bucket_plan(self) -> BucketPlan:
-        """The buckets as they are, and, once the first steps have been timed, what the plan expected of them.
+        """Returns the buckets and, once the first steps have been timed, what the plan expected of them.
 
-        Where nothing stands against it (`why_not` of the result says what does), buckets are rebuilt twice: after the
-        first synchronised step in the order of its gradients, and after three more in the sizes that leave the least
-        communication exposed, by these steps' times and those of a few all-reduces. Every rank makes the same plan. Two
-        ranks sum to the same bits whatever the buckets are, and so do those of a host through shared memory; over a
-        process group of more ranks the order of a sum may depend on a bucket's size, so that two runs may differ in
-        last bits: `bucket_cap_mb` gives the sizes of every run.
+        Unless something prevents it (see `why_not` of the result), buckets are rebuilt twice. After the first
+        synchronized step they take the order of its gradients. After three more they take the sizes that leave the
+        least communication exposed, by the times of these steps and of a few all-reduces. Every rank makes the same
+        plan.
+
+        Two ranks sum to the same bits whatever the buckets are, and so do the ranks of a host through shared memory.
+        Over a process group of more ranks the order of a sum may depend on a bucket's size. Two runs may then differ in
+        their last bits, unless `bucket_cap_mb` fixes the sizes.
 
         Raises:
-            RuntimeError: no reducer exists: all parameters' reductions are delayed, or hooks compiled into backward
-                reduce.
+            RuntimeError: There is no reducer: the reductions of all parameters are delayed, or compiled into backward.
         """
         if not self._has_reducer() or self._use_python_reducer:
             raise RuntimeError("this DistributedDataParallel has no buckets: its gradients are reduced one by one.")
         return describe_plan(self.reducer, self._why_not_planned)
 
-    # Torch's own versions hand the reducer to C++ that is typed for torch's.
+    # torch's own versions of the following pass the reducer to C++ code that expects torch's type.
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's: `hook(state, bucket)` gets each full bucket, a `dist.GradBucket` not divided by the number of
-        ranks, and returns a future of the tensor whose values the gradients shall have.
+        """Registers `hook(state, bucket)`, which reduces each full bucket in place of the transport, as in torch.
+
+        Args:
+            state: The hook's first argument.
+            hook: Gets a `dist.GradBucket` that is not divided by the number of ranks. Returns a future of the tensor
+                whose values the gradients take.
 
         Raises:
-            TypeError: the hook is not callable, or returns something else.
-            ValueError: its annotations are not those of a communication hook.
-            RuntimeError: a hook is registered already.
-            NotImplementedError: the wrapper has a wire_dtype.
+            TypeError: The hook is not callable, or returns something else.
+            ValueError: Its annotations are not those of a communication hook.
+            RuntimeError: A hook is registered already.
+            NotImplementedError: The wrapper has a wire_dtype.
         """
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         self._refuse_hook_on_wire(hook.__qualname__)
@@ -481,7 +456,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """As torch's: times are kept of the first ten steps and of every `sample_rate`-th after them."""
+        """Keeps times of the first ten steps and of every `sample_rate`-th after them, as torch does."""
         if sample_rate < 1:
             self._log_and_throw(  # type: ignore[no-untyped-call]
                 ValueError,
@@ -489,180 +464,27 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         self.logger.set_sample_rate(sample_rate)
 
-    def _match_all_reduce_for_bwd_pass(self) -> None:
-        """What a rank that has run out of inputs does in the others' backward; its own `.grad` become their mean."""
-        self.reducer.shadow_planning()
-        as_sum = not self._divide_by_initial_world_size
-        reduces = [self.reducer._run_comm_hook(i, as_sum) for i in self.reducer._get_zeros_like_grad_buckets()]
-        for i, reduce in enumerate(reduces):
-            self.reducer.wait_for_zeros(i, reduce)
-        self.reducer.shadow_used_map()
-
-    # The other waits of join(), so that a report can say what is awaited.
-
-    def _check_and_sync_module_buffers(self) -> None:
-        with watch.waiting(self.reducer.progress(), _BUFFERS):
-            super()._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
-
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
-        with watch.waiting(self.reducer.progress(), "the agreement on whether to synchronise"):
-            found: bool | None = super()._check_global_requires_backward_grad_sync(  # type: ignore[no-untyped-call]
-                is_joined_rank
-            )
-        return found
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        with watch.waiting(self.reducer.progress(), "the last broadcast of parameters, in join(),"):
-            super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """As torch's.
-
-        Raises:
-            NotImplementedError: an optimizer steps in backward: a rank that has run out of inputs has none.
-        """
-        if self._has_reducer() and self.reducer.steps_in_backward:
-            raise NotImplementedError(
-                "join() does not go together with optimizer.step_in_backward(): a rank that has run out of inputs has "
-                "no backward to step in. Give every rank as many inputs, or step after backward."
-            )
-        return _WatchedJoinHook(super().join_hook(**kwargs), self.reducer.progress())  # type: ignore[no-untyped-call]
-
-    def _match_unused_params_allreduce(self) -> None:
-        """Nothing: torch's wrapper calls it by another rule than the one by which our reducer shares that map."""
-
 
 @_disable_dynamo
 def _announce(reducer: Reducer, output: Any) -> None:
     reducer.announce(list(_find_tensors(output)))  # type: ignore[no-untyped-call]
 
 
-class _WatchedJoinHook(JoinHook):
-    """Torch's hook of a rank that has run out of inputs, which waits for the others' next step between its calls."""
-
-    def __init__(self, hook: JoinHook, progress: _C.Progress) -> None:
-        self._hook = hook
-        self._progress = progress
-        self._is_waiting = False
-
-    def main_hook(self) -> None:
-        self._end_wait()
-        self._hook.main_hook()
-        self._progress.begin_wait("the beginning, on ranks that still have inputs,")
-        self._is_waiting = True
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._end_wait()
-        self._hook.post_hook(is_last_joiner)
-
-    def _end_wait(self) -> None:
-        if self._is_waiting:
-            self._progress.end_wait()
-        self._is_waiting = False
-
-
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
 
 
-def wrapper_in(model: nn.Module, caller: str) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that the model is or has inside, if it has one.
-
-    Raises:
-        NotImplementedError: it has torch's, several, one without a reducer, or is sharded.
-    """
-    wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
-    for module in model.modules():
-        if "FSDP" in type(module).__name__ or type(module).__name__ == "FullyShardedDataParallel":
-            raise NotImplementedError(
-                f"{caller} does not support sharded models (FSDP), where torch's own means remain: no_sync(), "
-                "set_requires_gradient_sync()."
-            )
-    if not wrappers:
-        return None
-    wrapper = wrappers[0]
-    if len(wrappers) > 1 or not isinstance(wrapper, DistributedDataParallel):
-        what = f"{len(wrappers)} DistributedDataParallel wrappers" if len(wrappers) > 1 else "torch's own class"
-        raise NotImplementedError(
-            f"{caller} needs a model in one drivetrain.DistributedDataParallel, or in none; this one has {what}: swap "
-            "it (drivetrain.install() does it for a script that builds torch's)."
-        )
-    if not wrapper._has_reducer() or wrapper._use_python_reducer:
-        raise NotImplementedError(
-            f"{caller} needs the reducer, and this DistributedDataParallel has none: all its parameters' reductions "
-            "are delayed, or compiled into backward."
-        )
-    return wrapper
-
-
 def checked_weight(weight: float) -> float:
-    """The weight; raises ValueError for what can be none."""
+    """Returns the weight as a float. Raises ValueError if it is negative or not finite."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of")
     return float(weight)
 
 
 def _refuse_unknown(changed: dict[str, object]) -> None:
-    """Raises for arguments, given as something else than their default, that the installed torch does not have."""
+    """Raises TypeError for arguments with another value than their default that the installed torch does not have."""
     for name in changed:
         if name not in _TORCH_ARGUMENTS and name not in _OURS_ALONE and name != "batched_grad_copy":
             raise TypeError(
                 f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
                 f"{changed[name]!r}): leave it out, or upgrade torch."
             )
-
-
-def _trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that will be reduced, with their names."""
-    ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
-
-
-def _check_devices(named_params: list[tuple[str, nn.Parameter]]) -> None:
-    first_on: dict[torch.device, str] = {}
-    for name, param in named_params:
-        first_on.setdefault(param.device, name)
-    where = ", ".join(f"{name!r} on {device}" for device, name in first_on.items())
-    if len({device.type for device in first_on}) > 1:
-        raise ValueError(
-            "DistributedDataParallel's input module must be on the same type of devices, but its parameters are "
-            f"spread: {where}. Move the module to one device with module.to(device)."
-        )
-
-
-def _check_same_on_all_ranks(
-    module: nn.Module,
-    named_params: list[tuple[str, nn.Parameter]],
-    arguments: dict[str, object],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Raises RuntimeError on every rank if any two disagree about what is reduced, naming the first difference."""
-    mine = {f"argument {name!r}": repr(value) for name, value in arguments.items()}
-    for name, param in named_params:
-        mine[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, strides {param.stride()}"
-        if param.grad_dtype not in (param.dtype, None):
-            mine[f"the gradient of parameter {name!r}"] = str(param.grad_dtype)
-    digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    device = next((param.device for _, param in named_params), torch.device("cpu"))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if len(set(_gather(digest, group))) == 1:
-            return
-        by_rank = _gather(mine, group)
-    for what in dict.fromkeys(what for facts in by_rank for what in facts):
-        found = [facts.get(what, "not there") for facts in by_rank]
-        if len(set(found)) > 1:
-            ranks = "; ".join(f"{transports.rank_name(rank, group)}: {fact}" for rank, fact in enumerate(found))
-            raise RuntimeError(
-                "DistributedDataParallel needs the same model and arguments on every rank, but "
-                f"{what} differs: {ranks}."
-            )
-    raise RuntimeError(
-        "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "
-        "different orders: build the model in the same order everywhere."
-    )
-
-
-def _gather(item: R, group: dist.ProcessGroup | None) -> list[R]:
-    """Every rank's item, on every rank."""
-    items: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(items, item, group=group)
-    return items

@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel expects of its logger: the facts behind `_get_ddp_logging_data()`."""
+"""Provides the logger that torch's DistributedDataParallel expects, behind `_get_ddp_logging_data()`."""
 
 import os
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from torch import nn
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel
 
-_FIRST_STEPS = 10  # all sampled, as torch does; later ones every `sample_rate`
+_FIRST_STEPS = 10  # samples all of these, as torch does, and later every `sample_rate`-th
 _DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
 _ENVIRONMENT = {
     "master_port": "MASTER_PORT",
@@ -33,10 +33,11 @@ _BACKEND_ENVIRONMENT = {
 
 
 class Logger:
-    """Keeps the wrapper's facts, under torch's keys, and the times of sampled steps.
+    """Keeps the wrapper's properties, under torch's keys, and the times of sampled steps.
 
-    Times are nanoseconds of the host's monotonic clock, durations nanoseconds: forward from its begin to the first
-    gradient, backward from there to the last gradient, communication from the first bucket's start to the last's end.
+    Times are nanoseconds of the host's monotonic clock, and durations nanoseconds. Forward lasts from its beginning to
+    the first gradient, and backward from there to the last gradient. Communication lasts from the first bucket's start
+    to the last one's end.
     """
 
     def __init__(self, ddp: "DistributedDataParallel", names: list[str], transport: str, static_graph: bool) -> None:
@@ -73,12 +74,12 @@ class Logger:
         for key, variable in (_ENVIRONMENT | _BACKEND_ENVIRONMENT.get(backend, {})).items():
             self._strs[key] = os.environ.get(variable, "N/A")
         if backend == "gloo":
-            self._ints["gloo_num_threads"] = 2  # what torch starts
+            self._ints["gloo_num_threads"] = 2  # as many as torch starts
         if static_graph:
             self._ints["static_graph"] = 1
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called at every synchronised forward, before it begins."""
+        """Samples the last step. torch calls it before every synchronized forward."""
         steps, self._steps = self._steps, self._steps + 1
         if steps == 0 or not (steps <= _FIRST_STEPS or steps % self._sample_rate == 0):
             return
@@ -108,11 +109,11 @@ class Logger:
         }
 
     def set_sample_rate(self, sample_rate: int) -> None:
-        """Samples every so many steps after the first ten."""
+        """Sets the number of steps between two samples after the first ten."""
         self._sample_rate = sample_rate
 
     def set_error_and_log(self, message: str) -> None:
-        """Called right before the wrapper raises."""
+        """Notes the message of an error that the wrapper raises."""
         self._strs["error"] = message
         self._ints["has_error"] = 1
 

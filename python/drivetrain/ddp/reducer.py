@@ -1,4 +1,4 @@
-"""The reducer as torch's DistributedDataParallel calls it: the native one, plus what needs torch's Python objects."""
+"""The reducer as torch's DistributedDataParallel calls it: the native one, and methods that need Python objects."""
 
 import functools
 import itertools
@@ -13,18 +13,20 @@ from torch import nn
 
 from .. import _C
 from . import transport as transports
-from .watch import Watched, waiting
+from .hang_reports import HangReporter, waiting
 
-# The process's wrappers count from 1: on every rank the same, where all wrap the same models in the same order.
+# Numbers this process's wrappers from 1. Ranks that wrap the same models in the same order give the same numbers.
 _wrappers = itertools.count(1)
 
 
 def _are_held(tensors: list[torch.Tensor], params: Sequence[nn.Parameter]) -> bool:
-    """Whether Python refers to any of these tensors, which the native reducer owns, beside this list and as the
-    parameters' main gradients, which follow them."""
+    """Returns True if Python refers to any of these tensors of the native reducer beside this list.
+
+    References as a parameter's main gradient do not count, as these follow the reducer.
+    """
     owner = nn.Parameter(torch.empty(0))
     owner.grad = torch.empty(0)
-    not_held = [owner.grad]  # how many references that makes depends on the version of torch
+    not_held = [owner.grad]  # the number of references depends on the version of torch
     main = {id(getattr(param, "main_grad", None)) for param in params}
     return any(
         sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) + (id(tensors[i]) in main)
@@ -38,27 +40,28 @@ def _tell(of: "weakref.ref[Reducer]", indices: list[int], is_last: bool) -> None
 
 
 class Reducer(_C.Reducer):
-    """Stands where torch's wrapper expects a `dist.Reducer`; see csrc/ddp/reducer.h for what it does.
+    """Takes the place of a `dist.Reducer` in torch's wrapper; csrc/ddp/reducer.h describes it.
 
     Args:
-        params: the parameters that require a gradient, in registration order.
-        names: theirs, for messages.
-        process_group: the ranks to reduce over.
-        comm: what carries gradients between them.
-        transport: what was asked for, for when the group is replaced.
-        wire_dtype: likewise.
-        bucket_caps: bytes per bucket, in the expected order of buckets; the last repeats.
-        sparse: per parameter, whether its gradient is sparse.
-        find_unused_parameters: some parameters may get no gradient.
-        skip_unused_buckets: do not reduce buckets that no parameter of which is used (on any rank: a promise).
-        check_replicas_every: synchronised steps between two comparisons of the ranks' parameters; 0: never.
-        frozen: the module's other parameters with their names; one that requires a gradient later raises.
-        modules: all modules with their names, for messages.
-        report_hang_after: seconds after which a wait for other ranks is reported; 0: never.
-        shares_norm: the squares of gradients are added up in the reduction once an optimizer asks for their norm.
-        gradients_stay_views: whatever refers to a gradient shows the parameter's next one, too.
-        plan_from_measurement: choose the buckets' sizes anew once the first steps have been timed. Only for parameters
-            on the CPU, none of them with sparse gradients.
+        params: The parameters that require a gradient, in registration order.
+        names: Their names, for messages.
+        process_group: The ranks to reduce over.
+        comm: The transport that carries gradients between them.
+        transport: The requested transport, for a later process group.
+        wire_dtype: Likewise.
+        bucket_caps: Bytes per bucket, in the expected order of buckets; the last repeats.
+        sparse: Per parameter, True if its gradients are sparse.
+        find_unused_parameters: Some parameters may get no gradient.
+        skip_unused_buckets: Does not reduce buckets whose parameters are all unused. The caller promises that every
+            rank leaves out the same ones.
+        check_replicas_every: Synchronized steps between two comparisons of the ranks' parameters; 0: never.
+        frozen: The module's other parameters with their names. One that requires a gradient later raises.
+        modules: All modules with their names, for messages.
+        report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
+        shares_norm: Sums the squares of gradients in the reduction once an optimizer asks for their norm.
+        gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient, too.
+        plan_from_measurement: Chooses the buckets' sizes anew once the first steps have been timed. Only for parameters
+            on the CPU without sparse gradients.
     """
 
     def __init__(
@@ -107,37 +110,40 @@ class Reducer(_C.Reducer):
         self._wire_dtype = wire_dtype
         self._modules = modules
         self._report_hang_after = report_hang_after
-        self._watch(comm)
+        self._report_hangs(comm)
 
     def add_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
-        """`call` is given the parameters of each bucket once their `.grad` are reduced, inside backward where that can
-        be; it may take these away. And whether the bucket is the backward's last. All ranks must do so together."""
+        """Calls `call(params, is_last)` for each bucket once the `.grad` of its parameters are reduced.
+
+        It runs inside backward where that is possible, and may take the gradients away. is_last is True for the last
+        bucket of a backward. All ranks must call this together.
+        """
         self._on_reduced.append(call)
-        self.set_on_reduced(functools.partial(_tell, weakref.ref(self)))  # what native code holds, gc cannot see
+        self.set_on_reduced(functools.partial(_tell, weakref.ref(self)))  # gc does not see references of native code
 
     def remove_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
-        """`call` hears of no more."""
+        """Ends the calls of `call`."""
         self._on_reduced.remove(call)
         if not self._on_reduced:
             self.set_on_reduced(None)
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether somebody hears of reduced buckets."""
+        """True if something is called for reduced buckets."""
         return bool(self._on_reduced)
 
     def tell(self, indices: list[int], is_last: bool) -> None:
-        """Of a bucket that is reduced."""
+        """Passes a reduced bucket on to all that were added."""
         for call in self._on_reduced:
             call([self._params[index] for index in indices], is_last)
 
-    def _watch(self, comm: _C.Comm) -> None:
-        self.watched: Watched | None = None
+    def _report_hangs(self, comm: _C.Comm) -> None:
+        self.hang_reporter: HangReporter | None = None
         if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
             device = self._params[0].device
-            # On the CPU, and over a communicator of our own, a collective with a rank that has ended fails by itself.
+            # On the CPU, and over our own communicator, a collective with a rank that has ended fails by itself.
             hangs = device.type != "cpu" and comm.name == "torch"
-            self.watched = Watched(
+            self.hang_reporter = HangReporter(
                 self.progress(),
                 self._process_group,
                 self._modules,
@@ -145,10 +151,10 @@ class Reducer(_C.Reducer):
                 self._wrapper,
                 device if hangs else None,
             )
-        self.set_ended_ranks(self.watched.ended_ranks if self.watched else str)
+        self.set_ended_ranks(self.hang_reporter.ended_ranks if self.hang_reporter else str)
 
     def _rebuild_buckets(self) -> bool:
-        """Whether that has happened since it was last asked: backward does it, so that no forward communicates."""
+        """Returns True once after a rebuild. Backward rebuilds, so that no forward communicates."""
         told, self._told_of_rebuilding = self._told_of_rebuilding, self.has_rebuilt_buckets()
         return self._told_of_rebuilding and not told
 
@@ -157,7 +163,7 @@ class Reducer(_C.Reducer):
         device = self._params[0].device
         comm = transports.make_comm(self._transport, process_group, device, self._wire_dtype)
         self.set_comm(comm)
-        self._watch(comm)
+        self._report_hangs(comm)
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError(
@@ -169,18 +175,18 @@ class Reducer(_C.Reducer):
         for future in futures:
             self.add_end_callback(future.wait)
 
-    # A hook that wants the plain sum.
+    # torch's Python hooks call the following for the plain sum.
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
-        """bucket: a `dist.GradBucket`."""
+        """Sums a `dist.GradBucket` over ranks."""
         work = dist.all_reduce(bucket.buffer(), group=self._process_group, async_op=True)
         assert work is not None
         return work.get_future()
 
-    # Uneven inputs: ranks that have run out shadow what the others do.
+    # Uneven inputs: ranks that have run out of inputs take part in the others' collectives.
 
     def _set_forward_pass_work_handle(self, work: dist.Work, divide_by_initial_world_size: bool) -> None:
-        """work: the all-reduce that counts the ranks which still have inputs."""
+        """Waits for `work`, the all-reduce that counts the ranks which still have inputs."""
         with waiting(self.progress(), "the count of ranks that still have inputs"):
             work.wait()
         self.set_joining(0 if divide_by_initial_world_size else int(work.get_future().value()[0].item()))

@@ -1,4 +1,4 @@
-"""What carries gradients between ranks: the choice, and what a rank must know of the others before it is made."""
+"""Chooses the transport that carries gradients between ranks, after the ranks have exchanged where they run."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,14 +20,29 @@ from .. import _C, processes
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
 
-# Per process group, made once however many modules are wrapped: the transport that rounds on the wire, where all must
-# go in one order, and the group in which its sums return.
+# Each process group has one transport that rounds on the wire, as all its tensors must go in one order, and one group
+# in which its sums return, however many modules are wrapped.
 _returning: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
 
 
+class _RankFacts(NamedTuple):
+    """The transport that a rank asks for, and the host that it runs on."""
+
+    choice: str
+    wire_dtype: torch.dtype | None
+    host: tuple[str, ...]  # see _host_identity()
+
+
+class _Hosts(NamedTuple):
+    """Each rank's host as a number. Empty if memory is not to be shared."""
+
+    numbers: list[int]
+    why_not: str  # why memory is not shared; "": it is, or nothing needs it
+
+
 def requested(argument: str) -> str:
-    """The transport asked for: the argument, or, where that is "auto", the environment variable if it is set."""
+    """Returns the requested transport: the argument or, where that is "auto", the environment variable if it is set."""
     source, choice = "transport", argument
     if argument == "auto" and os.environ.get(VARIABLE):
         source, choice = VARIABLE, os.environ[VARIABLE]
@@ -37,20 +52,21 @@ def requested(argument: str) -> str:
 
 
 def requested_wire_dtype(argument: torch.dtype | str | None) -> torch.dtype | None:
-    """The wire_dtype asked for; the command line can only give its name."""
+    """Returns the requested wire_dtype, which the command line gives by its name."""
     if argument is None:
         return None
     if argument in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
         return torch.bfloat16
     if argument in (torch.float16, "float16", "torch.float16"):
         raise ValueError(
-            "wire_dtype is float16, expected torch.bfloat16 or None: gradients may pass float16's largest, 65504."
+            "wire_dtype is float16, expected torch.bfloat16 or None: gradients may exceed float16's largest number, "
+            "65504."
         )
     raise ValueError(f"wire_dtype is {argument!r}, expected torch.bfloat16 or None.")
 
 
 def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
-    """What errors call a group's rank: as the whole job numbers it, and then as the group does where that differs."""
+    """Returns a rank's name in errors: its number in the job, and its number in the group where that differs."""
     everywhere = dist.get_global_rank(group, rank) if group is not None else rank
     return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its group)"
 
@@ -58,16 +74,17 @@ def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
 def make_comm(
     choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None = None
 ) -> _C.Comm:
-    """The transport for parameters on that device. Every rank of the group must call it.
+    """Makes the transport for parameters on that device. Every rank of the group must call it.
 
     Args:
-        choice: what `requested` returned; must be the same on every rank.
-        group: the ranks.
-        device: the parameters'.
-        wire_dtype: what `requested_wire_dtype` returned; must be the same on every rank.
+        choice: Result of `requested`; the same on every rank.
+        group: The ranks.
+        device: The parameters' device.
+        wire_dtype: Result of `requested_wire_dtype`; the same on every rank.
 
     Raises:
-        RuntimeError: the ranks ask for different transports; or for "nccl", and some rank cannot (raised on all).
+        RuntimeError: The ranks ask for different transports, or a rank cannot use the requested "nccl". Every rank
+            raises it.
         NotImplementedError: wire_dtype is given, and the parameters are not on the CPU or the group is not gloo there.
     """
     size = dist.get_world_size(group)
@@ -75,13 +92,13 @@ def make_comm(
         raise NotImplementedError(
             f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
             f"is {_cpu_backend(group)!r}: drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
-            "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which adds up in bfloat16 too."
+            "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which also sums in bfloat16."
         )
     if choice == "nccl":
         return _nccl_comm(group, device)
     if size == 1:
         wire_dtype = None
-    hosts, why_not = _hosts(choice, group, device, wire_dtype)
+    hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
     if wire_dtype and group not in _returning:
         returning = _group_beside(group, list(range(size)))
         assert returning is not None
@@ -94,7 +111,8 @@ def make_comm(
     over_leaders = None
     if len(set(hosts)) > 1:
         first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
-        # Anew for every module: two that are reduced at the same time may be summed within hosts in different orders.
+        # Every module gets its own group: two that are reduced at the same time may be summed within hosts in different
+        # orders.
         leaders = _group_beside(group, first_ranks)
         leaders_returning = _group_beside(group, first_ranks) if wire_dtype else None
         over_leaders = _comm_over(leaders, device, leaders_returning) if leaders else None
@@ -109,10 +127,10 @@ def make_comm(
 
 
 def nccl_package() -> str:
-    """The path of the NCCL library in the package nvidia-nccl-cu*, which a CUDA build of torch depends on; "": none."""
+    """Returns the path of NCCL in the package nvidia-nccl-cu*, on which a CUDA build of torch depends; "": none."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:  # no package of NVIDIA's
+    except ModuleNotFoundError:  # no package of NVIDIA is installed
         spec = None
     folders = spec.submodule_search_locations if spec else None
     libraries = [path for folder in folders or () if (path := Path(folder, "lib", "libnccl.so.2")).exists()]
@@ -128,7 +146,7 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
             _C.nccl_library(library)
         except RuntimeError as error:
             why_not = str(error)
-    # Before anybody waits for a rank that cannot come.
+    # Ranks agree first, so that none waits for a rank that cannot take part.
     reasons: list[Any] = [None] * dist.get_world_size(group)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         dist.all_gather_object(reasons, why_not, group=group)
@@ -145,7 +163,7 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
 
 
 def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
-    """Warns on rank 0 if gradients do not lie in the memory that was meant for them, once all memory is allocated."""
+    """Warns on rank 0 if gradients do not lie in the transport's own memory, once all memory is allocated."""
     if not comm.why_not or dist.get_rank(group) != 0:
         return
     if not comm.name.startswith("nccl"):
@@ -163,34 +181,33 @@ def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
 def _warn(why_not: str) -> None:
     warnings.warn(
         f"drivetrain: gradients go through the process group, not through shared memory: {why_not}. This is slower and "
-        f"otherwise the same; transport='torch' or {VARIABLE}=torch says that it is meant.",
+        f"otherwise the same; pass transport='torch' or set {VARIABLE}=torch to choose it without this warning.",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-def _hosts(
-    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None
-) -> tuple[list[int], str]:
-    """Each rank's host as a number, if memory is to be shared; else nothing, and why not ("": there is no need)."""
+def _find_hosts(choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None) -> _Hosts:
+    """Finds which ranks share a host, after a check that all ranks ask for the same."""
     size = dist.get_world_size(group)
     if size == 1:
-        return [], ""
+        return _Hosts([], "")
     if device.type != "cpu":
-        return [], f"the parameters are on {device}, shared memory is for the CPU"
+        return _Hosts([], f"the parameters are on {device}, shared memory is for the CPU")
     if (backend := _cpu_backend(group)) != "gloo":
-        return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
-    facts: list[Any] = [None] * size
-    identity = () if choice == "torch" else _host_identity()
-    dist.all_gather_object(facts, (choice, wire_dtype, identity), group=group)
-    _check_same(group, "transport", [fact[0] for fact in facts], f", or set {VARIABLE} everywhere")
-    _check_same(group, "wire_dtype", [fact[1] for fact in facts])
+        return _Hosts([], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'")
+    found: list[Any] = [None] * size
+    host = () if choice == "torch" else _host_identity()
+    dist.all_gather_object(found, _RankFacts(choice, wire_dtype, host), group=group)
+    facts: list[_RankFacts] = found
+    _check_same(group, "transport", [fact.choice for fact in facts], f", or set {VARIABLE} everywhere")
+    _check_same(group, "wire_dtype", [fact.wire_dtype for fact in facts])
     if choice == "torch":
-        return [], ""
-    identities = [fact[2] for fact in facts]
+        return _Hosts([], "")
+    identities = [fact.host for fact in facts]
     if len(set(identities)) == size:
-        return [], "no two ranks are on the same host, in the same container and of the same user"
-    return [identities.index(identity) for identity in identities], ""
+        return _Hosts([], "no two ranks are on the same host, in the same container and of the same user")
+    return _Hosts([identities.index(identity) for identity in identities], "")
 
 
 def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else: str = "") -> None:
@@ -203,14 +220,14 @@ def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else:
 
 
 def _host_identity() -> tuple[str, ...]:
-    """The same for ranks that can share memory, and different for others, as far as can be told.
+    """Returns a value that is equal for ranks that can share memory, and differs for others as far as can be detected.
 
-    Ranks of two hosts that look the same cannot open each other's memory, and all agree on the process group then.
+    Ranks of two hosts with equal values cannot open each other's memory. All ranks then agree on the process group.
     """
     try:
         spaces = [str((processes.NAMESPACES / space).readlink()) for space in ("net", "pid")]
     except OSError:
-        return (str(uuid.uuid4()),)  # nothing shows whose memory can be opened
+        return (str(uuid.uuid4()),)  # nothing shows which ranks' memory can be opened
     try:
         boot = processes.BOOT_ID.read_text().strip()
     except OSError:  # some containers hide it
@@ -221,20 +238,20 @@ def _host_identity() -> tuple[str, ...]:
 def _cpu_backend(group: dist.ProcessGroup) -> str | None:
     try:
         return str(group._get_backend(torch.device("cpu")).name())
-    except RuntimeError:  # torch's word for: none for that device
+    except RuntimeError:  # there is none for that device
         return None
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The group's, for operations on that kind of device."""
+    """Returns the group's timeout for operations on that type of device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
-    """A further gloo group of those ranks of the group; None on the others. Every rank of the group must call it."""
+    """Makes another gloo group of some of the group's ranks; None on the others. Every rank must call it."""
     is_member = dist.get_rank(group) in ranks
-    # All ranks of the job take part in making a group, unless told that only its own do.
+    # All ranks of the job take part in making a group, unless the call says that only its own ranks do.
     is_whole_job = dist.get_world_size(group) == dist.get_world_size()
     alike = nullcontext() if is_whole_job else _as_many_groups(_most_groups(group))
     if not (is_whole_job or is_member):
@@ -250,7 +267,7 @@ def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGro
 
 
 def _most_groups(group: dist.ProcessGroup) -> int:
-    """The number of process groups that the rank knows which knows most."""
+    """Returns the largest number of process groups that a rank knows."""
     counts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
     return int(max(counts))
@@ -258,8 +275,10 @@ def _most_groups(group: dist.ProcessGroup) -> int:
 
 @contextmanager
 def _as_many_groups(count: int) -> Iterator[None]:
-    """As if this rank knew so many process groups. Torch names a group that not all ranks of the job make after its
-    ranks and that number, and ranks that have made different numbers of groups would wait for each other's names.
+    """Lets this rank appear to know so many process groups.
+
+    torch names a group that not all ranks of the job make after its ranks and that number. Ranks that have made
+    different numbers of groups would wait for each other's names.
     """
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     fillers = [object() for _ in range(count - len(names))]
@@ -272,7 +291,7 @@ def _as_many_groups(count: int) -> Iterator[None]:
 
 
 def _comm_over(group: dist.ProcessGroup, device: torch.device, returning: dist.ProcessGroup | None) -> _C.Comm:
-    """The transport over the process group; with bfloat16 on the wire if there is a group for its sums to return in."""
+    """Returns the transport over the process group, with bfloat16 on the wire if its sums have a group to return in."""
     ranks = dist.get_process_group_ranks(group)
     if returning is None:
         return _C.torch_comm(process_group=group.group_name, device=str(device), ranks=ranks)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp import watch
-from ..ddp.distributed import checked_weight, wrapper_in
+from ..ddp import hang_reports
+from ..ddp.distributed import checked_weight
+from ..ddp.lookup import wrapper_in
 from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
 from ..optim.in_backward import StepInBackward
@@ -433,7 +434,7 @@ class Window:
         if dist.get_world_size(self._ddp.process_group) == 1:
             return False
         flag = torch.zeros(1, dtype=torch.int32, device=self._ddp.device)
-        with watch.waiting(self._ddp.reducer.progress(), "the beginning of another window of accumulate()"):
+        with hang_reports.waiting(self._ddp.reducer.progress(), "the beginning of another window of accumulate()"):
             dist.all_reduce(flag, group=self._ddp.process_group)
         return bool(flag.item() > 0)
 

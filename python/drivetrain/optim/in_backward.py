@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from ..ddp.distributed import wrapper_in
+from ..ddp.lookup import wrapper_in
 from .sharded import is_dtensor, local_sum_of_squares
 
 if TYPE_CHECKING:

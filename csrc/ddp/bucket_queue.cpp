@@ -1,0 +1,246 @@
+// Starts, awaits and hands over the buckets of a step.
+#include "ddp/bucket_queue.h"
+
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "base/torch_text.h"
+#include "ddp/errors.h"
+#include "ddp/tensors.h"
+
+namespace drivetrain::ddp {
+
+void BucketQueue::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  if (hook_) {
+    throw EnvironmentError(
+        "register_comm_hook or register_builtin_comm_hook can only be called once: this DistributedDataParallel has a "
+        "communication hook already.");
+  }
+  hook_ = std::move(hook);
+}
+
+void BucketQueue::reset() {
+  const std::vector<Bucket>& buckets = parts_.buffer.buckets();
+  states_.resize(buckets.size());
+  for (size_t i = 0; i < states_.size(); ++i) {
+    State& state = states_[i];
+    state.missing = buckets[i].params.size();
+    state.phase = Phase::kFilling;
+    state.hooked = nullptr;
+    state.reduce.reset();
+  }
+  next_ = next_to_hand_over_ = 0;
+}
+
+// ---- Start.
+
+void BucketQueue::add(size_t param) {
+  State& state = states_[parts_.buffer.region(param).bucket];
+  if (!parts_.buffer.settings.reuses_memory) put_in(param);
+  DT_INVARIANT(state.missing > 0);
+  if (--state.missing == 0) state.phase = Phase::kFull;
+}
+
+void BucketQueue::put_in(size_t param) {
+  parts_.gradients.put_in(param, parts_.params[param].sparse ? scaling_.before_sparse : scaling_.before);
+}
+
+bool BucketQueue::start_full() {
+  if (have_all_started()) return false;
+  while (next_ < states_.size() && states_[next_].phase == Phase::kFull) {
+    if (next_ == 0) parts_.times.comm_start = clock_ns();
+    start(next_);
+    ++next_;
+  }
+  return have_all_started();
+}
+
+void BucketQueue::start(size_t index) {
+  states_[index].phase = Phase::kReducing;
+  const Bucket& bucket = parts_.buffer.bucket(index);
+  // The bucket's gradients, and those of buckets that are held back with it, may have come on several streams.
+  parts_.streams.join(parts_.params[bucket.params[0]].tensor.device());
+  if (parts_.buffer.settings.reuses_memory) {
+    make_room_for(index);
+    for (size_t param : bucket.params) put_in(param);
+  }
+  if (!is_skipped(index)) reduce(index);
+  if (!bucket.ends_group) return;
+  try {
+    parts_.collectives.comm().flush();
+  } catch (const std::exception& error) {
+    std::string what = *bucket.label;
+    for (size_t i = index; i > 0 && !parts_.buffer.bucket(i - 1).ends_group; --i) {
+      what = *parts_.buffer.bucket(i - 1).label + ", " + what;
+    }
+    parts_.collectives.fail_step("the all-reduce of " + what, error.what());
+  }
+}
+
+void BucketQueue::reduce(size_t index) {
+  const Bucket& bucket = parts_.buffer.bucket(index);
+  State& state = states_[index];
+  RECORD_FUNCTION("drivetrain::all_reduce", (std::vector<c10::IValue>{bucket.flat, static_cast<int64_t>(index)}));
+  ++parts_.times.buckets_reduced;
+  // A hook may wait in here, and so may a transport that has too many buckets under way.
+  const Progress::Wait wait(*parts_.collectives.progress(), bucket.label, Progress::after_bucket(index));
+  const Stopwatch stopwatch(parts_.times.exposed);
+  if (hook_) {
+    HookBucket seen{index, states_.size(), bucket.flat, {}, {}};
+    for (size_t param : bucket.params) {
+      seen.offsets.push_back(bucket.sparse ? 0 : parts_.buffer.region(param).offset / bucket.flat.element_size());
+      seen.params.push_back(parts_.params[param].tensor);
+    }
+    auto reduce = std::make_unique<HookReduce>(*hook_, seen);
+    state.hooked = reduce.get();
+    state.reduce = std::move(reduce);
+  } else if (parts_.collectives.comm().size() > 1) {
+    if (bucket.tags.defined()) parts_.buffer.tags().write(bucket.tags, parts_.collectives.steps() + 1, index);
+    const at::Tensor flat = as_real(bucket.tags.defined() ? bucket.tagged : bucket.flat);
+    try {
+      state.reduce = parts_.collectives.start_bucket(flat, index, scaling_.as_sum || bucket.sparse);
+    } catch (const std::exception& error) {
+      parts_.collectives.fail_step("the all-reduce of " + *bucket.label, error.what());
+    }
+  }
+}
+
+bool BucketQueue::is_skipped(size_t bucket) const {
+  if (!parts_.skips_unused) return false;
+  for (size_t param : parts_.buffer.buckets()[bucket].params) {
+    if (!parts_.gradients[param].without_grad) return false;
+  }
+  return true;
+}
+
+// ---- Wait.
+
+void BucketQueue::wait_for(size_t bucket, PendingReduce& reduce) {
+  parts_.collectives.wait(reduce, parts_.buffer.bucket(bucket).label, Progress::after_bucket(bucket));
+  check_tags(bucket);
+}
+
+void BucketQueue::wait_for_rest() {
+  for (size_t i = next_to_hand_over_; i < states_.size(); ++i) {
+    if (!states_[i].reduce) continue;
+    RECORD_FUNCTION("drivetrain::wait", std::vector<c10::IValue>{static_cast<int64_t>(i)});
+    wait_for(i, *states_[i].reduce);
+  }
+}
+
+void BucketQueue::check_tags(size_t index) const {
+  const Bucket& bucket = parts_.buffer.bucket(index);
+  if (!bucket.tags.defined() || states_[index].hooked != nullptr) return;
+  const Comm& comm = parts_.collectives.comm();
+  const float factor = scaling_.as_sum ? 1 : static_cast<float>(comm.size());  // several hosts may leave means
+  const std::string difference =
+      parts_.buffer.tags().difference(bucket.tags, parts_.collectives.steps() + 1, index, factor, comm);
+  if (!difference.empty()) parts_.collectives.fail_step("the all-reduce of " + *bucket.label, difference);
+}
+
+void drain(PendingReduce* reduce) {
+  if (reduce == nullptr || reduce->is_held_back()) return;
+  try {
+    reduce->wait();
+  } catch (const std::exception& error) {
+    TORCH_WARN("drivetrain: in a step that is given up, a reduction has failed: ", error.what());
+  }
+}
+
+void BucketQueue::drain() const {
+  for (const State& state : states_) ddp::drain(state.reduce.get());
+}
+
+std::optional<double> BucketQueue::square_sum() const {
+  std::optional<double> sum = 0;
+  for (const State& state : states_) {
+    const std::optional<double> of_bucket = state.reduce ? state.reduce->square_sum() : std::nullopt;
+    sum = sum && of_bucket ? std::optional(*sum + *of_bucket) : std::nullopt;
+  }
+  return sum;
+}
+
+// ---- Communication hooks.
+
+void BucketQueue::take_hook_results() {
+  for (size_t i = next_to_hand_over_; i < states_.size(); ++i) take_hook_result(i);
+}
+
+void BucketQueue::take_hook_result(size_t index) {
+  if (states_[index].hooked == nullptr) return;
+  const Bucket& bucket = parts_.buffer.bucket(index);
+  const at::Tensor& result = states_[index].hooked->result();
+  if (result.is_same(bucket.flat)) return;
+  if (result.numel() != bucket.flat.numel()) {
+    throw_type_error(text("the communication hook returned a tensor of ", result.numel(), " elements for ",
+                          *bucket.label, ", expected as many as bucket.buffer() has: ", bucket.flat.numel()));
+  }
+  if (parts_.buffer.settings.low_precision.has_value()) {
+    parts_.gradients.copy_to_full_precision(bucket, result);
+  } else if (bucket.sparse || !result.is_alias_of(bucket.flat) || result.scalar_type() != bucket.flat.scalar_type()) {
+    bucket.flat.copy_(bucket.sparse ? result : result.reshape({-1}));
+  }
+}
+
+// ---- Hand over.
+
+bool BucketQueue::can_hand_over_early() const {
+  return on_reduced_ && !parts_.used.is_shared() && !parts_.skips_unused &&
+         !parts_.buffer.settings.low_precision.has_value() && !parts_.gradients.store().is_context();
+}
+
+// Waits for the first `waits_for` buckets; of the others it takes those that are reduced.
+void BucketQueue::hand_over_reduced(size_t waits_for) {
+  if (!can_hand_over_early()) return;
+  while (next_to_hand_over_ < next_) {
+    const size_t index = next_to_hand_over_;
+    if (PendingReduce* const reduce = states_[index].reduce.get()) {
+      const bool is_there = !reduce->is_held_back() && reduce->is_done();
+      if (!is_there && index >= waits_for) return;
+      wait_for(index, *reduce);
+      take_hook_result(index);
+    }
+    for (size_t param : parts_.buffer.bucket(index).params) {
+      parts_.gradients.hand_back(param, parts_.used.is_used(param));
+    }
+    hand_over_next();
+  }
+}
+
+// Hands over buckets until none lies where this bucket's gradients will lie.
+void BucketQueue::make_room_for(size_t index) {
+  const Bucket& bucket = parts_.buffer.bucket(index);
+  size_t waits_for = next_to_hand_over_;
+  for (size_t i = next_to_hand_over_; i < index && !bucket.sparse; ++i) {
+    const Bucket& before = parts_.buffer.bucket(i);
+    const bool is_apart = before.sparse || before.flat.device() != bucket.flat.device() ||
+                          before.end <= bucket.offset || bucket.end <= before.offset;
+    if (!is_apart) waits_for = i + 1;
+  }
+  if (waits_for > next_to_hand_over_) hand_over_reduced(waits_for);
+  DT_INVARIANT(next_to_hand_over_ >= waits_for);
+}
+
+void BucketQueue::hand_over_next() {
+  const std::vector<size_t>& params = parts_.buffer.bucket(next_to_hand_over_++).params;
+  try {
+    if (!hand_over_error_) on_reduced_(params, next_to_hand_over_ == states_.size());
+  } catch (...) {
+    hand_over_error_ = std::current_exception();
+  }
+  for (size_t i = 0; parts_.buffer.settings.reuses_memory && i < params.size(); ++i) {
+    at::Tensor& grad = parts_.params[params[i]].tensor.mutable_grad();
+    if (grad.defined() && grad.is_same(parts_.buffer.region(params[i]).view))
+      grad = grad.clone();  // others will lie there
+  }
+}
+
+void BucketQueue::hand_over_rest() {
+  while (on_reduced_ && next_to_hand_over_ < states_.size()) hand_over_next();
+}
+
+}  // namespace drivetrain::ddp

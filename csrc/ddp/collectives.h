@@ -1,0 +1,77 @@
+// Declares the collectives of a reducer's steps: how they start, how they are awaited and how their errors read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ddp/progress.h"
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+
+// Counts the synchronized steps and gives each collective of a step its tag.
+//
+// Invariants: all ranks of the transport have finished the same number of steps when they start the same collective. A
+// wait is visible in progress() while it lasts.
+class Collectives {
+ public:
+  // The parts of the reducer that a failed collective affects.
+  struct Recovery {
+    std::function<void()> forget_step;      // abandons the step
+    std::function<bool()> end_hooked_step;  // where a communication hook reduces: ends the step and returns true
+  };
+
+  // wrapper: names the wrapper in messages of processes that have several.
+  Collectives(std::shared_ptr<Comm> comm, std::string wrapper);
+  void set_recovery(Recovery recovery) { recovery_ = std::move(recovery); }
+  // ended_ranks: names the ranks whose processes have ended, "" if none is known to; called after a failure.
+  void set_ended_ranks(std::function<std::string()> ended_ranks) { ended_ranks_ = std::move(ended_ranks); }
+  // Takes another set of ranks and counts steps from 0.
+  void set_comm(std::shared_ptr<Comm> comm) { comm_ = std::move(comm); }
+
+  Comm& comm() const { return *comm_; }
+  std::string own_name() const { return comm_->ranks().name(comm_->rank()); }
+  const std::shared_ptr<Progress>& progress() const { return progress_; }
+  int64_t steps() const { return steps_; }  // finished
+  void count_step() { ++steps_; }
+  void restart_count() { steps_ = 0; }
+  // Publishes where this rank is in the step under way, as a position of Progress.
+  void move_to(int64_t position) { progress_->move_to(steps_ + 1, position); }
+
+  std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum);
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose);
+  // Waits for a collective of the step. what: names it in reports; position: where ranks have started it.
+  void wait(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t position);
+
+  // The following three communicate at once, where the step's first gradient has come.
+
+  // Sums `flat` over ranks, in place.
+  void sum_now(const at::Tensor& flat, const std::string& what);
+  // Returns rank 0's values, so that ranks that measured or computed other values agree.
+  std::vector<int64_t> from_rank_0(const std::vector<int64_t>& values, const std::shared_ptr<const std::string>& what,
+                                   c10::Device device);
+  // Returns every rank's values on the host: per rank float64 [values.size()]. They travel as tensors of the device,
+  // since a process group may take no others.
+  std::vector<at::Tensor> gather(const std::vector<double>& values, const std::string& what, c10::Device device);
+
+  // Throws the error of a failed collective. report: of the transport.
+  [[noreturn]] void fail(const std::string& what, const std::string& report) const;
+  // Abandons the step and throws. The arguments are copies, as they may belong to the step.
+  [[noreturn]] void fail_step(std::string what, std::string report) const;
+
+ private:
+  std::shared_ptr<Comm> comm_;
+  const std::string wrapper_;
+  const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  Recovery recovery_;
+  std::function<std::string()> ended_ranks_;
+  int64_t steps_ = 0;
+};
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,272 @@
+// Allocates the flat gradient buffer, divides it into buckets and moves gradients in and out.
+#include "ddp/grad_buffer.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "ddp/errors.h"
+#include "ddp/tensors.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+// A smaller bucket costs the latency of a collective whatever its size. The threshold is not tuned.
+constexpr int64_t kSmallBucket = 256 << 10;
+
+// torch's gradient layout contract: the parameter's own strides where it is dense, else row-major.
+std::vector<int64_t> grad_strides(const at::Tensor& param) {
+  if (param.is_non_overlapping_and_dense()) return param.strides().vec();
+  std::vector<int64_t> strides(param.dim(), 1);
+  for (int64_t d = param.dim() - 2; d >= 0; --d) strides[d] = strides[d + 1] * std::max<int64_t>(param.size(d + 1), 1);
+  return strides;
+}
+
+}  // namespace
+
+at::Tensor piece_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                    at::ScalarType dtype) {
+  const auto keep_memory = [memory](void*) {};
+  return at::from_blob(static_cast<char*>(memory.data_ptr()) + offset, sizes, strides, keep_memory,
+                       memory.options().dtype(dtype), memory.device());
+}
+
+GradBuffer::GradBuffer(const Parameters& params, StepStreams& streams, bool stays_views)
+    : params_(params), streams_(streams), regions_(params.size()) {
+  settings.stays_views = stays_views;
+}
+
+// ---- Memory.
+
+void GradBuffer::build(const std::vector<BucketPlan>& plans, Comm& comm) {
+  plans_ = std::vector<BucketPlan>(plans);  // `plans` may be plans_
+  tags_.prepare(comm);
+  std::map<std::string, int64_t> bytes, largest;
+  for (const BucketPlan& plan : plans_) {
+    const Parameter& first = params_[plan.entries[0].param];
+    if (first.sparse) continue;
+    const std::string device = first.tensor.device().str();
+    const int64_t with_tags = plan.bytes + tag_bytes(plan);
+    bytes[device] += with_tags;
+    largest[device] = std::max(largest[device], with_tags);
+  }
+  buckets_.clear();
+  bytes_ = 0;
+  for (auto& [device, size] : bytes) {
+    // One bucket is filled while another is reduced. Small ones that start together have room beside each other.
+    if (settings.reuses_memory) size = std::min(size, 2 * (largest[device] + kSmallBucket));
+    bytes_ += size;
+  }
+  std::map<std::string, int64_t> used;
+  for (const BucketPlan& plan : plans_) {
+    const std::string device = params_[plan.entries[0].param].tensor.device().str();
+    lay_out(plan, bytes[device], used[device], comm);
+  }
+  for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i].label = std::make_shared<const std::string>(describe(i));
+  group_small_buckets();
+}
+
+void GradBuffer::lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& used, Comm& comm) {
+  const size_t first = plan.entries[0].param;
+  const c10::Device device = params_[first].tensor.device();
+  Bucket& bucket = buckets_.emplace_back();
+  bucket.sparse = params_[first].sparse;
+  if (!bucket.sparse) {
+    at::Tensor& memory = memory_[device.str()];
+    if (!memory.defined() || memory.numel() != device_bytes) {
+      if (memory.defined()) streams_.keep_alive(memory);
+      memory = comm.allocate(device_bytes, device);
+    }
+    const at::ScalarType dtype = grad_dtype(first);
+    const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t with_tags = plan.bytes + tag_bytes(plan);
+    if (used + with_tags > device_bytes) used = 0;  // reuses the memory of the first buckets
+    bucket.offset = used;
+    bucket.end = bucket.offset + with_tags;
+    bucket.flat = piece_of(memory, bucket.offset, {numel}, {1}, dtype);
+    if (with_tags > plan.bytes) {
+      bucket.tags = piece_of(memory, bucket.offset + plan.bytes, {tags_.numel()}, {1}, dtype);
+      bucket.tagged = piece_of(memory, bucket.offset, {numel + tags_.numel()}, {1}, dtype);
+    }
+    used = bucket.end;
+  }
+  for (const BucketEntry& entry : plan.entries) {
+    Region& region = regions_[entry.param];
+    region.bucket = buckets_.size() - 1;
+    region.offset = entry.offset;
+    region.view = bucket.sparse ? at::Tensor() : make_view(entry.param);
+    bucket.params.push_back(entry.param);
+  }
+}
+
+// Depends on sizes alone, so that all ranks form the same groups whenever their gradients come.
+void GradBuffer::group_small_buckets() {
+  int64_t grouped = 0;
+  for (Bucket& bucket : buckets_) {
+    grouped += bucket.sparse ? kSmallBucket : static_cast<int64_t>(bucket.flat.nbytes());
+    bucket.ends_group = grouped >= kSmallBucket || &bucket == &buckets_.back();
+    if (bucket.ends_group) grouped = 0;
+  }
+}
+
+void GradBuffer::free() {
+  for (const auto& [device, memory] : memory_) streams_.keep_alive(memory);
+  memory_.clear();
+}
+
+int64_t GradBuffer::tag_bytes(const BucketPlan& plan) const {
+  const size_t first = plan.entries[0].param;
+  return tags_.bytes(params_[first].tensor, grad_dtype(first), params_[first].sparse);
+}
+
+std::string GradBuffer::describe(size_t bucket) const {
+  std::vector<std::string> names;
+  for (size_t index : buckets_[bucket].params) names.push_back(params_[index].name);
+  return text("bucket ", bucket, " of ", buckets_.size(), " [", joined(names), "]");
+}
+
+at::ScalarType GradBuffer::grad_dtype(size_t param) const {
+  const Parameter& of = params_[param];
+  return settings.low_precision && of.tensor.is_floating_point() ? *settings.low_precision : of.grad_dtype;
+}
+
+std::vector<BucketInfo> GradBuffer::infos() const {
+  std::vector<BucketInfo> infos;
+  for (const Bucket& bucket : buckets_) {
+    BucketInfo info;
+    for (size_t index : bucket.params) {
+      info.names.push_back(params_[index].name);
+      info.bytes += params_[index].tensor.numel() * static_cast<int64_t>(c10::elementSize(grad_dtype(index)));
+    }
+    info.dtype = c10::toString(grad_dtype(bucket.params[0]));
+    infos.push_back(std::move(info));
+  }
+  return infos;
+}
+
+// ---- Views.
+
+std::vector<at::Tensor> GradBuffer::views() const {
+  std::vector<at::Tensor> views;
+  for (const Region& region : regions_) views.push_back(region.view);
+  return views;
+}
+
+at::Tensor GradBuffer::make_view(size_t param) const {
+  const at::Tensor& tensor = params_[param].tensor;
+  const Region& region = regions_[param];
+  return piece_of(buckets_[region.bucket].flat, region.offset, tensor.sizes(), grad_strides(tensor), grad_dtype(param));
+}
+
+const void* GradBuffer::address_of(size_t param) const {
+  const Region& region = regions_[param];
+  return static_cast<const char*>(buckets_[region.bucket].flat.const_data_ptr()) + region.offset;
+}
+
+bool GradBuffer::is_in_place(size_t param, const at::Tensor& grad) const {
+  return grad.const_data_ptr() == address_of(param) && grad.strides().equals(regions_[param].view.strides());
+}
+
+bool GradBuffer::has_intact_view(size_t param) const {
+  return regions_[param].view.const_data_ptr() == address_of(param);
+}
+
+bool GradBuffer::is_in_place(const std::vector<BucketPlan>& plans) const {
+  const auto same_params = [](const BucketPlan& a, const BucketPlan& b) {
+    return std::equal(a.entries.begin(), a.entries.end(), b.entries.begin(), b.entries.end(),
+                      [](const BucketEntry& x, const BucketEntry& y) { return x.param == y.param; });
+  };
+  return std::equal(plans.begin(), plans.end(), plans_.begin(), plans_.end(), same_params);
+}
+
+bool GradBuffer::contains(const at::Tensor& tensor) const {
+  const char* address = static_cast<const char*>(tensor.const_data_ptr());
+  for (const auto& [device, memory] : memory_) {
+    const char* begin = static_cast<const char*>(memory.const_data_ptr());
+    if (tensor.device() == memory.device() && address >= begin && address < begin + memory.numel()) return true;
+  }
+  return false;
+}
+
+// ---- Gradients in and out.
+
+void GradBuffer::leave_to_holders(size_t param) {
+  at::Tensor& view = regions_[param].view;
+  if (!view.defined() || view.numel() == 0) return;
+  if (!has_intact_view(param)) {
+    view = make_view(param);
+    return;
+  }
+  if (settings.stays_views || settings.on_moved) return;
+  // torch accumulates in place into what .grad shows.
+  const at::Tensor& grad = params_[param].tensor.grad();
+  if (grad.defined() && grad.layout() == at::kStrided && is_in_place(param, grad)) return;
+  // A reference to the tensor itself keeps its storage in use only once this view lets go of it.
+  if (view.use_count() > 1) view = view.variable_data();
+  const at::Storage held = view.storage();
+  if (held.use_count() <= 2) return;  // `held` and the view
+  at::Tensor copy = view.clone();
+  held.set_data_ptr_noswap(copy.storage().set_data_ptr(at::DataPtr(nullptr, view.device())));
+  view = make_view(param);
+}
+
+void GradBuffer::fill(size_t param, const at::Tensor& values, double scale) {
+  leave_to_holders(param);
+  at::Tensor& view = regions_[param].view;
+  if (scale != 1) {
+    at::mul_out(view, values, as_scalar(scale));
+  } else {
+    view.copy_(values);
+  }
+}
+
+void GradBuffer::fill_zeros(size_t param) {
+  leave_to_holders(param);
+  regions_[param].view.zero_();
+}
+
+bool GradBuffer::are_views_held() const {
+  std::vector<at::Tensor> views;
+  for (const Region& region : regions_) {
+    if (!region.view.defined()) continue;
+    if (region.view.storage().use_count() > 1) return true;
+    views.push_back(region.view);
+  }
+  return settings.are_held && settings.are_held(views);
+}
+
+// The accumulators' streams may have written some of these gradients in this backward, outside of hooks.
+std::vector<at::Tensor> GradBuffer::copy_kept_gradients() const {
+  streams_.wait_for_accumulators();
+  std::vector<at::Tensor> kept(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& grad = params_[i].tensor.grad();
+    if (grad.defined() && !params_[i].sparse && contains(grad)) kept[i] = grad.clone();
+  }
+  return kept;
+}
+
+void GradBuffer::put_back(const std::vector<at::Tensor>& kept) {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!kept[i].defined()) continue;
+    regions_[i].view.variable_data().copy_(kept[i]);  // keeps the version: the values are the same
+    params_[i].tensor.mutable_grad() = regions_[i].view;
+  }
+  streams_.let_accumulators_wait();
+  tell_moved();
+}
+
+void GradBuffer::tell_moved() const {
+  if (settings.on_moved) settings.on_moved(views());
+}
+
+void GradBuffer::forget_sparse_gradients() {
+  for (Bucket& bucket : buckets_) {
+    if (bucket.sparse) bucket.flat = at::Tensor();
+  }
+}
+
+}  // namespace drivetrain::ddp

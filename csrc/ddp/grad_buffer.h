@@ -1,0 +1,138 @@
+// Declares the flat gradient buffer: its memory, its division into buckets, and the views that become `.grad`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ddp/bucket_plan.h"
+#include "ddp/bucket_tags.h"
+#include "ddp/parameter.h"
+#include "ddp/step_streams.h"
+#include "ddp/transport/transport.h"
+
+namespace drivetrain::ddp {
+
+// One bucket's memory.
+struct Bucket {
+  std::vector<size_t> params;                // in the expected order of their gradients
+  std::shared_ptr<const std::string> label;  // "bucket 7 of 12 [layer3.weight, ...]"
+  bool sparse = false;                       // has one parameter, whose gradient lies outside the buffer
+  bool ends_group = true;                    // small buckets wait for the next one and start together
+  int64_t offset = 0;                        // bytes from the buffer's start
+  int64_t end = 0;                           // likewise, behind the tags
+  // One-dimensional, padding included, in the parameters' dtype. For a sparse bucket this step's gradient.
+  at::Tensor flat;
+  at::Tensor tags, tagged;  // the tags behind flat, and flat with its tags; undefined without tags
+};
+
+struct BucketInfo {
+  std::vector<std::string> names;
+  int64_t bytes = 0;  // of gradients, without padding
+  std::string dtype;
+};
+
+// Owns one allocation per device. Each gradient has a fixed region in it from one build() to the next. After a
+// synchronized backward, `.grad` is a view of that region. Sparse gradients have no region: each is a bucket of its
+// own.
+//
+// Invariants: regions do not overlap, unless settings.reuses_memory is set. Every rank that builds the same plans has
+// the same layout. A view shares the buffer's lifetime, but has its own storage and version counter. Saving or copying
+// one gradient therefore never touches the others.
+class GradBuffer {
+ public:
+  // The place of a parameter's gradient.
+  struct Region {
+    size_t bucket = 0;
+    int64_t offset = 0;  // bytes from the bucket's start
+    at::Tensor view;     // strided by torch's gradient layout contract; undefined where the gradient is sparse
+  };
+  // The layout settings take effect with the next build().
+  struct Settings {
+    bool stays_views = false;  // tensors that a script keeps over a `.grad` show the parameter's next gradient, too
+    std::optional<at::ScalarType> low_precision;  // the gradients' dtype instead of their parameters'; layout
+    bool reuses_memory = false;  // later buckets reuse the memory of earlier ones, for steps in backward; layout
+    // Tells if Python refers to any of these tensors beside `.grad`.
+    std::function<bool(const std::vector<at::Tensor>&)> are_held;
+    // Gets views() after the gradients have moved.
+    std::function<void(const std::vector<at::Tensor>&)> on_moved;
+  };
+
+  GradBuffer(const Parameters& params, StepStreams& streams, bool stays_views);
+
+  // Lays out the buckets, on memory of the transport if the total size has changed.
+  void build(const std::vector<BucketPlan>& plans, Comm& comm);
+  // Frees the memory; build() follows.
+  void free();
+
+  const std::vector<Bucket>& buckets() const { return buckets_; }
+  Bucket& bucket(size_t index) { return buckets_[index]; }
+  const Region& region(size_t param) const { return regions_[param]; }
+  BucketTags& tags() { return tags_; }
+  const std::vector<BucketPlan>& plans() const { return plans_; }
+  const std::map<std::string, at::Tensor>& memory() const { return memory_; }  // uint8, by device
+  int64_t bytes() const { return bytes_; }
+  std::vector<BucketInfo> infos() const;
+  // Returns each parameter's view; undefined where the gradient is sparse.
+  std::vector<at::Tensor> views() const;
+  // Returns the dtype of the parameter's gradients in the buffer.
+  at::ScalarType grad_dtype(size_t param) const;
+
+  // ---- Gradients in and out.
+
+  // Returns true if the tensor is the parameter's region, strided as its view.
+  bool is_in_place(size_t param, const at::Tensor& grad) const;
+  // Returns true if the buffer has these buckets already.
+  bool is_in_place(const std::vector<BucketPlan>& plans) const;
+  // Returns false if the script assigned to .grad.data, which replaces the view's memory.
+  bool has_intact_view(size_t param) const;
+  // Gives tensors that the script keeps over the region, such as p.grad.flatten(), memory of their own. Call it before
+  // the region gets a gradient that is not accumulated into the last one. NumPy arrays keep pointing at the region.
+  void leave_to_holders(size_t param);
+  // Copies a gradient to its region in one pass, scaled.
+  void fill(size_t param, const at::Tensor& values, double scale);
+  void fill_zeros(size_t param);
+
+  // Returns true if the script refers to a view, so that nothing may move.
+  bool are_views_held() const;
+  // Copies the gradients that are being accumulated in the buffer, by parameter. They move with their parameters.
+  std::vector<at::Tensor> copy_kept_gradients() const;
+  // Puts these copies into their regions after a build().
+  void put_back(const std::vector<at::Tensor>& kept);
+  void forget_sparse_gradients();
+  // Calls settings.on_moved.
+  void tell_moved() const;
+
+  Settings settings;
+
+ private:
+  void lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& used, Comm& comm);
+  void group_small_buckets();
+  std::string describe(size_t bucket) const;
+  at::Tensor make_view(size_t param) const;
+  const void* address_of(size_t param) const;
+  bool contains(const at::Tensor& tensor) const;
+  int64_t tag_bytes(const BucketPlan& plan) const;
+
+  const Parameters& params_;
+  StepStreams& streams_;
+  std::map<std::string, at::Tensor> memory_;
+  std::vector<BucketPlan> plans_;
+  std::vector<Bucket> buckets_;
+  std::vector<Region> regions_;  // by parameter
+  BucketTags tags_;
+  int64_t bytes_ = 0;
+};
+
+// Returns a tensor over part of the memory that shares its lifetime but has a storage of its own.
+at::Tensor piece_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                    at::ScalarType dtype);
+
+}  // namespace drivetrain::ddp

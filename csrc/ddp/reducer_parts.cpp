@@ -1,0 +1,262 @@
+// Assembles the parts of a reducer and implements what concerns all of them.
+#include "ddp/reducer_parts.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/heap.h"
+#include "base/stream_order.h"
+
+namespace drivetrain::ddp {
+namespace {
+
+Parameters make_params(std::vector<at::Tensor> tensors, std::vector<std::string> names,
+                       const std::vector<bool>& sparse) {
+  DT_INVARIANT(!tensors.empty() && tensors.size() == names.size() && tensors.size() == sparse.size());
+  Parameters params;
+  int64_t largest = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Parameter& param = params.emplace_back();
+    param.tensor = std::move(tensors[i]);
+    param.name = std::move(names[i]);
+    param.sparse = sparse[i];
+    param.grad_dtype = param.tensor.grad_dtype().value_or(param.tensor.scalar_type());
+    if (param.tensor.is_cpu() && !param.sparse) largest = std::max<int64_t>(largest, param.tensor.nbytes());
+  }
+  keep_freed_memory(largest);  // a backward frees each gradient once it is in the buffer
+  return params;
+}
+
+}  // namespace
+
+ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::string> names, std::shared_ptr<Comm> comm,
+                           ReducerOptions given)
+    : options(std::move(given)),
+      params(make_params(std::move(tensors), std::move(names), options.sparse)),
+      streams(params),
+      buffer(params, streams, options.gradients_stay_views),
+      gradients(params, buffer, [this] { forget_step(); }),
+      collectives(std::move(comm), options.wrapper),
+      used(params, gradients, collectives, options.find_unused_parameters),
+      weights(params, collectives, [this] { forget_step(); }),
+      replicas(params, collectives, options.check_replicas_every),
+      uneven(*this),
+      queue({params, buffer, gradients, streams, collectives, used, now, options.skip_unused_buckets}),
+      planner(params, buffer, collectives, {options.bucket_caps, options.plan_from_measurement}),
+      claims(params),
+      norm(options.shares_norm ? grad::ReducedNorm::make() : nullptr) {
+  const auto end_hooked_step = [this] {
+    if (!queue.has_hook()) return false;
+    drain();  // the other ranks go on, so that the rest ends
+    forget_step();
+    return true;
+  };
+  collectives.set_recovery({[this] { forget_step(); }, end_hooked_step});
+  planner.start_over();
+  queue.reset();
+}
+
+// ---- Settings.
+
+void ReducerParts::set_on_reduced(BucketQueue::OnReduced on_reduced) {
+  queue.set_on_reduced(std::move(on_reduced));
+  const bool reuses = queue.can_hand_over_early() && used.graph() == Graph::kDynamic && !buffer.settings.on_moved;
+  if (reuses == buffer.settings.reuses_memory) return;
+  const at::NoGradGuard no_grad_tracking;
+  reset();
+  const std::vector<at::Tensor> kept = buffer.copy_kept_gradients();
+  buffer.settings.reuses_memory = reuses;
+  planner.use(buffer.plans());
+  if (!reuses) {
+    buffer.put_back(kept);
+    return;
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (kept[i].defined()) params[i].tensor.mutable_grad() = kept[i];
+  }
+}
+
+void ReducerParts::set_static_graph() {
+  errors.note([&] {
+    if (queue.has_on_reduced()) {
+      throw EnvironmentError("call _set_static_graph() before optimizer.step_in_backward(), not after.");
+    }
+    if (!has_begun) return;
+    throw EnvironmentError(
+        "_set_static_graph() should be called before training loop starts: pass static_graph=True to "
+        "DistributedDataParallel instead.");
+  });
+  used.set_graph(Graph::kStaticUnknown);
+}
+
+void ReducerParts::set_mixed_precision(at::ScalarType dtype) {
+  buffer.settings.low_precision = dtype;
+  planner.start_over();
+  queue.reset();
+}
+
+void ReducerParts::set_comm(std::shared_ptr<Comm> comm) {
+  collectives.restart_count();  // the first step of the new group is measured again
+  reset();
+  collectives.set_comm(std::move(comm));
+  buffer.free();
+  planner.start_over();
+  queue.reset();
+  buffer.tell_moved();
+}
+
+// ---- The step as a whole.
+
+void ReducerParts::reset() {
+  claims.release();
+  announced.is_under_way = false;
+  gradients.reset();
+  queue.reset();
+  streams.reset();
+  used.reset();
+  weights.reset();
+  replicas.reset();
+  uneven.reset();
+  phase = StepPhase::kIdle;
+  collectives.move_to(Progress::kIdle);
+}
+
+void ReducerParts::forget_step() {
+  reset();
+  weights.forget_weights();
+  uneven.end_step();
+  forwards = 0;
+  end_callbacks.clear();
+  queue.take_hand_over_error();
+}
+
+void ReducerParts::drain() const {
+  queue.drain();
+  ddp::drain(used.pending());
+  ddp::drain(weights.pending());
+  ddp::drain(replicas.pending());
+}
+
+void ReducerParts::wait_for_all() {
+  RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
+  queue.wait_for_rest();
+  used.wait(queue.last_position());
+  weights.wait(queue.last_position());
+  replicas.wait(queue.last_position());
+}
+
+void ReducerParts::end_interrupted_step() {
+  if (!queue.have_all_started()) fail_incomplete();
+  wait_for_all();
+  collectives.count_step();  // as on ranks where backward did not raise
+}
+
+void ReducerParts::hand_back_gradients() {
+  const bool is_done_elsewhere = optimizer_in_backward || buffer.settings.low_precision.has_value();
+  for (size_t i = 0; i < params.size(); ++i) {
+    const bool used_anywhere = used.find_used(i, queue.is_skipped(buffer.region(i).bucket));
+    if (!is_done_elsewhere && !queue.was_handed_over(i)) gradients.hand_back(i, used_anywhere);
+  }
+}
+
+void ReducerParts::reset_state() {
+  drain();  // other ranks may be summing what lies in the buffer
+  if (phase == StepPhase::kRunning && queue.have_all_started()) collectives.count_step();  // the others finish it
+  forget_step();
+  used.end_step();
+}
+
+void ReducerParts::check_finalized() {
+  errors.note([&] {
+    if (phase == StepPhase::kRunning) fail_incomplete();
+  });
+}
+
+void ReducerParts::rebuild_buckets() {
+  if (planner.rebuild(used.may_change(), queue.has_hook())) queue.reset();
+}
+
+void ReducerParts::check_given_up() {
+  const std::string why = collectives.progress()->why_given_up();
+  if (why.empty()) return;
+  forget_step();
+  throw EnvironmentError(why);
+}
+
+void ReducerParts::check_unconsumed(size_t param, bool came) const {
+  const bool may_be_consumed =
+      buffer.settings.low_precision.has_value() || optimizer_in_backward || gradients.store().is_context();
+  if (may_be_consumed || collectives.comm().size() == 1) return;
+  ddp::check_unconsumed(params[param], gradients[param].version, came);
+}
+
+void ReducerParts::fail_incomplete() const {
+  ddp::fail_incomplete(params, {collectives.own_name(), gradients.missing(), used.graph() == Graph::kStaticKnown,
+                                options.find_unused_parameters});
+}
+
+at::Tensor ReducerParts::free_region(size_t param) {
+  const bool is_taken = gradients[param].ready || !queue.is_filling(buffer.region(param).bucket);
+  if (params[param].sparse || is_taken || buffer.settings.low_precision.has_value() || buffer.settings.reuses_memory)
+    return {};
+  if (!buffer.has_intact_view(param)) return {};
+  const at::NoGradGuard no_grad_tracking;
+  buffer.leave_to_holders(param);
+  return buffer.region(param).view;
+}
+
+Scaling ReducerParts::choose_scaling() const {
+  const int64_t size = collectives.comm().size(), divisor = uneven.divisor();
+  Scaling scaling;
+  if (!weights.has_weight()) {
+    if (divisor > 0 && divisor != size) {
+      scaling.before = 1.0 / static_cast<double>(divisor);
+    } else if (collectives.comm().averages()) {
+      scaling.as_sum = false;
+    } else {
+      scaling.before = 1.0 / static_cast<double>(size);
+    }
+    // Transports always sum sparse gradients.
+    scaling.before_sparse = 1.0 / static_cast<double>(divisor > 0 ? divisor : size);
+  }
+  if (queue.has_hook()) scaling.before = scaling.before_sparse = 1;  // a hook gets sums, and divides
+  return scaling;
+}
+
+void ReducerParts::share_norm() {
+  if (!norm || !norm_is_due || weights.has_weight() || queue.scaling().as_sum || queue.has_hook()) return;
+  if (optimizer_in_backward || buffer.settings.low_precision.has_value() || gradients.store().is_context()) return;
+  grad::Gradients found;
+  found.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& grad = params[i].tensor.grad();
+    const bool is_untouched = gradients[i].without_grad && gradients[i].untouched.defined();
+    if (params[i].sparse || gradients[i].delegated || is_untouched || !grad.is_same(buffer.region(i).view)) return;
+    found.push_back(grad.unsafeGetTensorImpl());
+  }
+  norm->publish(std::move(found), queue.square_sum());
+}
+
+void ReducerParts::mark_end() {
+  const std::shared_ptr<Progress>& progress = collectives.progress();
+  progress->end_step();
+  const auto stream = stream_on(params[0].tensor.device());
+  if (!stream) return;
+  if (!device_end) device_end = std::make_shared<c10::Event>(stream->device_type());
+  const auto has_ended = [end = device_end] {
+    try {
+      return end->query();
+    } catch (const c10::Error&) {
+      // The step was captured into a CUDA graph, whose replays do not pass here. Or the device has failed, which the
+      // training thread finds by itself.
+      return true;
+    }
+  };
+  progress->end_on_device([&] { device_end->record(*stream); }, has_ended);
+}
+
+}  // namespace drivetrain::ddp

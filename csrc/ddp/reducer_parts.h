@@ -1,0 +1,139 @@
+// Declares the parts of a reducer, and the state of the step under way that they share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ddp/bucket_planner.h"
+#include "ddp/bucket_queue.h"
+#include "ddp/collectives.h"
+#include "ddp/errors.h"
+#include "ddp/grad_buffer.h"
+#include "ddp/parameter.h"
+#include "ddp/parameter_claims.h"
+#include "ddp/replicas.h"
+#include "ddp/step_gradients.h"
+#include "ddp/step_streams.h"
+#include "ddp/step_times.h"
+#include "ddp/uneven_inputs.h"
+#include "ddp/used_parameters.h"
+#include "ddp/weighted_mean.h"
+#include "grad/reduced_norm.h"
+
+namespace drivetrain::ddp {
+
+struct ReducerOptions {
+  std::vector<int64_t> bucket_caps;  // bytes, in the expected order of buckets; the last repeats
+  bool find_unused_parameters = false;
+  bool skip_unused_buckets = false;  // those whose parameters are all unused; every rank must leave out the same ones
+  std::vector<bool> sparse;          // per parameter: it gets sparse gradients
+  int64_t check_replicas_every = 0;  // synchronized steps between two comparisons of the parameters; 0: never
+  std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters; must not need gradients
+  bool shares_norm = false;                                // optimizers may use the norm that a reduction finds
+  bool plan_from_measurement = false;  // only on the CPU, without sparse gradients, and the same on every rank
+  std::string wrapper;                 // names the wrapper in messages of processes that have several
+  bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient, too
+};
+
+// The state of the synchronized step under way.
+enum class StepPhase {
+  kIdle,      // no step: hooks only move gradients into the buffer
+  kPrepared,  // a forward asked for synchronization, no gradient has come
+  kRunning,   // gradients come
+};
+
+// An announced backward that no forward has prepared.
+struct AnnouncedBackward {
+  bool is_under_way = false;  // or has raised
+  bool has_gradient = false;
+  int task = -1;  // autograd's number of it
+};
+
+// Invariant: the parts refer to each other, so that the object never moves. Each has its own state; here is only what
+// belongs to the step as a whole.
+struct ReducerParts {
+  ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::string> names, std::shared_ptr<Comm> comm,
+               ReducerOptions given);
+  ReducerParts(const ReducerParts&) = delete;
+  ReducerParts& operator=(const ReducerParts&) = delete;
+
+  const ReducerOptions options;
+  Parameters params;
+  StepStreams streams;
+  GradBuffer buffer;
+  StepGradients gradients;
+  Collectives collectives;  // behind the buffer: a transport ends before its memory is freed
+  UsedParameters used;
+  WeightedMean weights;
+  ReplicaCheck replicas;
+  UnevenInputs uneven;
+  StepTimes now, last;  // of the step under way, and of the last finished one
+  BucketQueue queue;
+  BucketPlanner planner;
+  ParameterClaims claims;
+  LastError errors;
+  const std::shared_ptr<grad::ReducedNorm> norm;  // null: not shared
+
+  StepPhase phase = StepPhase::kIdle;
+  AnnouncedBackward announced;
+  int forwards = 0;                    // prepared since the last synchronized backward
+  bool norm_is_due = false;            // the transport computes sums of squares
+  bool has_begun = false;              // a synchronized forward or backward has begun
+  bool optimizer_in_backward = false;  // the communication hook steps parameters, and keeps or drops their gradients
+  std::vector<std::function<void()>> end_callbacks;
+  std::shared_ptr<c10::Event> device_end;  // of the last step, for Progress; null on the CPU
+
+  // ---- Settings.
+
+  // Calls on_reduced for each bucket that is reduced; null: nothing. Later buckets then reuse the memory of earlier
+  // ones, where nothing stands against it.
+  void set_on_reduced(BucketQueue::OnReduced on_reduced);
+  // Declares that every step uses the same parameters. Throws once training has begun.
+  void set_static_graph();
+  // Gives the gradients this dtype. They then come through Reducer::on_gradient().
+  void set_mixed_precision(at::ScalarType dtype);
+  // Reduces over another set of ranks from the next step on.
+  void set_comm(std::shared_ptr<Comm> comm);
+
+  // ---- The step as a whole.
+
+  void reset();
+  // Also forgets what was given for this step alone, such as its weight.
+  void forget_step();
+  // Waits for all collectives under way in a step that is given up.
+  void drain() const;
+  // Waits for all collectives of the step.
+  void wait_for_all();
+  // Makes the reduced values `.grad`, unless they were handed over during backward.
+  void hand_back_gradients();
+  // Ends a step that has begun and was not finalized. Throws if a gradient is missing: the ranks no longer agree on
+  // what is reduced. If none is missing, backward raised after the last one and all buckets have started.
+  void end_interrupted_step();
+  // Forgets a step that was interrupted, after its collectives have ended.
+  void reset_state();
+  // Throws if a synchronized backward has begun and not ended.
+  void check_finalized();
+  void rebuild_buckets();
+  // Throws if the watchdog has found that the step under way cannot end.
+  void check_given_up();
+  // Throws if a hook has consumed the gradient that has just come (came) or is known to be none.
+  void check_unconsumed(size_t param, bool came) const;
+  [[noreturn]] void fail_incomplete() const;
+  // Returns the region where the parameter's next gradient will lie; undefined where autograd must bring it.
+  at::Tensor free_region(size_t param);
+  Scaling choose_scaling() const;
+  // Publishes the norm where `.grad` is what the transport left, and nothing else, for every parameter.
+  void share_norm();
+  // Marks the end of the step for the watchdog, on a device by an event.
+  void mark_end();
+};
+
+}  // namespace drivetrain::ddp

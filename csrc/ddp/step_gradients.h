@@ -1,0 +1,64 @@
+// Declares the gradients of a step: which have come, how they enter the flat buffer and how their means leave it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "ddp/grad_buffer.h"
+#include "ddp/gradient_store.h"
+#include "ddp/parameter.h"
+
+namespace drivetrain::ddp {
+
+// One parameter in the step under way.
+struct ParamStep {
+  bool ready = false;         // its gradient has come, or is known to be none
+  bool without_grad = false;  // this rank has none
+  bool delegated = false;     // another wrapper around the same parameter reduces it in this backward
+  int fired = 0;              // hooks so far
+  uint32_t version = 0;       // of the tensor, when its backward was prepared
+  at::Tensor untouched;       // copy of a kept `.grad` that this rank did not add to; put back if no rank used it
+  at::Tensor differentiable;  // `.grad` of a backward with create_graph; stays `.grad` and gets the mean's values
+};
+
+// Invariants: put_in() leaves in the buffer what this rank adds to the sum, and a gradient exists twice only while it
+// is copied. hand_back() is the only way by which a reduced value becomes `.grad`.
+class StepGradients {
+ public:
+  // forget_step: abandons the step, before an error that leaves the reducer usable.
+  StepGradients(const Parameters& params, GradBuffer& buffer, std::function<void()> forget_step)
+      : params_(params), buffer_(buffer), forget_step_(std::move(forget_step)), steps_(params.size()) {}
+
+  ParamStep& operator[](size_t param) { return steps_[param]; }
+  const ParamStep& operator[](size_t param) const { return steps_[param]; }
+  size_t size() const { return steps_.size(); }
+  GradientStore& store() { return store_; }
+  const GradientStore& store() const { return store_; }
+  void reset();
+  void note_versions();
+  std::vector<size_t> missing() const;
+
+  // Moves the gradient to its region, scaled, and makes `.grad` the view of that region.
+  void take(size_t param, double scale);
+  // Puts what this rank adds to the sum where the transport takes it: the gradient, the kept gradient, or zeros.
+  void put_in(size_t param, double scale);
+  // Makes the reduced value `.grad`. used: a rank used the parameter; else `.grad` stays as it was.
+  void hand_back(size_t param, bool used);
+  // Copies a communication hook's result to the gradients of full precision that the hook made (mixed precision).
+  void copy_to_full_precision(const Bucket& bucket, const at::Tensor& result);
+
+ private:
+  void move_to_region(size_t param, at::Tensor& grad, double scale);
+
+  const Parameters& params_;
+  GradBuffer& buffer_;
+  const std::function<void()> forget_step_;
+  GradientStore store_;
+  std::vector<ParamStep> steps_;  // by parameter
+};
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,89 @@
+// Declares which parameters a step uses, and the state of a static graph.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "ddp/collectives.h"
+#include "ddp/parameter.h"
+#include "ddp/step_gradients.h"
+
+namespace drivetrain::ddp {
+
+enum class Graph {
+  kDynamic,
+  kStaticUnknown,  // the first step counts how often each parameter's hook fires
+  kStaticKnown,    // later steps wait for as many
+};
+
+// Finds the unused parameters of a step, and shares the map of used parameters over ranks where a rank may not use all.
+//
+// Invariant: is_shared() is the same on every rank, even on one that has run out of inputs and saw no static graph.
+class UsedParameters {
+ public:
+  UsedParameters(const Parameters& params, StepGradients& gradients, Collectives& collectives, bool find_unused);
+
+  Graph graph() const { return graph_; }
+  void set_graph(Graph graph) { graph_ = graph; }
+  // Returns true if the used parameters may change from step to step.
+  bool may_change() const { return find_unused_ && graph_ == Graph::kDynamic; }
+  // Returns true if the step under way shares the map over ranks.
+  bool is_shared() const;
+  // Returns true if every synchronized step so far used the same parameters.
+  bool has_stayed_the_same() const { return has_stayed_the_same_; }
+
+  // ---- A step, in the order of calls.
+
+  // Finds the parameters that backward from these outputs does not reach.
+  void search(const std::vector<at::Tensor>& outputs);
+  // Returns the parameters that are known to be unused, and forgets them.
+  std::vector<size_t> take_unused();
+  // Notes that this rank has a gradient for the parameter.
+  void note_used(size_t param) { local_.data_ptr<int32_t>()[param] = 1; }
+  // Counts one hook of the parameter. Returns true if it has all of the step's gradients. Throws if it has more than a
+  // static graph's first step.
+  bool count_hook(size_t param);
+  // Ends the counting of a static graph's first step.
+  void expect_as_counted();
+  // Starts the sum of the maps, where it is due.
+  void start();
+  PendingReduce* pending() const { return reduce_.get(); }
+  // Finds which parameters a rank used, after the sum. On a device this waits for the sum where this rank left one out.
+  void finish();
+  // Returns true if some rank used the parameter, as far as this rank knows it without the step's sum.
+  bool is_used(size_t param) const { return !gradients_[param].without_grad || used_somewhere_[param]; }
+  // Returns true if some rank used the parameter; after finish(). skipped: its bucket was not reduced.
+  bool find_used(size_t param, bool skipped);
+  // Ends the step: the map counts from here.
+  void end_step() { local_.zero_(); }
+  void reset();
+
+  // Takes part in the sum for a rank that has run out of inputs. position: where ranks have started the sum.
+  void shadow(int64_t position);
+  // Waits for the sum of the maps.
+  void wait(int64_t position);
+  // Returns for each parameter the number of ranks that used it in the last synchronized backward: int32 [parameters].
+  // Where no map was shared, 1 for those that this rank has used since.
+  at::Tensor map() const;
+
+ private:
+  const Parameters& params_;
+  StepGradients& gradients_;
+  Collectives& collectives_;
+  const bool find_unused_;
+  Graph graph_ = Graph::kDynamic;
+  std::vector<size_t> unused_;
+  std::vector<int> expected_;         // by parameter: hooks of a step; counted for a static graph
+  std::vector<bool> used_somewhere_;  // by parameter: by any rank, in a static graph
+  std::vector<bool> last_without_grad_;
+  bool has_stayed_the_same_ = true;
+  at::Tensor local_;   // int32 [parameters], on the CPU
+  at::Tensor global_;  // the sum over ranks; on the parameters' device while it is under way
+  std::unique_ptr<PendingReduce> reduce_;
+};
+
+}  // namespace drivetrain::ddp

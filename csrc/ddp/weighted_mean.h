@@ -1,0 +1,87 @@
+// Declares the weights of a step's gradients, and the mean over what they count.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ddp/collectives.h"
+#include "ddp/grad_buffer.h"
+#include "ddp/late_check.h"
+#include "ddp/parameter.h"
+
+namespace drivetrain::ddp {
+
+// The gradients of weighted backwards become the sum over ranks divided by the sum of weights, not by the number of
+// ranks.
+//
+// Invariants: has_weight() holds while `.grad` may hold gradients that weights count. The host waits for no device: an
+// error that only a device can find is raised in a later step.
+class WeightedMean {
+ public:
+  // forget_step: abandons the step, before an error.
+  WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
+
+  // Begins a backward whose loss was multiplied with this weight. Throws if `.grad` holds gradients that no weight
+  // counts; on a device other than the CPU in a later call.
+  void begin(double weight);
+  // Ends it. failed: it raised, and its weights count nothing.
+  void end(bool failed);
+  // Notes the gradients that the weights count, after the backward and its reduction.
+  void note_gradients();
+  // Returns true if no step has ended since begin().
+  bool is_in_step_of_begin() const { return begun_in_ == collectives_.steps(); }
+  // Counts this rank with weight 0 if it has none.
+  void count_nothing() { weight_ = weight_.value_or(0); }
+  bool has_weight() const { return weight_.has_value(); }
+  // Throws if a backward without a weight adds to gradients that weights count. Gradients that were zeroed since are
+  // forgotten instead. came: the parameter whose gradient has just come, the backward's first.
+  void check_gradient(size_t came) {
+    if (weight_ && !is_weighted_) check_unweighted(came);
+  }
+  // Throws what a device has found in an earlier backward, once the host knows it.
+  void check_late();
+
+  // ---- A step's reduction.
+
+  void begin_step();
+  void start();
+  PendingReduce* pending() const { return reduce_.get(); }
+  void wait(int64_t position);
+  // Makes the sums in the buffer the means over what all weights count. factor: the number by which a communication
+  // hook has divided, else 1.
+  void divide(GradBuffer& buffer, double factor);
+  void forget_weights();
+  void reset() { reduce_.reset(); }
+
+ private:
+  // Identifies the tensor that is `.grad` and every write to it that autograd would notice.
+  using Seen = std::pair<const void*, uint32_t>;
+  static Seen see_grad(const Parameter& param);
+
+  void forget_zeroed_weights();
+  at::Tensor any_nonzero(const std::vector<at::Tensor>& grads) const;
+  void check_unweighted(size_t came);
+  bool were_zeroed(size_t came);
+
+  const Parameters& params_;
+  Collectives& collectives_;
+  const std::function<void()> forget_step_;
+  bool is_weighted_ = false;      // the backward under way has a weight
+  int64_t begun_in_ = 0;          // finished steps at begin()
+  std::optional<double> weight_;  // the sum of this rank's weights
+  at::Tensor kept_weight_;        // float64 [1]; weights of gradients that only the device knows to be zeroed: then 0
+  LateCheck uncounted_;           // gradients that a weighted backward added to and no weight counts
+  LateCheck unzeroed_;            // gradients with weights that a backward without one added to
+  std::vector<Seen> seen_;        // by parameter: `.grad` after the last weighted backward
+  at::Tensor sum_;                // float64 [1], on the parameters' device; over ranks
+  std::unique_ptr<PendingReduce> reduce_;
+};
+
+}  // namespace drivetrain::ddp

@@ -1,0 +1,74 @@
+"""Checks before a module is wrapped: its devices, and that all ranks wrap the same model with the same arguments."""
+
+import hashlib
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .transport import rank_name
+
+R = TypeVar("R")
+
+
+def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters that will be reduced, with their names."""
+    ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def check_devices(named_params: list[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError if the parameters are on devices of several types."""
+    first_on: dict[torch.device, str] = {}
+    for name, param in named_params:
+        first_on.setdefault(param.device, name)
+    where = ", ".join(f"{name!r} on {device}" for device, name in first_on.items())
+    if len({device.type for device in first_on}) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but its parameters are "
+            f"spread: {where}. Move the module to one device with module.to(device)."
+        )
+
+
+def check_same_on_all_ranks(
+    named_params: list[tuple[str, nn.Parameter]],
+    arguments: dict[str, object],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Compares parameters and arguments over ranks.
+
+    Raises:
+        RuntimeError: Two ranks differ. Every rank raises it and names the first difference.
+    """
+    mine = {f"argument {name!r}": repr(value) for name, value in arguments.items()}
+    for name, param in named_params:
+        mine[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, strides {param.stride()}"
+        if param.grad_dtype not in (param.dtype, None):
+            mine[f"the gradient of parameter {name!r}"] = str(param.grad_dtype)
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
+    device = next((param.device for _, param in named_params), torch.device("cpu"))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if len(set(_gather(digest, group))) == 1:
+            return
+        by_rank = _gather(mine, group)
+    for what in dict.fromkeys(what for facts in by_rank for what in facts):
+        found = [facts.get(what, "not there") for facts in by_rank]
+        if len(set(found)) > 1:
+            ranks = "; ".join(f"{rank_name(rank, group)}: {fact}" for rank, fact in enumerate(found))
+            raise RuntimeError(
+                "DistributedDataParallel needs the same model and arguments on every rank, but "
+                f"{what} differs: {ranks}."
+            )
+    raise RuntimeError(
+        "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "
+        "different orders: build the model in the same order everywhere."
+    )
+
+
+def _gather(item: R, group: dist.ProcessGroup | None) -> list[R]:
+    """Returns every rank's item, on every rank."""
+    items: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
+    return items

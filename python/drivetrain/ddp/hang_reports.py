@@ -1,0 +1,340 @@
+"""Hang reports: the watchdog thread publishes this rank's progress and names the ranks that delay it.
+
+Each rank writes a short record into the process group's store every quarter of the limit (see control_block.py). A rank
+that has waited for the limit reads what the others have written, and logs which ranks are behind it. Nothing here takes
+the reducer's lock, which a waiting rank holds, and no clock is compared with another host's.
+"""
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import _C
+from ..frames import self_of, stack_of, users_line
+from ..processes import has_ended, this_process
+from . import watchdog
+from .control_block import Position, Record, control_block_of
+
+VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
+DEFAULT_LIMIT_S = 30.0
+
+_BEATS_PER_LIMIT = 4
+_SILENT_BEATS = 2  # a rank that publishes nothing for so many is called silent
+_SHORTEST_BEAT_S = 0.05
+_RANKS_NAMED = 4
+# A process closes its connections, which the others notice, shortly before it has ended.
+_ENDING_S = 0.5
+
+_logger = logging.getLogger("drivetrain")
+
+_Modules = dict[int, tuple["weakref.ref[nn.Module]", str]]  # module and name, by id
+
+
+class _Wait(NamedTuple):
+    """Identifies one wait."""
+
+    step: int
+    awaited: str
+
+
+class _Behind(NamedTuple):
+    """A rank that has not started what is awaited, or is silent, and where it was last seen."""
+
+    position: Position
+    rank: int
+
+
+class _Ended(NamedTuple):
+    """A rank whose process has ended; those sort first that reported no error of their own."""
+
+    has_failed: bool
+    rank: int
+
+
+def limit_from(argument: float | None) -> float:
+    """Returns the limit in seconds, 0 for none: the argument, else the environment variable, else the default."""
+    source, limit = "report_hang_after", argument
+    if limit is None:
+        given = os.environ.get(VARIABLE) or DEFAULT_LIMIT_S
+        source = VARIABLE
+        try:
+            limit = float(given)
+        except ValueError:
+            raise ValueError(f"{source} is {given!r}, expected seconds >= 0, or 0: never") from None
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
+        raise TypeError(f"{source} is a {type(limit).__name__}, expected seconds as a number")
+    if not limit >= 0:
+        raise ValueError(f"{source} is {limit}, expected seconds >= 0, or 0: never")
+    return 0.0 if math.isinf(limit) else float(limit)
+
+
+@contextlib.contextmanager
+def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
+    """Marks a wait for the other ranks, in or before a forward. An error also names the ranks that have ended."""
+    progress.begin_wait(what)
+    try:
+        yield
+    except RuntimeError as error:
+        reporter = next((one for one in _reporters() if one.watches(progress)), None)
+        if reporter is not None and (ended := reporter.ended_ranks()):
+            error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
+        raise
+    finally:
+        progress.end_wait()
+
+
+def _reporters() -> list["HangReporter"]:
+    return [one for one in watchdog.all_watched() if isinstance(one, HangReporter)]
+
+
+class HangReporter:
+    """Reports the waits of one reducer.
+
+    The reducer owns it and it does not know the reducer, so that both end when the wrapper does.
+
+    Args:
+        progress: Of the reducer.
+        group: The process group to reduce over.
+        modules: All modules with their names, for messages.
+        limit_s: Seconds after which a wait is reported.
+        wrapper: Names the wrapper in messages of processes that have several.
+        device: A device whose streams wait for other ranks while the host goes on. None: the host itself waits.
+    """
+
+    def __init__(
+        self,
+        progress: _C.Progress,
+        group: dist.ProcessGroup,
+        modules: Sequence[tuple[str, nn.Module]],
+        limit_s: float,
+        wrapper: str,
+        device: torch.device | None = None,
+    ) -> None:
+        self._wrapper = wrapper
+        self._progress = progress
+        self._limit_s = limit_s
+        self._block = control_block_of(group, self.beat_s)
+        self._group = weakref.ref(group)
+        self._device = device
+        self._thread = threading.get_ident()  # the thread that builds a model trains it
+        self._modules: _Modules = {id(module): (weakref.ref(module), name) for name, module in modules}
+        self._beats = 0
+        self._has_failed = False
+        self._wait: _Wait | None = None
+        self._next_report_s = limit_s
+        self._listening_since = 0.0
+        watchdog.add(self)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two records."""
+        return max(self._limit_s / _BEATS_PER_LIMIT, _SHORTEST_BEAT_S)
+
+    def look(self) -> float:
+        """Publishes this rank's record, and reports a wait that is too long.
+
+        Returns:
+            Seconds until the next look.
+        """
+        now = self._progress.snapshot()
+        self._block.publish(self._record(now))
+        if None in self._block.seen:  # learn every rank's process early: the store may end with one
+            self._block.read()
+        if self._device is not None and now.seconds >= self._limit_s:
+            self._give_up_if_hopeless(self._device)
+        if not now.awaited or now.seconds < self.beat_s:
+            self._wait = None
+            return self.beat_s
+        if self._wait != (now.step, now.awaited):
+            self._wait = _Wait(now.step, now.awaited)
+            self._next_report_s = self._limit_s
+            self._block.read()  # earlier records do not count as heard
+            self._block.begin_listening()
+            self._listening_since = time.monotonic()
+        is_answered = self._block.read()
+        # This thread may begin late where it had to wait for a core; it needs this long to tell which ranks are silent.
+        has_listened = time.monotonic() - self._listening_since >= _SILENT_BEATS * self.beat_s
+        if now.seconds >= self._next_report_s and has_listened:
+            self._next_report_s = 2 * now.seconds
+            report = self._report(now, is_answered)
+            self._progress.set_report(now.step, report)
+            _logger.warning("%s", report)
+        return max(min(self.beat_s, self._next_report_s - now.seconds), _SHORTEST_BEAT_S)
+
+    def watches(self, progress: _C.Progress) -> bool:
+        """Returns True if this reports the waits of that reducer."""
+        return self._progress is progress
+
+    def wait_times(self) -> list[float | None]:
+        """Returns every rank's seconds of waiting per step; None for a rank that has published nothing."""
+        seen = self._block.seen if self._block.read() else [None] * len(self._block.ranks)
+        waits = [status.wait_s if status else None for status in seen]
+        waits[self._block.rank] = self._record(self._progress.snapshot())["wait_s"]
+        return waits
+
+    def ended_ranks(self) -> str:
+        """Names the ranks whose processes have ended, and where they were last seen; "" if none has.
+
+        Call it after a collective has failed.
+        """
+        deadline = time.monotonic() + _ENDING_S
+        self._block.read()
+        while not (ended := self._describe_ended()) and time.monotonic() < deadline:
+            time.sleep(_ENDING_S / 20)
+        # Lets the others name the rank that ended first, and not those that ended because of it.
+        self._has_failed = True
+        self._block.publish(self._record(self._progress.snapshot()))
+        if ended:
+            self._block.read()
+        return self._describe_ended()
+
+    def _describe_ended(self) -> str:
+        block = self._block
+        ended = sorted(
+            _Ended(record["has_failed"], rank)
+            for rank, record in enumerate(block.last)
+            if rank != block.rank and record is not None and has_ended(record["process"])
+        )
+        sentences = []
+        for one in ended:
+            record = block.last[one.rank]
+            assert record is not None
+            sentences.append(
+                f"Rank {block.ranks[one.rank]} has ended: its process {record['process']['pid']} is gone, last seen "
+                f"{record['where']} in step {record['step']}."
+            )
+        if len(sentences) > _RANKS_NAMED:
+            sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
+        return " ".join(sentences)
+
+    def _give_up_if_hopeless(self, device: torch.device) -> None:
+        """Aborts the group, and raises in the training thread, if the device waits for a rank that has ended.
+
+        It does so for no other reason: ranks may end before others, and a silent rank may come back.
+        """
+        lag = self._progress.device_lag()
+        if lag is None or lag.seconds < self._limit_s or self._progress.why_given_up():
+            return
+        self._block.read()
+        ended, group = self._describe_ended(), self._group()
+        if not ended or group is None:
+            return
+        why = (
+            f"drivetrain: {device} has waited {_rounded(lag.seconds)} s for collectives of step {lag.step} of "
+            f"{self._wrapper} that cannot complete, and the process group was aborted. {ended} Look for the first "
+            "error in that rank's log, and start the job again: the gradients of this step are undefined."
+        )
+        _logger.error("%s", why)
+        self._progress.give_up(why)
+        _raise_in(self._thread, why)
+        # An abort may itself wait for what the device is executing.
+        threading.Thread(target=_abort, args=(group, device), name="drivetrain-watch-abort", daemon=True).start()
+
+    def _record(self, now: _C.ProgressSnapshot) -> Record:
+        self._beats += 1
+        return {
+            "beat": self._beats,
+            "step": now.step,
+            "position": now.position,
+            "awaited": now.awaited,
+            "where": _where(self._thread, self._modules),
+            "wait_s": now.wait_s if now.num_waits else None,
+            "process": this_process(),
+            "has_failed": self._has_failed,
+        }
+
+    # ---- Reports.
+
+    def _report(self, now: _C.ProgressSnapshot, is_answered: bool) -> str:
+        block = self._block
+        name = f"rank {block.ranks[block.rank]}"
+        step = f"step {now.step} of {self._wrapper}" if watchdog.has_several() else f"step {now.step}"
+        waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of {step} waits"
+        if not is_answered:
+            return (
+                f"{waits}; for which rank is not known, as the process group's store does not answer either (it is "
+                "served by torchrun, or else by rank 0's process)"
+            )
+        block.fetch([one.rank for one in self._behind(now)])  # a summary may be older than the records
+        behind = self._behind(now)
+        if not behind:
+            return f"{waits} although every rank has come to it: what carries it is slow or stands still"
+        named = [self._describe(one.rank, now.step) for one in behind[:_RANKS_NAMED]]
+        if len(behind) > _RANKS_NAMED:
+            named.append(f"{len(behind) - _RANKS_NAMED} more")
+        return f"{waits} for {'; for '.join(named)}"
+
+    def _behind(self, now: _C.ProgressSnapshot) -> list[_Behind]:
+        """Returns the ranks that are behind, the furthest first, as others may wait for it, too."""
+        needed = Position(now.step, now.needed)
+        positions = [Position(one.step, one.position) if one else Position(0, 0) for one in self._block.seen]
+        return sorted(
+            _Behind(position, rank)
+            for rank, position in enumerate(positions)
+            if rank != self._block.rank and (position < needed or self._is_silent(rank))
+        )
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._block.seen[rank] is None or self._block.silence_s(rank) >= _SILENT_BEATS * self.beat_s
+
+    def _describe(self, rank: int, step: int) -> str:
+        name, record = f"rank {self._block.ranks[rank]}", self._block.last[rank]
+        if record is None:
+            return f"{name}, which has not been heard of at all"
+        silence = f"which has not been heard of for {_rounded(self._block.silence_s(rank))} s"
+        facts = [silence] if self._is_silent(rank) else []
+        facts.append(f"last seen {record['where']}")
+        if record["awaited"]:
+            facts.append(f"itself waiting for {record['awaited']} of step {record['step']}")
+        elif record["step"] != step:
+            facts.append(f"in step {record['step']}")
+        return f"{name}, {', '.join(facts)}"
+
+
+def _raise_in(thread: int, why: str) -> None:
+    """Raises RuntimeError(why) in that thread, once it runs Python again."""
+
+    class RankHasEnded(RuntimeError):
+        def __init__(self) -> None:  # Python instantiates the class without arguments
+            super().__init__(why)
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RankHasEnded))
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Ends the group's collectives on that device, where its backend can."""
+    try:
+        group._get_backend(device).abort()
+    except Exception as error:
+        _logger.error("the process group's backend for %s cannot be aborted: %s", device, error)
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def _where(thread: int, modules: _Modules) -> str:
+    """Returns where that thread is: "in layer9.mlp (train.py:88 in forward)", or "at train.py:52 in train"."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return "nowhere: the thread that built the model has ended"
+    stack = stack_of(innermost)
+    line = users_line(stack)
+    for frame in stack:
+        module = self_of(frame)
+        reference, name = modules.get(id(module), (None, ""))
+        if reference is not None and reference() is module:
+            return f"in {name or type(module).__name__} ({line})"
+    return f"at {line}"

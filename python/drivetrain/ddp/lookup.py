@@ -1,0 +1,40 @@
+"""Finds the DistributedDataParallel of a model, for features that build on its reducer."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from .distributed import DistributedDataParallel
+
+
+def wrapper_in(model: nn.Module, caller: str) -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel that the model is or contains; None if it has none.
+
+    Args:
+        model: The model.
+        caller: Name of the calling feature, for messages.
+
+    Raises:
+        NotImplementedError: The model has torch's class, several wrappers, one without a reducer, or is sharded.
+    """
+    wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
+    for module in model.modules():
+        if "FSDP" in type(module).__name__ or type(module).__name__ == "FullyShardedDataParallel":
+            raise NotImplementedError(
+                f"{caller} does not support sharded models (FSDP), where torch's own means remain: no_sync(), "
+                "set_requires_gradient_sync()."
+            )
+    if not wrappers:
+        return None
+    wrapper = wrappers[0]
+    if len(wrappers) > 1 or not isinstance(wrapper, DistributedDataParallel):
+        what = f"{len(wrappers)} DistributedDataParallel wrappers" if len(wrappers) > 1 else "torch's own class"
+        raise NotImplementedError(
+            f"{caller} needs a model in one drivetrain.DistributedDataParallel, or in none; this one has {what}: swap "
+            "it (drivetrain.install() does it for a script that builds torch's)."
+        )
+    if not wrapper._has_reducer() or wrapper._use_python_reducer:
+        raise NotImplementedError(
+            f"{caller} needs the reducer, and this DistributedDataParallel has none: all its parameters' reductions "
+            "are delayed, or compiled into backward."
+        )
+    return wrapper

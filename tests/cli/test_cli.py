@@ -396,7 +396,7 @@ def test_doctor_says_which_rank_is_missing(sick: Doctor) -> None:
 
 def test_doctor_without_rank_0(sick: Doctor) -> None:
     findings = sick(_launch(1, 2, _free_port()))
-    assert "nobody listens yet" in findings["master"]["text"]
+    assert "no process listens yet" in findings["master"]["text"]
     assert "no store" in findings["ranks"]["text"]
 
 

@@ -1,4 +1,4 @@
-"""`drivetrain env`: the versions and settings that a bug report needs, as lines to paste."""
+"""Implements `drivetrain env`: prints the versions and settings that a bug report needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, str]:
-    """Collects the facts by name, in the order in which they are printed."""
+    """Collects the versions and settings by name, in printing order."""
     facts = {
         "drivetrain": f"{drivetrain.__version__}, built for torch {_build_info.TORCH_VERSION}",
         "build": f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; NCCL: {_build_info.NCCL}",

@@ -192,7 +192,7 @@ def test_outcomes_of_tests(tmp_path: Path) -> None:
     assert found["failures"] == {"b": "wrong bits\nits process ended"}
     assert found["skips"] == {"no second GPU": 1}
     assert found["unfinished"] == ["d"]
-    assert found["note"] == "1 failed, 1 passed, 1 skipped, 1 had begun"
+    assert found["note"] == "1 failed, 1 passed, 1 skipped, 1 did not end"
     assert parts._read_outcomes(tmp_path / "nothing", 0)["status"] == "failed"
 
 
@@ -227,9 +227,9 @@ CLEAN, HAZARDS = "========= ERROR SUMMARY: 0 errors\n", "========= RACECHECK SUM
     [
         (0, RAN + CLEAN, "passed", "ERROR SUMMARY: 0 errors"),
         (9, RAN + HAZARDS, "failed", "RACECHECK SUMMARY: 2 hazards displayed"),
-        (0, RAN, "failed", "no summary of the tool's"),
+        (0, RAN, "failed", "the tool printed no summary"),
         (1, "imported\nthe device answers\n" + CLEAN, "failed", "ERROR SUMMARY: 0 errors"),
-        (1, "SyntaxError", "failed", "no summary of the tool's"),
+        (1, "SyntaxError", "failed", "the tool printed no summary"),
         (1, "ModuleNotFoundError: No module named 'hypothesis'", "not possible here", "missing: hypothesis"),
         (127, "", "not possible here", "no compute-sanitizer on PATH"),
         (1, "imported\n========= Error: Device not supported\n", "not possible here", "Error: Device not supported"),

@@ -160,9 +160,7 @@ def _read_gates(code: int | None, output: str, setting: Setting) -> Details:
     if code == 2 and not setting.is_dry:
         return {"status": "not possible here", "note": lines[-1] if lines else ""}
     failed = [line for line in lines if line.startswith("FAILED ")]
-    return {
-        "note": f"{len(failed)} limits exceeded" if failed else "the script ran alone" if setting.is_dry else lines[-1]
-    }
+    return {"note": f"{len(failed)} limits exceeded" if failed else "a dry run" if setting.is_dry else lines[-1]}
 
 
 def _train(setting: Setting) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Training by the Hugging Face Trainer: a tiny GPT-2 learns digits pixel by pixel, with and without checkpointing."""
+"""Trains a tiny GPT-2 on digits, pixel by pixel, with the Hugging Face Trainer, with and without checkpointing."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from transformers import (
 
 
 class TakeNotes(TrainerCallback):
-    """A substep is a micro-batch that is not the last of its step."""
+    """Records gradients. The Trainer calls every micro-batch of a step except the last a substep."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes

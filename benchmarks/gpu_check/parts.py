@@ -134,7 +134,7 @@ def _note_missing(code: int | None, output: str) -> Details:
     return {"note": "missing: " + "; ".join(missing)} if missing else {}
 
 
-# ---- Before anything is measured.
+# ---- Gates: checks that run before the measurements.
 
 
 def _gates(setting: Setting) -> list[Job]:

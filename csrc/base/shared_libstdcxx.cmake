@@ -1,8 +1,8 @@
 # Links targets with the shared libstdc++ and fails a build that contains a static copy.
 #
-# Compiler wrappers, -static-libstdc++ and some toolsets put a copy of libstdc++ into every module. torch uses the shared
-# library, and in one process with it the copy crashes at its first stream: the facets of a locale belong to one copy
-# and their ids to the other.
+# Compiler wrappers, -static-libstdc++ and some toolsets put a copy of libstdc++ into every module. torch uses the
+# shared library. In one process with it, the copy crashes at its first stream: the facets of a locale belong to one
+# copy and their ids to the other.
 
 include_guard()
 include(CheckCXXSourceCompiles)

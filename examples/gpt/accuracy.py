@@ -1,12 +1,12 @@
 """Trains one model with AdamW in every storage format of drivetrain and prints the cost of each in validation loss.
 
-The reference is torch's AdamW with float32 parameters. Each other row shows drivetrain's AdamW with fewer bits: its
-mean difference in held-out loss from the reference over all seeds, with a 95 % interval (Student's t). Runs are paired
-by seed: both start from equal weights and see equal batches in the same order.
+The reference is torch's AdamW with float32 parameters. Each other row shows drivetrain's AdamW with fewer bits. Its
+figure is the mean difference in held-out loss from the reference over all seeds, with a 95 % interval (Student's t).
+Runs are paired by seed: both start from equal weights and see equal batches in the same order.
 
 Rows differ only in the optimizer's storage. Every forward uses the parameters rounded to bfloat16 and computes in
 float32. Every gradient reaches the optimizer rounded to bfloat16, and bfloat16 represents all initial weights exactly.
-Autocast cannot serve as the reference: it rounds activations at other points than a model in bfloat16, which changes
+Autocast cannot serve as the reference: it rounds activations at other points than a model in bfloat16. That changes
 the loss more than the optimizer does. Float32 parameters here act as master weights of the bfloat16 model, as in
 classic mixed precision.
 
@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=positive(int), default=8, help="rows per step (%(default)s)")
     add("--block-size", type=positive(int), default=64, help="bytes per row, the model's context (%(default)s)")
     add("--preset", choices=PRESETS, default="small", help="model shape (%(default)s)")
-    # The rate of train.py is three times as high. In these few steps it amplifies rounding until nothing else shows.
+    # The rate of train.py is three times as high. In these few steps it amplifies rounding until other differences vanish.
     add("--lr", type=positive(float), default=2e-3, help="peak of the usual learning rate (%(default)s)")
     add("--low-lr", type=positive(float), default=1e-4, help="peak of the control's learning rate (%(default)s)")
     add("--held-out-rows", type=positive(int), default=512, help="rows in the validation loss (%(default)s)")

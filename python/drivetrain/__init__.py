@@ -1,4 +1,4 @@
-"""drivetrain: DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
+"""Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
 
 from importlib.metadata import version
 

@@ -438,7 +438,7 @@ def test_tests_run_with_the_plugins_that_are_here(
     assert "one process" in note
 
 
-# ---- What compute-sanitizer gets to see.
+# ---- Kernels that run under compute-sanitizer.
 
 
 def rules_of_the_sources(repository: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Executes the Python blocks of pages, each page in a namespace of its own, as the only rank of a process group.
+"""Executes the Python blocks of pages, each page in its own namespace, as the only rank of a process group.
 
 python run_blocks.py PAGE...    prints a JSON object: the traceback of each page that failed
 """

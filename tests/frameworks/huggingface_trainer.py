@@ -52,7 +52,7 @@ def train(out: Path, name: str, gradient_checkpointing: bool) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    torch.manual_seed(arguments.process_index)  # other weights on every rank: the wrapper has to make them the same
+    torch.manual_seed(arguments.process_index)  # each rank has other weights, which the wrapper must synchronize
     config = GPT2Config(vocab_size=17, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0)
     config.embd_pdrop = config.attn_pdrop = 0.0
     pixels = [image.long() for image, _ in digits()]

@@ -106,7 +106,7 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _collect(self, ranks: list[_Rank], deadline: float) -> tuple[dict[int, _Answer], bool]:
-        """The ranks' answers, and whether the ranks can go on. A rank that does not answer counts as failed."""
+        """Returns the ranks' answers, and True if the ranks can go on. A rank that does not answer counts as failed."""
         answers: dict[int, _Answer] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
         intact = True

@@ -21,11 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script.
-
-    Returns:
-        0 always.
-    """
+    """Prints the completion script and returns 0."""
     from drivetrain.cli import whole_parser
 
     print(shtab.complete(whole_parser(), args.shell))

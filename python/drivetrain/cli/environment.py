@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the environment.
-
-    Returns:
-        0 always.
-    """
+    """Prints the versions and settings and returns 0."""
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))

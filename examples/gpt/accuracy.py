@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=positive(int), default=8, help="rows per step (%(default)s)")
     add("--block-size", type=positive(int), default=64, help="bytes per row, the model's context (%(default)s)")
     add("--preset", choices=PRESETS, default="small", help="model shape (%(default)s)")
-    # The rate of train.py is three times as high. In these few steps it amplifies rounding until other differences vanish.
+    # The rate of train.py is three times as high. In so few steps it amplifies rounding until other differences vanish.
     add("--lr", type=positive(float), default=2e-3, help="peak of the usual learning rate (%(default)s)")
     add("--low-lr", type=positive(float), default=1e-4, help="peak of the control's learning rate (%(default)s)")
     add("--held-out-rows", type=positive(int), default=512, help="rows in the validation loss (%(default)s)")

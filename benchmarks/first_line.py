@@ -93,7 +93,9 @@ def measure(repository: Path, folder: Path, console: Console) -> dict[str, objec
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repository", type=Path, default=REPOSITORY, help="repository to clone (default: this checkout)")
+    parser.add_argument(
+        "--repository", type=Path, default=REPOSITORY, help="repository to clone (default: this checkout)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures")
     args = parser.parse_args()
     console = Console(stderr=True)

@@ -198,7 +198,7 @@ def test_run_refuses_wrong_defaults(tmp_path: Path, option: str, complaint: str)
 
 def test_run_passes_defaults_and_reports_that_nothing_was_wrapped(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text("from drivetrain import ddp\nprint(ddp.defaults)")
+    path.write_text("from drivetrain.ddp.distributed import defaults\nprint(defaults)")
     options = ("bucket_cap_mb=1.5", "gradient_as_bucket_view=true", "forward_sync_buffers=none")
     done = _cli("run", *(word for option in options for word in ("--ddp", option)), str(path))
     assert ast.literal_eval(done.stdout) == {
@@ -227,7 +227,7 @@ def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=1)
     model = DDP(torch.nn.Linear(2, 2))
-    assert type(model).__module__ == "drivetrain.ddp", type(model)
+    assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -259,7 +259,7 @@ if rank == 0:
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 dist.init_process_group("gloo", rank=rank, world_size=2)
 model = DDP(torch.nn.Linear(2, 2))
-assert type(model).__module__ == "drivetrain.ddp", type(model)
+assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
 assert model.bucket_bytes_cap == 3 * 2**20
 model(torch.ones(1, 2)).sum().backward()
 dist.destroy_process_group()

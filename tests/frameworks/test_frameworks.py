@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent
 TIMEOUT_S = 150  # longer than the scripts' own limit, after which their ranks print their stacks and end
 ENGINES = {
     "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
-    "drivetrain": "drivetrain.ddp.DistributedDataParallel",
+    "drivetrain": "drivetrain.ddp.distributed.DistributedDataParallel",
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Maps each script to the packages that it needs and its launcher. Lightning's scripts start the second rank themselves.

@@ -14,7 +14,7 @@ from drivetrain.optim import base
 _NOTHING_WRAPPED = (
     "no model was wrapped in this process (child processes print their own reports). It built no "
     "DistributedDataParallel, or it took torch's class from a place other than a module's global name. To check, "
-    "print(type(model)): drivetrain's class prints as drivetrain.ddp.DistributedDataParallel"
+    "print(type(model)): drivetrain's class prints as drivetrain.ddp.distributed.DistributedDataParallel"
 )
 
 

@@ -250,7 +250,7 @@ def gpu_test_files(repository: Path) -> list[Path]:
     Other files may need packages that a GPU machine lacks.
     """
     marked = re.compile(r'mark\.gpu\b|usefixtures\("device"\)|[(,] ?device: str\b')
-    return [file for file in sorted((repository / "tests").glob("test_*.py")) if marked.search(file.read_text())]
+    return [file for file in sorted((repository / "tests").rglob("test_*.py")) if marked.search(file.read_text())]
 
 
 def _read_outcomes(file: Path, code: int | None) -> Details:

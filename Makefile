@@ -1,22 +1,22 @@
-# The front door: every target does its own set-up. `make help` lists them.
+# Runs every task of the project; each target does its own set-up. `make help` lists them.
 
-# An active environment that has torch is used as it is; otherwise one is made here.
+# An active environment that has torch is used unchanged; otherwise make creates .venv.
 ACTIVE := $(shell test -n "$$VIRTUAL_ENV" && "$$VIRTUAL_ENV/bin/python" -c "import torch" 2>/dev/null && echo "$$VIRTUAL_ENV")
 ENV := $(or $(ACTIVE),.venv)
 PYTHON := $(ENV)/bin/python
 RANKS ?= 2
-# The version for which pip finds a CPU build where one is offered; another one: make TORCH=torch==2.14.1 ...
+# pip installs this version's CPU build if the index offers one. Select another version: make TORCH=torch==2.14.1 ...
 TORCH ?= torch==2.13.0
 ifneq ($(words $(ENV)),1)
 $(error make cannot work with an environment whose path has spaces: "$(ENV)". Deactivate it; one is then made in .venv)
 endif
-# Per checkout and torch: an active environment may serve several.
+# Stamps are kept per checkout and torch, because several checkouts may share an active environment.
 STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
 NVCC := $(shell command -v nvcc 2> /dev/null)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 
-# The whole suite in two processes, a file at a time: much of it waits, or has one thread's work. ARGS="..." runs in one.
+# The suite runs in two processes, one file at a time, because many tests wait or use one thread. ARGS="..." runs in one.
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train test test-fake-cuda fake-cuda-defects faults compare accuracy bench gpu-check gpu-wheels gpu-table
@@ -38,12 +38,13 @@ accuracy: $(STAMPS)/built ## what each storage of the optimizer costs in validat
 check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## with nvcc and no GPU: limits on the machine code of the CUDA kernels
 	$(PYTHON) tests/kernel_gates.py $(ARGS)
 
-# Threads that spin for work take the cores from the other process and from ranks: tests need twice the time with them.
+# Spinning OpenMP threads would take cores from the other process and its ranks and double the time of the tests.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## the whole test suite
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_TWO))
 
-# Its own environment, because torch's CUDA build takes the CPU build's place; an active one with that torch is used.
+# This target makes its own environment, because torch's CUDA build replaces the CPU build. An active environment with
+# torch 2.11.0 for CUDA is used instead.
 test-fake-cuda: ## the GPU tests on a CUDA made of the CPU, no GPU needed (PART=ci: what CI runs; SEEDS="1 2 3")
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
@@ -56,8 +57,8 @@ faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip
 bench: $(STAMPS)/built ## the speed and memory tables of the README
 	$(PYTHON) -m drivetrain bench all $(ARGS)
 
-# The first of these whose torch is there, which need not be one of ours. No network is asked: what else is missing comes
-# from the wheels of `make gpu-wheels`, and all is installed in build/ alone.
+# gpu-check uses the first of these that has torch. It needs no network: missing packages come from the wheels of
+# `make gpu-wheels`, and everything is installed into build/.
 GPU_PYTHON ?= $(VIRTUAL_ENV:%=%/bin/python) python3 .venv/bin/python
 gpu-check: ## on a machine with an NVIDIA GPU: builds, tests, sanitizes and measures there (PART="gates train ranks steps bench sanitize devices tests long")
 	@for python in $(GPU_PYTHON); do "$$python" -c "import torch" 2> /dev/null || continue; \
@@ -70,12 +71,12 @@ gpu-wheels: $(ENV)/bin/python ## download what gpu-check may miss on a machine w
 gpu-table: $(ENV)/bin/python ## write the GPU figures of docs/benchmarks.md from the newest of benchmarks/results
 	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.page
 
-# The oldest and the newest torch that is supported; === because a registry may offer a CPU build under the same number.
+# These are the oldest and the newest supported torch. `===` excludes a CPU build that an index offers under that number.
 CUDA_TORCHES ?= torch===2.11.0 torch===2.14.1
 check-cuda-build: $(ENV)/bin/python ## with nvcc and no GPU: build, link and import against CUDA builds of torch (6 GB each)
 	tests/check_cuda_build.sh $(ENV)/bin/python $(CUDA_TORCHES)
 
-# The variable silences an advertisement of the theme.
+# The variable silences an advertisement that the theme prints.
 docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors (half a minute)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
@@ -109,7 +110,7 @@ $(ENV)/bin/python:
 	python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "drivetrain needs Python 3.10 or newer; python3 is $$(python3 --version)." >&2; exit 1; }
 	python3 -m venv .venv || { rm -rf .venv; echo "python3 -m venv failed: install your system's venv package (Debian: apt install python3-venv)." >&2; exit 1; }
 
-# torch first and pinned, so that nothing later pulls another build of it.
+# torch is installed first and pinned, so that later installs keep this build.
 $(STAMPS)/torch: | $(ENV)/bin/python
 	mkdir -p $(STAMPS)
 	$(if $(ACTIVE),$(PYTHON) -m pip --version > /dev/null || $(PYTHON) -m ensurepip,$(PYTHON) -m pip install --quiet "$(TORCH)" numpy)
@@ -119,25 +120,25 @@ $(STAMPS)/build-tools: $(STAMPS)/torch
 	$(PYTHON) -m pip install --quiet $(BUILD_TOOLS) "rich>=13" "shtab>=1.7"
 	touch $@
 
-# Editable, so that a change of Python needs nothing and a change of csrc/ only what it touches.
+# The install is editable: a change of Python needs no build, and a change of csrc/ rebuilds only what depends on it.
 BUILD := $(PYTHON) tools/build.py
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
 	$(BUILD) $(if $(wildcard $(STAMPS)/built-with-kernels),-Ccmake.define.DRIVETRAIN_CUDA=on)
 	touch $@
 
-# With the CUDA kernels also where torch has no CUDA: their machine code can be checked, and NCCL's transport runs on fakes.
+# This build has CUDA kernels even if torch has no CUDA: tests check their machine code and run NCCL's transport on fakes.
 $(STAMPS)/built-with-kernels: $(SOURCES) $(STAMPS)/build-tools
 	$(BUILD) -Ccmake.define.DRIVETRAIN_CUDA=on
 	touch $(STAMPS)/built $@
 
-# The extras of pyproject.toml; the package itself is installed already and stays as it is, and so does torch: what
-# the frameworks that tests use ask for must not replace it.
+# This installs the extras of pyproject.toml. The constraint keeps the installed torch, which the frameworks' requirements
+# could otherwise replace.
 $(STAMPS)/test-tools: pyproject.toml $(STAMPS)/built
 	$(PYTHON) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(STAMPS)/constraints.txt
 	$(PYTHON) -m pip install --quiet --constraint $(STAMPS)/constraints.txt "drivetrain[test,frameworks]"
 	touch $@
 
-# The disassembler.
+# This installs the disassembler.
 $(STAMPS)/kernel-tools: $(STAMPS)/torch
 	$(PYTHON) -m pip install --quiet nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@

@@ -1,9 +1,9 @@
-"""Measures the time from `git clone` to the first line of training, and which files took longest to compile.
+"""Measures the time from `git clone` to the first line of training, and the compile time of each file.
 
 python benchmarks/first_line.py [--repository PATH] [--json FILE]
 
-Clones the committed state and runs `make train` there without an active environment and a compiler cache. Stops at the
-first line that the training prints. pip uses the cache of the machine: run the command twice for a warm one.
+It clones the committed state and runs `make train` there, without an active environment or a compiler cache. It stops
+at the first line that the training prints. pip uses the machine's cache; run the command twice to fill it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SLOWEST_SHOWN = 12
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment without what would spare the clone a step of its own."""
+    """Returns this process's environment without variables that would let the clone skip a step."""
     dropped = {"VIRTUAL_ENV", "CMAKE_ARGS", "PYTHONPATH", "CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_C_COMPILER_LAUNCHER"}
     return {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHONUNBUFFERED": "1"}
 
 
 def compile_seconds(clone: Path) -> dict[str, float]:
-    """Returns the wall-clock seconds of each object file, from ninja's log, the slowest first."""
+    """Returns the wall-clock seconds of each object file from ninja's log, slowest first."""
     seconds = {}
     for log in clone.glob("build/*/.ninja_log"):
         for line in log.read_text().splitlines()[1:]:
@@ -49,7 +49,11 @@ def compile_seconds(clone: Path) -> dict[str, float]:
 
 
 def measure(repository: Path, folder: Path, console: Console) -> dict[str, object]:
-    """Clones `repository` into `folder` and returns the seconds of each phase; raises RuntimeError if make fails."""
+    """Clones `repository` into `folder` and measures the seconds of each phase.
+
+    Raises:
+        RuntimeError: `make train` ended before a line of training.
+    """
     begin = time.monotonic()
     subprocess.run(["git", "clone", "--quiet", str(repository), str(folder)], check=True)
     cloned = time.monotonic()
@@ -89,8 +93,10 @@ def measure(repository: Path, folder: Path, console: Console) -> dict[str, objec
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repository", type=Path, default=REPOSITORY, help="what to clone (default: this checkout)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument(
+        "--repository", type=Path, default=REPOSITORY, help="repository to clone (default: this checkout)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures")
     args = parser.parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:

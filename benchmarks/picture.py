@@ -1,4 +1,4 @@
-"""Draws docs/images/step_time.svg: drivetrain's share of torch's time or memory, from the JSON of `drivetrain bench`.
+"""Draws docs/images/step_time.svg: ratios of drivetrain to torch, from the JSON of `drivetrain bench`.
 
 python benchmarks/picture.py [FOLDER]    (default: benchmarks/results/cpu, with one file per topic)
 """
@@ -64,7 +64,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.legend(loc="lower right", fontsize=8)
     axes.set_title(f"torch {found['torch']}, {found['isa']}, two CPU cores", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})  # the same bytes from the same figures
+    figure.savefig(path, metadata={"Date": None})  # keeps the file equal for equal figures
 
 
 def main() -> None:

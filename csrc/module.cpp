@@ -1,4 +1,4 @@
-// The native module drivetrain._C: one register call per topic, and how C++ errors become Python ones.
+// Defines the native module drivetrain._C: registers each topic and translates C++ exceptions into Python exceptions.
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -30,7 +30,7 @@ void translate(std::exception_ptr error) {
     PyErr_SetString(PyExc_NotImplementedError, e.what());
   } catch (const InvariantError& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
-  } catch (python_error& e) {  // Python's own, on its way through torch
+  } catch (python_error& e) {  // torch wraps a Python exception that passes through it
     e.restore();
   } catch (const c10::Error&) {
     torch::translate_exception_to_python(error);
@@ -46,7 +46,7 @@ void register_base(py::module_& m) {
     return names;
   });
   m.def("force_isa", &force_isa, py::arg("name"));
-  // Of the CUDA runtime that the module uses and of the newest one that the driver takes; 0 where there is none.
+  // Returns the versions of the module's CUDA runtime and of the newest runtime that the driver supports; 0: none.
   m.def("cuda_versions", [] {
     const CudaVersions versions = cuda_versions();
     return std::pair(versions.runtime, versions.driver);

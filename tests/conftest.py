@@ -1,4 +1,4 @@
-"""What the tests share: GPU skipping with its reason, instruction sets, and real ranks over gloo."""
+"""Provides the shared fixtures: GPU skipping with its reason, instruction sets, and real ranks over gloo."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import torch
 from drivetrain import _C
 from ranks import RankPool
 
-# The files that take longest, the longest first: neither of two processes (see Makefile) is then left alone with one.
+# These files take longest and run first, longest first, so that both test processes (see Makefile) end together.
 LONGEST = (
     *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_gpu_check"),
     *("test_shm", "test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
@@ -37,7 +37,7 @@ def _fixed_seed() -> None:
 
 @pytest.fixture(params=_C.available_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this processor has, in turn."""
+    """Runs the test once for each instruction set of this processor."""
     _C.force_isa(request.param)
     yield request.param
     _C.force_isa("")
@@ -45,7 +45,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each kind of device in turn: where a test names none, it makes its tensors there."""
+    """Runs the test once for each kind of device, as torch's default device."""
     torch.set_default_device(None if request.param == "cpu" else request.param)
     yield request.param
     torch.set_default_device(None)
@@ -53,7 +53,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def late_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a module that makes a device: for a process of its own, as torch has one such device."""
+    """Builds a module that registers a test device, and returns its folder.
+
+    Use it in a separate process, because torch has only one such device.
+    """
     folder, site = tmp_path_factory.mktemp("late_device"), Path(torch.__file__).parent
     include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     sources = sorted((Path(__file__).parent / "late_device").glob("*.cpp"))
@@ -84,7 +87,7 @@ def _rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture
 def on_ranks(_rank_pool: RankPool) -> Callable[..., list[Any]]:
-    """Runs a module-level function on two real ranks of a fresh gloo group; returns each rank's result."""
+    """Runs a module-level function on two real ranks of a fresh gloo group and returns each rank's result."""
     return _rank_pool.run
 
 
@@ -98,13 +101,13 @@ def _more_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, 
 
 @pytest.fixture
 def on_three_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]:
-    """As `on_ranks`, on three."""
+    """Does the work of `on_ranks` on three ranks."""
     return _more_ranks[3].run
 
 
 @pytest.fixture
 def on_four_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]:
-    """As `on_ranks`, on four."""
+    """Does the work of `on_ranks` on four ranks."""
     return _more_ranks[4].run
 
 

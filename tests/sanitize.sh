@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The package's own tests on builds with the address and undefined-behaviour sanitizers, and the torch-free native tests
-# with all three. Usage: tests/sanitize.sh PYTHON [pytest arguments]; a few minutes per sanitizer.
+# Runs the package's tests under the address and undefined-behavior sanitizers, and the torch-free native tests under the
+# thread sanitizer too. Usage: tests/sanitize.sh PYTHON [pytest arguments]. Each sanitizer takes a few minutes.
 set -euo pipefail
 python=$1
 shift
@@ -20,9 +20,9 @@ for sanitizer in address undefined; do
   "$python" -m pip install --quiet --no-build-isolation --no-deps --target "$folder/site" \
     -Cbuild-dir="$folder/build" -Ccmake.define.DRIVETRAIN_SANITIZE=$sanitizer -Ccmake.define.DRIVETRAIN_CUDA=off .
   echo "== testing with -fsanitize=$sanitizer"
-  # -S: without the site module, an editable install in the environment does not come before this build.
-  # Leaks are Python's and torch's business. The runtime must be there before python, which has none, and so must
-  # libstdc++, or the runtime does not find what to call when an exception is thrown.
+  # -S skips the site module, so that an editable install in the environment does not precede this build.
+  # Leaks of Python and torch are not checked. Python links neither the sanitizer's runtime nor libstdc++, so both are
+  # preloaded: without libstdc++ the runtime could not forward a thrown exception.
   LD_PRELOAD="$(g++ -print-file-name="${runtime[$sanitizer]}") $(g++ -print-file-name=libstdc++.so.6)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "${tests[@]}"

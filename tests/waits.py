@@ -1,4 +1,4 @@
-"""Makes every wait of the host for a GPU an error, for tests that allow none."""
+"""Turns every wait of the host for a GPU into an error, for tests that allow none."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 def _set_sync_debug_mode(mode: str) -> None:
-    """Sets it without torch's warning that the mode is a prototype, which our settings would raise as an error."""
+    """Sets the mode and ignores torch's warning that it is a prototype, which pytest would turn into an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
         torch.cuda.set_sync_debug_mode(mode)
@@ -16,7 +16,7 @@ def _set_sync_debug_mode(mode: str) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Inside, an operation that waits for the device raises. The mode ends with the block, whatever happens in it."""
+    """Makes operations in the block raise if they wait for the device."""
     torch.cuda.synchronize()
     try:
         _set_sync_debug_mode("error")

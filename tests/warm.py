@@ -1,4 +1,4 @@
-"""Processes that start by forking one that has imported torch already: in milliseconds instead of seconds."""
+"""Starts processes in milliseconds by forking a process that has already imported torch."""
 
 import multiprocessing
 import os
@@ -8,19 +8,22 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-# torch._dynamo: torch's optimizers import it when they are first used, for more than a second.
+# torch's optimizers import torch._dynamo on first use, which takes more than a second.
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed", "drivetrain", "pytest"]
 
 
 def warm_context() -> ForkServerContext:
-    """The context whose processes fork from that one; it starts with the first of them, and ends with this process."""
+    """Returns the context whose processes fork from the preloaded one.
+
+    The preloaded process starts with the first of them and ends with this process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
 
 
 class WarmScript:
-    """A script in a process of its own, as subprocess.Popen starts one with stderr=PIPE and text=True."""
+    """Runs a script in a new process, like subprocess.Popen with stderr=PIPE and text=True."""
 
     def __init__(self, script: Path, environment: dict[str, str]) -> None:
         context = warm_context()
@@ -35,7 +38,7 @@ class WarmScript:
         self._process.kill()
 
     def communicate(self, timeout: float) -> tuple[None, str]:
-        """What it still prints until it ends; TimeoutError if it does not."""
+        """Returns (None, the rest of stderr). Raises TimeoutError if the script does not end in time."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise TimeoutError(f"the script did not end within {timeout} s")

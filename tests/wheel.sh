@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# wheel.sh PYTHON: writes a wheel and an sdist to dist/, builds the wheel from the sdist as pip would for a user, and
-# runs the smoke test in a fresh environment that has torch and what the wheel asks for, outside of the checkout.
+# Writes a wheel and an sdist to dist/. It builds the wheel from the sdist as pip would. It runs the smoke test outside
+# the checkout, in a fresh environment with torch and the wheel's requirements. Usage: tests/wheel.sh PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1

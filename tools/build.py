@@ -1,4 +1,4 @@
-"""Installs the checkout as an editable package and shows how far the compiler is; `make` calls it.
+"""Installs the checkout as an editable package and shows the progress of the build; `make` calls it.
 
 python tools/build.py [ARGUMENT OF PIP]...    prints the whole log of the build if it fails
 """
@@ -13,8 +13,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-_STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # of ninja
-_SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal to draw a bar on
+_STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # matches ninja's progress
+_SECONDS_BETWEEN_LINES = 30.0  # seconds between progress lines without a terminal
 
 
 def main() -> int:

@@ -1,1 +1,1 @@
-"""`make gpu-check`: the whole proof of the GPU side on a machine with an NVIDIA GPU, in parts, and its report."""
+"""Implements `make gpu-check`: tests and measures drivetrain on an NVIDIA GPU, in parts, and writes a report."""

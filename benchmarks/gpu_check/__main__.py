@@ -1,4 +1,4 @@
-"""`make gpu-check`: builds, tests, sanitizes and measures on a GPU before a deadline, and always writes a report."""
+"""Builds, tests, sanitizes and measures on a GPU before a deadline, and always writes a report (`make gpu-check`)."""
 
 import argparse
 import datetime
@@ -13,22 +13,22 @@ from . import jobs, machine, parts, report
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "build" / "gpu-check"
 RESULTS = REPOSITORY / "benchmarks" / "results"
-SECONDS_TO_SPARE = 3.0  # a job that would get less is not begun
+SECONDS_TO_SPARE = 3.0  # a job that would get less time is not started
 CUDA_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu-check", description=__doc__)
     add = parser.add_argument
-    add("--part", action="append", choices=parts.PARTS, help="this one only, after the build; may be repeated")
-    add("--job", action="append", metavar="NAME", help="of these parts this job only; may be repeated")
-    add("--seconds", type=float, default=570, help="until all is over (default: %(default).0f)")
-    add("--list", action="store_true", help="print what would run and do nothing")
-    add("--dry-run", action="store_true", help="on the CPU with tiny sizes and the package that is installed")
-    add("--results", type=Path, help="folder of the report (default: benchmarks/results, of a dry run build/gpu-check)")
-    add("--wheels", type=Path, default=REPOSITORY / ".wheels", help="what `make gpu-wheels` made (default: .wheels)")
-    add("--commit", default="", help="what to report where the checkout has no history")
-    add("pytest", nargs="*", metavar="TESTS", help="arguments for pytest (after --), in place of all tests")
+    add("--part", action="append", choices=parts.PARTS, help="run only this part after the build; may be repeated")
+    add("--job", action="append", metavar="NAME", help="run only this job of the parts; may be repeated")
+    add("--seconds", type=float, default=570, help="time limit of the whole check (default: %(default).0f)")
+    add("--list", action="store_true", help="print the jobs and run none")
+    add("--dry-run", action="store_true", help="run on the CPU with tiny sizes and the installed package")
+    add("--results", type=Path, help="folder of the report (default: benchmarks/results; dry run: build/gpu-check)")
+    add("--wheels", type=Path, default=REPOSITORY / ".wheels", help="output of `make gpu-wheels` (default: .wheels)")
+    add("--commit", default="", help="commit to report if the checkout has no history")
+    add("pytest", nargs="*", metavar="TESTS", help="arguments for pytest (after --) that replace the default tests")
     return parser.parse_args()
 
 
@@ -38,7 +38,7 @@ def main() -> int:
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *CUDA_FOLDERS])
     facts = machine.facts(REPOSITORY, args.commit) if not args.list else {}
     if not (args.list or args.dry_run or facts.get("gpu")):
-        print("gpu-check: torch sees no NVIDIA GPU here (ARGS=--dry-run shows on the CPU that the check runs)")
+        print("gpu-check: torch sees no NVIDIA GPU here (ARGS=--dry-run tries the check on the CPU)")
         print("\n".join(f"  {key}: {value}" for key, value in facts.items()))
         return 2
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def main() -> int:
     results = args.results or (FOLDER if args.dry_run else RESULTS)
     outcomes = {(job["part"], job["name"]): job for job in report.earlier_jobs(found, results)}
     outcomes |= {(job.part, job.name): _not_run(job, "") for job in chosen}
-    for kind in (signal.SIGTERM, signal.SIGINT):  # what was found until then is worth a report, too
+    for kind in (signal.SIGTERM, signal.SIGINT):  # a signal ends the check early but keeps its report
         signal.signal(kind, lambda *_: deadline.end_now())
 
     def write() -> Path:
@@ -93,14 +93,14 @@ def main() -> int:
 
 
 def _run(job: jobs.Job, later: list[jobs.Job], so_far: list[jobs.Details], deadline: jobs.Deadline) -> jobs.Details:
-    """Runs it unless there is no build or no time; prints how it went."""
+    """Runs a job and prints its outcome. Skips it if the build failed or no time is left."""
     if job.part != "build" and any(each["part"] == "build" and each["status"] != "passed" for each in so_far):
-        return _not_run(job, "the build is not there")
+        return _not_run(job, "the build did not pass")
     left = deadline.left_s()
     if left < SECONDS_TO_SPARE:
         return _not_run(job, "the time was over")
     print(f"{job.part:9} {job.name:19} ", end="", flush=True)
-    # Its own share at least, even if the later ones' do not fit any more; never more than there is.
+    # The job gets at least its own share, even if the later shares no longer fit, but never more than the time left.
     limit = min(left, max(left - sum(each.least_s for each in later), job.least_s))
     log = FOLDER / f"{job.part}-{job.name.replace(' ', '-')}.log"
     outcome = jobs.run(job, limit, deadline, log, REPOSITORY)

@@ -1,4 +1,4 @@
-"""What the kernels and wrappers must reach on an H100: a figure for each row of a benchmark that has one."""
+"""Defines the figures that kernels and wrappers must reach on an H100, for some rows of the benchmarks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,18 @@ SHARE = "share of a copy's bandwidth"
 
 @dataclass(frozen=True)
 class Gate:
-    """A required figure: of the row whose text begins with `row`, or of the indented row `detail` below it."""
+    """A required figure.
+
+    Attributes:
+        job: Name of the benchmark.
+        what: The text of the report.
+        row: Start of the text of the measured row.
+        required: The bound, in `unit`.
+        unit: Unit of the figure; empty for a ratio.
+        detail: Start of the text of an indented row below `row` that is measured instead.
+        column: Key of the figure in the row.
+        is_least: True for a lower bound.
+    """
 
     job: str
     what: str
@@ -98,12 +109,12 @@ GATES = (
 
 
 def verdicts(job: str, tables: dict[str, list[dict[str, Any]]]) -> list[Details]:
-    """One for each gate of that job, in order."""
+    """Returns one verdict for each gate of that job, in order."""
     return [gate.verdict(tables) for gate in GATES if gate.job == job]
 
 
 def judged(job: str, details: Details, is_dry: bool) -> Details:
-    """The details with their verdicts; a job whose gate is missed is "missed" unless figures mean nothing."""
+    """Adds the verdicts to a job's details. A missed gate sets the status "missed", except in a dry run."""
     found = verdicts(job, details.get("tables", {}))
     if not found or is_dry:
         return details

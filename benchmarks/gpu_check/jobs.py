@@ -1,4 +1,4 @@
-"""One command with a time limit: whatever it starts ends with it."""
+"""Runs one command with a time limit and ends every process that it started."""
 
 import contextlib
 import os
@@ -10,27 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 3.0  # between asking and killing
-POLL_S = 0.2  # how soon a deadline that was brought forward is seen
+GRACE_S = 3.0  # seconds between SIGTERM and SIGKILL
+POLL_S = 0.2  # seconds until an earlier deadline takes effect
 Details = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A command of one part, and how to read what it left behind, even if it was killed."""
+    """A command of one part, and the function that reads its results, even if it was killed."""
 
     part: str
     name: str
-    what: str  # one line, for people
+    what: str  # description in one line
     command: Sequence[str | Path]
-    least_s: float  # kept for it from the deadline while earlier jobs take longer than they should
+    least_s: float  # seconds reserved for it while earlier jobs run
     read: Callable[[int | None, str], Details] = lambda code, output: {}  # exit code (None: killed), output -> details
     environment: Mapping[str, str] = field(default_factory=dict)
-    result: Path | None = None  # a file for `read`; what an earlier run left there is removed
+    result: Path | None = None  # a file for `read`, removed before the command starts
 
 
 class Deadline:
-    """When all must be over; a signal may bring it forward to now."""
+    """Holds the time at which the check must end. A signal may move it to now."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
@@ -43,9 +43,17 @@ class Deadline:
 
 
 def run(job: Job, limit_s: float, deadline: Deadline, log: Path, folder: Path) -> Details:
-    """Runs it in `folder` for at most so long; its output goes to `log`. Returns the outcome as plain data.
+    """Runs a job's command.
 
-    "status" is "passed", "failed", "timed out", or what the job's reader says instead.
+    Args:
+        job: The job to run.
+        limit_s: Time limit in seconds.
+        deadline: The deadline of the whole check, which also ends the command.
+        log: File for the command's output.
+        folder: Working directory.
+
+    Returns:
+        The outcome as plain data. "status" is "passed", "failed", "timed out", or the status that `job.read` returns.
     """
     begin = time.monotonic()
     if job.result:
@@ -74,7 +82,7 @@ def run(job: Job, limit_s: float, deadline: Deadline, log: Path, folder: Path) -
     outcome |= {"exit_code": code, "limit_seconds": round(limit_s)}
     try:
         outcome |= job.read(code, text)
-    except Exception as error:  # a result cut off in the middle must not cost the report
+    except Exception as error:  # a truncated result must not cost the report
         outcome |= {"status": "failed", "note": f"its result cannot be read: {error!r}"}
     if outcome["status"] != "passed":
         outcome["log"] = "\n".join(text.splitlines()[-60:])
@@ -82,7 +90,7 @@ def run(job: Job, limit_s: float, deadline: Deadline, log: Path, folder: Path) -
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends its group, also what has outlived it, and descendants in other groups: torchrun gives each rank its own."""
+    """Ends the process group, and descendants in other groups: torchrun starts each rank in its own group."""
     others = _descendants(process.pid)
     for how in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -99,7 +107,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _descendants(pid: int) -> list[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             name, _, rest = stat.read_text().rpartition(")")
             parents[int(name.split()[0])] = int(rest.split()[1])
     found = [pid]

@@ -1,4 +1,4 @@
-"""What the figures were taken on: GPU, driver, versions and commit, as plain data."""
+"""Collects facts about the machine for the report: GPU, driver, versions and commit."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clo
 
 
 def answer(*command: str | Path, timeout_s: float = 90) -> str:
-    """What a command prints, or nothing if it fails, is missing or takes too long."""
+    """Returns the output of a command; an empty string if it fails, is missing or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -30,9 +30,11 @@ def answer(*command: str | Path, timeout_s: float = 90) -> str:
 
 
 def facts(repository: Path, commit: str) -> dict[str, object]:
-    """All of it; torch is asked in another process, which may fail without this one.
+    """Collects the facts by name. A separate process queries torch, so that its failure is harmless.
 
-    commit: what to report where the checkout has no history, as a copy of it has none.
+    Args:
+        repository: The checkout.
+        commit: Commit to report if the checkout has no history.
     """
     found: dict[str, object] = {"host_python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
     found |= json.loads(answer(sys.executable, "-c", TORCH_FACTS) or "{}")

@@ -1,4 +1,4 @@
-"""A pytest plugin: writes every test's beginning and end as a line of JSON, so that a kill costs none of them."""
+"""Provides a pytest plugin that writes each test's start and end as a line of JSON, so that a kill loses none."""
 
 import json
 import os
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-LOST_CONTEXT = 70  # the exit code of a worker that has lost its own
+LOST_CONTEXT = 70  # exit code of a worker whose CUDA context is lost
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # one of pytest-xdist's workers; who gives out the tests hears of them all
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist; its controller receives the reports of all workers
         config.pluginmanager.register(LostContext())
     else:
         config.pluginmanager.register(Lines(Path(os.environ["GPU_CHECK_OUTCOMES"])))
 
 
 class Lines:
-    """Appends to the file; see `read_outcomes` in parts.py."""
+    """Appends lines to a file, which `_read_outcomes` in parts.py reads."""
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("w")
@@ -41,8 +41,7 @@ class Lines:
 
 
 class LostContext:
-    """Ends a worker whose CUDA context an error has ruined: the tests after it would all fail for that alone. Another
-    worker takes its place."""
+    """Ends a worker whose CUDA context is lost, because all later tests would fail. pytest-xdist starts another one."""
 
     def __init__(self) -> None:
         self._has_failed = False
@@ -61,7 +60,7 @@ class LostContext:
 
 
 def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The reason of a skip, or the end of a failure's account."""
+    """Returns the reason of a skip, or the end of a failure's text."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     if hasattr(report, "wasxfail"):

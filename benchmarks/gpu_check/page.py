@@ -1,4 +1,4 @@
-"""Writes the GPU figures of docs/benchmarks.md from the newest result; without any, says that nothing is measured."""
+"""Writes the GPU figures of docs/benchmarks.md from the newest report, or that no GPU has been measured."""
 
 import argparse
 import json
@@ -13,13 +13,13 @@ END = "<!-- end of GPU figures -->"
 
 
 def newest(results: Path) -> report.Report | None:
-    """The last one begun, dry runs apart."""
+    """Returns the report that was started last, without dry runs."""
     found: list[report.Report] = [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]
     return max((each for each in found if not each["dry_run"]), key=lambda each: each["begun"], default=None)
 
 
 def section(found: report.Report | None) -> str:
-    """What stands between the marks."""
+    """Formats the section between BEGIN and END."""
     if found is None:
         measured = [what for what, _ in parts.MEASUREMENTS.values()]
         lines = [
@@ -42,12 +42,16 @@ def section(found: report.Report | None) -> str:
 
 
 def _stands(row: report.Report) -> bool:
-    """Whether the page shows the row: indented rows explain the one above, except for shares and memory."""
+    """Selects the rows of the page: rows that are not indented, and indented rows with shares or memory."""
     return not row["what"].startswith(" ") or row["unit"] in ("%", "MiB")
 
 
 def rewritten(page: str, found: report.Report | None) -> str:
-    """Returns the page with that section in place of the current one."""
+    """Returns the page with the current section replaced.
+
+    Raises:
+        ValueError: The page lacks BEGIN or END.
+    """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -57,13 +61,13 @@ def rewritten(page: str, found: report.Report | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make gpu-table", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not in step")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     args = parser.parse_args()
     path = REPOSITORY / "docs" / "benchmarks.md"
     text = path.read_text()
     new = rewritten(text, newest(REPOSITORY / "benchmarks" / "results"))
     if args.check and new != text:
-        print("docs/benchmarks.md is not in step with benchmarks/results: run `make gpu-table`", file=sys.stderr)
+        print("docs/benchmarks.md does not match benchmarks/results: run `make gpu-table`", file=sys.stderr)
         return 1
     if not args.check:
         path.write_text(new)

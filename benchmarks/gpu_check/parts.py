@@ -1,5 +1,7 @@
-"""The parts of the check as a list of jobs, and how to read what each leaves: a new measurement is one job here, or one
-row in drivetrain/bench/gpu.py."""
+"""Lists the jobs of each part of the check and reads their results.
+
+A new measurement is one job here, or one row in drivetrain/bench/gpu.py.
+"""
 
 import collections
 import json
@@ -17,9 +19,9 @@ from .jobs import Details, Job
 
 Command = list[str | Path]
 PARTS = ("build", "gates", "train", "ranks", "steps", "bench", "sanitize", "devices", "tests", "long")
-DEFAULT_PARTS = PARTS[:-1]  # ten minutes have no room for the last
+DEFAULT_PARTS = PARTS[:-1]  # the last part does not fit into ten minutes
 LONG = ("large", "repeats")  # measurements of the part "long"
-# Names of drivetrain/bench/gpu.py's measurements, with the seconds kept for each.
+# Maps each measurement of drivetrain/bench/gpu.py to its description and the seconds reserved for it.
 MEASUREMENTS = {
     "copy": ("copy bandwidth", 8),
     "optim": ("every optimizer layout against torch's fused and foreach steps: ms, GB/s, share of a copy", 40),
@@ -32,11 +34,11 @@ MEASUREMENTS = {
     "compiled": ("an activation budget on compiled blocks against torch's own memory budget at equal peaks", 40),
     "host": ("host time of a step, and a step under DDP of a model that is bound by the host", 20),
     "large": ("an 8 B model trained with all its parameters on one card of 80 GB: tokens/s and peak memory", 60),
-    "repeats": ("10 runs of each form of a step: whether their bits are the same, and what that says of races", 60),
+    "repeats": ("10 runs of each kind of step, whose bits must agree; other bits would suggest a race", 60),
     "end to end": ("GPT-2 124M, eager and compiled: stock, installed, own form; tokens/s, MFU, peak memory", 50),
 }
 GPT_STEPS = ("--steps=5", "--sample-bytes=0")
-# Names of gpu_check/checks, with what they try and the seconds kept for each.
+# Maps each check of gpu_check/checks, by part, to its description and the seconds reserved for it.
 CHECKS = {
     "ranks": {
         "two-ranks": ("2 ranks against torch's DDP; on one GPU, through sockets", 20),
@@ -47,8 +49,8 @@ CHECKS = {
         ),
     },
     "steps": {
-        "waits": ("how often the host waits in a step, against torch", 15),
-        "bits": ("one step of every rule in every storage against the CPU's bits", 15),
+        "waits": ("number of times that the host waits in a step, against torch", 15),
+        "bits": ("one step of every rule in every storage format against the CPU's bits", 15),
     },
     "devices": {
         "second-device": ("steps on a device that is not the current one", 8),
@@ -59,12 +61,12 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the check runs."""
+    """Holds the folders and options of a run of the check."""
 
     repository: Path
-    folder: Path  # what builds and runs leave, ignored by git
+    folder: Path  # output of builds and jobs, ignored by git
     wheels: Path
-    capability: str  # of the GPU, as "9.0"; empty where there is none
+    capability: str  # compute capability of the GPU, such as "9.0"; empty without a GPU
     num_cores: int
     is_dry: bool
     pytest_arguments: list[str]
@@ -75,7 +77,7 @@ class Setting:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The build first, then the tests' modules; what other programs were installed there is found, too."""
+        """Environment variables of the jobs. The build precedes other packages and the tests' modules on the path."""
         site = [] if self.is_dry else [self.site]
         paths = [*site, self.repository / "tests", self.repository / "benchmarks"]
         return {
@@ -88,7 +90,7 @@ class Setting:
 
 
 def jobs(setting: Setting) -> list[Job]:
-    """All of them, in order."""
+    """Returns the jobs of all parts, in order."""
     return [
         *_build(setting),
         *_gates(setting),
@@ -110,7 +112,7 @@ def _build(setting: Setting) -> list[Job]:
     python: Command = [sys.executable, "-m"]
     tools = [*python, "gpu_check.tools", "--wheels", setting.wheels, "--site", setting.site]
     dry = ["--dry-run"] if setting.is_dry else []
-    what = "says what is missing here, and installs missing tools from wheels"
+    what = "reports missing programs, and installs missing tools from wheels"
     found = [Job("build", "tools", what, [*tools, *dry], 10, _note_missing, setting.environment)]
     if setting.is_dry:
         return found
@@ -123,7 +125,7 @@ def _build(setting: Setting) -> list[Job]:
         "-Ccmake.define.DRIVETRAIN_CUDA=on",
     ]
     command += [f"-Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={architecture}", setting.repository]
-    what = f"the package, against the torch that is here and for this GPU alone ({architecture})"
+    what = f"the package, for the installed torch and this GPU ({architecture})"
     return [*found, Job("build", "package", what, command, 150, environment=setting.environment)]
 
 
@@ -132,17 +134,17 @@ def _note_missing(code: int | None, output: str) -> Details:
     return {"note": "missing: " + "; ".join(missing)} if missing else {}
 
 
-# ---- Before anything is measured.
+# ---- Gates: checks that run before the measurements.
 
 
 def _gates(setting: Setting) -> list[Job]:
-    """What the environment is like; and the machine code's gates, a script of the tests that says what it misses."""
-    what = "drivetrain doctor: the module's own libstdc++, drivers and libraries"
+    """Returns the jobs that check the environment and the limits on the machine code."""
+    what = "drivetrain doctor: the module's libstdc++, drivers and libraries"
     ask: Command = [sys.executable, "-m", "drivetrain", "doctor"]
     doctor = Job("gates", "doctor", what, ask, 10, environment=setting.environment)
     command: Command = [sys.executable, setting.repository / "tests/kernel_gates.py"]
     command += ["--help"] if setting.is_dry else []
-    what = "the machine code of specialised kernels for sm_90 against its limits (make check-kernels)"
+    what = "the machine code of specialized kernels for sm_90 against its limits (make check-kernels)"
 
     def read(code: int | None, output: str) -> Details:
         return _read_gates(code, output, setting)
@@ -151,18 +153,18 @@ def _gates(setting: Setting) -> list[Job]:
 
 
 def _read_gates(code: int | None, output: str, setting: Setting) -> Details:
-    """Exit status 2 says that the gates cannot be checked here: no disassembler, or no code for sm_90."""
+    """Reads the result of kernel_gates.py. Exit status 2 means that no disassembler or no code for sm_90 exists."""
     if not (setting.repository / "tests/kernel_gates.py").exists():
         return {"status": "not possible here", "note": "this checkout has no tests/kernel_gates.py"}
     lines = output.strip().splitlines()
     if code == 2 and not setting.is_dry:
         return {"status": "not possible here", "note": lines[-1] if lines else ""}
     failed = [line for line in lines if line.startswith("FAILED ")]
-    return {"note": f"{len(failed)} limits exceeded" if failed else "the script alone" if setting.is_dry else lines[-1]}
+    return {"note": f"{len(failed)} limits exceeded" if failed else "a dry run" if setting.is_dry else lines[-1]}
 
 
 def _train(setting: Setting) -> list[Job]:
-    """The example, whose process group is pure NCCL on a GPU."""
+    """Returns jobs that train the example. On a GPU its process group has NCCL as the only backend."""
     transports = ("torch", "shm") if setting.is_dry else ("torch", "nccl")
     found = []
     for transport in transports:
@@ -193,7 +195,7 @@ def _checks(setting: Setting, part: str) -> list[Job]:
         file = setting.folder / f"check-{name}.json"
         command: Command = [sys.executable, "-m", "gpu_check.checks", name, "--json", file]
         command += ["--dry-run"] if setting.is_dry else []
-        # Ranks that share a GPU are hosts of their own to NCCL, which then needs a network interface.
+        # NCCL treats ranks that share a GPU as separate hosts, and then needs a network interface.
         environment = {"NCCL_SOCKET_IFNAME": "lo", **setting.environment} if part == "ranks" else setting.environment
         found.append(Job(part, name, what, command, least_s, _findings_of(file), environment, file))
     return found
@@ -209,7 +211,7 @@ def _findings_of(file: Path) -> Callable[[int | None, str], Details]:
         if untried:
             details["note"] += f", {untried} not possible here"
         if code == 0 and not findings:
-            details |= {"status": "failed", "note": "it found nothing"}
+            details |= {"status": "failed", "note": "the check wrote no findings"}
         elif code == 0 and untried == len(findings):
             details |= {"status": "not possible here", "note": findings[0]["seen"]}
         return details
@@ -228,7 +230,7 @@ def _tests(setting: Setting) -> list[Job]:
     command += [f"--rootdir={setting.repository}", "--continue-on-collection-errors", "--tb=short"]
     command += ["-o", "faulthandler_timeout=60", "-o", f"cache_dir={setting.folder / 'pytest_cache'}"]
     command += setting.pytest_arguments or gpu_test_files(setting.repository)
-    # Whatever else is installed on the machine for pytest is not ours.
+    # Other pytest plugins that are installed on the machine must not load.
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GPU_CHECK_OUTCOMES": str(outcomes), **setting.environment}
 
     def read(code: int | None, output: str) -> Details:
@@ -238,24 +240,27 @@ def _tests(setting: Setting) -> list[Job]:
             return {"status": "not possible here", **missing}
         return {**found, "note": "; ".join(filter(None, [found["note"], missing.get("note")]))}
 
-    what = "every test marked gpu, the device-parametrised ones of the CPU suite among them"
+    what = "every test marked gpu, including the CPU tests that also run on a GPU"
     return [Job("tests", "pytest", what, command, 30, read, environment, outcomes)]
 
 
 def gpu_test_files(repository: Path) -> list[Path]:
-    """Those with tests marked gpu, by hand or by the fixture `device`: others may need what no GPU machine has."""
+    """Lists the test files with tests for a GPU, marked directly or through the fixture `device`.
+
+    Other files may need packages that a GPU machine lacks.
+    """
     marked = re.compile(r'mark\.gpu\b|usefixtures\("device"\)|[(,] ?device: str\b')
-    return [file for file in sorted((repository / "tests").glob("test_*.py")) if marked.search(file.read_text())]
+    return [file for file in sorted((repository / "tests").rglob("test_*.py")) if marked.search(file.read_text())]
 
 
 def _read_outcomes(file: Path, code: int | None) -> Details:
-    """Counts, failures with the end of their accounts, reasons of skips, and who had begun when all was over."""
+    """Reads counts, failures with the end of their texts, reasons of skips, and tests that had not ended."""
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     begun = dict.fromkeys(line["begins"] for line in lines if "begins" in line)
     tests: dict[str, Details] = {}
     for line in lines:
         if "test" in line:
-            earlier = tests.get(line["test"], {})  # it may fail once more, in its teardown or with its process
+            earlier = tests.get(line["test"], {})  # a test may fail again, in its teardown or with its process
             failed = {"outcome": "failed", "why": f"{earlier['why']}\n{line['why']}"} if earlier.get("why") else {}
             tests[line["test"]] = {**line, **failed}
     counts = collections.Counter(line["outcome"] for line in tests.values())
@@ -272,7 +277,7 @@ def _read_outcomes(file: Path, code: int | None) -> Details:
     }
     details["note"] = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "no test ran"
     if details["unfinished"]:
-        details["note"] += f", {len(details['unfinished'])} had begun"
+        details["note"] += f", {len(details['unfinished'])} did not end"
     if code is not None and not counts:
         details["status"] = "failed"
     return details
@@ -282,13 +287,17 @@ def _read_outcomes(file: Path, code: int | None) -> Details:
 
 
 def _sanitize(setting: Setting) -> list[Job]:
-    """Captures need the caching allocator, which hides what lies beyond a tensor: so they are checked apart."""
+    """Returns the compute-sanitizer jobs.
+
+    Graph capture needs the caching allocator, which hides accesses beyond a tensor. Captured steps therefore have
+    their own job.
+    """
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     every = "every kernel at small odd sizes"
     return [
         _sanitizer(setting, "memcheck", "memcheck", f"{every}, caching allocator off", ["--steps"], uncached),
         _sanitizer(setting, "memcheck of graphs", "memcheck", "steps captured into graphs", ["--captured"], {}),
-        _sanitizer(setting, "initcheck", "initcheck", f"{every}: reads of memory nobody wrote", ["--steps"], uncached),
+        _sanitizer(setting, "initcheck", "initcheck", f"{every}: reads of unwritten memory", ["--steps"], uncached),
         _sanitizer(setting, "synccheck", "synccheck", f"{every}: barriers", ["--steps"], {}),
         _sanitizer(setting, "racecheck", "racecheck", f"{every}: hazards in shared memory", ["--steps"], {}),
     ]
@@ -299,11 +308,11 @@ def _sanitizer(setting: Setting, name: str, tool: str, what: str, kernels: list[
     if setting.is_dry:
         command += ["--device", "cpu"]
     else:
-        # Of our kernels alone: torch's and cuBLAS's take time, and what they do is not ours to judge.
+        # Only drivetrain's kernels are checked: kernels of torch and cuBLAS take time and cannot be fixed here.
         options = ["--kernel-name", "kns=drivetrain", "--error-exitcode", "9", "--print-limit", "20"]
         options += ["--report-api-errors", "no"] if tool == "memcheck" else []
         command = ["compute-sanitizer", "--tool", tool, *options, *command]
-        # A tool that is not there is a matter of the machine, as one that it refuses.
+        # Exit status 127 marks a missing tool, which is a property of the machine and no failure.
         command = ["sh", "-c", f"command -v compute-sanitizer > /dev/null || exit 127; exec {shlex.join(command)}"]
 
     def read(code: int | None, output: str) -> Details:
@@ -315,7 +324,7 @@ def _sanitizer(setting: Setting, name: str, tool: str, what: str, kernels: list[
 def _read_sanitizer(code: int | None, output: str, is_dry: bool) -> Details:
     summaries = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", output, re.M)
     if is_dry or code is None:
-        return {"note": "the script alone, on the CPU" if is_dry else "; ".join(summaries)}
+        return {"note": "the script ran on the CPU without the tool" if is_dry else "; ".join(summaries)}
     if code == 127:
         return {"status": "not possible here", "note": "no compute-sanitizer on PATH"}
     if missing := re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", output):
@@ -324,7 +333,7 @@ def _read_sanitizer(code: int | None, output: str, is_dry: bool) -> Details:
         refusals = re.findall(r"^=+ (Error: .*|.*not supported.*)$", output, re.M | re.I)
         return {"status": "not possible here", "note": "; ".join(refusals[:3]) or "the device refuses the tool"}
     ran = "all kernels ran" in output
-    note = "; ".join(summaries) or "no summary of the tool's"
+    note = "; ".join(summaries) or "the tool printed no summary"
     return {"status": "passed" if ran and summaries and code == 0 else "failed", "note": note}
 
 
@@ -348,7 +357,7 @@ def _tables_of(name: str, file: Path, is_dry: bool) -> Callable[[int | None, str
     def read(code: int | None, output: str) -> Details:
         details: Details = {"tables": json.loads(file.read_text())["tables"]} if file.exists() else {}
         if code and "Duplicate GPU detected" in output:
-            return details | {"status": "not possible here", "note": "this NCCL refuses two ranks on one GPU"}
+            return details | {"status": "not possible here", "note": "this NCCL rejects two ranks on one GPU"}
         if code != 0:
             details["status"] = "timed out" if code is None else "failed"
         return judged(name, details, is_dry)

@@ -1,4 +1,4 @@
-"""What was found, as one JSON and one page of Markdown; both are whole at any time."""
+"""Writes the report as JSON and as Markdown. Both files are complete at any time."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 Report = dict[str, Any]
-# From the worst; a report is as good as the worst of its jobs.
+# The statuses are ordered from the worst. The status of a report is the worst of its jobs' statuses.
 STATUSES = ("failed", "timed out", "not reached", "missed", "not possible here", "passed")
 FINE = ("passed", "not possible here")
 
@@ -16,13 +16,13 @@ def worst(statuses: list[str]) -> str:
 
 
 def file_stem(report: Report) -> str:
-    """The GPU and the date: `nvidia-h100-80gb-hbm3-2026-11-22`."""
+    """Builds a file name from the GPU and the date, such as `nvidia-h100-80gb-hbm3-2026-11-22`."""
     gpu: str = "dry-run" if report["dry_run"] else report["machine"].get("gpu", "no-gpu")
     return "-".join([*re.findall(r"[a-z0-9]+", gpu.lower()), report["begun"][:10]])
 
 
 def earlier_jobs(report: Report, folder: Path) -> list[Report]:
-    """What another run of the same day found for the same commit: parts run one by one make one report."""
+    """Returns the jobs of an earlier report of that day for that commit, so that separate parts make one report."""
     file = folder / f"{file_stem(report)}.json"
     if not file.exists():
         return []
@@ -34,7 +34,7 @@ def earlier_jobs(report: Report, folder: Path) -> list[Report]:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Writes both files into `folder`; returns the Markdown's path."""
+    """Writes both files into `folder` and returns the path of the Markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{file_stem(report)}.md"
     for path, text in ((page, markdown(report)), (page.with_suffix(".json"), json.dumps(report, indent=1) + "\n")):
@@ -50,7 +50,7 @@ def markdown(report: Report) -> str:
     lines = [f"# GPU check: {title}, {report['begun'][:10]}", ""]
     if report["dry_run"]:
         lines += [
-            "On the CPU with tiny sizes: shows that the check itself runs. **No figure here means anything.**",
+            "This dry run on the CPU with tiny sizes only shows that the check runs. **Its figures mean nothing.**",
             "",
         ]
     dirty = {True: " with changes", False: "", None: " (as the caller says)"}[machine.get("dirty")]
@@ -76,7 +76,7 @@ def markdown(report: Report) -> str:
 def _details(job: Report) -> list[str]:
     lines = []
     if job.get("gates"):
-        lines += [f"## Required of {job['name']}", "", *gates(job["gates"]), ""]
+        lines += [f"## Required figures of {job['name']}", "", *gates(job["gates"]), ""]
     if job.get("findings"):
         lines += [f"## {job['name']}: {job['part']}", "", *findings(job["findings"]), ""]
     for title, rows in job.get("tables", {}).items():
@@ -85,16 +85,16 @@ def _details(job: Report) -> list[str]:
         for name, why in job.get(key, {}).items():
             lines += [f"## {title}: {name}", "", "```", why, "```", ""]
     if job.get("unfinished"):
-        lines += ["## Had begun when time was over", "", *(f"* {name}" for name in job["unfinished"]), ""]
+        lines += ["## Did not end", "", *(f"* {name}" for name in job["unfinished"]), ""]
     if job.get("skips"):
         lines += ["## Skipped", "", *(f"* {count} x {why}" for why, count in job["skips"].items()), ""]
     if job["status"] not in FINE and job.get("log") and not job.get("failures"):
-        lines += [f"## The end of what {job['part']}, {job['name']} printed", "", "```", job["log"], "```", ""]
+        lines += [f"## End of the output of {job['part']}, {job['name']}", "", "```", job["log"], "```", ""]
     return lines[:-1]
 
 
 def table(rows: list[Report]) -> list[str]:
-    """Rows of a benchmark as Markdown."""
+    """Formats rows of a benchmark as Markdown."""
     lines = ["| | torch | drivetrain | ratio |", "| --- | ---: | ---: | --- |"]
     for row in rows:
         sides = ["" if row.get(side) is None else f"{_number(row[side])} {row['unit']}" for side in ("torch", "ours")]
@@ -108,7 +108,7 @@ def table(rows: list[Report]) -> list[str]:
 
 
 def gates(verdicts: list[Report]) -> list[str]:
-    """Required figures as Markdown, each with what was measured."""
+    """Formats required and measured figures as Markdown."""
     lines = ["| | required | measured | |", "| --- | ---: | ---: | --- |"]
     for each in verdicts:
         measured = "" if each["measured"] is None else f"{_number(each['measured'])} {each['unit']}".strip()
@@ -117,14 +117,14 @@ def gates(verdicts: list[Report]) -> list[str]:
 
 
 def findings(found: list[Report]) -> list[str]:
-    """Items of a check as Markdown."""
+    """Formats the findings of a check as Markdown."""
     words = {True: "holds", False: "**fails**", None: "not possible here"}
     lines = ["| | | seen |", "| --- | --- | --- |"]
     return lines + [f"| {_cell(each['what'])} | {words[each['holds']]} | {_cell(each['seen'])} |" for each in found]
 
 
 def _number(value: float) -> str:
-    """Three digits or more."""
+    """Formats a number with at least three digits."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 4}f}"

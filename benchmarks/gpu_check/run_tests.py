@@ -1,6 +1,6 @@
-"""Runs pytest with the plugins that are here, and says which part of the tests goes without what is missing.
+"""Runs pytest with the installed plugins and reports which tests are affected by missing ones.
 
-Plugins are loaded by name, because others that are installed on the machine are not ours.
+Plugins are loaded by name, because the machine may have others installed that must not load.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 
-WITHOUT = {  # modules, and what their absence costs
+WITHOUT = {  # maps each module to the effect of its absence
     "hypothesis": "tests of random inputs cannot be collected",
     "expecttest": "torch's own tests, and with them tests/optim/test_optim_db.py, cannot be collected",
     "numpy": "tests that go through NumPy fail",
@@ -21,11 +21,11 @@ def is_here(module: str) -> bool:
 
 
 def arguments(num_processes: int, others: list[str]) -> list[str]:
-    """Those of pytest, for the plugins that are here."""
+    """Returns the arguments of pytest for the installed plugins."""
     found = ["-p", "gpu_check.outcomes"]
     if is_here("hypothesis"):
         found += ["-p", "_hypothesis_pytestplugin"]
-    if num_processes > 1 and is_here("xdist"):  # they share the GPU, and one that loses its context is replaced
+    if num_processes > 1 and is_here("xdist"):  # xdist replaces a process that loses its CUDA context
         found += ["-p", "xdist.plugin", "--numprocesses", str(num_processes), "--dist", "worksteal"]
     return [*found, *others]
 

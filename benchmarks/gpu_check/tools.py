@@ -1,6 +1,6 @@
-"""What the check needs on a machine without a network: says what is missing, and installs the rest from wheels.
+"""Reports missing programs and installs missing Python packages from wheels, for a machine without a network.
 
-`make gpu-wheels` downloads them where there is a network; the folder travels with the checkout.
+`make gpu-wheels` downloads the wheels on a machine with a network; copy their folder with the checkout.
 """
 
 import argparse
@@ -14,18 +14,18 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# torch and its NCCL are the machine's own.
+# The machine provides torch and its NCCL.
 BUILD_TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja>=1.10", "rich>=13")
 TEST_TOOLS = ("numpy>=1.26", "pytest>=8", "hypothesis>=6", "pytest-xdist>=3.6", "expecttest>=0.2")
-RIVALS = ("flashoptim>=0.1.4",)  # what we are measured against; its torch and Triton are the machine's own
+RIVALS = ("flashoptim>=0.1.4",)  # packages for comparison; the machine provides their torch and Triton
 TOOLS = (*BUILD_TOOLS, *TEST_TOOLS, *RIVALS)
-PYTHON = "3.12"  # for which wheels are downloaded
+PYTHON = "3.12"  # the Python version of downloaded wheels
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 64 << 20
 
 
 def missing_tools() -> list[str]:
-    """The requirements that this Python does not meet."""
+    """Returns the requirements that this Python does not meet."""
     return [tool for tool in TOOLS if not _is_met(tool)]
 
 
@@ -35,7 +35,7 @@ def _is_met(requirement: str) -> bool:
 
 
 def _version(package: str) -> str:
-    """Nothing if it is not installed."""
+    """Returns the installed version of a package, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def missing_machinery() -> dict[str, str]:
-    """What a build for a GPU needs besides Python packages and is not here, each with its cure."""
+    """Returns the missing prerequisites of a GPU build other than Python packages, each with its cure."""
     missing = {}
     if importlib.util.find_spec("torch") is None:
         missing["torch"] = "GPU_PYTHON=... chooses a Python that has it; it must be 2.11 to 2.14, built for CUDA"
@@ -65,33 +65,33 @@ def missing_machinery() -> dict[str, str]:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Installs what is missing into `site`: from the wheels where there are any, else from pip's own sources.
+    """Installs missing packages into `site`, from the wheels if there are any, otherwise from pip's index.
 
-    Ends the program if the build cannot go on; tests go on without a tool of theirs as far as they get (run_tests.py).
+    Exits if a build tool cannot be installed. Tests run without a missing test tool as far as possible (run_tests.py).
     """
     missing = missing_tools()
     if not missing:
         return
-    print(f"to be installed: {', '.join(missing)}", flush=True)
+    print(f"installing: {', '.join(missing)}", flush=True)
     source = ["--no-index", "--find-links", str(wheels)] if any(wheels.glob("*.whl")) else []
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), *source]
     rivals = [tool for tool in missing if tool in RIVALS]
     others = [tool for tool in missing if tool not in RIVALS]
     failed = [tool for tool in rivals if subprocess.run([*pip, "--no-deps", tool], check=False).returncode]
     if others and subprocess.run([*pip, *others], check=False).returncode:
-        # One that cannot be had must cost none of the others.
+        # A package that cannot be installed must not prevent the others.
         failed += [tool for tool in others if subprocess.run([*pip, tool], check=False).returncode]
     if not failed:
         return
     where = f"from {wheels}" if source else "without a network"
     for tool in failed:
-        print(f"missing here: {tool}; it cannot be installed {where}: run `make gpu-wheels`, and bring {wheels} along")
+        print(f"missing here: {tool}; it cannot be installed {where}: run `make gpu-wheels` and copy {wheels} here")
     if needed := [tool for tool in failed if tool in BUILD_TOOLS]:
         sys.exit(f"nothing can be built without {', '.join(needed)}")
 
 
 def download(wheels: Path) -> None:
-    """Fetches all tools and what they need, for Python 3.12 on Linux, into `wheels`."""
+    """Downloads all tools and their dependencies, for Python 3.12 on Linux, into `wheels`."""
     wheels.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheels)]
     command += ["--implementation", "cp", "--python-version", PYTHON]
@@ -101,14 +101,14 @@ def download(wheels: Path) -> None:
     size = sum(file.stat().st_size for file in wheels.glob("*.whl"))
     print(f"{len(list(wheels.glob('*.whl')))} wheels for Python {PYTHON} in {wheels}, {size / 2**20:.0f} MiB")
     if size > MOST_BYTES:
-        sys.exit(f"they are to travel in {MOST_BYTES >> 20} MiB")
+        sys.exit(f"{wheels} takes {size / 2**20:.0f} MiB, which exceeds the limit of {MOST_BYTES >> 20} MiB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m gpu_check.tools", description=__doc__)
-    parser.add_argument("--wheels", type=Path, required=True, help="their folder")
-    parser.add_argument("--site", type=Path, help="install what is missing there")
-    parser.add_argument("--dry-run", action="store_true", help="say what is missing on the way to a GPU, and go on")
+    parser.add_argument("--wheels", type=Path, required=True, help="folder of the wheels")
+    parser.add_argument("--site", type=Path, help="folder for missing packages; without it, download the wheels")
+    parser.add_argument("--dry-run", action="store_true", help="report missing programs and continue")
     args = parser.parse_args()
     if args.site is None:
         return download(args.wheels)
@@ -116,11 +116,11 @@ def main() -> None:
     for what, cure in missing.items():
         print(f"missing here: {what}; {cure}")
     if not _version("nvidia-nccl-cu13"):
-        print('no package of NCCL with its header here: transport="nccl" is built only if nvcc has the header')
+        print('nvidia-nccl-cu13 is not installed: transport="nccl" is built only if CUDA\'s folder has nccl.h')
     if missing and not args.dry_run:
         sys.exit(1)
     install(args.wheels, args.site)
-    print("what else is needed is here")
+    print("everything else is installed")
     return None
 
 

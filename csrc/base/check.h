@@ -1,4 +1,4 @@
-// The error vocabulary: three kinds of error, and how each is thrown. Needs no torch header.
+// Declares the exception types of the native module and `text`, which builds their messages. Needs no torch header.
 #pragma once
 
 #include <charconv>
@@ -9,35 +9,35 @@
 
 namespace drivetrain {
 
-// The caller's mistake, wrong value: ValueError in Python. The message names the argument, what came, what was
-// expected.
+// Reports a wrong value from the caller: ValueError in Python. The message names the argument, the value received and
+// the value expected.
 struct UserError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// The caller's mistake, wrong kind of object: TypeError in Python.
+// Reports a wrong kind of object from the caller: TypeError in Python.
 struct UserTypeError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// A use that is not supported yet: NotImplementedError in Python.
+// Reports a use that is not supported yet: NotImplementedError in Python.
 struct UnsupportedError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What surrounds us failed (CUDA, a process group, IO): RuntimeError in Python, with the call, the code and its
-// meaning.
+// Reports a failure outside drivetrain (CUDA, a process group, IO): RuntimeError in Python. The message contains the
+// call, the error code and its meaning.
 struct EnvironmentError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A bug of ours: RuntimeError in Python, with the place.
+// Reports a bug in drivetrain: RuntimeError in Python, with the file and line.
 struct InvariantError : std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// How messages spell a value that is neither text nor a number: a specialization has `static void append(std::string&,
-// const T&)`. base/torch_text.h has those of torch's types.
+// Formats a value that is neither text nor a number. A specialization declares
+// `static void append(std::string&, const T&)`. base/torch_text.h specializes it for torch's types.
 template <class T>
 struct Spelling;
 
@@ -61,8 +61,8 @@ void append_part(std::string& out, const T& part) {
   }
 }
 
-// Joins the parts: text("bucket ", 3) == "bucket 3". Without iostreams, which cost compile time, and which crash where
-// the module has a copy of libstdc++ beside torch's (see shared_libstdcxx.cmake).
+// Joins the parts: text("bucket ", 3) == "bucket 3". It avoids iostreams because they cost compile time. They also
+// crash if the module has its own copy of libstdc++ (see shared_libstdcxx.cmake).
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::string out;
@@ -74,5 +74,5 @@ std::string text(const Parts&... parts) {
 
 }  // namespace drivetrain
 
-// Holds unless there is a bug in drivetrain itself.
+// Throws InvariantError if the condition is false, which only a bug in drivetrain can cause.
 #define DT_INVARIANT(condition) ((condition) ? void() : ::drivetrain::invariant_failed(#condition, __FILE__, __LINE__))

@@ -1,4 +1,4 @@
-// A failed call of the CUDA runtime as an error of ours. For files that are compiled only where CUDA's headers are.
+// Turns failed CUDA runtime calls into EnvironmentError. Only files that are compiled with CUDA's headers include it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@ namespace drivetrain {
 
 inline std::string describe_cuda(cudaError_t status, const char* call) {
   const char* const cure = status == cudaErrorInsufficientDriver
-                               ? "; drivetrain was built by a newer CUDA than this driver knows: run `drivetrain "
-                                 "doctor`, which says what to do"
+                               ? "; drivetrain was built with a newer CUDA than this driver supports: run `drivetrain "
+                                 "doctor` for the remedy"
                                : "";
   return text(call, " failed with CUDA error ", static_cast<int>(status), " (", cudaGetErrorName(status),
               "): ", cudaGetErrorString(status), cure);

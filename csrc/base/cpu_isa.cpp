@@ -1,4 +1,4 @@
-// Asks the processor what it can run and remembers the choice.
+// Detects the processor's instruction sets and caches the choice.
 #include "base/cpu_isa.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Which instruction set the CPU kernels run with: chosen once, forceable by the environment variable DRIVETRAIN_ISA.
+// Declares the choice of instruction set for CPU kernels, made once; the environment variable DRIVETRAIN_ISA forces it.
 #pragma once
 
 #include <string>
@@ -10,13 +10,14 @@ enum class Isa { kBaseline, kAvx2, kAvx512 };
 
 const char* name_of(Isa isa);
 
-// Those that this processor can run, weakest first.
+// Returns the instruction sets that this processor supports, weakest first.
 std::vector<Isa> available_isas();
 
-// The strongest available one, or what DRIVETRAIN_ISA says. Throws UserError if that is unknown or unavailable.
+// Returns the strongest available instruction set, or the one that DRIVETRAIN_ISA names. Throws UserError if that name
+// is unknown or unavailable.
 Isa chosen_isa();
 
-// The one of a function's copies to call.
+// Selects the copy of a function that was compiled for the chosen instruction set.
 template <class Function>
 Function* for_chosen_isa(Function* baseline, Function* avx2, Function* avx512) {
   switch (chosen_isa()) {
@@ -30,7 +31,7 @@ Function* for_chosen_isa(Function* baseline, Function* avx2, Function* avx512) {
   return avx512;
 }
 
-// Overrides the choice for this process (tests compare instruction sets with it); "" goes back to the automatic one.
+// Overrides the choice for this process, so that tests can compare instruction sets; "" restores the automatic choice.
 void force_isa(const std::string& name);
 
 }  // namespace drivetrain

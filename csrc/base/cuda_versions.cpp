@@ -1,4 +1,4 @@
-// Asks the CUDA runtime for its version and for the driver's; see cuda_versions.h.
+// Queries the versions of the CUDA runtime and driver.
 #include "base/cuda_versions.h"
 
 #include "base/check_cuda.h"

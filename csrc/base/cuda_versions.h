@@ -1,15 +1,15 @@
-// Which CUDA the module was built with and which one the driver knows. Needs no header of torch's or CUDA's.
+// Declares the query for the CUDA versions of the module and the driver. Needs no torch or CUDA header.
 #pragma once
 
 namespace drivetrain {
 
-// As CUDA counts them: 13020 is 13.2.
+// Holds versions in CUDA's numbering: 13020 is 13.2.
 struct CudaVersions {
   int runtime = 0;  // the runtime library that the module uses; 0: built without CUDA
-  int driver = 0;   // the newest runtime that the driver takes; 0: there is no driver
+  int driver = 0;   // the newest runtime that the driver supports; 0: no driver is installed
 };
 
-// Starts no context. In no_cuda.cpp both are 0.
+// Creates no CUDA context. The version in no_cuda.cpp returns zeros.
 CudaVersions cuda_versions();
 
 }  // namespace drivetrain

@@ -1,4 +1,4 @@
-// Asks torch for the current stream through its device-independent interface: no CUDA header, no CUDA library.
+// Queries the current stream through torch's device-independent interface, which needs no CUDA header or library.
 #include "base/current_stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,11 +1,11 @@
-// The stream on which torch enqueues a device's work.
+// Declares the query for the stream on which torch enqueues a device's work.
 #pragma once
 
 #include <c10/core/Device.h>
 
 namespace drivetrain {
 
-// The calling thread's current stream of that device, as its runtime's handle (cudaStream_t on CUDA).
+// Returns the calling thread's current stream of that device as the runtime's handle (cudaStream_t on CUDA).
 void* current_stream(c10::Device device);
 
 }  // namespace drivetrain

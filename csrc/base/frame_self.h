@@ -1,12 +1,12 @@
-// Where a thread is, without a trace of having looked.
+// Declares a way to read `self` from a frame without changing the frame.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace drivetrain {
 
-// frame: of a function whose first argument is called self. Returns that argument as the frame has it now; None if it
-// has none. The GIL must be held.
+// Returns the current value of the first argument of the frame's function, which must be named self, or None if it has
+// no value now. The caller holds the GIL.
 pybind11::object frame_self(pybind11::handle frame);
 
 }  // namespace drivetrain

@@ -1,4 +1,4 @@
-// The node of autograd that accumulates a parameter's gradient, for whoever hooks on it.
+// Declares access to the autograd node that accumulates a parameter's gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace drivetrain {
 
-// To be kept as long as its hooks shall live: the parameter refers to its accumulator weakly, and without another
-// reference both would go. (An intrusive pointer in some versions of torch, a shared one in others.)
+// Keep the result while hooks on it are needed: the parameter refers to its accumulator weakly, and the accumulator
+// owns its hooks. torch returns an intrusive pointer in some versions and a shared pointer in others.
 inline std::shared_ptr<torch::autograd::Node> grad_accumulator_of(const at::Tensor& param) {
   const auto accumulator = torch::autograd::impl::grad_accumulator(param);
   return {accumulator.get(), [accumulator](torch::autograd::Node*) {}};

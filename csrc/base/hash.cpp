@@ -1,4 +1,4 @@
-// The hash of bytes: chunks on all threads, then the chunks' hashes in order.
+// Hashes chunks of bytes on all threads, then mixes the chunk hashes in order.
 #include "base/hash.h"
 
 #include <ATen/Parallel.h>

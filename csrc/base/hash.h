@@ -1,4 +1,4 @@
-// 64-bit hashes of bytes: the same on every instruction set and any number of threads. Needs no torch header.
+// Declares a 64-bit hash of bytes that is equal on every instruction set and thread count. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 namespace drivetrain {
 
 #if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {  // as in formats/storage.h
+inline namespace DRIVETRAIN_ISA {  // gives each copy its own symbol, as in formats/storage.h
 #endif
 
-// Multiplies by an odd number and shifts: one-to-one in either argument, so that where all but one word agree, a hash
-// differs for certain.
+// Multiplies by an odd number and shifts. This is one-to-one in either argument, so two inputs that differ in exactly
+// one word have different hashes.
 inline uint64_t mix(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
   return hash ^ (hash >> 29);
@@ -20,11 +20,11 @@ inline uint64_t mix(uint64_t hash, uint64_t word) {
 }
 #endif
 
-constexpr int64_t kHashChunk = 1 << 20;  // bytes that one thread hashes at a time
+constexpr int64_t kHashChunk = 1 << 20;  // bytes per chunk; one thread hashes a chunk
 
 uint64_t hash_bytes(const void* bytes, int64_t size);
 
-// Of one chunk. One copy per instruction set.
+// Hashes one chunk; compiled once per instruction set.
 namespace baseline {
 uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size);
 }

@@ -1,4 +1,4 @@
-// One chunk's hash: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch header.
+// Hashes one chunk. It is compiled once per instruction set, which DRIVETRAIN_ISA names, and includes no torch header.
 #include <cstring>
 
 #include "base/hash.h"
@@ -6,7 +6,7 @@
 namespace drivetrain::DRIVETRAIN_ISA {
 namespace {
 
-constexpr int kLanes = 32;  // words that are mixed side by side, each with the one 256 bytes further on
+constexpr int kLanes = 32;  // independent 64-bit hashes; each mixes every 32nd word
 
 struct Lanes {
   uint64_t words[kLanes];

@@ -1,4 +1,4 @@
-// glibc's rule behind heap.h.
+// Implements heap.h with glibc's dynamic mmap threshold.
 #include "base/heap.h"
 
 #include <malloc.h>
@@ -9,15 +9,15 @@
 namespace drivetrain {
 namespace {
 
-// The largest block that moves the threshold, with what malloc adds to it: see "dynamic mmap threshold" in mallopt(3).
+// Largest block, including malloc's overhead, that moves the threshold: see "dynamic mmap threshold" in mallopt(3).
 constexpr int64_t kLargestThreshold = (32 << 20) - (64 << 10);
 constexpr int64_t kTensors = 4;
 
 }  // namespace
 
-// When a block is freed that malloc had from the system directly, because it was above a threshold, its size becomes
-// the threshold; and twice that is how much may be free at the heap's top. Nobody writes to the block, so that it costs
-// no memory.
+// malloc maps a block above the mmap threshold directly from the system. When such a block is freed, its size becomes
+// the threshold, and twice that size the free memory that the heap's top keeps. The block here is never written, so it
+// occupies no memory.
 void keep_freed_memory(int64_t bytes) {
   void* volatile block = std::malloc(std::min(kTensors * bytes, kLargestThreshold));
   std::free(block);

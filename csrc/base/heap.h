@@ -1,19 +1,18 @@
-// The C library's heap, as far as its speed depends on how it is used.
+// Declares controls of how much freed memory the C library's heap keeps.
 #pragma once
 
 #include <cstdint>
 
 namespace drivetrain {
 
-// Where tensors of up to `bytes` (of 8 MiB, at most) are allocated and freed in turn, again and again: lets glibc keep
-// their memory instead of giving it back to the system each time, whence the next would get it page by page. For the
-// whole process; up to eight such tensors' bytes then stay its own. Changes nothing where the user has set malloc's
-// thresholds, or another library provides malloc.
+// Lets glibc keep the memory of tensors of up to `bytes` (at most 8 MiB) that are allocated and freed repeatedly.
+// Otherwise each tensor's memory would return to the system, and the next tensor would fault it in page by page. This
+// affects the whole process, which may keep up to eight times `bytes`. It has no effect if the user has set malloc's
+// thresholds or another library provides malloc.
 void keep_freed_memory(int64_t bytes);
 
-// The opposite, at once: gives the system every whole page that is free, also in the heap's middle. Where tensors that
-// stay were allocated between others that went, the holes of these are too small for the next and would keep their
-// memory.
+// Returns every free whole page to the system at once, also from the middle of the heap. Long-lived tensors between
+// freed ones leave holes that are too small for later tensors and would keep their memory.
 void return_freed_memory();
 
 }  // namespace drivetrain

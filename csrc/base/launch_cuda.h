@@ -1,4 +1,4 @@
-// Launches of CUDA kernels by a plain call, which tests replace with one that runs them on the CPU.
+// Launches CUDA kernels through a plain function call, which tests replace to run kernels on the CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 
 namespace drivetrain {
 
-// Enqueues kernel(args...) on a stream (a cudaStream_t).
+// Enqueues kernel(args...) on `stream`, a cudaStream_t. `what` names the launch in the error message.
 template <class... Params, class... Args>
 void launch_cuda(const char* what, void (*kernel)(Params...), int64_t blocks, int threads, void* stream,
                  const Args&... args) {

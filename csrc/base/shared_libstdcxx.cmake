@@ -1,13 +1,14 @@
-# Links targets with the shared libstdc++ whatever the compiler's default, and fails a build that has a copy all the same.
+# Links targets with the shared libstdc++ and fails a build that contains a static copy.
 #
-# A wrapper in CXX, -static-libstdc++ and some toolsets put a copy of libstdc++ into every module. Beside torch, which uses
-# the shared one, that copy crashes in its first stream: the facets of the locale belong to one copy, their ids to another.
+# Compiler wrappers, -static-libstdc++ and some toolsets put a copy of libstdc++ into every module. torch uses the
+# shared library. In one process with it, the copy crashes at its first stream: the facets of a locale belong to one
+# copy and their ids to the other.
 
 include_guard()
 include(CheckCXXSourceCompiles)
 
-# Symbols that the shared library has are taken from it before a static archive is asked, as it stands first on the line.
-# The archive may still give what the shared library lacks: toolsets have newer functions in theirs alone.
+# The shared library stands first on the link line, so it provides every symbol that it has. A static archive still
+# provides newer functions that only the toolset's archive contains.
 function(link_shared_libstdcxx target)
   set(CMAKE_REQUIRED_LIBRARIES "-l:libstdc++.so.6")
   check_cxx_source_compiles(
@@ -20,7 +21,8 @@ function(link_shared_libstdcxx target)
   endif()
 endfunction()
 
-# Needs Python_EXECUTABLE. The script is the package's, so that `drivetrain doctor` asks the same of what is installed.
+# Requires Python_EXECUTABLE. It runs the package's script, so that `drivetrain doctor` applies the same check to the
+# installed module.
 function(fail_on_own_libstdcxx target)
   add_custom_command(
     TARGET ${target} POST_BUILD VERBATIM

@@ -1,4 +1,4 @@
-// Events between streams; see stream_order.h.
+// Implements stream_order.h with events.
 #include "base/stream_order.h"
 
 #include <c10/core/Event.h>

@@ -1,4 +1,4 @@
-// Orders work on a device's streams through torch's device-independent interface, without a CUDA header.
+// Declares the ordering of work between streams. It uses torch's device-independent interface and no CUDA header.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,10 +8,10 @@
 
 namespace drivetrain {
 
-// The calling thread's current stream of that device; nothing for the CPU, which has none.
+// Returns the calling thread's current stream of that device; nullopt for the CPU, which has no streams.
 std::optional<c10::Stream> stream_on(c10::Device device);
 
-// Lets what `later` is given from now on run after what `earlier` has been given so far. The host does not wait.
+// Makes work enqueued on `later` from now on wait for the work enqueued on `earlier` so far. The host does not wait.
 void run_after(const c10::Stream& later, const c10::Stream& earlier);
 
 }  // namespace drivetrain

@@ -1,4 +1,4 @@
-// How `text` of check.h spells torch's types in messages.
+// Specializes Spelling of check.h for torch's types in error messages.
 #pragma once
 
 #include <c10/core/Layout.h>

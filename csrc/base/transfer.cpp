@@ -1,4 +1,4 @@
-// Copies through pinned memory, which a device reads and writes while the host goes on; see transfer.h.
+// Implements transfer.h with pinned memory, which a device reads and writes without blocking the host.
 #include "base/transfer.h"
 
 #include <ATen/ops/empty.h>
@@ -17,8 +17,8 @@ at::Tensor pinned_like(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor copied_to(const at::Tensor& on_host, c10::Device device) {
-  if (device.is_cpu()) return at::empty_like(on_host).copy_(on_host);  // users' modes may refuse clones
-  // torch gives pinned memory to nobody else while a copy still reads it.
+  if (device.is_cpu()) return at::empty_like(on_host).copy_(on_host);  // a user's dispatch mode may reject clone()
+  // torch's pinned allocator does not reuse a block while a copy still reads it.
   return pinned_like(on_host).copy_(on_host).to(device, /*non_blocking=*/true);
 }
 

@@ -1,4 +1,4 @@
-// Copies of small tensors between the host and a device for which the host does not wait.
+// Declares non-blocking copies of small tensors between the host and a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,15 +7,15 @@
 
 namespace drivetrain {
 
-// A copy on that device, made by its current stream. `on_host` may be changed as soon as this returns.
+// Returns a copy on that device, enqueued on its current stream. `on_host` may be changed as soon as this returns.
 at::Tensor copied_to(const at::Tensor& on_host, c10::Device device);
 
-// A device's value on its way to the host, which asks later whether it has come.
+// Copies a device tensor to the host without blocking. The host polls has_come() and then reads value().
 class LateValue {
  public:
   explicit LateValue(const at::Tensor& on_device);
   bool has_come() const { return event_.query(); }
-  // Only once it has come.
+  // Requires has_come(); throws InvariantError otherwise.
   const at::Tensor& value() const;
 
  private:

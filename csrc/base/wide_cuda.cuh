@@ -1,9 +1,9 @@
-// Loads and stores 4, 8 and 16 bytes of global memory in one instruction, for kernels that memory bounds. Includes no
-// torch header.
+// Loads and stores 4, 8 or 16 bytes of global memory in one instruction, for memory-bound kernels. Includes no torch
+// header.
 //
-// The loads are volatile, so that the compiler neither moves one behind the first use of another nor splits it.
-// Addresses must be of global memory, which the compiler cannot know of pointers from tables, and aligned to the
-// access: the emulation of tests/native stops where one is not.
+// The loads are volatile: the compiler neither splits one nor moves it behind the first use of another. Addresses must
+// lie in global memory, which the compiler cannot infer for pointers from tables. They must be aligned to the access;
+// the emulation in tests/native aborts on a misaligned address.
 #pragma once
 
 #include <cstdint>

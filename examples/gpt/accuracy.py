@@ -1,18 +1,18 @@
-"""Trains one model with AdamW in every storage that drivetrain offers, and prints what each costs in validation loss.
+"""Trains one model with AdamW in every storage format of drivetrain and prints the cost of each in validation loss.
 
-The reference is torch's AdamW with float32 parameters. A row is what drivetrain's AdamW does with fewer bits: its
-difference in held-out loss from the reference, as the mean over seeds with a 95 % interval (Student's t), each run
-paired with the reference's run of the same seed: the same initial weights, the same batches in the same order.
+The reference is torch's AdamW with float32 parameters. Each other row shows drivetrain's AdamW with fewer bits. Its
+figure is the mean difference in held-out loss from the reference over all seeds, with a 95 % interval (Student's t).
+Runs are paired by seed: both start from equal weights and see equal batches in the same order.
 
-Only what the optimizer stores differs between rows. Every forward sees the parameters rounded to bfloat16 and computes
-in float32, every gradient reaches the optimizer rounded to bfloat16, and all runs start from weights that bfloat16
-holds exactly. Autocast over float32 parameters against a model cast to bfloat16 would not do: the two round their
-activations in different places, which moves the loss by more than the optimizer does. So a row with float32 parameters
-here is a master copy beside the bfloat16 model, as in classic mixed precision.
+Rows differ only in the optimizer's storage. Every forward uses the parameters rounded to bfloat16 and computes in
+float32. Every gradient reaches the optimizer rounded to bfloat16, and bfloat16 represents all initial weights exactly.
+Autocast cannot serve as the reference: it rounds activations at other points than a model in bfloat16. That changes
+the loss more than the optimizer does. Float32 parameters here act as master weights of the bfloat16 model, as in
+classic mixed precision.
 
-The control is a row that must lose: bfloat16 parameters without master, compensation or random rounding, at a learning
-rate so low that most updates are smaller than half a step of bfloat16 and are rounded away. It is compared with torch's
-float32 run at the same low rate, and so are two rows with masters, which lose nothing there.
+The control must lose: it has bfloat16 parameters without master weights, compensation or stochastic rounding. Its
+learning rate is so low that most updates are below half a bfloat16 step and are rounded away. Its reference is torch's
+float32 run at that rate. Two rows with master weights use that rate too and lose next to nothing.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from drivetrain.optim import AdamW
 
 @dataclass(frozen=True)
 class Storage:
-    """A row: whose AdamW, the parameters' dtype, and the options that say how it stores what it keeps."""
+    """A row of the table: the AdamW, the parameters' dtype, and the options of its storage format."""
 
     label: str
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     is_torch: bool = False
-    is_slow: bool = False  # trained with the low learning rate
+    is_slow: bool = False  # True: trained with the low learning rate
 
     @property
     def name(self) -> str:
@@ -78,11 +78,11 @@ QUICK = {"preset": "tiny", "seeds": 2, "steps": 10, "batch_size": 4, "block_size
 EPILOG = """examples:
   python examples/gpt/accuracy.py                        the table of the README
   python examples/gpt/accuracy.py --seeds 8 --steps 150  more pairs of shorter runs: narrower intervals
-  python examples/gpt/accuracy.py --quick                a minute's check that everything runs; its numbers say little
+  python examples/gpt/accuracy.py --quick                a check of about a minute that everything runs
 
 Reading the table: a difference is a row's held-out loss minus that of torch's float32 run with the same seed, in nats
-per byte; above 0 is worse. An interval that contains 0 means that these seeds show no difference; how wide it is says
-how small a difference they could have shown. Bytes are per parameter: itself, its gradient and the optimizer's state.
+per byte; above 0 is worse. An interval that contains 0 means that these seeds show no difference; differences smaller
+than its half width cannot be seen. Bytes are per parameter: the parameter, its gradient and the optimizer's state.
 """
 
 
@@ -91,20 +91,18 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__, epilog=EPILOG
     )
     add = parser.add_argument
-    add(
-        "--seeds", type=positive(int), default=3, help="runs per row, each of its own weights and batches (%(default)s)"
-    )
+    add("--seeds", type=positive(int), default=3, help="runs per row with different weights and batches (%(default)s)")
     add("--steps", type=positive(int), default=300, help="optimizer steps per run (%(default)s)")
     add("--batch-size", type=positive(int), default=8, help="rows per step (%(default)s)")
     add("--block-size", type=positive(int), default=64, help="bytes per row, the model's context (%(default)s)")
     add("--preset", choices=PRESETS, default="small", help="model shape (%(default)s)")
-    # train.py's rate, three times as high, multiplies roundings within these few steps until they hide all else.
+    # The rate of train.py is three times as high. In so few steps it amplifies rounding until other differences vanish.
     add("--lr", type=positive(float), default=2e-3, help="peak of the usual learning rate (%(default)s)")
-    add("--low-lr", type=positive(float), default=1e-4, help="peak of the control's (%(default)s)")
+    add("--low-lr", type=positive(float), default=1e-4, help="peak of the control's learning rate (%(default)s)")
     add("--held-out-rows", type=positive(int), default=512, help="rows in the validation loss (%(default)s)")
-    add("--threads", type=positive(int), default=len(os.sched_getaffinity(0)), help="of torch (%(default)s, all cores)")
+    add("--threads", type=positive(int), default=len(os.sched_getaffinity(0)), help="threads of torch (%(default)s)")
     add("--quick", action="store_true", help=f"set {', '.join(f'{key}={value}' for key, value in QUICK.items())}")
-    add("--json", type=Path, metavar="FILE", help="write every run's loss and the table there")
+    add("--json", type=Path, metavar="FILE", help="file for every run's loss and the table")
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
@@ -114,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Run:
-    """One training run: a float32 model that sees rounded parameters, and the optimizer's own copy of them."""
+    """One training run: a float32 model with rounded parameters, and the optimizer's copy of the parameters."""
 
     def __init__(self, storage: Storage, seed: int, args: argparse.Namespace, corpus: Corpus) -> None:
         self.storage, self.seed, self.args, self.corpus = storage, seed, args, corpus
@@ -123,7 +121,7 @@ class Run:
         self.gpt = GPT(replace(PRESETS[args.preset], block_size=args.block_size))
         self.seen = list(self.gpt.parameters())
         self.stored = [param.detach().bfloat16().to(storage.dtype).requires_grad_() for param in self.seen]
-        groups = [  # as train.py's: weight decay is for matrices
+        groups = [  # weight decay applies to matrices only, as in train.py
             {"params": [param for param in self.stored if param.ndim >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [param for param in self.stored if param.ndim < 2], "weight_decay": 0.0},
         ]
@@ -135,7 +133,7 @@ class Run:
 
     @torch.no_grad()
     def show_parameters(self) -> None:
-        """Give the model the parameters as bfloat16 has them."""
+        """Copy the optimizer's parameters, rounded to bfloat16, into the model."""
         for seen, stored in zip(self.seen, self.stored, strict=True):
             seen.copy_(stored.bfloat16())
 
@@ -178,7 +176,7 @@ class Run:
         return losses / rows
 
     def bytes_per_parameter(self) -> float:
-        """Return the bytes of parameters, gradients and states, without the rounded copy, which is the comparison's."""
+        """Return the bytes of parameters, gradients and states, excluding the rounded copy of the comparison."""
         tensors: list[Tensor] = [*self.stored, *(param.grad for param in self.stored if param.grad is not None)]
         for state in self.optimizer.state.values():
             tensors += [value for name, value in state.items() if name != "step"]
@@ -187,7 +185,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """A row's losses minus the reference's, paired by seed: mean and the half width of its 95 % interval."""
+    """Mean of a row's losses minus the reference's, paired by seed, and the half width of its 95 % interval."""
 
     mean: float
     half_width: float
@@ -208,10 +206,10 @@ def paired_difference(losses: list[float], reference: list[float]) -> Difference
 
 
 def t_quantile(degrees: int, probability: float = 0.975) -> float:
-    """Return the quantile of Student's t distribution, from its density by Simpson's rule."""
+    """Return the quantile of Student's t distribution by Simpson's rule and bisection."""
     log_factor = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
 
-    def density_of_angle(angle: float) -> float:  # t = sqrt(degrees) tan(angle), so that all of it is in reach
+    def density_of_angle(angle: float) -> float:  # t = sqrt(degrees) tan(angle) maps the real line to an interval
         return math.sqrt(degrees) * math.exp(log_factor) * math.cos(angle) ** (degrees - 1)
 
     def share_below(angle: float, parts: int = 200) -> float:
@@ -229,14 +227,14 @@ def t_quantile(degrees: int, probability: float = 0.975) -> float:
 
 @dataclass
 class Result:
-    """What a row came to: a loss per seed, and its memory."""
+    """The results of a row: a loss per seed, and the bytes per parameter."""
 
     losses: list[float] = field(default_factory=list)
     bytes_per_parameter: float = 0.0
 
 
 def train_all(args: argparse.Namespace, corpus: Corpus) -> dict[str, Result]:
-    """Train every row with every seed, under a progress bar or, where there is no terminal, with a line per run."""
+    """Train every row with every seed. Show a progress bar, or print a line per run without a terminal."""
     rows = (*USUAL, *SLOW)
     results = [Result() for _ in rows]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
@@ -283,13 +281,13 @@ def print_table(args: argparse.Namespace, results: dict[str, Result]) -> dict[st
 
 
 def control_is_worse(differences: dict[str, Difference]) -> bool:
-    """Print and return whether the control lost for certain, and more than a master does at the same rate."""
+    """Print and return whether the control's whole interval lies above 0 and above the masters' intervals."""
     control = differences[CONTROL.name]
     masters = max(differences[row.name].high for row in SLOW_MASTERS)
     passed = control.low > max(0.0, masters)
     console.print(
-        f"{'[green]PASS[/]' if passed else '[red]FAIL[/]'}  the control must come out worse: bf16 without a master "
-        f"loses {control.mean:.4f} (at least {control.low:.4f}) at the low rate, with one at most {masters:.4f}"
+        f"{'[green]PASS[/]' if passed else '[red]FAIL[/]'}  the control must be worse: at the low rate bf16 without a "
+        f"master loses {control.mean:.4f} (at least {control.low:.4f}), and with one at most {masters:.4f}"
     )
     return passed
 
@@ -308,7 +306,7 @@ def main() -> None:
         for name, gap in differences.items():
             table[name] |= {"difference": gap.mean, "interval": [gap.low, gap.high]}
         args.json.write_text(json.dumps({"settings": settings, "rows": table, "control_is_worse": passed}))
-    # So few seeds and steps prove nothing; they show that all of it runs.
+    # The few seeds and steps of --quick show only that everything runs.
     sys.exit(0 if passed or args.quick else 1)
 
 

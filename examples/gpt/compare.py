@@ -1,4 +1,4 @@
-"""Trains one model with both engines from one seed, prints one table, and fails where their losses differ."""
+"""Trains one model with both engines from one seed, prints one table, and fails if their losses differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from report import console, mebibytes
 from rich.table import Table
 from train import ENGINES
 
-Run = dict[str, Any]  # what train.py writes with --json
+Run = dict[str, Any]  # the JSON object of train.py --json
 
 FIRST_STEPS = 20
 TRAINING_TOLERANCE = 1e-4
@@ -32,12 +32,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="small", help="model shape (%(default)s)")
     add("--steps", type=int, default=60, help="optimizer steps per run (%(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches, for both engines (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and batches, for both engines (%(default)s)")
     add("--ranks", type=int, default=2, help="processes per run (%(default)s)")
-    add("--repeat", type=int, default=1, help="runs per engine, in turns; medians are shown (%(default)s)")
+    add("--repeat", type=int, default=1, help="runs per engine, in turns; the table shows medians (%(default)s)")
     add("--timeout", type=float, default=1800, help="seconds until a run counts as hung (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the metrics of all runs there, by engine")
-    add("--plot", type=Path, metavar="FILE.png", help="draw both loss curves there; needs matplotlib")
+    add("--json", type=Path, metavar="FILE", help="file for the metrics of all runs, by engine")
+    add("--plot", type=Path, metavar="FILE.png", help="image file for both loss curves; needs matplotlib")
     return parser.parse_known_args()
 
 
@@ -49,7 +49,7 @@ def train(engine: str, args: argparse.Namespace, extra: list[str]) -> Run:
         command += [f"--nproc-per-node={args.ranks}", str(Path(__file__).with_name("train.py"))]
         command += [f"--engine={engine}", f"--preset={args.preset}", f"--steps={args.steps}"]
         command += [f"--seed={args.seed}", "--sample-bytes=0", f"--json={result}", *extra]
-        # train.py sets its threads itself; with the variable set, torchrun does not warn about them.
+        # train.py sets its threads itself. The variable keeps torchrun from warning about them.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
             done = subprocess.run(
@@ -69,7 +69,7 @@ def train(engine: str, args: argparse.Namespace, extra: list[str]) -> Run:
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
-    """Return the largest absolute difference; nan if a loss is nan, so that no tolerance holds."""
+    """Return the largest absolute difference; nan if a loss is nan, so that it exceeds every tolerance."""
     gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float("nan") if any(gap != gap for gap in gaps) else max(gaps)
 
@@ -101,7 +101,7 @@ def compare_costs(torch_runs: list[Run], drivetrain_runs: list[Run], table: Tabl
 
     for label, key in (
         ("step time", "step_ms"),
-        ("  the same, without synchronisation", "unsynced_step_ms"),
+        ("  without synchronization", "unsynced_step_ms"),
         ("communication left exposed", "exposed_communication_ms"),
     ):
         a, b = median(torch_runs, key), median(drivetrain_runs, key)
@@ -116,7 +116,7 @@ def compare_costs(torch_runs: list[Run], drivetrain_runs: list[Run], table: Tabl
 
 
 def verdict(label: str, gap: float, tolerance: float) -> bool:
-    """Print whether a difference is within its tolerance."""
+    """Print and return whether a difference is within its tolerance."""
     passed = gap <= tolerance  # False for nan too
     word = "[green]PASS[/]" if passed else "[red]FAIL[/]"
     console.print(f"{word}  {label}: differ by {gap:.1e}, allowed {tolerance:g}")

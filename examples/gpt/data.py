@@ -1,4 +1,4 @@
-"""The training text, with no download: Python sources every machine has, split by file, cut into rows."""
+"""Loads the training text: Python sources that every machine has, split by file and cut into rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 MINIMUM_BYTES = 20_000_000
 HELD_OUT_PERCENT = 5
-# Installed packages sit inside the standard library's folder; they differ from machine to machine.
+# Installed packages lie in the standard library's folder and differ from machine to machine.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out files, each kind joined to one uint8 tensor, and a line that describes them."""
+    """Training and held-out text, each a uint8 tensor of shape [bytes], and a line that describes them."""
 
     train: Tensor
     held_out: Tensor
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def python_files(root: Path, prefix: str) -> Iterator[tuple[str, Path]]:
-    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in one order on every machine."""
+    """Yield (`prefix`/relative path, path) of each `*.py` below `root`, in an order that all machines share."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - NOT_STDLIB)
         for name in sorted(names):
@@ -45,19 +45,19 @@ def _hash(text: str) -> int:
 
 
 def is_held_out(name: str) -> bool:
-    """Say whether the file is for validation; its name alone decides, so that it never changes sides."""
+    """Return whether the file is for validation. Only its name decides, so the split never changes."""
     return _hash(name) % 100 < HELD_OUT_PERCENT
 
 
 def load_corpus(stdlib: Path | None = None, minimum_bytes: int = MINIMUM_BYTES) -> Corpus:
-    """Read the standard library, topped up with torch's sources where a distribution ships little of it."""
+    """Read the standard library, and add torch's sources if it has fewer than `minimum_bytes`."""
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     texts = {name: path.read_bytes() for name, path in python_files(stdlib, "stdlib")}
     total_bytes = sum(map(len, texts.values()))
     description = f"{len(texts)} files of the standard library"
     if total_bytes < minimum_bytes:
         num_stdlib_files = len(texts)
-        # In hash order, or the top-up would be the first few folders of the alphabet.
+        # Alphabetical order would add only the first few folders, so files are added in hash order.
         for name, path in sorted(python_files(Path(torch.__file__).parent, "torch"), key=lambda item: _hash(item[0])):
             if total_bytes >= minimum_bytes:
                 break
@@ -85,8 +85,8 @@ def train_batch(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (inputs, targets) of a step, both int64 [batch_size, block_size].
 
-    The rows of all ranks are drawn together from seed and step, and each rank takes its own: no two
-    ranks share a row, and two ranks of 8 rows see what one rank of 16 sees.
+    One generator draws the rows of all ranks from seed and step, and each rank takes its part. Two ranks with
+    8 rows therefore see the rows of one rank with 16.
     """
     generator = torch.Generator().manual_seed(_hash(f"{seed}/{step}"))
     starts = torch.randint(len(text) - block_size, (world_size, batch_size), generator=generator)
@@ -96,7 +96,7 @@ def train_batch(
 def held_out_batches(
     text: Tensor, batch_size: int, block_size: int, *, num_rows: int, rank: int, world_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of `num_rows` windows spread evenly over the text: always the same ones."""
+    """Yield this rank's part of `num_rows` fixed windows that are spread evenly over the text."""
     starts = torch.linspace(0, len(text) - block_size - 1, num_rows, dtype=torch.float64).long()
     mine = starts[rank::world_size]
     for first in range(0, len(mine), batch_size):

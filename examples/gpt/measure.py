@@ -1,4 +1,4 @@
-"""Measurements of a training run: time per step, memory per rank, and the communication left exposed."""
+"""Measures a training run: time per step, memory per rank, and the communication left exposed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass
 class StepTimer:
-    """Times the body of each `with` and never makes the host wait: CUDA events are read only at the end."""
+    """Times the body of each `with` without making the host wait: CUDA events are read only at the end."""
 
     device: torch.device
     _seconds: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class StepTimer:
             self._seconds[-1] += time.perf_counter()
 
     def median_ms(self, skip: int = 0) -> float:
-        """Return the median duration, leaving out the first `skip` ones; nan where nothing is left."""
+        """Return the median duration without the first `skip` ones; nan if none is left."""
         if self._events:
             self._events[-1][1].synchronize()
             self._seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
@@ -54,22 +54,25 @@ def _proc_bytes(file: str, key: str) -> int:
 
 
 def _counted_for_others_bytes() -> int:
-    """Return how much of this process's resident memory is shared with other ranks, and their part of it."""
+    """Return the part of this process's shared resident memory that is attributed to other ranks.
+
+    A rank's own part is its proportional set size: each shared page, divided by the number of processes that map it.
+    """
     return _proc_bytes("status", "RssShmem:") - _proc_bytes("smaps_rollup", "Pss_Shmem:")
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let the peak start from here, so that loading the data does not count."""
+    """Reset the peak, so that memory for loading the data does not count."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        # The kernel's word for "set VmHWM back to VmRSS". Where forbidden, the peak includes the loading.
+        # Writing 5 sets VmHWM back to VmRSS (proc(5)). If that is forbidden, the peak includes the loading.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def nccl_memory_bytes() -> tuple[int, int]:
-    """Return what drivetrain's transport "nccl" holds now and has held at most, which no figure of torch's counts."""
+    """Return current and peak memory of drivetrain's transport "nccl", which torch's figures do not include."""
     native = sys.modules.get("drivetrain._C")  # absent under torch's own engine
     return native.nccl_memory_bytes() if native else (0, 0)
 
@@ -77,12 +80,12 @@ def nccl_memory_bytes() -> tuple[int, int]:
 def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + nccl_memory_bytes()[1]
-    # What ranks share is there from the first step on.
+    # Shared memory is allocated from the first step on, so its present size applies to the peak too.
     return _proc_bytes("status", "VmHWM:") - _counted_for_others_bytes()
 
 
 def memory_at_rest_bytes(device: torch.device) -> int:
-    """Return what stays allocated between two steps: weights, optimizer state, gradients if they are kept."""
+    """Return the memory that stays allocated between two steps: weights, optimizer state and kept gradients."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) + nccl_memory_bytes()[0]
     return _proc_bytes("status", "VmRSS:") - _counted_for_others_bytes()
@@ -91,19 +94,19 @@ def memory_at_rest_bytes(device: torch.device) -> int:
 def exposed_communication_ms(
     step: Callable[[bool], object], device: torch.device, num_rounds: int = 15
 ) -> tuple[float, float]:
-    """Return the median ms of a step that synchronises gradients and of the same step under `no_sync`.
+    """Return the median ms of a step that synchronizes gradients and of the same step under `no_sync`.
 
-    Their difference is the communication that backward did not hide. `step(synchronise)` does one whole
+    Their difference is the communication that backward did not hide. `step(synchronize)` runs one whole
     training step. The replicas' weights diverge here: call this last.
     """
     timers = {True: StepTimer(device), False: StepTimer(device)}
     for _ in range(num_rounds):
-        # In turns, so that both see the same noise; from a barrier, so that no step pays for skew before it.
-        for synchronise, timer in timers.items():
+        # Both kinds alternate, so that noise affects them equally. The barrier removes skew between ranks.
+        for synchronize, timer in timers.items():
             if dist.get_world_size() > 1:
                 dist.barrier()
             with timer:
-                step(synchronise)
+                step(synchronize)
     return timers[True].median_ms(skip=2), timers[False].median_ms(skip=2)
 
 

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch: pre-norm blocks, causal attention, one matrix for embedding and head."""
+"""Defines a byte-level GPT in plain PyTorch: pre-norm blocks, causal attention, tied embedding and head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB_SIZE = 256  # one token per byte: no tokenizer to train, to ship or to disagree about
+VOCAB_SIZE = 256  # one token per byte, so the example needs no tokenizer
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; `block_size` is the longest context in bytes, tokens beyond the bytes never occur."""
+    """The shape of a GPT.
+
+    `block_size` is the longest context in bytes. `vocab_size` may exceed 256; the further tokens never occur.
+    """
 
     num_layers: int
     num_heads: int
@@ -26,7 +29,7 @@ class GPTConfig:
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} must be a multiple of num_heads, {self.num_heads}")
         if self.vocab_size < VOCAB_SIZE:
-            raise ValueError(f"vocab_size {self.vocab_size} must be {VOCAB_SIZE} at least, a token per byte")
+            raise ValueError(f"vocab_size {self.vocab_size} must be at least {VOCAB_SIZE}, one token per byte")
 
 
 PRESETS = {
@@ -37,7 +40,7 @@ PRESETS = {
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:  # x: [..., time, channels]; angles: [time, channels / 2]
-    """Turn pairs of channels by an angle that grows with the position: attention sees distances (RoPE)."""
+    """Rotate pairs of channels by an angle that grows with the position (RoPE, Su et al. 2021)."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -63,7 +66,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: attention, then a four times wider MLP."""
+    """One pre-norm transformer block: attention, then an MLP with a hidden size of four times the width."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits for the next byte out, or the mean cross entropy when `targets` are given."""
+    """Maps bytes to logits for the next byte, or to the mean cross entropy if `targets` are given."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -88,19 +91,19 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
-        self.apply(self._initialise)
+        self.apply(self._initialize)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Block):
-            # Each block adds twice to the residual stream, whose variance shall not grow with depth.
+            # Each block adds twice to the residual stream, so this scale keeps its variance independent of depth.
             std = 0.02 / math.sqrt(2 * self.config.num_layers)
             nn.init.normal_(module.attention.out.weight, std=std)
             nn.init.normal_(module.down.weight, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # both int64 [batch, time]
-        # Computed anew and not a buffer: DDP would broadcast a buffer before every forward.
+        # The angles are recomputed, because DDP would broadcast a buffer before every forward.
         channels, device = self.config.width // self.config.num_heads, tokens.device
         frequencies = 1e-3 ** torch.linspace(0, 1, channels // 2, device=device)
         angles = torch.outer(torch.arange(tokens.shape[1], device=device), frequencies)
@@ -114,7 +117,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """Continue `prompt` by `num_bytes` sampled bytes; the whole window is read anew for each."""
+        """Append `num_bytes` sampled bytes to `prompt`; each byte costs a forward over the whole window."""
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)

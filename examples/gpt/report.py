@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, a line per tenth in a log, a table at the end."""
+"""Prints the progress of a run: a live bar on a terminal, ten lines in a log, and a table at the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainingProgress:
         self._bar.stop()
 
     def update(self, step: int, num_steps: int, loss: float) -> None:
-        """Show that `step` of `num_steps` steps (the plan may have changed) are done."""
+        """Show that `step` of `num_steps` steps are done; `num_steps` may change during the run."""
         elapsed = time.perf_counter() - self._start
         status = f"loss {loss:.3f}  {step * self._tokens_per_step / elapsed:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, total=num_steps, status=status)
@@ -64,7 +64,7 @@ class TrainingProgress:
 
 
 def print_sample(prompt: bytes, sample: bytes) -> None:
-    """Show generated code, with the bytes no terminal should get replaced."""
+    """Show generated code, with unprintable characters replaced."""
     text = sample.decode(errors="replace")
     clean = "".join(char if char.isprintable() or char in "\n\t" else "\N{MIDDLE DOT}" for char in text)
     title = f"sample, from the prompt {prompt.decode()!r}"
@@ -72,7 +72,7 @@ def print_sample(prompt: bytes, sample: bytes) -> None:
 
 
 def mebibytes(sizes: list[int]) -> str:
-    """Say bytes per rank in MiB: `312 312`."""
+    """Format bytes per rank in MiB, such as `312 312`."""
     return " ".join(f"{size / 2**20:.0f}" for size in sizes)
 
 

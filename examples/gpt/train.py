@@ -39,7 +39,7 @@ PROMPT = b"def "
 
 
 def engine_classes(name: str) -> tuple[type[nn.parallel.DistributedDataParallel], type[torch.optim.AdamW]]:
-    """Return the DDP and the AdamW to train with: all that differs between the two engines."""
+    """Return the classes of an engine. The engines differ in nothing else."""
     if name == "torch":
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim import AdamW
@@ -51,7 +51,7 @@ def engine_classes(name: str) -> tuple[type[nn.parallel.DistributedDataParallel]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a preset is trained unless the command line says otherwise; batches are per rank."""
+    """Training defaults of a preset; `batch_size` is per rank."""
 
     steps: int
     batch_size: int
@@ -73,7 +73,7 @@ EPILOG = """examples:
   torchrun --nproc-per-node 8 examples/gpt/train.py --preset gpt2 --bf16   eight GPUs over NCCL
   python examples/gpt/train.py                                       one process with all cores, no launcher
 
-What the preset decides where the command line does not:
+Each preset sets these defaults:
 """
 
 
@@ -86,18 +86,18 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--engine", choices=ENGINES, default="drivetrain", help="whose DDP and AdamW to use (%(default)s)")
     add("--preset", choices=PRESETS, default="small", help="model shape and training defaults (%(default)s)")
-    add("--steps", type=positive(int), help="optimizer steps; given here, the preset's max_seconds is void")
+    add("--steps", type=positive(int), help="optimizer steps; this option lifts the preset's max_seconds")
     add("--batch-size", type=positive(int), help="rows per rank in one forward")
     add("--block-size", type=positive(int), help="bytes per row, the model's context")
-    add("--vocab-size", type=positive(int), help="256 at least; 50304 costs what GPT-2's does, and makes it 124 M")
-    add("--lr", type=positive(float), help="peak learning rate, between a warm-up and a cosine to a tenth")
+    add("--vocab-size", type=positive(int), help="at least 256; 50304 gives preset gpt2 the 124 M parameters of GPT-2")
+    add("--lr", type=positive(float), help="peak learning rate; it warms up and decays by a cosine to a tenth")
     add("--accumulate", type=positive(int), help="forwards per step; all but the last under no_sync()")
     add("--bf16", action="store_true", help="autocast forward to bfloat16; weights stay fp32")
-    add("--seed", type=int, default=0, help="of weights, batches and sample (%(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a GPU")
-    add("--max-seconds", type=positive(float), help="plan fewer steps where all would take longer than this")
+    add("--seed", type=int, default=0, help="seed of weights, batches and sample (%(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto selects CUDA if there is a GPU")
+    add("--max-seconds", type=positive(float), help="time limit; plan fewer steps if they would take longer")
     add("--sample-bytes", type=int, default=400, help="length of the sample, 0 for none (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write losses and measurements there")
+    add("--json", type=Path, metavar="FILE", help="file for losses and measurements")
     args = parser.parse_args()
     recipe = RECIPES[args.preset]
     if args.steps is None and args.max_seconds is None:
@@ -113,24 +113,24 @@ def _fields(record: object) -> str:
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return an argparse type that takes numbers above zero only."""
+    """Return an argparse type that accepts only numbers above zero."""
 
     def parse(text: str) -> float:
         if (value := kind(text)) <= 0:
             raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse quotes it: "invalid int value"
+    parse.__name__ = kind.__name__  # argparse quotes the name: "invalid int value"
     return parse
 
 
 def start_process_group(device_choice: str) -> torch.device:
-    """Join torchrun's process group, or be a group of one without it; return this rank's device."""
+    """Join torchrun's process group, or create a group of one process; return this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device_choice == "cuda" or (device_choice == "auto" and torch.cuda.is_available()):
         if local_ranks > torch.cuda.device_count():
-            sys.exit(f"{local_ranks} ranks need a GPU each, here are {torch.cuda.device_count()}: try --device cpu")
+            sys.exit(f"{local_ranks} ranks need a GPU each and {torch.cuda.device_count()} are here: try --device cpu")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
@@ -146,15 +146,15 @@ def start_process_group(device_choice: str) -> torch.device:
 
 
 def parameter_groups(gpt: GPT) -> list[dict[str, object]]:
-    """Split off the vectors (norms): weight decay is for matrices."""
+    """Return two parameter groups: matrices with weight decay, and vectors (norms) without."""
     matrices = [parameter for parameter in gpt.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in gpt.parameters() if parameter.ndim < 2]
     return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Return a linear warm-up, then a cosine down to a tenth of the peak."""
-    # A shorter warm-up overshoots, which multiplies float noise: torch's own fused and plain AdamW then disagree.
+    """Return the learning rate of a step: a linear warm-up, then a cosine down to a tenth of the peak."""
+    # A shorter warm-up overshoots and amplifies rounding until even torch's fused and plain AdamW disagree.
     warm_up = max(1, min(num_steps // 2, max(100, num_steps // 20)))
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -163,7 +163,7 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 class Trainer:
-    """One training run: the engine, the data, and what was seen on the way."""
+    """One training run: the engine, the data, and the measurements."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
@@ -178,7 +178,7 @@ class Trainer:
         self.model = DistributedDataParallel(self.gpt, device_ids=device_ids)
         self.optimizer = AdamW(parameter_groups(self.gpt), lr=args.lr, betas=BETAS, fused=True)
         self.num_steps: int = args.steps
-        self.losses = torch.zeros(args.steps, device=device)  # read at the end: no step waits for its loss
+        self.losses = torch.zeros(args.steps, device=device)  # read at the end, so that no step waits for its loss
         self.held_out_losses: list[tuple[int, float]] = []
         self.timer = StepTimer(device)
         self.peak_memory = self.rest_memory = 0
@@ -202,12 +202,12 @@ class Trainer:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16)
 
-    def train_step(self, batches: list[tuple[Tensor, Tensor]], synchronise: bool = True) -> Tensor:
-        """Forward, backward and update on `batches`; return their mean loss."""
+    def train_step(self, batches: list[tuple[Tensor, Tensor]], synchronize: bool = True) -> Tensor:
+        """Run forward, backward and the optimizer step on `batches`; return their mean loss."""
         total = torch.zeros((), device=self.device)
         for index, (tokens, targets) in enumerate(batches):
             is_last = index == len(batches) - 1
-            with contextlib.nullcontext() if is_last and synchronise else self.model.no_sync():
+            with contextlib.nullcontext() if is_last and synchronize else self.model.no_sync():
                 with self.autocast():
                     loss = self.model(tokens, targets) / len(batches)
                 loss.backward()
@@ -218,10 +218,10 @@ class Trainer:
         return total
 
     def fit(self) -> None:
-        """Run all steps, with the held-out loss at the start, at three points between, and at the end."""
+        """Run all steps. Compute the held-out loss at the start, at three points between, and at the end."""
         start = time.monotonic()
         reset_peak_memory(self.device)
-        # On CUDA reading a loss waits for the GPU, so that it is done for every tenth step only.
+        # On CUDA reading a loss waits for the GPU, so only every tenth loss is shown.
         show_every = 1 if self.device.type == "cpu" else 10
         with TrainingProgress(self.num_steps, self.tokens_per_step, visible=self.rank == 0) as progress:
             step = 0
@@ -248,11 +248,11 @@ class Trainer:
         self.losses /= self.world_size
 
     def note_peak_memory(self) -> None:
-        """Keep the most that steps have taken; held-out losses, of larger batches, are not what training needs."""
+        """Record the peak of training steps. Held-out losses use larger batches and do not count."""
         self.peak_memory = max(self.peak_memory, peak_memory_bytes(self.device))
 
     def fit_into_time(self, step: int, elapsed: float) -> None:
-        """Plan as many steps as fit into `max_seconds`, so that the learning rate still comes down."""
+        """Plan the number of steps that fit into `max_seconds`, so that the learning rate still decays."""
         fitting = max(step, int(step * self.args.max_seconds / elapsed))
         num_steps = torch.tensor(min(self.args.steps, fitting), device=self.device)
         dist.broadcast(num_steps, src=0)  # one clock decides for all ranks
@@ -260,7 +260,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, step: int, progress: TrainingProgress) -> None:
-        """Note the mean loss over the held-out windows of all ranks."""
+        """Record the mean loss over the held-out windows of all ranks."""
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)  # loss times rows, rows
         for tokens, targets in held_out_batches(
             self.corpus.held_out,
@@ -279,10 +279,10 @@ class Trainer:
         progress.note(f"step {step:>5}/{self.num_steps}  held-out loss {self.held_out_losses[-1][1]:.3f} nats/byte")
 
     def measure(self) -> dict[str, object]:
-        """Return everything seen and measured; ruins the weights, as its steps without synchronisation do."""
+        """Return losses and measurements. Its steps without synchronization make the replicas' weights diverge."""
         batches = self.batches(0)
         synced_ms, unsynced_ms = exposed_communication_ms(
-            lambda synchronise: self.train_step(batches, synchronise), self.device
+            lambda synchronize: self.train_step(batches, synchronize), self.device
         )
         return {
             "engine": self.args.engine,
@@ -327,7 +327,7 @@ def print_summary(metrics: dict[str, Any], total_seconds: float) -> None:
         ("memory at rest per rank", f"{mebibytes(metrics['rest_memory_bytes'])} MiB"),
     ]
     if any(metrics["nccl_memory_bytes"]):
-        rows.append(("of these the transport's own", f"{mebibytes(metrics['nccl_memory_bytes'])} MiB"))
+        rows.append(("transport's part of these", f"{mebibytes(metrics['nccl_memory_bytes'])} MiB"))
     print_table(f"engine {metrics['engine']}", rows)
 
 
@@ -351,8 +351,8 @@ def main() -> None:
         print_summary(metrics, total_seconds)
         if args.json:
             args.json.write_text(json.dumps(metrics))
-    # DDP keeps gloo's threads alive, and one that still frees a collective's tensors while Python shuts down
-    # aborts the process ("terminate called without an active exception"). A barrier owns no tensors.
+    # DDP keeps gloo's threads alive. A thread that frees a collective's tensors while Python shuts down aborts the
+    # process ("terminate called without an active exception"). After a barrier no thread holds such tensors.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Types of the native module; tests/package/test_stub.py compares them with the module itself."""
+"""Declares the types of the native module; tests/package/test_stub.py compares the names with the module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType

@@ -1,10 +1,10 @@
-"""drivetrain: DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
+"""Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
 
 from importlib.metadata import version
 
 from ._torch_version import check_torch
 
-check_torch()  # before anything touches the native module, whose own complaint would be an undefined symbol
+check_torch()  # must run first: with another torch, the native module would fail with an undefined symbol
 
 from . import amp, data, optim  # noqa: E402
 from .budget import activation_budget  # noqa: E402

@@ -1,4 +1,4 @@
-"""`python -m drivetrain`: the command line."""
+"""Runs the command line for `python -m drivetrain`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Refuses to load under another torch than the one this build was made for."""
+"""Rejects a torch whose minor version differs from the one that the native module was built for."""
 
 import torch
 
@@ -6,11 +6,14 @@ from . import _build_info
 
 
 def check_torch(running: str = torch.__version__, built: str = _build_info.TORCH_VERSION) -> None:
-    """Raises ImportError, with the pip command that mends it, unless both are of the same minor version.
+    """Checks that both versions have the same major and minor numbers.
 
     Args:
-        running: version of the torch that is imported, such as "2.13.0+cpu".
-        built: version of the torch that the native module was compiled against.
+        running: Version of the imported torch, such as "2.13.0+cpu".
+        built: Version of the torch that the native module was compiled against.
+
+    Raises:
+        ImportError: The versions differ. The message contains the pip command that repairs the installation.
     """
     if running.split(".")[:2] != built.split(".")[:2]:
         minor = ".".join(built.split(".")[:2])

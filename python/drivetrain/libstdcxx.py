@@ -1,6 +1,6 @@
-"""Says whether a native module uses the shared libstdc++, as torch does, or carries a copy of its own.
+"""Checks that a native module uses the shared libstdc++, as torch does, instead of a static copy.
 
-CMakeLists.txt runs this file by itself after linking the module, and `drivetrain doctor` asks about the installed one.
+The build runs this file as a script after linking the module, and `drivetrain doctor` checks the installed module.
 """
 
 import struct
@@ -9,18 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARED = b"libstdc++.so.6"
-# std::locale::classic(): every stream needs it, and a module that uses the shared library never defines it.
+# Every stream needs std::locale::classic(), and a module that uses the shared library never defines it.
 LOCALE = b"_ZNSt6locale7classicEv"
-_SYMBOL_TABLES = (2, 11)  # section types of ELF: of all symbols, of those for the dynamic linker
+_SYMBOL_TABLES = (2, 11)  # ELF section types SHT_SYMTAB and SHT_DYNSYM
 _DYNAMIC = 6
 _NEEDED = 1
 
 
 def find_problem(module: Path) -> str:
-    """Returns how the module has its libstdc++ if that is not the shared one, else an empty string.
+    """Describes how the module deviates from the shared libstdc++.
+
+    Args:
+        module: Path of the native module.
+
+    Returns:
+        A phrase that follows the module's name, or an empty string if the module uses the shared library.
 
     Raises:
-        ValueError: the file is not a 64-bit little-endian ELF file.
+        ValueError: The file is not a 64-bit little-endian ELF file.
     """
     data = module.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
@@ -31,7 +37,7 @@ def find_problem(module: Path) -> str:
             pairs = struct.iter_unpack("<QQ", entries)
             needed |= {_string(strings, value) for tag, value in pairs if tag == _NEEDED}
         else:
-            names = set(_places(strings, LOCALE + b"\0"))
+            names = set(_offsets(strings, LOCALE + b"\0"))
             symbols = struct.iter_unpack("<IBBHQQ", entries) if names else ()
             defines_locale |= any(name in names and section for name, _, _, section, _, _ in symbols)
     if defines_locale:
@@ -40,7 +46,7 @@ def find_problem(module: Path) -> str:
 
 
 def _tables(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Each dynamic section and symbol table: its type, its entries, the strings that belong to it."""
+    """Yields the type, the entries and the string table of each dynamic section and symbol table."""
     (offset,) = struct.unpack_from("<Q", data, 40)
     size, count = struct.unpack_from("<HH", data, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
@@ -54,21 +60,21 @@ def _string(strings: bytes, begin: int) -> bytes:
     return strings[begin : strings.index(b"\0", begin)]
 
 
-def _places(strings: bytes, wanted: bytes) -> Iterator[int]:
-    place = strings.find(wanted)
-    while place >= 0:
-        yield place
-        place = strings.find(wanted, place + 1)
+def _offsets(strings: bytes, wanted: bytes) -> Iterator[int]:
+    offset = strings.find(wanted)
+    while offset >= 0:
+        yield offset
+        offset = strings.find(wanted, offset + 1)
 
 
 def main(module: str, compiler: str) -> None:
-    """Ends the program with the cure if the module that the compiler has linked has a copy of its own."""
+    """Exits with an error that names the remedy if the linked module contains its own libstdc++."""
     if problem := find_problem(Path(module)):
         sys.exit(
-            f"drivetrain: {Path(module).name} {problem}: {compiler} links libstdc++ statically. Beside torch, which "
-            "uses the shared one, the module would crash. Point CXX at a g++ that is no such wrapper, take "
-            "-static-libstdc++ out of CXXFLAGS and LDFLAGS, and see that the linker finds libstdc++.so.6 "
-            "(LDFLAGS=-L...)."
+            f"drivetrain: {Path(module).name} {problem}: {compiler} links libstdc++ statically. torch uses the shared "
+            "library, and in one process with it the module would crash. Point CXX at a g++ that links the shared "
+            "library, take -static-libstdc++ out of CXXFLAGS and LDFLAGS, and check that the linker finds "
+            "libstdc++.so.6 (LDFLAGS=-L...)."
         )
 
 

@@ -1,4 +1,4 @@
-"""HTML for what notebooks show: the `_repr_html_` of reports and plans."""
+"""Formats reports and plans as HTML for notebooks (`_repr_html_`)."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,13 +11,16 @@ def html_table(
     *,
     has_text_at_the_end: bool = False,
 ) -> str:
-    """Formats a table below lines of text. The first column is text, the others are numbers.
+    """Formats lines of text and a table below them. The first column is left-aligned text, the others are numbers.
 
     Args:
-        has_text_at_the_end: Whether the last column is text, too.
         lines: Text above the table; it is escaped.
-        header: Names of the columns.
-        rows: Cells of each row; they are escaped.
+        header: Names of the columns; they are escaped.
+        rows: Cells of each row, as many as `header` has names; they are escaped.
+        has_text_at_the_end: True if the last column is text too.
+
+    Returns:
+        HTML with one paragraph and one table.
     """
     text_columns = {0, len(header) - 1} if has_text_at_the_end else {0}
 

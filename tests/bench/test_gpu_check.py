@@ -1,4 +1,4 @@
-"""`make gpu-check` as far as it goes without a GPU: its list, a dry run, a report of what was cut off, its table."""
+"""Tests `make gpu-check` without a GPU: its list of jobs, dry runs, the report of an interrupted run, its table."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def dry_run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", [part for part in parts.PARTS if part not in ("build", "bench", "tests", "long")])
 def test_a_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
-    """Every job's script runs on the CPU, so that none dies of a slip in the first minute on a GPU."""
+    """Every job's script runs on the CPU, so that no trivial error appears first on a GPU."""
     _, *found = dry_run(tmp_path, "--part", part)["jobs"]
     assert found
     for job in found:
@@ -84,7 +84,7 @@ def test_a_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
-    """Every measurement in one process, where the check takes one for each."""
+    """One process runs all measurements here; the check uses a process for each."""
     names = ["tools", "copy", "pytest"]
     chosen = [word for name in names for word in ("--job", name)]
     found = dry_run(tmp_path, *chosen, "--", "tests/optim/test_optim_cuda.py")
@@ -108,7 +108,7 @@ def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
 
 
 def test_all_jobs_fit_into_ten_minutes(repository: Path) -> None:
-    """Without the build, whose least is what a slow machine takes: the others' reserves."""
+    """The build is excluded, because its reserve is for a slow machine."""
     setting = parts.Setting(repository, repository, repository, "9.0", 16, False, [])
     every = parts.jobs(setting)
     assert list(dict.fromkeys(job.part for job in every)) == list(parts.PARTS)
@@ -117,7 +117,7 @@ def test_all_jobs_fit_into_ten_minutes(repository: Path) -> None:
 
 
 def test_every_file_with_a_gpu_test_is_chosen(request: pytest.FixtureRequest, repository: Path) -> None:
-    """Of those in this run of pytest; the whole suite knows all."""
+    """This checks the files of this pytest run; a run of the whole suite checks all files."""
     files = {item.path for item in request.session.items if "gpu" in item.keywords}
     assert Path(__file__) in files
     assert files <= set(parts.gpu_test_files(repository))
@@ -149,7 +149,7 @@ def test_a_job_cut_off_leaves_its_results_and_no_process(tmp_path: Path) -> None
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)  # as the end of its time
+    process.send_signal(signal.SIGTERM)  # has the effect of the deadline
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
     _, cut_off = result_in(results)["jobs"]
@@ -157,7 +157,7 @@ def test_a_job_cut_off_leaves_its_results_and_no_process(tmp_path: Path) -> None
     assert cut_off["counts"] == {"passed": 1}
     (unfinished,) = cut_off["unfinished"]
     assert unfinished.endswith("::test_that_does_not")
-    stat = Path(f"/proc/{pid.read_text().strip()}/stat")  # a zombie has ended; that nobody has asked is no matter
+    stat = Path(f"/proc/{pid.read_text().strip()}/stat")  # a zombie counts as ended
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
@@ -184,7 +184,7 @@ def test_outcomes_of_tests(tmp_path: Path) -> None:
         '{"begins": "b"}\n{"test": "b", "outcome": "failed", "seconds": 2.0, "why": "wrong bits"}',
         '{"test": "b", "outcome": "failed", "seconds": 0, "why": "its process ended"}',
         '{"begins": "c"}\n{"test": "c", "outcome": "skipped", "seconds": 0, "why": "no second GPU"}',
-        '{"begins": "d"}\n{"test": "d", "outco',  # cut off by a kill
+        '{"begins": "d"}\n{"test": "d", "outco',  # a kill truncates the last line
     ]
     (tmp_path / "lines").write_text("\n".join(lines))
     found = parts._read_outcomes(tmp_path / "lines", None)
@@ -192,7 +192,7 @@ def test_outcomes_of_tests(tmp_path: Path) -> None:
     assert found["failures"] == {"b": "wrong bits\nits process ended"}
     assert found["skips"] == {"no second GPU": 1}
     assert found["unfinished"] == ["d"]
-    assert found["note"] == "1 failed, 1 passed, 1 skipped, 1 had begun"
+    assert found["note"] == "1 failed, 1 passed, 1 skipped, 1 did not end"
     assert parts._read_outcomes(tmp_path / "nothing", 0)["status"] == "failed"
 
 
@@ -204,14 +204,14 @@ def test_a_process_without_its_cuda_context_ends(monkeypatch: pytest.MonkeyPatch
     watch, failed = outcomes.LostContext(), SimpleNamespace(failed=True)
     watch.pytest_runtest_logfinish()
     watch.pytest_runtest_logreport(failed)
-    watch.pytest_runtest_logfinish()  # a failure that left the context alone
+    watch.pytest_runtest_logfinish()  # the failure did not affect the context
     assert not ended
 
     def lost() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    watch.pytest_runtest_logfinish()  # nothing failed since
+    watch.pytest_runtest_logfinish()  # no test has failed since
     assert not ended
     watch.pytest_runtest_logreport(failed)
     watch.pytest_runtest_logfinish()
@@ -227,9 +227,9 @@ CLEAN, HAZARDS = "========= ERROR SUMMARY: 0 errors\n", "========= RACECHECK SUM
     [
         (0, RAN + CLEAN, "passed", "ERROR SUMMARY: 0 errors"),
         (9, RAN + HAZARDS, "failed", "RACECHECK SUMMARY: 2 hazards displayed"),
-        (0, RAN, "failed", "no summary of the tool's"),
+        (0, RAN, "failed", "the tool printed no summary"),
         (1, "imported\nthe device answers\n" + CLEAN, "failed", "ERROR SUMMARY: 0 errors"),
-        (1, "SyntaxError", "failed", "no summary of the tool's"),
+        (1, "SyntaxError", "failed", "the tool printed no summary"),
         (1, "ModuleNotFoundError: No module named 'hypothesis'", "not possible here", "missing: hypothesis"),
         (127, "", "not possible here", "no compute-sanitizer on PATH"),
         (1, "imported\n========= Error: Device not supported\n", "not possible here", "Error: Device not supported"),
@@ -275,7 +275,7 @@ def test_required_figures() -> None:
 
 
 def test_every_required_figure_has_its_row() -> None:
-    """The optimizers' rows are named by other files than the gates."""
+    """The gates and the optimizers' rows are named in different files."""
     rows = [
         {"what": f"{layout.what}, GPT-2 124M, against {next(iter(layout.theirs))}", "ratio": 0.1, "ours": 1.0}
         for layout in optim_gpu.LAYOUTS
@@ -309,7 +309,7 @@ def test_findings_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_bits_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is a little off on one side of each pair."""
+    """One optimizer of each pair takes a step with one wrong bit."""
     step, count = optim.AdamW.step, [0]
 
     def off(self: Any, *args: Any) -> Any:
@@ -326,7 +326,7 @@ def test_bits_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our DDP without its reduction, on two ranks: other gradients than torch's."""
+    """Without reduction, drivetrain's DDP has other gradients than torch's on two ranks."""
     monkeypatch.setattr(check_ranks, "_both_ways", broken_both_ways)
     found = list(check_ranks.run(2, torch.device("cpu"), True))
     assert len(found) == 2
@@ -438,7 +438,7 @@ def test_tests_run_with_the_plugins_that_are_here(
     assert "one process" in note
 
 
-# ---- What compute-sanitizer gets to see.
+# ---- Kernels that run under compute-sanitizer.
 
 
 def rules_of_the_sources(repository: Path) -> set[str]:
@@ -456,14 +456,14 @@ def test_every_rule_is_run(repository: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(_C, "optim_step", recorded)
     gpu_kernels.run_steps("cpu")
-    # The last follows Muon's momentum within a step.
+    # muon_step runs after Muon's momentum within one call of optim_step.
     assert seen | {"muon_step"} == rules_of_the_sources(repository)
 
 
 def kernels_in_source(repository: Path) -> list[str]:
-    """The names of all CUDA kernels, in the order of the sources."""
+    """Returns the names of all CUDA kernels, in the order of the sources."""
     text = "".join(file.read_text() for file in sorted((repository / "csrc").rglob("*.cu*")))
-    bounds = r"__\w+__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s+"  # with parentheses in its argument
+    bounds = r"__\w+__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s+"  # the argument may contain parentheses
     kernels = re.findall(rf"__global__ void (?:{bounds})?(\w+)\(", text)
     assert len(kernels) == len(re.findall(r"__global__ void", text))
     return kernels

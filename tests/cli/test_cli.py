@@ -1,4 +1,4 @@
-"""The command line in real processes: help, `run` as a stand-in for python, and the doctor's findings."""
+"""Tests the command line in real processes: help, `run` as a replacement for python, and the doctor's findings."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ assert __main__.__dict__ is globals()
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A script beside a module of its own, inside a package."""
+    """Creates a script and a module inside a package."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "__main__.py").write_text(SHOW_SELF)
@@ -146,7 +146,7 @@ def test_run_looks_like_python_to_the_script(script: Path, target: tuple[str, ..
         "def f():\n    raise KeyError('lost')\nf()",
         "raise SystemExit(7)",
         "raise SystemExit('said at exit')",
-        # A shell's background job ignores the signal, and so do its children.
+        # A shell's background job and its children ignore the signal unless it is reset.
         "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)",
         "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('after') from error",
@@ -155,7 +155,7 @@ def test_run_looks_like_python_to_the_script(script: Path, target: tuple[str, ..
     ids=["exception", "exit-code", "exit-text", "interrupt", "cause", "syntax"],
 )
 def test_run_ends_as_python_does(tmp_path: Path, body: str) -> None:
-    """Same exit code and, before our report, the same text on stderr: no frame of ours in a traceback."""
+    """The exit code and stderr without the report equal python's, so tracebacks show no frame of drivetrain."""
     path = tmp_path / "script.py"
     path.write_text(body)
     expected, done = _python(str(path)), _cli("run", str(path))
@@ -198,7 +198,7 @@ def test_run_refuses_wrong_defaults(tmp_path: Path, option: str, complaint: str)
 
 def test_run_passes_defaults_and_reports_that_nothing_was_wrapped(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text("from drivetrain import ddp\nprint(ddp.defaults)")
+    path.write_text("from drivetrain.ddp.distributed import defaults\nprint(defaults)")
     options = ("bucket_cap_mb=1.5", "gradient_as_bucket_view=true", "forward_sync_buffers=none")
     done = _cli("run", *(word for option in options for word in ("--ddp", option)), str(path))
     assert ast.literal_eval(done.stdout) == {
@@ -227,7 +227,7 @@ def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=1)
     model = DDP(torch.nn.Linear(2, 2))
-    assert type(model).__module__ == "drivetrain.ddp", type(model)
+    assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -237,7 +237,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
 def test_run_follows_into_child_processes(tmp_path: Path, start_method: str) -> None:
-    """A spawned child imports the script anew from a bare interpreter, where torch's names would be torch's."""
+    """A spawned child imports the script in a new interpreter, where torch's names would hold torch's classes."""
     path = tmp_path / "script.py"
     path.write_text(SPAWNING_SCRIPT)
     done = _cli("run", str(path), start_method, str(_free_port()))
@@ -259,7 +259,7 @@ if rank == 0:
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 dist.init_process_group("gloo", rank=rank, world_size=2)
 model = DDP(torch.nn.Linear(2, 2))
-assert type(model).__module__ == "drivetrain.ddp", type(model)
+assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
 assert model.bucket_bytes_cap == 3 * 2**20
 model(torch.ones(1, 2)).sum().backward()
 dist.destroy_process_group()
@@ -287,7 +287,7 @@ Doctor = Callable[[dict[str, str]], Findings]
 
 @pytest.fixture
 def sick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Runs the doctor here, in an environment that it must complain about; gives the findings by name."""
+    """Runs the doctor in an environment that must fail a check, and returns the findings by name."""
 
     def findings(environ: dict[str, str]) -> Findings:
         monkeypatch.setattr(os, "environ", _environ(**environ))
@@ -319,7 +319,7 @@ def test_a_driver_is_for_the_runtimes_major_version(runtime: int, driver: int, p
 def test_the_runtimes_version_is_that_of_nvcc() -> None:
     runtime, _ = _C.cuda_versions()
     assert (runtime > 0) == _C.has_cuda()
-    if _build_info.CUDA[0].isdigit():  # else there is none, or the kernels are emulated
+    if _build_info.CUDA[0].isdigit():  # otherwise there are no kernels, or they are emulated
         assert _build_info.CUDA.startswith(f"{runtime // 1000}.")
 
 
@@ -390,13 +390,13 @@ def test_doctor_on_rank_0_with_its_port_taken(sick: Doctor) -> None:
 
 def test_doctor_says_which_rank_is_missing(sick: Doctor) -> None:
     findings = sick(_launch(0, 3, _free_port()))
-    assert findings["master"]["status"] == "OK"  # nobody listens yet, and nobody should
+    assert findings["master"]["status"] == "OK"  # no process should listen yet
     assert "ranks 1, 2 of 3" in findings["ranks"]["text"]
 
 
 def test_doctor_without_rank_0(sick: Doctor) -> None:
     findings = sick(_launch(1, 2, _free_port()))
-    assert "nobody listens yet" in findings["master"]["text"]
+    assert "no process listens yet" in findings["master"]["text"]
     assert "no store" in findings["ranks"]["text"]
 
 
@@ -408,7 +408,7 @@ def _torchrun_doctor(*arguments: str, **environ: str) -> subprocess.CompletedPro
 def test_doctor_under_torchrun() -> None:
     done = _torchrun_doctor("-m", "drivetrain", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("versions") == 1  # rank 0 speaks for both
+    assert done.stdout.count("versions") == 1  # only rank 0 prints
     assert "equal on 2 ranks" in done.stdout
     assert "passes over gloo between 2 ranks" in done.stdout
 

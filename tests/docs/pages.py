@@ -13,7 +13,7 @@ _SETUP = re.compile(r"^<!-- test-setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the number of its first line in the page."""
+    """Holds a fenced block: its language, its text, and the number of its first line in the page."""
 
     language: str
     text: str

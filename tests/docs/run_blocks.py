@@ -1,4 +1,4 @@
-"""Executes the Python blocks of pages, each page in a namespace of its own, as the only rank of a process group.
+"""Executes the Python blocks of pages, each page in its own namespace, as the only rank of a process group.
 
 python run_blocks.py PAGE...    prints a JSON object: the traceback of each page that failed
 """
@@ -20,12 +20,12 @@ import drivetrain
 
 
 def run(page: Path) -> str:
-    """Runs the blocks of a page in order; returns the traceback of the first that fails, or an empty string."""
+    """Runs the blocks of a page in order and returns the traceback of the first failure, or an empty string."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language != "python":
             continue
-        # Lines of the traceback are those of the page.
+        # Leading newlines make the traceback show the page's line numbers.
         source = "\n" * (block.line - 1) + block.text
         try:
             with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: their Python runs, and their shell commands name what exists."""
+"""Tests README.md, CONTRIBUTING.md and docs/: their Python blocks run, and their shell commands exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.cli import differences, whole_parser
 
 ALL_BLOCKS = [pytest.param(page, block, id=f"{page.name}-{block.line}") for page in pages() for block in blocks(page)]
 LANGUAGES = {"python", "bash", "diff", "text", "mermaid"}
-# Commands of shell blocks that come from elsewhere: the documentation states how they are used, not what they do.
+# These commands are not drivetrain's, so their arguments are not checked.
 OTHERS = {"docker", "pre-commit", "git", "cd"}
 
 
@@ -39,7 +39,7 @@ def test_python_blocks_run(failures: dict[str, str], page: Path) -> None:
 
 @pytest.mark.parametrize(("page", "block"), ALL_BLOCKS)
 def test_language_is_known(page: Path, block: Block) -> None:
-    """An unknown language would be a block that nothing checks."""
+    """No test checks a block in an unknown language."""
     assert block.language in LANGUAGES
 
 
@@ -65,7 +65,7 @@ def check_command(words: list[str]) -> None:
         assert (
             "-m" in arguments
             or (REPOSITORY / next(each for each in arguments if each.endswith(".py"))).exists()
-            or arguments[-1] == "train.py"  # the reader's own
+            or arguments[-1] == "train.py"  # stands for the reader's script
         )
         if "-m" in arguments:
             module = arguments.index("-m")

@@ -1,4 +1,4 @@
-"""The GPT example: its data split and model alone, and real two-rank runs of both engines side by side."""
+"""Tests the GPT example: its data split and model alone, and two-rank runs with both engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stdlib(tmp_path: Path) -> Path:
-    """A folder like a standard library, with 200 small modules and things that are none of it."""
+    """Creates a folder like a standard library, with 200 small modules and files that must be ignored."""
     for index in range(200):
         path = tmp_path / f"package{index % 7}" / f"module{index}.py"
         path.parent.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Metrics by engine of 30 steps on two real ranks, as compare.py wrote them after it passed both."""
+    """Returns the metrics that compare.py writes for 30 steps on two real ranks, by engine."""
     result = tmp_path_factory.mktemp("compare") / "metrics.json"
     done = run("compare.py", "--preset=tiny", "--steps=30", "--accumulate=2", "--device=cpu", f"--json={result}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -168,7 +168,7 @@ def test_the_measurements_are_there_for_each_rank(runs: dict[str, dict[str, Any]
         assert metrics["world_size"] == 2
         assert len(metrics["peak_memory_bytes"]) == 2
         assert all(peak >= 50 * 2**20 for peak in metrics["peak_memory_bytes"])
-        assert metrics["nccl_memory_bytes"] == [0, 0]  # there is none on CPUs
+        assert metrics["nccl_memory_bytes"] == [0, 0]  # the CPU has no NCCL
         assert metrics["synced_step_ms"] > 0
         assert metrics["step_ms"] > 0
 
@@ -181,7 +181,7 @@ def test_one_process_needs_no_launcher_and_fits_into_its_time() -> None:
 
 
 def call(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
-    """Run a script's `main` in this process up to its exit, and return what it exits with."""
+    """Runs a script's `main` in this process and returns its exit code or message."""
     monkeypatch.setattr(sys, "argv", [str(module.__file__), *arguments])
     with pytest.raises(SystemExit) as exit_:
         module.main()
@@ -220,7 +220,7 @@ def test_accuracy_trains_every_storage_and_says_what_it_costs(tmp_path: Path) ->
     assert rows[accuracy.REFERENCE.name]["bytes_per_parameter"] == 16
     assert rows[accuracy.MASTER_32.name]["bytes_per_parameter"] == 14
     assert rows[accuracy.CONTROL.name]["bytes_per_parameter"] == 8
-    # With full masters and states only float32's own rounding is left between torch's step and ours.
+    # With full masters and states, torch's step and drivetrain's differ only by float32 rounding.
     assert abs(rows["fp32"]["difference"]) < 1e-3
     assert abs(rows[accuracy.SLOW_MASTERS[0].name]["difference"]) < 1e-3
 

@@ -1,4 +1,4 @@
-"""The notebooks: committed without outputs, and every cell runs from top to bottom in a kernel of this Python."""
+"""Tests that the notebooks are committed without outputs and run from top to bottom in a kernel of this Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_there_are_notebooks() -> None:
 def test_committed_without_outputs(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
-    assert (notebook.nbformat, notebook.nbformat_minor) >= (4, 5)  # before 4.5 cells have no ids to validate
+    assert (notebook.nbformat, notebook.nbformat_minor) >= (4, 5)  # cells have ids since 4.5
     assert notebook.metadata.kernelspec.name == "python3"
     assert [cell.id for cell in code_cells(notebook) if cell.outputs or cell.execution_count is not None] == []
     assert [cell.id for cell in notebook.cells if cell.metadata] == []
@@ -46,7 +46,7 @@ def kernel_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         folder = tmp_path / variable.lower()
         folder.mkdir()
         monkeypatch.setenv(variable, str(folder))
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel then takes the one that draws into the notebook
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel then selects the inline backend
     write_kernel_spec(tmp_path / "jupyter_path" / "kernels" / "python3")
     assert KernelSpecManager().get_kernel_spec("python3").argv[0] == sys.executable
 
@@ -56,9 +56,9 @@ def kernel_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
     notebook, working_folder = read(path), tmp_path / "work"
     working_folder.mkdir()
-    # A cell that raises ends this with nbclient's CellExecutionError, which shows the cell and its traceback.
+    # If a cell raises, nbclient's CellExecutionError shows the cell and its traceback.
     NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(working_folder)}}).execute()
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert [output for output in outputs if output.output_type == "error"] == []
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert list(working_folder.iterdir()) == []  # what a notebook writes goes into temporary folders
+    assert list(working_folder.iterdir()) == []  # a notebook writes only into temporary folders

@@ -128,7 +128,7 @@ DEFECTS = [
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    \"""Inside, an operation that waits for the device raises. The mode ends with the block, whatever happens in it.\"""
+    \"""Makes operations in the block raise if they wait for the device.\"""
     torch.cuda.synchronize()
     try:
         _set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Training loops on Accelerate: accumulate() as its guide has it, and trigger_sync_in_backward()."""
+"""Trains with Accelerate: accumulate() as in its guide, and trigger_sync_in_backward()."""
 
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ def report(name: str, notes: Notes, model: nn.Module) -> None:
     accelerator.wait_for_everyone()
     with torch.no_grad():
         next(model.parameters()).zero_()
-    accelerator.load_state(str(out / name))  # must arrive in the parameters that are wrapped
+    accelerator.load_state(str(out / name))  # must restore the wrapped parameters
     accelerator.save_model(model, out / name)
     accelerator.wait_for_everyone()
     assert accelerator.unwrap_model(model) is model.module
@@ -50,7 +50,7 @@ def accumulate() -> None:
 
 
 def trigger_sync() -> None:
-    """All forwards of a step before its backwards, so that only the last backward can ask for synchronisation."""
+    """Runs all forwards of a step before its backwards, so that only the last backward can request synchronization."""
     notes = Notes()
     accelerator.gradient_accumulation_steps = 1
     model = classifier(rank)

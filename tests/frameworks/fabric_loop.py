@@ -1,4 +1,4 @@
-"""A training loop on Lightning Fabric, which starts its second rank itself: no_backward_sync, clip, save and load."""
+"""Trains with Lightning Fabric, which starts its second rank itself: no_backward_sync, clip, save and load."""
 
 from datetime import timedelta
 
@@ -34,7 +34,7 @@ path = out / "state.ckpt"
 fabric.save(path, {"model": model, "optimizer": optimizer})
 with torch.no_grad():
     next(model.parameters()).zero_()
-fabric.load(path, {"model": model, "optimizer": optimizer})  # must arrive in the parameters that are wrapped
+fabric.load(path, {"model": model, "optimizer": optimizer})  # must restore the wrapped parameters
 saved = torch.load(path, weights_only=True)["model"]
-# Fabric's own wrapper is around torch's.
+# Fabric's wrapper contains torch's.
 notes.report(out / f"no_backward_sync-{fabric.global_rank}.pt", model._forward_module, saved)

@@ -1,4 +1,4 @@
-"""Training by the Hugging Face Trainer: a tiny GPT-2 learns digits pixel by pixel, with and without checkpointing."""
+"""Trains a tiny GPT-2 on digits, pixel by pixel, with the Hugging Face Trainer, with and without checkpointing."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from transformers import (
 
 
 class TakeNotes(TrainerCallback):
-    """A substep is a micro-batch that is not the last of its step."""
+    """Records gradients. The Trainer calls every micro-batch of a step except the last a substep."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -52,7 +52,7 @@ def train(out: Path, name: str, gradient_checkpointing: bool) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    torch.manual_seed(arguments.process_index)  # other weights on every rank: the wrapper has to make them the same
+    torch.manual_seed(arguments.process_index)  # each rank has other weights, which the wrapper must synchronize
     config = GPT2Config(vocab_size=17, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0)
     config.embd_pdrop = config.attn_pdrop = 0.0
     pixels = [image.long() for image, _ in digits()]

@@ -1,4 +1,4 @@
-"""Training by Lightning's Trainer, which starts its second rank itself: automatic and manual optimization."""
+"""Trains with Lightning's Trainer, which starts its second rank itself: automatic and manual optimization."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +48,7 @@ class Manual(Automatic):
 
 
 class KeepWrapper(pl.Callback):
-    """The Trainer takes the wrapper off at its end."""
+    """Keeps the wrapper, which the Trainer removes at its end."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.wrapper = trainer.model

@@ -1,6 +1,6 @@
-"""Accelerate, Lightning Fabric and the Trainers of Lightning and Hugging Face train on ours as on torch's class.
+"""Tests that Accelerate, Lightning Fabric and the Trainers of Lightning and Hugging Face train as with torch's class.
 
-Each script in tests/frameworks runs on two real ranks per engine, the way its users start it, and may train twice.
+Each script in tests/frameworks runs on two real ranks per engine, started as its users start it, and may train twice.
 """
 
 import importlib.util
@@ -15,13 +15,13 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).parent
-TIMEOUT_S = 150  # over the scripts' own limit, after which their ranks say where they are and end
+TIMEOUT_S = 150  # longer than the scripts' own limit, after which their ranks print their stacks and end
 ENGINES = {
     "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
-    "drivetrain": "drivetrain.ddp.DistributedDataParallel",
+    "drivetrain": "drivetrain.ddp.distributed.DistributedDataParallel",
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# By script: what it needs and how it is started, two ranks in all. Lightning's start the second one themselves.
+# Maps each script to the packages that it needs and its launcher. Lightning's scripts start the second rank themselves.
 NEEDS = {
     "accelerate_loop": (("accelerate", "safetensors", "sklearn"), TORCHRUN),
     "fabric_loop": (("lightning", "sklearn"), ()),
@@ -29,13 +29,13 @@ NEEDS = {
     "huggingface_trainer": (("transformers", "accelerate", "sklearn"), TORCHRUN),
 }
 
-Report = dict[str, Any]  # what job.Notes.report writes
+Report = dict[str, Any]  # written by job.Notes.report
 Reports = Callable[[str, str, str], list[Report]]
 
 
 def start(script: str, engine: str, out: Path) -> subprocess.Popen[bytes]:
     out.mkdir()
-    # Into a file: a pipe would stay open for as long as any rank that outlives its launcher.
+    # The output goes to a file, because a rank that outlives its launcher would keep a pipe open.
     with (out / "output.txt").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, *NEEDS[script][1], str(SCRIPTS / f"{script}.py"), "--engine", engine, "--out", str(out)],
@@ -58,7 +58,10 @@ def finish(process: subprocess.Popen[bytes], what: str, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """The reports of both ranks by script, engine and training; the first call for a script runs it."""
+    """Returns a function that reads the reports of both ranks by script, engine and training.
+
+    The first call for a script runs it.
+    """
     folders: dict[str, Path] = {}
 
     def read(script: str, engine: str, training: str) -> list[Report]:
@@ -67,7 +70,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
             pytest.skip(f"{', '.join(missing)} not installed: pip install 'drivetrain[frameworks]'")
         if script not in folders:
             folder = tmp_path_factory.mktemp(script)
-            # At once: much of such a run is one process that imports.
+            # Both engines run at once, because importing takes one core for much of a run.
             processes = {engine: start(script, engine, folder / engine) for engine in ENGINES}
             try:
                 for name, process in processes.items():
@@ -107,19 +110,19 @@ def test_framework_trains_on_ours_as_on_torchs(script: str, training: str, repor
         torch.testing.assert_close(rank["saved"], rank["state"], rtol=0, atol=0)
         assert sum(rank["losses"][-4:]) / 4 < 0.8 * rank["losses"][0]
 
-    # Accumulation spares communication: ranks agree on a gradient after the last micro-batch of a step only.
+    # Under accumulation, ranks agree on a gradient only after the last micro-batch of a step.
     assert [len(rank["reduced"]) for rank in (first, second)] == [30 if training == "manual" else 15] * 2
     assert [len(rank["collected"]) for rank in (first, second)] == [0 if training == "manual" else 15] * 2
     assert all(torch.equal(*gradients) for gradients in zip(first["reduced"], second["reduced"], strict=True))
     assert not any(torch.equal(*gradients) for gradients in zip(first["collected"], second["collected"], strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the framework about its own calls
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning warns about its own calls
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_lightning_clips_under_mixed_precision(precision: str, clip: str) -> None:
-    """Lightning refuses to clip the gradients of an optimizer that says it unscales them itself."""
+    """Lightning does not clip the gradients of an optimizer that claims to unscale them itself."""
     import lightning.pytorch as pl
     from lightning.pytorch.plugins import MixedPrecision
 

@@ -1,4 +1,4 @@
-"""What a build and an import say when something they need is missing: one sentence, with the cure."""
+"""Tests the errors of a build and an import that lack a prerequisite: one sentence each, with the cure."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ CONFIGURE_TIMEOUT_S = 120
 def configure(
     repository: Path, folder: Path, environment: dict[str, str], *options: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs CMake's configuration as pip would, in `folder`, and returns what it said."""
+    """Runs CMake's configuration in `folder`, as pip would, and returns the completed process."""
     cmake = Path(sys.executable).parent / "cmake"
     command = [cmake, "-S", repository, "-B", folder / "build", f"-DPython_EXECUTABLE={sys.executable}", *options]
     return subprocess.run(
@@ -29,14 +29,14 @@ def configure(
 
 
 def message(run: subprocess.CompletedProcess[str]) -> str:
-    """CMake's error, unfolded into one line."""
+    """Returns CMake's error as one line."""
     assert run.returncode != 0, run.stdout
     assert run.stderr.count("CMake Error") == 1, run.stderr
     return re.sub(r"\s+", " ", run.stderr)
 
 
 def fake_torch(folder: Path, code: str) -> dict[str, str]:
-    """An environment in which `import torch` runs `code`."""
+    """Returns an environment in which `import torch` runs `code`."""
     (folder / "torch").mkdir()
     (folder / "torch/__init__.py").write_text(code)
     return {**os.environ, "PYTHONPATH": str(folder)}
@@ -58,7 +58,7 @@ def test_a_torch_that_is_not_supported(repository: Path, tmp_path: Path, version
 def test_no_compiler(repository: Path, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CC")}
     environment["PATH"] = "/nonexistent"
-    # CMake also looks in the system's own directories, unless told that the system lies elsewhere.
+    # CMake also searches the system's directories, unless its root path points elsewhere.
     elsewhere = ["-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=ONLY", f"-DCMAKE_FIND_ROOT_PATH={tmp_path}"]
     said = message(configure(repository, tmp_path, environment, *elsewhere))
     assert "needs a C++20 compiler and found none: install one (g++ 11 or newer) or point CXX at yours." in said
@@ -67,7 +67,7 @@ def test_no_compiler(repository: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("DRIVETRAIN_CUDA", "OFF", "auto, on, off, emulated"),  # as CMake spells it, and would not be off
+        ("DRIVETRAIN_CUDA", "OFF", "auto, on, off, emulated"),  # CMake's spelling must be rejected
         ("DRIVETRAIN_CUDA_RUNTIME", "dynamic", "static, shared"),
         ("DRIVETRAIN_GROUP_SOURCES", "", "auto, on, off"),
     ],
@@ -82,7 +82,7 @@ def test_an_option_of_the_build_with_a_value_that_it_does_not_have(
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
 @pytest.mark.parametrize("runtime", ["static", "shared"])
 def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, runtime: str) -> None:
-    """On a driver for torch's CUDA its kernels could not be launched; a shared runtime would not even be found."""
+    """A driver for torch's CUDA could not launch the kernels, and a shared runtime would not be found."""
     environment = fake_torch(tmp_path, "class version: cuda = '11.8'\n__version__ = '2.13.0'")
     options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DDRIVETRAIN_CUDA_RUNTIME={runtime}"]
     run = configure(repository, tmp_path, environment, *options)
@@ -144,7 +144,7 @@ __version__ = '2.13.0'
 def test_a_compiler_that_links_libstdcxx_statically(
     repository: Path, tmp_path: Path, way: str, link_shared: bool
 ) -> None:
-    """The package's module goes through the same two functions of CMake as this small one."""
+    """This small module uses the two CMake functions that the package's module uses."""
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler
     environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "LDFLAGS")}
@@ -173,7 +173,7 @@ def test_a_compiler_that_links_libstdcxx_statically(
 
 
 def test_a_module_with_a_hidden_copy_of_libstdcxx(tmp_path: Path) -> None:
-    """Stripped and hidden, a copy shows in that the module asks for no shared one."""
+    """A stripped and hidden copy shows because the module does not need the shared library."""
     source, module = tmp_path / "empty.cpp", tmp_path / "empty.so"
     source.write_text('extern "C" int answer() { return 42; }\n')
     subprocess.run(["c++", "-shared", "-fPIC", "-s", "-Wl,--as-needed", source, "-o", module], check=True)

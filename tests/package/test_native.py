@@ -1,4 +1,4 @@
-"""The torch-free core under every sanitizer: tests/native built and run for those that go together, and for threads."""
+"""Builds and runs the torch-free native tests under the address, undefined-behavior and thread sanitizers."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The defects that tests/fake_cuda/put_back.py puts back: each still has its place in the sources, and its tests."""
+"""Tests that each defect of tests/fake_cuda/put_back.py still has its source text and its tests."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ def load() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
+    sys.modules[spec.name] = module  # dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
@@ -39,7 +39,7 @@ def test_a_defect_has_its_place_and_its_tests(defect: Any, repository: Path) -> 
 def test_the_part_of_ci_shows_every_defect() -> None:
     part = [line for line in FILE.with_name("ci_part.txt").read_text().splitlines() if not line.startswith("#")]
     for defect in PUT_BACK.DEFECTS:
-        for test in defect.tests:  # every part has the stand-in's own
+        for test in defect.tests:  # every part contains the tests in tests/fake_cuda
             names = {test, test.split("[")[0], test.split("::")[0]}
             assert test.startswith("tests/fake_cuda/") or names & set(part), test
 

@@ -1,4 +1,4 @@
-"""The stub of the native module says what the module has: the same names and the same arguments."""
+"""Tests that the stub of the native module has the names and arguments of the module."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ def arguments(function: ast.FunctionDef) -> list[str]:
 
 
 def stub_names() -> dict[str, list[str] | None]:
-    """Dotted name -> argument names; None for classes and properties."""
+    """Maps each dotted name to its argument names; None for classes and properties."""
     names: dict[str, list[str] | None] = {}
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -24,10 +24,10 @@ def stub_names() -> dict[str, list[str] | None]:
         elif isinstance(node, ast.ClassDef):
             names[node.name] = None
             for member in node.body:
-                if isinstance(member, ast.Expr) and node.body == [member]:  # `...`: nothing of its own
+                if isinstance(member, ast.Expr) and node.body == [member]:  # `...`: the class adds no member
                     continue
                 assert isinstance(member, ast.FunctionDef)
-                if member.name.startswith("__") and member.name != "__init__":  # Python's own words have no others
+                if member.name.startswith("__") and member.name != "__init__":  # special methods have fixed arguments
                     continue
                 is_property = any(getattr(d, "id", "") == "property" for d in member.decorator_list)
                 names[f"{node.name}.{member.name}"] = None if is_property else arguments(member)
@@ -35,12 +35,12 @@ def stub_names() -> dict[str, list[str] | None]:
 
 
 def has_signature(member: str, attribute: object) -> bool:
-    """Whether pybind11 made it: Python's own slots document no types."""
+    """Returns True for an `__init__` that pybind11 defines: other slots document no types."""
     return member == "__init__" and (attribute.__doc__ or "").startswith("__init__(self: ")
 
 
 def native_arguments(function: object) -> list[str]:
-    """Argument names out of the signature that pybind11 puts first in a docstring."""
+    """Parses argument names from the signature that pybind11 puts first in a docstring."""
     signature = re.match(r"\w+\((.*)\) -> ", function.__doc__ or "")
     assert signature, function
     flat = re.sub(r"\[[^\[\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", signature[1])))

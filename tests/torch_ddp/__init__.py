@@ -1,1 +1,1 @@
-"""torch's own DistributedDataParallel tests, which ship in its wheel, run on two CPU ranks with either class."""
+"""Runs torch's own DistributedDataParallel tests, which its wheel contains, on two CPU ranks with either class."""

@@ -1,4 +1,4 @@
-"""What torch's own class does in these tests on a CPU; `python -m torch_ddp.baseline` measures and records it."""
+"""Records the results of torch's own class in these tests on a CPU; `python -m torch_ddp.baseline` measures them."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("baseline.txt")
 PASSES = "passes"
 _UNEXPLAINED = "torch's class does not pass it here:"
 
-# Why torch's class does not pass a test here, by the error it ends with.
+# Maps a pattern of the final error to the reason why torch's class does not pass a test here.
 _REASONS = {
     r"SyncBatchNorm layers only work with GPU modules": "SyncBatchNorm has GPU kernels only",
     r"None is not [01]$|String comparison failed: '' != '[01]'": "compares the index of the GPU that a tensor is on",
@@ -21,12 +21,12 @@ _REASONS = {
 
 
 def torch_version() -> str:
-    """The installed torch's version without its build, as 2.13.0+cpu is 2.13.0; torch itself is not imported."""
+    """Returns torch's version without its build (2.13.0+cpu is 2.13.0). It does not import torch."""
     return version("torch").partition("+")[0]
 
 
 def recorded() -> dict[str, str]:
-    """Every DDP test and what torch's class does in it: "passes" or why it cannot; empty for an unrecorded torch."""
+    """Returns the recorded verdict of each DDP test: "passes" or a reason. It is empty for an unrecorded torch."""
     first, *lines = FILE.read_text().splitlines()
     if first != _heading(torch_version()):
         return {}
@@ -34,7 +34,7 @@ def recorded() -> dict[str, str]:
 
 
 def verdict(outcome: Outcome) -> str:
-    """ "passes", or why torch's class does not: the error itself where nobody has looked at it yet."""
+    """Returns "passes" or the reason of a failure. An error that matches no known reason is returned itself."""
     if outcome.status == "passed":
         return PASSES
     for pattern, words in _REASONS.items():
@@ -59,7 +59,7 @@ def main() -> int:
     FILE.write_text("\n".join(lines) + "\n")
     unexplained = [line for line in lines if _UNEXPLAINED in line]
     if unexplained:
-        print("\nlook at these and add their reasons here:", *unexplained, sep="\n")
+        print("\nadd the reasons of these failures to baseline.py:", *unexplained, sep="\n")
     return int(bool(unexplained))
 
 

@@ -1,4 +1,4 @@
-"""Prints, after the tests, how many of torch's own ran, passed and could not run, and why."""
+"""Prints a summary after the tests: how many of torch's own tests ran, passed and were skipped, with reasons."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Lets the body of a test that was written for GPUs run on the CPU: what would go to a GPU stays where it is."""
+"""Runs the body of a test that was written for GPUs on the CPU: moves to a GPU have no effect."""
 
 import functools
 import unittest
@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 
 def open_gpu_marks(common_distributed: ModuleType) -> None:
-    """Replaces torch's decorators that end a test without enough GPUs by ones that only note what it asked for.
+    """Replaces torch's decorators that skip a test without enough GPUs with ones that only record the requirement.
 
-    Has to come before the import of the module whose tests are decorated.
+    Call it before the import of the module with the decorated tests.
     """
 
     def note(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -29,9 +29,9 @@ def open_gpu_marks(common_distributed: ModuleType) -> None:
 
 
 def opened(method: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
-    """The test function under unittest's skips, and whether it was marked as one for GPUs or not to be run here.
+    """Unwraps unittest's skips. Returns the test function, and True if it was marked for GPUs or skipped.
 
-    torch skips a handful everywhere on Linux because of an issue of its own; they are tried like the rest.
+    torch skips a few tests everywhere on Linux because of its own issues; they run here too.
     """
     for_gpus = hasattr(method, "made_for") or getattr(method, "__unittest_skip__", False)
     while getattr(method, "__code__", None) in _SKIPS:
@@ -39,12 +39,12 @@ def opened(method: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     return method, for_gpus
 
 
-# What unittest.skip puts around a function, as opposed to a decorator of torch's that the test needs.
+# Code of the wrapper that unittest.skip adds; decorators that a test needs have other code.
 _SKIPS = (unittest.skip("")(lambda: None).__code__,)
 
 
 def _on_cpu(device: Any) -> Any:
-    """The device to use instead of `device`; what is no GPU comes back as it is."""
+    """Returns the CPU for a GPU, and any other value unchanged."""
     if isinstance(device, int) and not isinstance(device, bool):
         return torch.device("cpu")
     if isinstance(device, str) and device.startswith("cuda"):
@@ -55,7 +55,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _DevicesBecomeCpu(TorchFunctionMode):
-    """Rewrites the device of every torch function called from Python."""
+    """Rewrites the device argument of every torch function that Python calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -69,7 +69,7 @@ class _DevicesBecomeCpu(TorchFunctionMode):
 
 
 class _Done:
-    """Stands for a CUDA stream or event where everything is done by the time it is asked for."""
+    """Replaces CUDA streams and events on the CPU, where all work is complete when it is queried."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -87,12 +87,12 @@ class _Done:
 
 
 def _done() -> type[_Done]:
-    """A class of its own for every name that is replaced: torch.compile keeps a table of them."""
+    """Returns a new class for each replaced name, because torch.compile keeps a table of these classes."""
     return type("Done", (_Done,), {})
 
 
 class _CurrentDevice:
-    """torch.cuda's notion of the current device, kept as a plain number."""
+    """Holds the index that torch.cuda reports as the current device."""
 
     def __init__(self, rank: int) -> None:
         self._index = rank
@@ -105,7 +105,7 @@ class _CurrentDevice:
 
 
 def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
-    """DistributedDataParallel's constructor for modules on the CPU, where naming devices is an error."""
+    """Wraps DistributedDataParallel's constructor to drop device arguments, which are an error on the CPU."""
 
     @functools.wraps(init)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _smaller_images(test_input: type) -> Callable[..., Any]:
-    """Makes test_ddp_uneven_inputs' 1000 x 1000 images small: on a CPU its convolutions would take half an hour."""
+    """Shrinks the 1000 x 1000 images of test_ddp_uneven_inputs, whose convolutions take half an hour on a CPU."""
 
     def make(name: str, inp: Any, **rest: Any) -> Any:
         return test_input(name=name, inp=inp[..., :20, :20] if name == "large_conv_model" else inp, **rest)
@@ -127,9 +127,13 @@ def _smaller_images(test_input: type) -> Callable[..., Any]:
 
 @contextmanager
 def on_cpu(tests: ModuleType, ddp_class: type[nn.Module], rank: int, world_size: int) -> Iterator[None]:
-    """While it is open, code that was written for one GPU per rank runs on the CPU.
+    """Makes code for one GPU per rank run on the CPU inside the block.
 
-    `tests` is the module under test: helpers that it has bound by name are replaced there.
+    Args:
+        tests: torch's test module, in which bound helpers are replaced.
+        ddp_class: The class under test.
+        rank: This process's rank.
+        world_size: Number of ranks.
     """
     from torch.distributed import device_mesh
 

@@ -1,4 +1,4 @@
-"""Two long-lived rank processes that run torch's DDP tests one after the other, each on a fresh gloo group."""
+"""Runs torch's DDP tests one after another on long-lived rank processes, each test on a fresh gloo group."""
 
 import contextlib
 import faulthandler
@@ -26,15 +26,15 @@ from warm import warm_context
 WORLD_SIZE = 2
 RPC_RANKS = 4  # tests with remote parts: two trainers, a worker that holds the remote parts, and a master
 START_TIMEOUT_S = 120
-TEST_TIMEOUT_S = 180  # the longest takes 20 s on two idle cores; torch.compile takes long on busy ones
+TEST_TIMEOUT_S = 180  # the longest test takes 20 s on two idle cores; busy cores slow down torch.compile
 _STUCK = "Stuck while the other rank failed"
-GRACE_S = 3  # what a rank gets to finish once the other one has failed
-GROUP_TIMEOUT_S = 60  # torch's own for these tests
+GRACE_S = 3  # seconds for a rank to finish after the other one has failed
+GROUP_TIMEOUT_S = 60  # torch uses this value for these tests
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended: "passed", "failed" or "skipped", with the reason or all ranks' tracebacks."""
+    """Result of one test: "passed", "failed" or "skipped", with the reason or all ranks' tracebacks."""
 
     name: str
     status: str
@@ -44,18 +44,18 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        """The error in one line: the last of the first rank's traceback."""
+        """The last error line of the first rank's traceback."""
         lines = [line for line in self.detail.partition("\nrank ")[0].splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b|Timed out|Died", line)]
         return (errors or lines or [""])[-1].strip()
 
 
 _Rank = tuple[Any, Connection]  # a process and the pipe to it
-_Answer = tuple[str, str, dict[str, int]]  # status, traceback or reason, what was built
+_Answer = tuple[str, str, dict[str, int]]  # status, traceback or reason, number of modules by package
 
 
 class Pool:
-    """Runs tests with `kind`'s class, "torch" or "drivetrain", as DistributedDataParallel."""
+    """Runs tests with the class of `kind`, "torch" or "drivetrain", as DistributedDataParallel."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -65,7 +65,7 @@ class Pool:
         self._last = ""
 
     def names(self) -> list[str]:
-        """The DDP tests of the installed torch."""
+        """Returns the names of the DDP tests of the installed torch."""
         self._start(WORLD_SIZE)
         self._ranks[0][1].send(("names",))
         return self._ranks[0][1].recv()
@@ -77,7 +77,7 @@ class Pool:
             self._stop()
             return Outcome(name, "failed", f"Died with exit code {dead} before this test, after {self._last}\n{log}")
         is_rpc_test = "." in name
-        if is_rpc_test:  # RPC cannot be relied on to start a second time in a process
+        if is_rpc_test:  # RPC does not reliably start a second time in a process
             self._stop()
         ranks = self._start(RPC_RANKS if name.startswith("DdpUnderDistAutogradTest.") else WORLD_SIZE)
         self._count += 1
@@ -94,7 +94,7 @@ class Pool:
         seconds = time.monotonic() - started
         failures = [(text, rank) for rank, (status, text, _) in sorted(answers.items()) if status == "failed"]
         if failures:
-            failures.sort(key=lambda failure: failure[0].startswith(_STUCK))  # the cause first
+            failures.sort(key=lambda failure: failure[0].startswith(_STUCK))  # puts the cause first
             return Outcome(name, "failed", "\n".join(f"rank {rank}:\n{text}" for text, rank in failures), seconds)
         skips = [text for status, text, _ in answers.values() if status == "skipped"]
         if skips:
@@ -106,7 +106,7 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _collect(self, ranks: list[_Rank], deadline: float) -> tuple[dict[int, _Answer], bool]:
-        """The ranks' answers, and whether the ranks can go on. A rank that does not answer counts as failed."""
+        """Returns the ranks' answers, and True if the ranks can go on. A rank that does not answer counts as failed."""
         answers: dict[int, _Answer] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
         intact = True
@@ -132,7 +132,7 @@ class Pool:
         return answers, intact
 
     def _stacks(self, rank: int) -> str:
-        """Where a stuck rank is: its faulthandler writes every thread's stack into its log."""
+        """Returns the log of a stuck rank after its faulthandler has written every thread's stack into it."""
         process = self._ranks[rank][0]
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
@@ -143,7 +143,7 @@ class Pool:
         return (self._folder / f"rank{rank}.log").read_text(errors="replace")[-4000:]
 
     def _start(self, count: int) -> list[_Rank]:
-        """The first `count` ranks; starts those that are missing."""
+        """Returns the first `count` ranks and starts those that are missing."""
         context = warm_context()
         running = len(self._ranks)
         for rank in range(running, count):
@@ -155,7 +155,7 @@ class Pool:
             self._ranks.append((process, here))
         for rank, (_, connection) in list(enumerate(self._ranks))[running:]:
             if connection.poll(START_TIMEOUT_S):
-                with contextlib.suppress(EOFError):  # it ended instead of saying "ready"
+                with contextlib.suppress(EOFError):  # the rank ended before it sent "ready"
                     connection.recv()
                     continue
             log = self._log(rank)
@@ -172,20 +172,20 @@ class Pool:
 
 
 def _serve(connection: Connection, rank: int, kind: str, log: str) -> None:
-    """A rank's main loop."""
+    """Runs a rank's main loop."""
     stream = Path(log).open("w", buffering=1)  # noqa: SIM115  # lives as long as the process
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     faulthandler.enable(stream)
     faulthandler.register(signal.SIGUSR1, stream)
     os.environ.update(
-        CUDA_VISIBLE_DEVICES="-1",  # what is compared are two classes on a CPU, on every machine
+        CUDA_VISIBLE_DEVICES="-1",  # the comparison runs on the CPU on every machine
         BACKEND="gloo",
         WORLD_SIZE=str(WORLD_SIZE),
         MASTER_ADDR="127.0.0.1",
         TEMP_DIR=str(Path(log).parent),
-        PYTORCH_PRINT_REPRO_ON_FAILURE="0",  # a command that works in torch's repository only
-        TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1",  # test_ddp_hook_pickling_powerSGD is older than the other default
+        PYTORCH_PRINT_REPRO_ON_FAILURE="0",  # the printed command works only in torch's repository
+        TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1",  # test_ddp_hook_pickling_powerSGD expects the old default
     )
     tests, ddp_class = _import_tests(kind)
     connection.send("ready")
@@ -201,7 +201,7 @@ def _serve(connection: Connection, rank: int, kind: str, log: str) -> None:
 
 
 def _import_tests(kind: str) -> tuple[ModuleType, Any]:
-    """torch's test module, with the class that `kind` names under every name that its tests use."""
+    """Imports torch's test module with the class of `kind` under every name that its tests use."""
     import torch
     from torch.testing._internal import common_distributed
 
@@ -222,7 +222,7 @@ def _import_tests(kind: str) -> tuple[ModuleType, Any]:
 
 
 def _test_class(tests: ModuleType, suite: str) -> Any:
-    """The class of torch's that holds the tests of `suite`, made a test case that two ranks on gloo can run."""
+    """Derives a test case that two ranks on gloo can run from torch's class with the tests of `suite`."""
     from torch.testing._internal import common_utils
     from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as tensorpipe
 
@@ -230,11 +230,11 @@ def _test_class(tests: ModuleType, suite: str) -> Any:
         bases = tensorpipe.TensorPipeRpcAgentTestFixture, getattr(_rpc_tests(), suite)
         return type(suite, (common_utils.TestCase, *bases), {})
     bases = common_utils.TestCase, tests.DistributedTest._DistTestBase
-    return type("GlooTest", bases, {"world_size": str(WORLD_SIZE)})  # a string in torch's own class, too
+    return type("GlooTest", bases, {"world_size": str(WORLD_SIZE)})  # torch's class also holds a string
 
 
 def _rpc_tests() -> ModuleType:
-    """torch's module of DDP tests with remote parts, for two trainers instead of four."""
+    """Returns torch's module of DDP tests with remote parts, set to two trainers instead of four."""
     from torch.testing._internal.distributed import ddp_under_dist_autograd_test as module
 
     module.NUM_TRAINERS = WORLD_SIZE
@@ -245,7 +245,7 @@ def _rpc_tests() -> ModuleType:
 
 
 def _ddp_tests(tests: ModuleType) -> list[str]:
-    """All tests of DDP with remote parts, and of the others those that mention it, themselves or in a helper method."""
+    """Lists all DDP tests with remote parts, and other tests that mention DDP in their code or a helper method."""
     base = tests.DistributedTest._DistTestBase
 
     def mentions(name: str, seen: set[str]) -> bool:
@@ -265,7 +265,7 @@ def _ddp_tests(tests: ModuleType) -> list[str]:
 
 
 def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -> _Answer:
-    """Runs one test on this rank; leaves the process as it found it as far as a test can be expected to."""
+    """Runs one test on this rank, then removes its process group and restores the environment variables."""
     import torch.distributed as dist
     from torch.testing._internal import common_utils
 
@@ -280,7 +280,7 @@ def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -
         case = _test_class(tests, suite)(method)
         case.rank, case.file_name = rank, f"{folder}/group"
         test, is_for_gpus = opened(getattr(type(case), method))
-        with_group = not suite  # the others make theirs themselves
+        with_group = not suite  # tests of a suite create their own group
         if with_group:
             dist.init_process_group(
                 "gloo",
@@ -305,7 +305,7 @@ def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -
     except SystemExit as leave:
         reasons = {skip.exit_code: skip.message for skip in tests.TEST_SKIPS.values()}
         return "skipped", reasons.get(leave.code, f"exit code {leave.code}"), built
-    except BaseException:  # everything goes to the parent
+    except BaseException:  # the parent process reports every error
         return "failed", traceback.format_exc(), built
     finally:
         if dist.is_initialized():
@@ -317,10 +317,10 @@ def _run(tests: ModuleType, ddp_class: Any, rank: int, name: str, folder: str) -
 
 @contextlib.contextmanager
 def _all_ranks_in_the_group() -> Iterator[None]:
-    """Groups that a test makes itself are there on every rank before any rank goes on.
+    """Makes init_process_group() return only after every rank has joined the group.
 
-    In torch's tests with remote parts the master asks a trainer for a new group as soon as it has joined the default
-    group itself; a trainer that is still joining answers that it has none.
+    In torch's tests with remote parts, the master requests a new group from a trainer after joining the default group.
+    A trainer that has not joined yet would answer with an error.
     """
     import torch.distributed as dist
 
@@ -337,7 +337,7 @@ def _all_ranks_in_the_group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counting(ddp_class: type, built: dict[str, int]) -> Iterator[None]:
-    """Counts the modules of `ddp_class`, and of torch's class where that is another one."""
+    """Counts constructed modules of `ddp_class`, and of torch's class if that is another class."""
 
     def count(cls: type) -> Any:
         init = cls.__init__  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Every DDP test of torch's own that torch's class passes on a CPU, ours passes."""
+"""Tests that drivetrain's class passes every DDP test of torch that torch's class passes on a CPU."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from .pool import Pool
 
 
 class Difference(NamedTuple):
-    """A deliberate difference: why ours is right to fail a test, and the only line of it that it may fail at."""
+    """An intended difference: the reason why drivetrain fails a test, and the only text that it may fail with."""
 
     reason: str
     fails_at: str
@@ -18,12 +18,12 @@ class Difference(NamedTuple):
 
 EXCEPTIONS = {
     "test_skip_all_reduce_unused_parameters": Difference(
-        "counts buckets: torch first fills them in registration order, which leaves the unused small layer alone in "
-        "one; ours are filled in the expected order of gradients, where it shares the large layer's",
+        "counts buckets: torch first fills them in registration order, so the unused small layer has its own bucket; "
+        "drivetrain fills them in the expected order of gradients, so it shares the large layer's bucket",
         "Expected 2 but got 1.",
     ),
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": Difference(
-        "hands the logger to a private function of torch's that takes no other object than torch's own logger",
+        "passes the logger to a private function of torch that accepts only torch's logger",
         "dist._compute_bucket_assignment_by_size(",
     ),
 }

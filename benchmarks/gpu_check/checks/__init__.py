@@ -1,4 +1,4 @@
-"""Checks of correctness on a GPU, each with findings of its own; --dry-run takes them through on the CPU.
+"""Checks correctness on a GPU. Each check reports findings, and --dry-run runs it on the CPU.
 
 python -m gpu_check.checks NAME [--dry-run] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""Runs one check by name and exits with 1 if anything that it tried does not hold."""
+"""Runs one check by name and exits with 1 if a finding fails."""
 
 import argparse
 import functools
@@ -27,8 +27,8 @@ CHECKS: dict[str, Check] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu_check.checks", description=__doc__)
     parser.add_argument("name", choices=CHECKS)
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small sizes")
-    parser.add_argument("--json", type=Path, help="write the findings there")
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU with small sizes")
+    parser.add_argument("--json", type=Path, help="file for the findings")
     args = parser.parse_args()
     if not args.dry_run and not torch.cuda.is_available():
         print("torch sees no NVIDIA GPU here", file=sys.stderr)
@@ -38,7 +38,7 @@ def main() -> int:
     try:
         for finding in CHECKS[args.name](device, args.dry_run):
             findings.add(finding)
-    except Exception as error:  # what was found before is worth a report
+    except Exception as error:  # an error keeps the findings so far
         traceback.print_exc()
         findings.add(Finding("the check itself", False, f"{type(error).__name__}: {error}"))
     return findings.exit_code

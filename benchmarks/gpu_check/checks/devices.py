@@ -1,4 +1,4 @@
-"""Steps on a device that is not the current one, and on a tensor of more than 2^31 elements."""
+"""Checks steps on a device that is not the current one, and on a tensor of more than 2^31 elements."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from drivetrain import optim
 from . import steps
 from .findings import Finding
 
-BLOCK = 256  # elements that share a scale of 8-bit states
+BLOCK = 256  # elements that share one scale of 8-bit states
 COMPRESSED: dict[str, Any] = {"master_bits": 24, "state_bits": 8, "min_8bit_size": 0}
 STORAGES: list[tuple[str, dict[str, Any], torch.dtype]] = [
     ("fp32", {}, torch.float32),
@@ -22,14 +22,14 @@ STORAGES: list[tuple[str, dict[str, Any], torch.dtype]] = [
 def run_second(device: torch.device, is_dry: bool) -> Iterator[Finding]:
     what = "a step on the second device, while the first is the current one"
     if not is_dry and torch.cuda.device_count() < 2:
-        yield Finding(what, None, "here is one GPU")
+        yield Finding(what, None, "this machine has one GPU")
         return
     for name, options, dtype in STORAGES:
         sides = []
-        for place in ("cpu", "cpu" if is_dry else "cuda:1"):
+        for where in ("cpu", "cpu" if is_dry else "cuda:1"):
             torch.manual_seed(0)
-            param = nn.Parameter(torch.randn(1000, 77).to(dtype).to(place))
-            param.grad = torch.randn(1000, 77).to(dtype).to(place)
+            param = nn.Parameter(torch.randn(1000, 77).to(dtype).to(where))
+            param.grad = torch.randn(1000, 77).to(dtype).to(where)
             optimizer = optim.AdamW([param], max_grad_norm=1.0, **options)
             optimizer.step()
             sides.append(optimizer)
@@ -40,7 +40,7 @@ def run_second(device: torch.device, is_dry: bool) -> Iterator[Finding]:
 
 
 def run_huge(device: torch.device, is_dry: bool) -> Iterator[Finding]:
-    """Compares windows of it with a small tensor of the same values: elements are stepped each for itself."""
+    """Compares windows of a huge tensor with a small tensor of equal values, as each block steps independently."""
     boundary = 1 << 12 if is_dry else 1 << 31
     numel = boundary + 5 * BLOCK + 77
     windows = [(0, 2 * BLOCK), (boundary - BLOCK, boundary + BLOCK), (boundary + 4 * BLOCK, numel)]

@@ -1,4 +1,4 @@
-"""What a check found, item by item, kept as JSON while it goes on."""
+"""Collects the findings of a check and writes them as JSON after each item."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,7 +7,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Finding:
-    """One item of a check: what was tried, whether it holds (None: it cannot be tried here), and what was seen."""
+    """One item of a check.
+
+    Attributes:
+        what: The property that was checked.
+        holds: True or False; None if this machine cannot check it.
+        seen: The observed values.
+    """
 
     what: str
     holds: bool | None
@@ -15,7 +21,7 @@ class Finding:
 
 
 class Findings:
-    """The findings of one check; `file` is whole at any time."""
+    """Holds the findings of one check. `file` contains valid JSON at any time after the first finding."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file

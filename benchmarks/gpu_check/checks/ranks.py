@@ -1,4 +1,7 @@
-"""Training under our DDP on several ranks, which may share a GPU, against torch's DDP: gradients, weights, buffers."""
+"""Compares training under drivetrain's DDP on several ranks with torch's DDP: gradients, weights and buffers.
+
+Ranks may share a GPU.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -14,13 +17,13 @@ from drivetrain.bench.ranks import on_ranks
 from .findings import Finding
 
 NUM_STEPS = 5
-TOLERANCE = 1e-5  # of the largest value: sums of more than two ranks come in another order
+TOLERANCE = 1e-5  # relative to the largest value; sums over more than two ranks may use another order
 TRANSPORTS = {"cuda": ("torch", "nccl"), "cpu": ("torch", "shm")}
 VOCABULARY, WIDTH = 512, 64
 
 
 class Small(nn.Module):
-    """Has an embedding, a weight that is used twice, buffers that are synchronized, and a parameter without use."""
+    """Has an embedding, a weight that is used twice, synchronized buffers, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,17 +40,20 @@ class Small(nn.Module):
 
 
 def run(count: int, device: torch.device, is_dry: bool) -> Iterator[Finding]:
-    """Sockets carry the data where ranks share a GPU: each is a host of its own to NCCL (drivetrain.bench.ranks)."""
+    """Compares both classes over each transport.
+
+    Ranks that share a GPU communicate through sockets, because drivetrain.bench.ranks presents each as a separate host.
+    """
     backend = "gloo" if is_dry else "nccl"
     for transport in TRANSPORTS[device.type]:
         what = f"{count} ranks over {backend}, transport {transport}"
         try:
             found = on_ranks(functools.partial(_both_ways, device.type, transport), count=count, backend=backend)
-        except RuntimeError as error:  # the other transport is not concerned
+        except RuntimeError as error:  # the other transport is still checked
             yield Finding(what, False, str(error))
             continue
         for finds_unused, (difference, has_same_bits) in found.items():
-            seen = "the same bits" if has_same_bits else f"furthest value {difference:.1e} of the largest"
+            seen = "the same bits" if has_same_bits else f"largest difference {difference:.1e} of the largest value"
             seen = f"{NUM_STEPS} steps, gradients, weights and buffers: {seen}"
             yield Finding(f"{what}{', find_unused_parameters' * finds_unused}", difference <= TOLERANCE, seen)
 
@@ -57,7 +63,11 @@ def _both_ways(device_type: str, transport: str) -> dict[bool, tuple[float, bool
 
 
 def _train_both(device_type: str, transport: str, finds_unused: bool) -> tuple[float, bool]:
-    """On every rank; returns the largest relative difference over all ranks and steps, and whether there is none."""
+    """Trains with both classes on every rank.
+
+    Returns:
+        The largest relative difference over all ranks and steps, and True if all bits are equal.
+    """
     torch.manual_seed(0)
     start = Small()
     if not finds_unused:

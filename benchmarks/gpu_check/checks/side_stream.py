@@ -1,4 +1,4 @@
-"""DDP that was built on another stream than the one that trains, with gradients that backward's products write late."""
+"""Checks a DDP that was constructed on a side stream, with backward kernels that write gradients late."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from .findings import Finding
 SLEEP_CYCLES = 3_000_000  # one or two milliseconds
 REPETITIONS = 5
 NUM_LAYERS, WIDTH = 15, 256
-TOLERANCE = 0.02  # of a gradient's norm: bfloat16 sums
+TOLERANCE = 0.02  # relative to a gradient's norm, for bfloat16 sums
 CASES = [  # dtype, bits of main gradients, fused weight gradients
     (torch.float32, None, False),
     (torch.float32, None, True),
@@ -28,7 +28,7 @@ CASES = [  # dtype, bits of main gradients, fused weight gradients
 
 
 class Late(torch.autograd.Function):
-    """Keeps the device busy in backward before the layer below has its gradient."""
+    """Keeps the device busy in backward before the previous layer's gradient is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Chain(nn.Module):
 
 
 def run(device: torch.device, is_dry: bool) -> Iterator[Finding]:
-    """All cases on one rank that stays."""
+    """Runs all cases in one process."""
     counts = on_ranks(functools.partial(_all_cases, device.type), count=1, backend="gloo" if is_dry else "nccl")
     for (dtype, bits, fuses), wrong in zip(CASES, counts, strict=True):
         name = str(dtype).removeprefix("torch.")
@@ -88,7 +88,7 @@ def _num_wrong(device_type: str, dtype: torch.dtype, bits: int | None, fuses: bo
     for _ in range(REPETITIONS):
         wrapped.zero_grad()
         wrapped(x.to(dtype)).backward()
-        # Read as an optimizer on the training stream reads them, without a wait of the host's in between.
+        # An optimizer on the training stream would read them like this, without a wait of the host.
         found = [param.grad.float() for param in model.parameters() if param.grad is not None]
         for param, grad in zip(reference.parameters(), found, strict=True):
             assert param.grad is not None

@@ -1,4 +1,4 @@
-"""One step of every rule in every storage on the device, against the bits that the CPU gives."""
+"""Compares one step of every optimizer in every storage format on the device with the CPU's bits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gpu_kernels  # type: ignore[import-not-found]  # of tests/
+import gpu_kernels  # type: ignore[import-not-found]  # lies in tests/
 
 from .findings import Finding
 
-BY_PRODUCTS = 0.02  # of a matrix's norm: Muon's products of matrices sum in another order
+BY_PRODUCTS = 0.02  # relative to a matrix's norm: Muon's matrix products sum in another order on a GPU
 
 
 def run(device: torch.device, is_dry: bool) -> Iterator[Finding]:
-    """Takes the optimizers of the sanitizers' script, which tests hold against the sources."""
+    """Steps the optimizers of tests/gpu_kernels.py, whose list the tests compare with the sources."""
     counts: dict[str, int] = {}
     worst: list[str] = []
     for here, there in zip(gpu_kernels.optimizers("cpu"), gpu_kernels.optimizers(device.type), strict=True):
@@ -32,7 +32,7 @@ def run(device: torch.device, is_dry: bool) -> Iterator[Finding]:
 
 
 def _copy(here: Any, there: Any) -> None:
-    """Gives the second optimizer's parameters the values and gradients of the first's."""
+    """Copies the values and gradients of the first optimizer's parameters to the second's."""
     for group, other in zip(here.param_groups, there.param_groups, strict=True):
         for a, b in zip(group["params"], other["params"], strict=True):
             b.data.copy_(a.data)

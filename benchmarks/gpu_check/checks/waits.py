@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a training step: no more with ours than with torch's."""
+"""Counts how often the host waits for the device in a training step: drivetrain must not wait more than torch."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from drivetrain.bench.ranks import on_ranks
 
 from .findings import Finding
 
-WARM_UP = 6  # steps: buckets are planned anew after four
+WARM_UP = 6  # steps; drivetrain plans its buckets again after four
 WIDTH = 64
 
 
@@ -97,7 +97,7 @@ def _window(model: Any, optimizer: Any, x: Tensor) -> None:
 
 
 def _waits(step: Callable[[], object], warm_up: int = WARM_UP) -> int:
-    """In one call, after a few that are not counted. On the CPU there is nobody to wait for."""
+    """Counts waits in one call after some uncounted calls. On the CPU the count is 0."""
     for _ in range(warm_up):
         step()
     with _counting() as caught:

@@ -1,4 +1,4 @@
-"""The command line `drivetrain run | bench | doctor | env | completion`, also `python -m drivetrain`."""
+"""Implements the command line `drivetrain run | bench | doctor | env | completion` (also `python -m drivetrain`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, cast
 
-# The modules are imported when their command is the one asked for, so that the others stay fast.
+# Each command's module is imported only when the command runs, so that other commands start faster.
 _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: The arguments after the program's name; those of this process if None.
+        argv: The arguments after the program's name; None takes them from `sys.argv`.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: `--help` or `--version` was asked for, the arguments are wrong, or the script that `run` runs exits.
+        SystemExit: The arguments contain `--help` or `--version`, or are wrong, or the script of `run` exits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Builds the parser with the arguments of every command, which imports all of them."""
+    """Builds the parser with the arguments of every command. This imports every command's module."""
     return _parser(_COMMANDS)
 
 

@@ -1,8 +1,8 @@
-"""Carries `drivetrain run` into processes that the script starts with multiprocessing, or as another run of itself.
+"""Applies `drivetrain run` to child processes: those of multiprocessing, and further runs of the same script.
 
-A forked child inherits the swap. One from torch.multiprocessing.spawn starts with a bare interpreter and
-imports the script again, so the swap must happen there first: it rides in the data that it unpickles first.
-A script that starts itself again as the other ranks (Lightning does) gets `drivetrain run` into that command.
+A forked child inherits the swap. A child of torch.multiprocessing.spawn starts a new interpreter and imports the script
+again. The swap must come before that import, so it is part of the data that the child unpickles first. If the script
+starts itself again for the other ranks, as Lightning does, `drivetrain run` is inserted into that command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from drivetrain.optim import base
 
 
 class _Swap:
-    """What `run` was asked for. Unpickling it in a child installs the same there."""
+    """Holds the options of `run`. Unpickling it in a child process installs the swap with these options there."""
 
     def __init__(self, optim: bool, ddp_defaults: dict[str, object]) -> None:
         self.optim = optim
@@ -34,23 +34,28 @@ class _Swap:
 
 
 def follow(optim: bool, ddp_defaults: dict[str, object]) -> None:
-    """Makes children of this process, and theirs, run with the same swap and report what they build."""
+    """Makes child processes, and their children, run with the same swap and report the objects that they construct.
+
+    Args:
+        optim: The value of `--optim`.
+        ddp_defaults: The values of `--ddp` by name.
+    """
     plain_preparation_data = spawn.get_preparation_data
 
     def preparation_data(name: str) -> dict[str, Any]:
         return {"drivetrain": _Swap(optim, ddp_defaults), **plain_preparation_data(name)}
 
     spawn.get_preparation_data = preparation_data
-    util.register_after_fork(report, _report_when_child_ends)  # keyed by an object that lives: the module
+    util.register_after_fork(report, _report_when_child_ends)  # the key must stay alive, as a module does
 
 
 def follow_reruns(main: Sequence[str], optim: bool, ddp_defaults: dict[str, object]) -> None:
-    """Makes subprocesses that run the same script with the same Python run it as this process does.
+    """Makes subprocesses that run the same script with the same interpreter run it under `drivetrain run`.
 
     Args:
-        main: what comes after `python` to run the script: its path, or "-m" and the module.
-        optim: as given to `run`.
-        ddp_defaults: as given to `run`.
+        main: The words that follow `python` to run the script: its path, or "-m" and the module.
+        optim: The value of `--optim`.
+        ddp_defaults: The values of `--ddp` by name.
     """
     options = ["--optim"] if optim else []
     options += [word for name, value in ddp_defaults.items() for word in ("--ddp", f"{name}={value!r}")]
@@ -75,9 +80,10 @@ def _is_rerun(command: Sequence[Any], main: Sequence[str]) -> bool:
 def _install_and_follow(optim: bool, ddp_defaults: dict[str, object]) -> None:
     swap.install(optim=optim, **ddp_defaults)
     follow(optim, ddp_defaults)
-    _report_when_child_ends(None)  # spawned children skip after-fork calls; other starts drop this, then run them
+    # Spawned children skip the after-fork calls. Other start methods discard this finalizer and make those calls later.
+    _report_when_child_ends(None)
 
 
 def _report_when_child_ends(_: object) -> None:
-    """Runs at the start of a child. atexit is no use: forked children skip it."""
+    """Registers the report at the start of a child process. Forked children skip atexit, so it uses Finalize."""
     util.Finalize(None, report.of_child, args=(len(ddp.constructed), len(base.constructed)), exitpriority=0)

@@ -1,4 +1,4 @@
-"""`drivetrain completion`: a script that teaches a shell to complete drivetrain's commands and options."""
+"""Implements `drivetrain completion`: prints a shell script that completes drivetrain's commands and options."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `completion`."""
     parser.description = _HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="the shell to write the script for")
+    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="shell that runs the script")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script.
-
-    Returns:
-        0 always.
-    """
+    """Prints the completion script and returns 0."""
     from drivetrain.cli import whole_parser
 
     print(shtab.complete(whole_parser(), args.shell))

@@ -1,4 +1,4 @@
-"""Lists what differs from torch on purpose: `drivetrain doctor --differences` and the table of the documentation."""
+"""Lists the intended differences from torch for `drivetrain doctor --differences` and docs/limitations.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Difference:
-    """One intended difference.
+    """Describes one intended difference.
 
     Attributes:
         topic: The object or behavior that differs.
@@ -39,7 +39,7 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(
         "Tensors kept over a `.grad`",
         "Keep their values, except with `gradient_as_bucket_view=True`.",
-        "The same; they get their own memory before the next write. Arrays from `.numpy()` do not.",
+        "Keep their values: they get their own memory before the next write. Arrays from `.numpy()` do not.",
         "A NumPy array holds no reference that the buffer could see.",
     ),
     Difference(
@@ -63,7 +63,7 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(
         "Divisor over NCCL",
         "Gradients are divided before the sum.",
-        "The same, and the sum is sent as a plain sum.",
+        "Gradients are divided before the sum, which is sent as a plain sum.",
         "`ncclAvg` disables NCCL's symmetric kernels and NVLS.",
     ),
     Difference(

@@ -1,4 +1,4 @@
-"""`drivetrain doctor`: one line per part of the installation and the process group, OK or with the cure."""
+"""Implements `drivetrain doctor`: prints one line per part of the installation and process group, OK or with a cure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Under torchrun (torchrun ... -m drivetrain doctor) rank 0 prints for all ranks."
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument(
-        "--differences", action="store_true", help="list what differs from torch on purpose, and check nothing"
+        "--differences", action="store_true", help="list the intended differences from torch and check nothing"
     )
     parser.add_argument(
         "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks this process and, when it is one of several ranks, all of them together.
+    """Checks this process and, if it is one of several ranks, all ranks together.
 
     Returns:
-        1 when something is wrong (on rank 0: on any rank), else 0.
+        1 if a check fails (on rank 0: if a check fails on any rank), otherwise 0.
     """
     if args.differences:
         print(differences.as_markdown())
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions() -> dict[str, str]:
-    """What all ranks should have in common."""
+    """Returns the versions that all ranks should have in common."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"drivetrain": drivetrain.__version__, "torch": torch.__version__, "Python": python}
 
@@ -74,7 +74,7 @@ def _versions() -> dict[str, str]:
 def _chosen_isa() -> str:
     try:
         return str(_C.isa())
-    except ValueError:  # DRIVETRAIN_ISA is wrong, for which there is a finding
+    except ValueError:  # _isa() reports a wrong DRIVETRAIN_ISA
         return "none"
 
 
@@ -145,8 +145,15 @@ def _cuda_kernels() -> Finding:
 
 
 def driver_problem(runtime: int, driver: int) -> str:
-    """Why a driver cannot run what was built with a CUDA runtime; empty if it can. Versions as CUDA counts them: 13020
-    is 13.2. Within a major version every driver takes every runtime."""
+    """Explains why a driver cannot serve a CUDA runtime. Within a major version every driver serves every runtime.
+
+    Args:
+        runtime: Version of the module's CUDA runtime in CUDA's numbering: 13020 is 13.2.
+        driver: Newest CUDA version that the driver supports, in the same numbering.
+
+    Returns:
+        The reason, or an empty string if the driver serves the runtime.
+    """
     if driver // 1000 >= runtime // 1000:
         return ""
     return f"the driver takes CUDA up to {_cuda_version(driver)}, and drivetrain's runtime is {_cuda_version(runtime)}"
@@ -157,9 +164,17 @@ def _cuda_version(number: int) -> str:
 
 
 def covers(built: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels built for architectures in CMake's spelling ("13.0 for 80-real;120") run on a GPU.
+    """Checks whether kernels built for some architectures run on a GPU.
 
-    Machine code runs on its major version's later minor ones, PTX ("-virtual" or no suffix) on all later.
+    Machine code runs on GPUs of its major version and an equal or later minor version. PTX ("-virtual" or no suffix)
+    runs on every equal or later version.
+
+    Args:
+        built: Architectures in CMake's spelling, such as "13.0 for 80-real;120".
+        capability: Major and minor compute capability of the GPU.
+
+    Returns:
+        True if the kernels run on that GPU.
     """
     for digits, kind in re.findall(r"\b(\d{2,3})[af]?(-real|-virtual)?(?=;|$)", built):
         major, minor = divmod(int(digits), 10)
@@ -172,13 +187,13 @@ def covers(built: str, capability: tuple[int, int]) -> bool:
 
 def _nccl() -> Finding:
     if torch.version.cuda is None or not dist.is_nccl_available():
-        return not_applicable("nccl", "torch is built without it")
+        return not_applicable("nccl", "torch is built without NCCL")
     built = tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except OSError:
-        return ok("nccl", f"{_dotted(built)}, linked into torch; {_nccl_transport()}")
+        return ok("nccl", f"{_dotted(built)} is linked into torch; {_nccl_transport()}")
     loaded = (number.value // 10000, number.value // 100 % 100, number.value % 100)
     if loaded < built:
         cure = "take the folder of the older libnccl.so.2 off LD_LIBRARY_PATH"
@@ -188,7 +203,7 @@ def _nccl() -> Finding:
 
 def _nccl_transport() -> str:
     if _build_info.NCCL == "none":
-        return "transport 'nccl' is not in this build, which found no nvcc or no nccl.h"
+        return "transport 'nccl' is missing: the build found no nvcc or no nccl.h"
     try:
         path, version = _C.nccl_library(nccl_package())
     except RuntimeError as error:
@@ -217,24 +232,24 @@ def _build() -> Finding:
 def _libstdcxx() -> Finding:
     module = Path(_C.__file__)
     if problem := libstdcxx.find_problem(module):
-        cure = f"point CXX at a g++ that links the shared one, take -static-libstdc++ out of its flags, and {_REBUILD}"
-        return wrong("libstdc++", f"{module} {problem}, and crashes beside torch's libstdc++", cure)
-    return ok("libstdc++", "the shared one, as torch's")
+        cure = f"point CXX at a g++ that links it dynamically, take -static-libstdc++ out of its flags, and {_REBUILD}"
+        return wrong("libstdc++", f"{module} {problem}, which crashes in one process with torch's libstdc++", cure)
+    return ok("libstdc++", "the module uses the shared library, as torch does")
 
 
 def _gloo() -> Finding:
     if not (dist.is_available() and dist.is_gloo_available()):
-        return wrong("gloo", "torch is built without it", "install torch's official wheel")
+        return wrong("gloo", "torch is built without gloo", "install torch's official wheel")
     try:
         within(6, lambda: dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5)))
     except (RuntimeError, TimeoutError) as error:
-        return wrong("gloo", f"no group of one process: {first_line(error)}", GLOO_CURE)
-    return ok("gloo", "available, finds a network interface")
+        return wrong("gloo", f"a group of one process cannot be created: {first_line(error)}", GLOO_CURE)
+    return ok("gloo", "available, and it finds a network interface")
 
 
 def _differences() -> Finding:
     count = len(differences.DIFFERENCES)
-    return ok("differences", f"{count} from torch, on purpose; `drivetrain doctor --differences` lists them")
+    return ok("differences", f"{count} intended ones from torch; `drivetrain doctor --differences` lists them")
 
 
 _CHECKS: tuple[Callable[[], Finding], ...] = (

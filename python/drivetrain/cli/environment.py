@@ -1,4 +1,4 @@
-"""`drivetrain env`: the versions and settings that a bug report needs, as lines to paste."""
+"""Implements `drivetrain env`: prints the versions and settings that a bug report needs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the environment.
-
-    Returns:
-        0 always.
-    """
+    """Prints the versions and settings and returns 0."""
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -40,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, str]:
-    """Collects the facts by name, in the order in which they are printed."""
+    """Collects the versions and settings by name, in printing order."""
     facts = {
         "drivetrain": f"{drivetrain.__version__}, built for torch {_build_info.TORCH_VERSION}",
         "build": f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; NCCL: {_build_info.NCCL}",

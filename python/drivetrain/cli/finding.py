@@ -1,4 +1,4 @@
-"""One line of the doctor's: what was looked at, whether it is well, and the cure if not."""
+"""Defines the result of one check of `drivetrain doctor`: its status, its text, and the cure if it failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ Status = Literal["OK", "--", "WRONG"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`--` means that the check does not apply here; the text says why."""
+    """Holds the result of one check.
+
+    Attributes:
+        name: The part of the installation that was checked.
+        status: "OK", "WRONG", or "--" if the check does not apply here.
+        text: The observed facts, or the reason why the check does not apply.
+        cure: The remedy of a failed check; otherwise empty.
+    """
 
     name: str
     status: Status
@@ -22,20 +29,20 @@ class Finding:
         return f"{self.status:<6}{self.name:<14}{self.text}{cure}"
 
     def as_dict(self) -> dict[str, str]:
-        """The line for `--json`."""
+        """Returns the finding as an object for `--json`."""
         return asdict(self)
 
 
 def ok(name: str, text: str) -> Finding:
-    """All is well."""
+    """Returns a finding for a check that passed."""
     return Finding(name, "OK", text)
 
 
 def not_applicable(name: str, why: str) -> Finding:
-    """Nothing to check here."""
+    """Returns a finding for a check that does not apply here."""
     return Finding(name, "--", why)
 
 
 def wrong(name: str, text: str, cure: str) -> Finding:
-    """Broken, and what to do about it."""
+    """Returns a finding for a check that failed, with its remedy."""
     return Finding(name, "WRONG", text, cure)

@@ -1,4 +1,7 @@
-"""The doctor's look at what the launcher said and at the way to rank 0. Every wait has a limit."""
+"""Checks the launcher's environment variables and the connection to rank 0 for `drivetrain doctor`.
+
+Every wait has a limit.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process, checked."""
+    """Holds the checked values of the launcher's environment variables."""
 
     rank: int
     world_size: int
     master_addr: str
     master_port: int
-    agent_store: bool  # torchrun's agent listens at the address already; otherwise rank 0 will
+    agent_store: bool  # True: torchrun's agent already listens at the address; False: rank 0 will listen
 
     @property
     def master(self) -> str:
-        """Where the ranks meet."""
+        """Address and port of the store."""
         return f"{self.master_addr}:{self.master_port}"
 
     def answers(self) -> bool:
-        """Whether somebody listens there now."""
+        """Checks whether a process listens at the address now."""
         try:
             socket.create_connection((self.master_addr, self.master_port), _CONNECT_S).close()
         except OSError:
@@ -44,11 +47,18 @@ class Launch:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Calls in a thread and gives up on it after a while.
+    """Runs a call in a thread and stops waiting for it after a time limit.
+
+    Args:
+        seconds: The time limit.
+        call: The function to run.
+
+    Returns:
+        The result of the call.
 
     Raises:
-        TimeoutError: It took longer. The thread is left behind; it is a daemon, so that the process can end.
-        Exception: What the call raised.
+        TimeoutError: The call took longer. Its daemon thread keeps running and does not keep the process alive.
+        Exception: The exception that the call raised.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -70,18 +80,22 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without the native stack that torch appends."""
+    """Returns an error's message without the native stack that torch appends."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def read_launch(environ: Mapping[str, str], timeout_s: float) -> tuple[Launch | None, list[Finding]]:
-    """Checks the launcher's variables and whether rank 0's address can be reached.
+    """Checks the launcher's variables and the connection to rank 0.
+
+    Args:
+        environ: The environment variables.
+        timeout_s: Limit in seconds for each network operation.
 
     Returns:
-        The launch if there is a sane one with more than one rank whose address is right, and the findings.
+        The launch and the findings. The launch is None unless it has several ranks and all checks passed.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return None, [not_applicable("launch", "RANK and WORLD_SIZE are unset: one process, no launcher")]
+        return None, [not_applicable("launch", "RANK and WORLD_SIZE are unset: one process without a launcher")]
     try:
         launch, text = _parse(environ)
     except ValueError as error:
@@ -102,7 +116,7 @@ def _parse(environ: Mapping[str, str]) -> tuple[Launch, str]:
         text += f", local rank {local_rank}"
     port = _number(environ, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise ValueError(f"MASTER_PORT={port} is no port number")
+        raise ValueError(f"MASTER_PORT={port} is not between 1 and 65535")
     if not environ.get("MASTER_ADDR"):
         raise ValueError("MASTER_ADDR is unset")
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -135,7 +149,7 @@ def _check_master(launch: Launch, timeout_s: float) -> Finding:
             timeout_s,
             lambda: socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM),
         )
-    except (OSError, UnicodeError) as error:  # UnicodeError: no valid host name at all
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host name is malformed
         return wrong("master", f"MASTER_ADDR={launch.master_addr} does not resolve ({error})", cure)
     if launch.rank == 0 and not launch.agent_store:
         return _check_port_is_free(launch)
@@ -143,10 +157,10 @@ def _check_master(launch: Launch, timeout_s: float) -> Finding:
 
 
 def _check_port_is_free(launch: Launch) -> Finding:
-    """On rank 0 before the job: nobody may listen on the port yet."""
+    """Checks on rank 0 that no process listens on the port yet."""
     try:
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store sets it too
             probe.bind(("", launch.master_port))
     except OSError as error:
         what = "another program listens on it" if error.errno == errno.EADDRINUSE else error.strerror
@@ -170,7 +184,7 @@ def _check_answers(launch: Launch, addresses: Sequence[str], timeout_s: float) -
         except OSError as error:
             failure = error
     if isinstance(failure, ConnectionRefusedError) and not launch.agent_store:
-        return ok("master", f"{launch.master} is reachable; nobody listens yet, as before rank 0 starts")
+        return ok("master", f"{launch.master} is reachable; no process listens yet, as rank 0 has not started")
     cure = (
         "check that MASTER_ADDR is rank 0's address on the network the machines share, and that no firewall "
         f"closes TCP port {launch.master_port} or the unprivileged ports between them"

@@ -1,4 +1,4 @@
-"""The doctor's meeting of all ranks: who is there, do versions agree, does a collective pass."""
+"""Checks all ranks together for `drivetrain doctor`: their presence, their versions, and an all-reduce."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GLOO_CURE = "export GLOO_SOCKET_IFNAME=<the network interface that the machines 
 _POLL_S = 0.05
 
 Show = Callable[[Sequence[Finding]], None]
-_Cards = dict[int, dict[str, Any]]  # by rank: its versions, its instruction set, its own wrong findings
+_Cards = dict[int, dict[str, Any]]  # by rank: its versions, its instruction set, its failed checks
 
 
 class Meeting:
-    """All ranks around the launcher's store. Rank 0 collects and shows, the others follow it.
+    """Exchanges findings through the launcher's store. Rank 0 collects and shows them.
 
-    The others wait until rank 0 has shown everything: a launcher ends all ranks when one exits with an error.
+    The other ranks wait until rank 0 has shown everything, because a launcher ends all ranks when one fails.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -36,16 +36,16 @@ class Meeting:
         self._timeout_s = timeout_s
 
     def hold(self, own: list[Finding], versions: Mapping[str, str], isa: str, show: Show) -> list[Finding]:
-        """Goes through the meeting.
+        """Runs the checks that need all ranks.
 
         Args:
-            own: What this rank found by itself.
-            versions: What all ranks must have in common.
-            isa: The instruction set chosen here, which may differ: the kernels give the same bits on all.
-            show: Called on rank 0 with everything, elsewhere only if rank 0 cannot be reached.
+            own: The findings of this rank alone.
+            versions: The versions that must agree on all ranks.
+            isa: The instruction set of this rank. It may differ, because the kernels give equal bits on all.
+            show: A function that prints findings. Rank 0 calls it; other ranks call it if the store cannot be reached.
 
         Returns:
-            Everything this rank knows.
+            All findings that this rank knows.
         """
         own_wrong = [finding.as_dict() for finding in own if finding.status == "WRONG"]
         card = {"versions": dict(versions), "isa": isa, "wrong": own_wrong}
@@ -62,22 +62,22 @@ class Meeting:
         return self._follow(store, own)
 
     def _open_store(self) -> Store:
-        """Connects to the store; on rank 0 starts it, if torchrun has not.
+        """Connects to the store. Rank 0 starts it unless torchrun has.
 
         Raises:
-            RuntimeError: It is not there in time.
+            RuntimeError: No store answers in time.
         """
         serves = self._launch.rank == 0 and not self._launch.agent_store
         # TCPStore would wait too, but it writes native stacks to stderr when it gives up.
         if not serves and not _poll(self._launch.answers, self._timeout_s):
-            raise RuntimeError(f"nobody listens after {self._timeout_s:g} s")
+            raise RuntimeError(f"no process listens after {self._timeout_s:g} s")
         store = TCPStore(
             self._launch.master_addr,
             self._launch.master_port,
             self._launch.world_size,
             is_master=serves,
             timeout=timedelta(seconds=self._timeout_s),
-            wait_for_workers=False,  # so that rank 0 can say who is missing
+            wait_for_workers=False,  # lets rank 0 report which ranks are missing
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
         return PrefixStore(f"drivetrain/doctor/{attempt}", store)
@@ -89,19 +89,19 @@ class Meeting:
         findings = [*own, *_wrong_elsewhere(cards)]
         store.set("complete", "no" if missing else "yes")
         if missing:
-            text = f"not here after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
+            text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
             cure = f"start them with MASTER_ADDR:MASTER_PORT {self._launch.master}, or lower WORLD_SIZE"
             findings.append(wrong("ranks", text, cure))
         else:
             findings += [*_compare(cards), self._all_reduce(store)]
         show(findings)
         store.set("shown", "yes")
-        self._wait(store, [f"done/{rank}" for rank in cards if rank != 0])  # the store may live here
+        self._wait(store, [f"done/{rank}" for rank in cards if rank != 0])  # this process may run the store
         return findings
 
     def _follow(self, store: Store, own: list[Finding]) -> list[Finding]:
         findings = list(own)
-        # Rank 0 may have begun to wait a timeout after this one, and its collective may take another two.
+        # Rank 0 may start to wait one timeout later than this rank, and its all-reduce may take two more.
         if self._wait(store, ["complete"], 2 * self._timeout_s) and store.get("complete") == b"yes":
             findings.append(self._all_reduce(store))
         self._wait(store, ["shown"], 2 * self._timeout_s)
@@ -119,17 +119,17 @@ class Meeting:
         return cards
 
     def _wait(self, store: Store, keys: list[str], seconds: float | None = None) -> bool:
-        """Whether the keys were there in time."""
+        """Waits for keys; returns False if they do not appear in time or the store ends."""
         try:
             return _poll(lambda: store.check(keys), seconds or self._timeout_s)
-        except RuntimeError:  # the store is gone
+        except RuntimeError:  # the store has ended
             return False
 
     def _all_reduce(self, store: Store) -> Finding:
         try:
             within(2 * self._timeout_s + 1, lambda: self._sum_ones(PrefixStore("gloo", store)))
         except (RuntimeError, TimeoutError) as error:
-            return wrong("all-reduce", f"over gloo it fails: {first_line(error)}", GLOO_CURE)
+            return wrong("all-reduce", f"fails over gloo: {first_line(error)}", GLOO_CURE)
         return ok("all-reduce", f"passes over gloo between {self._launch.world_size} ranks")
 
     def _sum_ones(self, store: Store) -> None:
@@ -142,7 +142,7 @@ class Meeting:
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether the condition came true in time."""
+    """Polls a condition; returns False if it does not become true in time."""
     deadline = monotonic() + seconds
     while not condition():
         if monotonic() > deadline:
@@ -161,7 +161,7 @@ def _wrong_elsewhere(cards: _Cards) -> list[Finding]:
 
 
 def _compare(cards: _Cards) -> list[Finding]:
-    """A line for each thing whose versions differ, or one that says that none do."""
+    """Returns a finding for each package whose version differs between ranks, or one that reports agreement."""
     findings = []
     for what in cards[0]["versions"]:
         by_version = _ranks_by({rank: card["versions"][what] for rank, card in cards.items()})
@@ -172,7 +172,7 @@ def _compare(cards: _Cards) -> list[Finding]:
         return findings
     versions = ", ".join(f"{what} {version}" for what, version in cards[0]["versions"].items())
     by_isa = _ranks_by({rank: card["isa"] for rank, card in cards.items()})
-    isa = next(iter(by_isa)) if len(by_isa) == 1 else f"differs, which is well ({_spelled_out(by_isa)})"
+    isa = next(iter(by_isa)) if len(by_isa) == 1 else f"differs, which is allowed ({_spelled_out(by_isa)})"
     return [ok("versions", f"equal on {len(cards)} ranks: {versions}; isa {isa}")]
 
 
@@ -188,7 +188,7 @@ def _spelled_out(groups: Mapping[str, list[int]]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """At most eight of them by number."""
+    """Formats ranks; it lists at most eight and counts the rest."""
     listed = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

@@ -1,4 +1,4 @@
-"""What `drivetrain run` says on stderr at exit: the names that were swapped, and what was built by them."""
+"""Prints the report of `drivetrain run` to stderr at exit: the swapped names and the objects built with them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from drivetrain.ddp import distributed as ddp
 from drivetrain.optim import base
 
 _NOTHING_WRAPPED = (
-    "no model was wrapped in this process (those it started report for themselves): it built no "
-    "DistributedDataParallel, or took torch's class from where no module global holds it. To check, "
-    "print(type(model)): it says drivetrain.ddp.DistributedDataParallel when it is ours"
+    "no model was wrapped in this process (child processes print their own reports). It built no "
+    "DistributedDataParallel, or it took torch's class from a place other than a module's global name. To check, "
+    "print(type(model)): drivetrain's class prints as drivetrain.ddp.distributed.DistributedDataParallel"
 )
 
 
 def at_exit(with_optimizers: bool, process_id: int) -> None:
-    """Reports for the process that ran the script, on rank 0 only; forked copies of it are silent."""
+    """Prints the report of the process that ran the script, on rank 0 only.
+
+    Args:
+        with_optimizers: True if optimizers were swapped too.
+        process_id: The id of the process that ran the script; its forked copies print nothing.
+    """
     if os.getpid() != process_id or not _speaks_for_the_job():
         return
     names = [name for name in swap.names_bound_to_ours() if _is_worth_showing(name)]
@@ -31,7 +36,12 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
 
 
 def of_child(models_before: int, optimizers_before: int) -> None:
-    """Reports what a child process built itself, if anything."""
+    """Prints the objects that a child process constructed itself, if any.
+
+    Args:
+        models_before: Number of models that the parent had wrapped.
+        optimizers_before: Number of optimizers that the parent had constructed.
+    """
     models, optimizers = ddp.constructed[models_before:], base.constructed[optimizers_before:]
     lines = [f"wrapped: {'; '.join(models)}"] if models else []
     if optimizers:
@@ -41,7 +51,7 @@ def of_child(models_before: int, optimizers_before: int) -> None:
 
 
 def _is_worth_showing(name: str) -> bool:
-    """The user's own names, and torch's public ones; those inside torch follow from these."""
+    """Selects names outside torch and torch's public names; torch's internal names follow from these."""
     module_name = name.rpartition(".")[0]
     return module_name.partition(".")[0] != "torch" or module_name in ("torch.nn.parallel", "torch.optim")
 

@@ -1,4 +1,4 @@
-"""`drivetrain run`: runs an unedited training script with drivetrain's classes under torch's names."""
+"""Implements `drivetrain run`: runs an unedited training script with drivetrain's classes under torch's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `run`; everything after the script's name is the script's own."""
+    """Declares the arguments of `run`. All arguments after the script's name belong to the script."""
     parser.usage = "drivetrain run [-h] [--optim] [--ddp NAME=VALUE]... [-m] script.py [ARGUMENT]..."
     parser.add_argument("--optim", action="store_true", help="replace torch's optimizers too")
     parser.add_argument(
@@ -32,21 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_ddp_default,
         action="append",
         default=[],
-        help="a DistributedDataParallel argument where the script does not pass it; may be repeated",
+        help="default of a DistributedDataParallel argument that the script does not pass; may be repeated",
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("script", help="the script, or the module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
+    parser.add_argument("script", help="path of the script, or name of the module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script as `python script.py arguments` would, and reports at exit what was swapped.
+    """Runs the script like `python script.py arguments` and reports the swapped names at exit.
 
     Returns:
-        0 when the script ends without `sys.exit`, 2 when there is no such script or no such default.
+        0 if the script ends without `sys.exit`; 2 if the script or a default of `--ddp` does not exist.
 
     Raises:
-        BaseException: whatever the script raises; its traceback begins at the script's own first line.
+        BaseException: The exception of the script. Its traceback begins at the script's first line.
     """
     ddp_defaults = dict(args.ddp)
     sys.excepthook = _without_our_frames(sys.excepthook)
@@ -80,7 +80,7 @@ def _ddp_default(text: str) -> tuple[str, object]:
 
 
 def _script(name: str) -> tuple[ModuleType, CodeType]:
-    """The `__main__` that `python name` would build, and its code."""
+    """Builds the `__main__` module of `python name`, and compiles its code."""
     path = Path(name).absolute()
     with io.open_code(str(path)) as file:
         code = compile(file.read(), str(path), "exec", dont_inherit=True)
@@ -92,7 +92,7 @@ def _script(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:
-    """The `__main__` that `python -m name` would build, and its code."""
+    """Builds the `__main__` module of `python -m name`, and loads its code."""
     _set_first_path(str(Path.cwd()))
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -100,7 +100,7 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
     loader = spec and spec.loader
     code = loader.get_code(spec.name) if spec and isinstance(loader, SourceFileLoader) else None
     if spec is None or code is None:
-        raise ImportError(f"there is no module '{name}' with Python source to run as a script")
+        raise ImportError(f"module '{name}' was not found or has no Python source to run as a script")
     module = ModuleType("__main__")
     module.__dict__.update(__file__=spec.origin, __loader__=loader, __package__=spec.parent)
     module.__dict__.update(__cached__=spec.cached, __spec__=spec)
@@ -108,20 +108,20 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def _set_first_path(folder: str) -> None:
-    """Puts the folder where `python -m drivetrain` or the `drivetrain` script has its own (none under -P)."""
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+    """Replaces the first entry of `sys.path`, which belongs to drivetrain's own command (absent under -P)."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 lacks the flag
         sys.path[0] = folder
 
 
 def _become(main_module: ModuleType) -> None:
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
-    if "__mp_main__" in sys.modules:  # multiprocessing's alias of the main module
+    if "__mp_main__" in sys.modules:  # multiprocessing's alias for the main module
         sys.modules["__mp_main__"] = main_module
 
 
 def _without_our_frames(hook: _Hook) -> _Hook:
-    """Wraps an exception hook so that tracebacks lose the frames above the script's first."""
+    """Wraps an exception hook so that it removes the frames above the script's first frame from tracebacks."""
 
     def strip(error: BaseException) -> None:
         last_of_ours, entry = None, error.__traceback__

@@ -34,8 +34,8 @@ int fake_cuda_enqueue(fake_cuda_stream stream, const char* name, fake_cuda_work 
 // device memory. Only work may use this view: the host's mapping is protected so that accesses of the host are found.
 void* fake_cuda_view(const void* address);
 
-// Lift and restore the protection of the host's mapping, for work that uses the host's addresses of device memory. Calls
-// may nest.
+// Lift and restore the protection of the host's mapping, for work that uses the host's addresses of device memory.
+// Calls may nest.
 void fake_cuda_open(void);
 void fake_cuda_close(void);
 

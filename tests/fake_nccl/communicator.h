@@ -55,7 +55,7 @@ struct ncclComm {
 
   int64_t meetings = 0;
   int splits = 0;
-  int64_t barriers = 0;   // passed by the running launch
+  int64_t barriers = 0;   // barriers of collectives that this rank has arrived at
   std::mutex turn_mutex;  // guards the next three members
   int64_t launched = 0;   // launches so far; they run in this order
   int64_t ended = 0;

@@ -1,5 +1,5 @@
-// Tests NcclCommunicator over the fakes, with two ranks as two threads, mainly for the sanitizers. The tests cover groups,
-// memory that outlives its communicator, and failures of collectives. A failure is printed and makes the exit status 1.
+// Tests NcclCommunicator over the fakes, with two ranks as two threads, mainly for the sanitizers. The tests cover
+// groups, memory that outlives its communicator, and failures of collectives. A failed check makes the exit status 1.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>

@@ -5,8 +5,8 @@
 // - On a non-blocking communicator, a group starts only after two calls of ncclCommGetAsyncError.
 // - Groups are reordered by size, and ranks that group differently get an error.
 // - A collective whose peer is missing never ends unless it is aborted or FAKE_NCCL_WAIT_S is over.
-// - On a non-blocking communicator, registering a window returns ncclSuccess with a null window, as in NCCL 2.28.9. It ends
-//   in the background once every rank has registered. Until then the communicator refuses most calls.
+// - On a non-blocking communicator, registering a window returns ncclSuccess with a null window, as in NCCL 2.28.9. The
+//   registration ends in the background once every rank has joined it. Until then the communicator refuses most calls.
 // - Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
 //
 // FAKE_NCCL_VERSION is set at build time; functions of later versions are missing. communicator.h describes the log and
@@ -56,7 +56,7 @@ ncclResult_t carry_out(ncclComm& comm, const std::function<ncclResult_t()>& job)
   return ncclInProgress;
 }
 
-// Returns whether ncclCommGetAsyncError() has reported that the previous call has ended. Callers refuse their call if not.
+// Returns whether ncclCommGetAsyncError() has reported the end of the previous call. Otherwise callers refuse theirs.
 bool is_ready(ncclComm& comm) {
   if (comm.polls == 0 && !comm.has_job) return true;
   thread_error = "Attempt to use communicator before the previous operation returned ncclSuccess";

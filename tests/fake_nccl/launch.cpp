@@ -12,7 +12,7 @@
 namespace fake_nccl {
 namespace {
 
-// The functions of tests/fake_cuda if this process runs on it. Otherwise streams are those of tests/fake_nccl/fake_cuda.cpp.
+// Finds the functions of tests/fake_cuda if this process runs on it. Otherwise streams are those of fake_cuda.cpp here.
 struct Device {
   decltype(&::fake_cuda_enqueue) enqueue = nullptr;
   decltype(&::fake_cuda_view) view = nullptr;

@@ -1,4 +1,4 @@
-// Binds the NCCL transport over the fakes as a Python module, so that DistributedDataParallel runs on it with CPU tensors.
+// Binds the NCCL transport over the fakes as a Python module. It runs DistributedDataParallel on CPU tensors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

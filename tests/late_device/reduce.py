@@ -329,7 +329,7 @@ def settle() -> None:
 
 
 def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: Any) -> None:
-    """Checks the first step, the bucket rebuild and later steps in many orders of streams, with and without fuse_wgrad."""
+    """Checks the first steps, with the bucket rebuild, in many orders of streams, with and without fuse_wgrad."""
     wrong: list[str] = []
     for seed, fuses, micro_steps, hook in itertools.product(range(3), (False, True), (1, 2), (False, True)):
         late.seed(1000 * seed + rank())

@@ -1,4 +1,4 @@
-// The solver of which activations to keep, on traces of every kind, mainly for the sanitizers.
+// Tests the activation budget's solver on random traces, mainly for the sanitizers.
 #include <algorithm>
 #include <random>
 #include <utility>
@@ -17,7 +17,8 @@ using budget::Outcome;
 using budget::Solution;
 using budget::Trace;
 
-// Ops with some outputs, in place now and then, values that nobody can replay, forms, and uses in any order.
+// Returns a random trace: ops with one or two outputs, some in place, values that no op can replay, storage formats and
+// uses.
 Trace any_trace(int num_ops, std::minstd_rand& random) {
   Trace trace;
   const auto any = [&](int64_t below) { return static_cast<int32_t>(random() % static_cast<uint64_t>(below)); };
@@ -59,12 +60,13 @@ void test_any_traces() {
       try {
         solution = budget::solve(trace, budget);
       } catch (const UserError&) {
-        continue;  // a value that is taken can neither be kept nor replayed
+        continue;  // a used value can neither be kept nor replayed
       }
       const Outcome again = budget::simulate(trace, solution.keeping);
       expect(again.peak_bytes == solution.outcome.peak_bytes && again.seconds == solution.outcome.seconds,
-             "a solution is what the simulation says of it");
-      expect(solution.is_feasible == (again.peak_bytes <= budget), "what is feasible fits");
+             "a solution agrees with its simulation");
+      expect(solution.is_feasible == (again.peak_bytes <= budget),
+             "a solution is feasible if its peak fits the budget, and only then");
       expect(solution.bound_seconds <= again.seconds || !solution.is_feasible, "no solution is below the bound");
       num_feasible += solution.is_feasible;
     }
@@ -72,7 +74,7 @@ void test_any_traces() {
   expect(num_feasible > 24, "most budgets have solutions");
 }
 
-// Recursion would end in the stack's end here.
+// A recursive solver would overflow the stack here.
 void test_long_chain() {
   constexpr int32_t kCount = 100'000;
   Trace trace;
@@ -89,7 +91,7 @@ void test_long_chain() {
 void test_traces_without_anything() {
   for (const Trace& trace : {Trace{}, Trace{{{4, true, true, -1, {}}}, {}, {{0, false}, {0, true}}}}) {
     const Solution solution = budget::solve(trace, 1);
-    expect(solution.is_feasible && solution.outcome.peak_bytes == 0, "where nothing is written, nothing is kept");
+    expect(solution.is_feasible && solution.outcome.peak_bytes == 0, "a trace without writes keeps nothing");
   }
 }
 

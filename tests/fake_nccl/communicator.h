@@ -35,7 +35,7 @@ std::chrono::seconds longest_wait();
 }  // namespace fake_nccl
 
 struct ncclComm {
-  std::string path;  // of the shared file
+  std::string path;  // the shared file
   int size = 0;
   int rank = 0;
   bool is_blocking = false;

@@ -102,7 +102,8 @@ ncclResult_t join(ncclComm& comm) {
 
 ncclResult_t make(ncclComm_t* result, const std::string& path, int size, int rank, bool is_blocking) {
   *result = nullptr;
-  if (size > kMaxRanks) return refuse("fake NCCL takes at most " + std::to_string(kMaxRanks) + " ranks");
+  if (size > kMaxRanks)
+    return refuse("fake NCCL supports at most " + std::to_string(kMaxRanks) + " ranks; got " + std::to_string(size));
   auto comm = std::make_shared<ncclComm>();
   comm->path = path;
   comm->size = size;

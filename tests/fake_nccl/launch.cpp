@@ -68,7 +68,7 @@ class Progress {
         case Phase::kTake:
           if (!have_all_arrived()) return State::kAgain;
           if (!agree()) {
-            comm_.fail(ncclInvalidUsage, "ranks began different operations, or groups");
+            comm_.fail(ncclInvalidUsage, "ranks started different operations or groups");
             return State::kAgain;
           }
           take();

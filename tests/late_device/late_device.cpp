@@ -45,7 +45,7 @@ bool run_one(std::mt19937_64& random) {
   for (const auto& [stream, queue] : queues) {
     if (queue.front().may_run()) able.push_back(stream);
   }
-  if (able.empty()) throw std::runtime_error("all streams wait for each other");
+  if (able.empty()) throw std::runtime_error("deadlock: every stream waits for another stream");
   const auto drawn_one = queues.find(able[random() % able.size()]);
   const Work work = std::move(drawn_one->second.front());
   drawn_one->second.pop_front();
@@ -62,7 +62,7 @@ void run_all(uint64_t seed) {
 }
 
 void run_until(const Moment& moment) {
-  if (!host_may_wait) throw std::runtime_error("the host waits for the device");
+  if (!host_may_wait) throw std::runtime_error("the host waits for the device, which the test does not allow");
   while (!*moment && run_one(drawn)) {
   }
   if (!*moment) throw std::runtime_error("the host waits for a moment that no stream will reach");

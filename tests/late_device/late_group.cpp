@@ -25,9 +25,10 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.device() == kDevice, "the late group takes tensors of its device only, got one on ",
-              tensor.device());
-  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "the late group takes dense tensors only");
+  TORCH_CHECK(tensor.device() == kDevice, "tensor is on ", tensor.device(), "; the late process group expects ",
+              kDevice);
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(),
+              "tensor is not dense; the late process group expects dense tensors");
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions(tensor.scalar_type()));
 }

@@ -153,7 +153,8 @@ void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
       return made.emplace_back(on_device_like(like));
     };
     if (!dummy[i].isTensor() && !dummy[i].isTensorList()) {
-      throw std::runtime_error("the late device does not run " + schema.name() + ", whose results are no tensors");
+      throw std::runtime_error(schema.name() +
+                               " returns a result that is not a tensor; the late device supports only tensors");
     }
     stack->push_back(with_tensors(dummy[i], make));
   }

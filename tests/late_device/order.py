@@ -63,7 +63,7 @@ def check(actions: list[tuple[str, int]], seed: int) -> None:
 
 
 def check_reuse(seed: int) -> None:
-    """One stream copies a tensor back and drops it; another stream's next copy out reuses its host memory."""
+    """A stream copies a tensor back and drops it; another stream's next copy out reuses its host memory."""
     pool = _C.OffloadPool(1 << 12, 1 << 12)
     late_device.set_stream(1)
     offloaded = pool.begin(late_device.full(1, 1024))

@@ -98,7 +98,7 @@ enum class Meta { kKnown, kUnknown };
 // Runs the operator on meta tensors. `stack` holds the arguments before the call, and the results after it.
 Meta run_on_meta(const c10::OperatorHandle& op, Stack& stack) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return Meta::kUnknown;
-  // For this overload, torch 2.11 registers a function that takes its arguments in another order.
+  // torch 2.11 registers a meta function for these overloads that takes its arguments in another order.
   const auto& name = op.schema().operator_name();
   if (name.name == "aten::addmm" && name.overload_name.starts_with("dtype")) return Meta::kUnknown;
   const Plainly plainly;
@@ -127,7 +127,7 @@ class Call {
     find_device();
     TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
                                 "tests/fake_cuda cannot run ", short_name(op_),
-                                ": the CPU has no such operator (aten/cpu_kernels.cpp is the place for one)");
+                                ": the CPU has no such operator; add one to tests/fake_cuda/aten/cpu_kernels.cpp");
     const c10::cuda::CUDAGuard guard(device_);
     stage_host_tensors();
     const bool is_random = op_.hasTag(at::Tag::nondeterministic_seeded);
@@ -264,7 +264,8 @@ class Call {
       if (arguments_[i].isGenerator()) given = arguments_[i].toGenerator();
       return {i, next_generator(given, device_, largest(), of_work)};
     }
-    TORCH_CHECK(false, "tests/fake_cuda cannot give ", short_name(op_), " random numbers: it takes no generator");
+    TORCH_CHECK(false, "tests/fake_cuda cannot give ", short_name(op_),
+                " random numbers: the operator takes no generator");
   }
 
   void enqueue(bool is_random) {

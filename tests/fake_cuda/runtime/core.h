@@ -200,7 +200,7 @@ std::string last_writer(uintptr_t address);
 // --- reports.cpp
 void report(const char* kind, const std::string& text);
 bool dies_of_errors();
-// With FAKE_CUDA_TRACE=1, records the innermost Python line outside of torch for the thread's next operations. Callers
+// Records the innermost Python line outside of torch for the thread's next operations, if FAKE_CUDA_TRACE is 1. Callers
 // must not hold the lock, because this takes the interpreter's.
 void note_location();
 const std::string& location();

@@ -323,8 +323,10 @@ FAKE_CUDA_API cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3
 FAKE_CUDA_API char __cudaInitModule(void**) { return 1; }
 
 // --- Functions that torch imports and the stand-in does not support.
-#define FAKE_CUDA_LACKS(NAME, ...) \
-  FAKE_CUDA_API cudaError_t NAME(__VA_ARGS__) { return fail(cudaErrorNotSupported, "tests/fake_cuda has no " #NAME); }
+#define FAKE_CUDA_LACKS(NAME, ...)                                                    \
+  FAKE_CUDA_API cudaError_t NAME(__VA_ARGS__) {                                       \
+    return fail(cudaErrorNotSupported, #NAME " is not supported by tests/fake_cuda"); \
+  }
 FAKE_CUDA_LACKS(cudaDeviceEnablePeerAccess, int, unsigned)
 FAKE_CUDA_LACKS(cudaDeviceGetDefaultMemPool, cudaMemPool_t*, int)
 FAKE_CUDA_LACKS(cudaFreeAsync, void*, cudaStream_t)

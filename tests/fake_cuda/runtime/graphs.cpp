@@ -199,7 +199,7 @@ FAKE_CUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t s
   if (exec == nullptr || stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
   if (stream->capture) {
     invalidate(stream->capture);
-    return fail(cudaErrorNotSupported, "tests/fake_cuda does not capture the launch of a graph");
+    return fail(cudaErrorNotSupported, "cudaGraphLaunch on a capturing stream is not supported by tests/fake_cuda");
   }
   close_after_fault();
   const OpRef fork = marker(stream, "a graph's launch");
@@ -238,9 +238,9 @@ FAKE_CUDA_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) {
-  return fail(cudaErrorNotSupported, "tests/fake_cuda draws no graphs");
+  return fail(cudaErrorNotSupported, "cudaGraphDebugDotPrint is not supported by tests/fake_cuda");
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t*) {
-  return fail(cudaErrorNotSupported, "tests/fake_cuda does not tell a node's dependencies");
+  return fail(cudaErrorNotSupported, "cudaGraphNodeGetDependencies is not supported by tests/fake_cuda");
 }

@@ -34,7 +34,7 @@ struct Memory {
   std::mutex mutex;
   int file = -1;
   uintptr_t begin = 0, end = 0;
-  intptr_t offset = 0;  // from the host's mapping to the one that work uses
+  intptr_t offset = 0;  // distance from the host's mapping to the one for work
   std::map<uintptr_t, Allocation> allocations;
   std::map<uintptr_t, Allocation> freed;  // device allocations, for reports
   std::map<uintptr_t, Allocation> pinned;
@@ -105,13 +105,13 @@ Memory& memory() {
   const size_t span = kDeviceSpan * static_cast<size_t>(num_devices());
   made->file = memfd_create("fake_cuda", MFD_CLOEXEC);
   if (made->file < 0 || ftruncate(made->file, static_cast<off_t>(span)) != 0) {
-    std::perror("fake_cuda: a file in memory");
+    std::perror("fake_cuda: cannot create the memory file");
     std::abort();
   }
   void* host = mmap(nullptr, span, PROT_NONE, MAP_SHARED | MAP_NORESERVE, made->file, 0);
   void* work = mmap(nullptr, span, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, made->file, 0);
   if (host == MAP_FAILED || work == MAP_FAILED) {
-    std::perror("fake_cuda: the address space of devices");
+    std::perror("fake_cuda: cannot map the address space of devices");
     std::abort();
   }
   madvise(work, span, MADV_DONTDUMP);

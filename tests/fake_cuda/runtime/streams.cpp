@@ -180,7 +180,7 @@ cudaError_t wait_for(Lock& lock, const std::vector<OpRef>& ops, const char* call
         const std::string text = std::string(call) + " has waited " + std::to_string(limit.count()) + " s for " +
                                  op->info->describe() + "; these are not done:" + pending_work();
         lock.unlock();
-        report("a wait without an end", text);
+        report("timeout", text);
         _exit(86);  // the work may still write to memory that the host would use
       }
     }

@@ -1,7 +1,7 @@
 // Runs the tests of the torch-free core, mainly for the sanitizers. This file tests kernels on exact-sized heap blocks
-// and from several threads, the bucket plan, the progress that another thread reads, and the choice of instruction set.
-// The other files test shared memory, CUDA kernels and the activation budget's solver. A failure is printed and makes
-// the exit status non-zero.
+// and from several threads. It also tests the bucket plan, the progress that another thread reads, and the choice of
+// instruction set. The other files test shared memory, CUDA kernels and the activation budget's solver. A failure is
+// printed and makes the exit status non-zero.
 #include "native_tests.h"
 
 #include <algorithm>

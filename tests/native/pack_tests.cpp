@@ -86,7 +86,7 @@ void test_conversion(Format from_format, Format to_format, int64_t numel, int64_
   const int64_t bytes = formats::bytes_of(from_format);
   Bytes values((numel + start) * bytes), scales(extra_bytes_of(from_format, numel));
   for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(formats::mixed(i));  // has NaN
-  // Without its top exponent bit, every value is finite.
+  // The top exponent bit is cleared, so that every value is finite.
   for (size_t i = bytes - 1; is_finite && from_format != Format::kSigned8 && i < values.size(); i += bytes) {
     values[i] &= 0xbf;
   }

@@ -189,7 +189,7 @@ class Launch {
   State step() {
     if (comm_->aborted) return end();
     if (!is_running_ && !begin()) return State::kAgain;
-    // Sends and receives advance together, whatever their order in the group.
+    // Sends and receives advance together. Their order in the group does not matter.
     bool is_done = true;
     for (size_t i = 0; i < between_two_.size(); ++i) is_done = step_between_two(i) && is_done;
     while (is_done && next_ < collectives_.size()) {

@@ -49,7 +49,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
                                            c10::dtype_or_default(dtype));
 }
 
-// Runs `body` without autograd and autocast, whatever the state of the thread that runs the stream.
+// Runs `body` without autograd and autocast, also if the thread that runs the stream has them on.
 template <class Body>
 void as_kernel(const Body& body) {
   const at::AutoDispatchBelowAutograd no_autograd;
@@ -71,7 +71,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     as_kernel([&] { at::Tensor(target).copy_(source); });
   };
   enqueue(current_stream(), run);
-  // As in CUDA, no copy between two tensors of the device waits.
+  // A copy between two tensors of the device does not wait, as in CUDA.
   if ((is_late(from) && is_late(to)) || (non_blocking && is_pinned)) return to;
   wait_on_host(moment_of(current_stream()));
   return to;

@@ -109,7 +109,7 @@ std::function<at::Generator()> next_generator(const std::optional<at::Generator>
   TORCH_CHECK(chosen.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
               chosen.device().type(), "'");
   auto* of_cuda = chosen.get<at::CUDAGeneratorImpl>();
-  // As on a GPU, the offset advances by a multiple of four that grows with the number of elements.
+  // The offset advances as on a GPU: by a multiple of four that grows with the number of elements.
   const uint64_t increment = 4 * (1 + static_cast<uint64_t>(std::max<int64_t>(numel, 1) - 1) / (1 << 18));
   at::PhiloxCudaState state;
   {

@@ -258,7 +258,7 @@ FAKE_CUDA_API cudaError_t cudaFree(void* pointer) {
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
   if (!place.is_known || place.kind != Kind::kDevice || place.begin != begin) return fail(cudaErrorInvalidValue);
   {
-    // As in CUDA, the call waits for the device.
+    // The call waits for the device, as in CUDA.
     Lock lock(state().mutex);
     if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
     std::vector<OpRef> ops;

@@ -23,87 +23,88 @@ IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
 
-help: ## this list
+help: ## show this list; times are for two cores and begin after the build, which takes two to four minutes
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on $(RANKS) ranks
+train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on RANKS=2 ranks (2.5 minutes)
 	$(ENV)/bin/torchrun --nproc-per-node $(RANKS) examples/gpt/train.py $(ARGS)
 
-compare: $(STAMPS)/built ## the same training on torch's DDP and AdamW and on ours, in one table
+compare: $(STAMPS)/built ## train with torch's DDP and AdamW, then with ours, and print both in one table (6 minutes)
 	$(PYTHON) examples/gpt/compare.py $(ARGS)
 
-accuracy: $(STAMPS)/built ## what each storage of the optimizer costs in validation loss, against torch's fp32 AdamW
+accuracy: $(STAMPS)/built ## compare the validation loss of each optimizer storage format with torch's fp32 AdamW (an hour)
 	$(PYTHON) examples/gpt/accuracy.py $(ARGS)
 
-check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## with nvcc and no GPU: limits on the machine code of the CUDA kernels
+check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## check limits on the machine code of the CUDA kernels; needs nvcc, no GPU (half a minute)
 	$(PYTHON) tests/kernel_gates.py $(ARGS)
 
 # Spinning OpenMP threads would take cores from the other process and its ranks and double the time of the tests.
 test: export OMP_WAIT_POLICY ?= passive
-test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## the whole test suite
+test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the whole test suite (12 to 25 minutes)
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_TWO))
 
 # This target makes its own environment, because torch's CUDA build replaces the CPU build. An active environment with
 # torch 2.11.0 for CUDA is used instead.
-test-fake-cuda: ## the GPU tests on a CUDA made of the CPU, no GPU needed (PART=ci: what CI runs; SEEDS="1 2 3")
+test-fake-cuda: ## run the GPU tests on a stand-in for CUDA, without a GPU (an hour per seed; PART=ci SEEDS=1: 10 minutes)
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
-fake-cuda-defects: ## put known defects back one at a time, and check that these tests show each (ARGS="4 7a": some)
+fake-cuda-defects: ## put known defects back one at a time, and check that the stand-in shows each (ARGS="4 7a": some; 5 minutes each)
 	python3 tests/fake_cuda/put_back.py "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
-faults: $(STAMPS)/built ## 100 rounds of every fault: ranks that die, stop, skip a step, bring another model
+faults: $(STAMPS)/built ## run 100 rounds of every fault: ranks that die, stop, skip a step, bring another model (an hour)
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
 
-bench: $(STAMPS)/built ## the speed and memory tables of the README
-	$(PYTHON) -m drivetrain bench all $(ARGS)
+bench: $(STAMPS)/built ## print the speed and memory tables of the documentation (half an hour; ARGS=optim: one table)
+	$(PYTHON) -m drivetrain bench $(ARGS)
 
 # gpu-check uses the first of these that has torch. It needs no network: missing packages come from the wheels of
 # `make gpu-wheels`, and everything is installed into build/.
 GPU_PYTHON ?= $(VIRTUAL_ENV:%=%/bin/python) python3 .venv/bin/python
-gpu-check: ## on a machine with an NVIDIA GPU: builds, tests, sanitizes and measures there (PART="gates train ranks steps bench sanitize devices tests long")
+gpu-check: ## build, test and measure on a machine with an NVIDIA GPU (10 minutes; PART="gates train ranks ... long": some parts)
 	@for python in $(GPU_PYTHON); do "$$python" -c "import torch" 2> /dev/null || continue; \
 	  PYTHONPATH=benchmarks exec "$$python" -m gpu_check $(PART:%=--part %) $(ARGS); done; \
 	  echo "gpu-check finds no torch in $(GPU_PYTHON); GPU_PYTHON=... names a Python that has it" >&2; exit 1
 
-gpu-wheels: $(ENV)/bin/python ## download what gpu-check may miss on a machine without a network, into .wheels
+gpu-wheels: $(ENV)/bin/python ## download into .wheels what gpu-check may miss on a machine without a network (a minute)
 	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.tools --wheels .wheels
 
-gpu-table: $(ENV)/bin/python ## write the GPU figures of docs/benchmarks.md from the newest of benchmarks/results
+gpu-table: $(ENV)/bin/python ## write the GPU figures of docs/benchmarks.md from the newest of benchmarks/results (a second)
 	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.page
 
 # These are the oldest and the newest supported torch. `===` excludes a CPU build that an index offers under that number.
 CUDA_TORCHES ?= torch===2.11.0 torch===2.14.1
-check-cuda-build: $(ENV)/bin/python ## with nvcc and no GPU: build, link and import against CUDA builds of torch (6 GB each)
+check-cuda-build: $(ENV)/bin/python ## build and import against CUDA builds of torch; needs nvcc, no GPU (10 minutes and 6 GB each)
 	tests/check_cuda_build.sh $(ENV)/bin/python $(CUDA_TORCHES)
 
 # The variable silences an advertisement that the theme prints.
 docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors (half a minute)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
-picture: $(STAMPS)/test-tools ## draw the README's chart from benchmarks/results/cpu
+picture: $(STAMPS)/test-tools ## draw the README's chart from benchmarks/results/cpu (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)
 
 wheel: $(STAMPS)/build-tools ## write a wheel and an sdist to dist/, and test the wheel in a fresh environment (five minutes)
 	tests/wheel.sh $(PYTHON) $(ARGS)
 
-doctor: $(STAMPS)/built ## check this environment
+doctor: $(STAMPS)/built ## check this environment (a few seconds)
 	$(PYTHON) -m drivetrain doctor $(ARGS)
 
-format: $(STAMPS)/dev-tools ## rewrite sources in the project's format
+format: $(STAMPS)/dev-tools ## rewrite sources in the project's format (a few seconds)
 	$(ENV)/bin/ruff format python tests examples benchmarks notebooks tools
 	$(ENV)/bin/ruff check --fix python tests examples benchmarks notebooks tools
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format -i
 
-lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## what CI checks besides the tests
+lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## check format, types, and the sizes of files and classes, as CI does (a minute)
 	$(ENV)/bin/ruff format --check python tests examples benchmarks notebooks tools
 	$(ENV)/bin/ruff check python tests examples benchmarks notebooks tools
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
+	$(PYTHON) tools/sizes.py
 
-sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## the native tests, and the package's, under the sanitizers
+sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## run the native tests, and many of the package's, under the sanitizers (half an hour)
 	tests/sanitize.sh $(ENV)/bin/python
 
-clean: ## remove builds and the environment made here
+clean: ## remove builds and the environment made here (a second)
 	rm -rf build dist site .venv .venv-fake-cuda
 
 $(ENV)/bin/python:

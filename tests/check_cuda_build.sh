@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Builds the package with its CUDA kernels and NCCL against CUDA builds of torch, imports it and runs some CPU tests, on
-# a machine that has nvcc and needs no GPU. Usage: tests/check_cuda_build.sh PYTHON REQUIREMENT...
-# FOLDER (default: build/check-cuda) keeps an environment of some 6 GB per torch, and ARCHS (default: 90) are the
-# architectures, as CMake spells them. Whatever fails for one torch, the others are tried.
+# Builds the package with its CUDA kernels and NCCL against CUDA builds of torch, imports it and runs some CPU tests.
+# The machine needs nvcc but no GPU.
+# Usage: tests/check_cuda_build.sh PYTHON REQUIREMENT...
+# FOLDER (default: build/check-cuda) keeps an environment of about 6 GB per torch. ARCHS (default: 90) lists the
+# architectures in CMake's spelling. A failure with one torch does not skip the others.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
 folder=$(realpath -m "${FOLDER:-build/check-cuda}")
 archs=${ARCHS:-90}
-command -v nvcc > /dev/null || { echo "check-cuda-build: no nvcc on PATH, and so nothing to check; install CUDA's compiler." >&2; exit 1; }
+command -v nvcc > /dev/null || { echo "check-cuda-build: PATH has no nvcc, which the build needs; install the CUDA toolkit." >&2; exit 1; }
 
-# Outside of the checkout, so that what is imported is what was installed.
+# Runs outside of the checkout, so that Python imports the installed package.
 say_what_was_built='
 import sys, torch
 from drivetrain import _C, _build_info as built
 print(f"torch {torch.__version__} (CUDA {torch.version.cuda}), kernels by nvcc {built.CUDA}, NCCL {built.NCCL}")
 if torch.version.cuda is None:
-    sys.exit("this torch is a CPU build, which proves nothing here")
+    sys.exit("torch is a CPU build; expected a CUDA build")
 if not _C.has_cuda() or built.CUDA == "none" or built.NCCL == "none":
     sys.exit("the package was built without its CUDA kernels or without NCCL")
 if torch.cuda.is_initialized():
-    sys.exit("the import has started CUDA")
+    sys.exit("the import has initialized CUDA; expected it not to")
 '
 
 check() { # requirement

@@ -1,4 +1,4 @@
-"""Collects the own tests of the stand-in only where it is preloaded: `make test-fake-cuda` runs them."""
+"""Collects the stand-in's own tests only where it is preloaded. `make test-fake-cuda` runs them."""
 
 import sys
 from pathlib import Path

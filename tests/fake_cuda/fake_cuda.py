@@ -1,11 +1,11 @@
-"""Asks the stand-in for CUDA what it has seen: errors, and waits of the host. Only where it is preloaded."""
+"""Reads the errors and host waits that the stand-in for CUDA has seen. It works only where the library is preloaded."""
 
 import ctypes
 import os
 
 
 def is_loaded() -> bool:
-    """Whether the stand-in has libcudart's place in this process."""
+    """Returns whether the stand-in replaces libcudart in this process."""
     return "libcudart.so.13" in os.environ.get("LD_PRELOAD", "") and hasattr(ctypes.CDLL(None), "fake_cuda_num_errors")
 
 
@@ -21,17 +21,17 @@ def _library() -> ctypes.CDLL:
 
 
 def num_host_waits() -> int:
-    """Calls so far that waited for a stream, an event, a device or a synchronous copy."""
+    """Returns the number of calls so far that waited for a stream, an event, a device or a copy."""
     return int(_library().fake_cuda_num_host_waits())
 
 
 def num_errors() -> int:
-    """Races, host accesses and failed work so far."""
+    """Returns the number of races, host accesses and failed operations so far."""
     return int(_library().fake_cuda_num_errors())
 
 
 def errors(since: int = 0) -> list[str]:
-    """The errors from number `since` on, as they were printed."""
+    """Returns the texts of the errors from number `since` on, oldest first."""
     texts = []
     for index in range(since, num_errors()):
         text = ctypes.create_string_buffer(_library().fake_cuda_error_text(index, None, 0))
@@ -41,10 +41,10 @@ def errors(since: int = 0) -> list[str]:
 
 
 def seed(number: int) -> None:
-    """Draws later delays and orders from this seed."""
+    """Seeds all later delays and orders of streams."""
     _library().fake_cuda_seed(number)
 
 
 def set_delay(microseconds: int) -> None:
-    """Sets the longest delay of a stream's work."""
+    """Sets the longest delay of a stream's work, in microseconds."""
     _library().fake_cuda_set_delay(microseconds)

@@ -1,4 +1,4 @@
-"""A pytest plugin for runs on the stand-in: fails tests whose work raced, and skips by a list with reasons."""
+"""Fails tests in which the stand-in found an error, and skips the tests in cannot_run.txt. This is a pytest plugin."""
 
 import fnmatch
 import os
@@ -16,7 +16,7 @@ LIST = Path(__file__).with_name("cannot_run.txt")
 
 
 def read_list(path: Path) -> list[tuple[str, str]]:
-    """Patterns of test ids with the reason that stands in brackets above them."""
+    """Returns pairs of a test id pattern and its reason, which the file gives in brackets above the patterns."""
     entries, reason = [], ""
     for line in path.read_text().splitlines():
         line = line.strip()
@@ -31,18 +31,20 @@ def read_list(path: Path) -> list[tuple[str, str]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fake_cuda: a test of the stand-in itself")
-    config.addinivalue_line("markers", "fake_cuda_errors: makes errors for the stand-in to find, and looks at them")
+    config.addinivalue_line("markers", "fake_cuda: tests the stand-in itself")
+    config.addinivalue_line(
+        "markers", "fake_cuda_errors: causes errors on purpose and checks that the stand-in finds them"
+    )
     if not fake_cuda.is_loaded():
         raise pytest.UsageError("tests/fake_cuda is not preloaded: run make test-fake-cuda")
 
 
 def _matches(node: str, pattern: str) -> bool:
-    # Brackets are part of a test's id and no class of characters.
+    # Brackets in a pattern belong to the test's id; they are not a character class.
     return fnmatch.fnmatchcase(node, re.sub(r"\[", "[[]", pattern))
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m asks for the marker
+@pytest.hookimpl(tryfirst=True)  # adds the marker before pytest evaluates -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     entries = read_list(LIST)
     for item in items:
@@ -62,7 +64,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         try:
             sys.modules["torch"].cuda.synchronize()
-        except RuntimeError as error:  # the same failure as below, or one of a test that failed already
+        except RuntimeError as error:  # reported below, or by the test itself
             print(f"torch.cuda.synchronize after the test: {error}", file=sys.stderr)
     found = fake_cuda.errors(before)
     expected = item.get_closest_marker("fake_cuda_errors")
@@ -84,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def new_errors() -> Callable[[], list[str]]:
-    """What the stand-in has found since the test began, once all enqueued work has run."""
+    """Returns a function that waits for all enqueued work and returns the errors found since the test began."""
     import torch
 
     before = fake_cuda.num_errors()

@@ -1,8 +1,8 @@
-"""Puts known defects back, one at a time, into a copy of the tree, and demands that the stand-in for CUDA shows each.
+"""Puts known defects back into a copy of the tree, one at a time, and checks that the stand-in for CUDA shows each.
 
-python put_back.py PYTHON [NAME ...]; `make fake-cuda-defects`. Each defect is a replacement of source text. The tests
-that must show it pass before, and fail with the expected messages after. The table is Markdown; the exit status is 1 if
-a defect is not shown.
+`make fake-cuda-defects` runs `python put_back.py PYTHON [NAME ...]`. Each defect is a replacement of source text. The
+tests that must show it pass without the defect, and fail with the expected messages once it is put back. The script
+prints a Markdown table. Its exit status is 1 if a defect is not shown.
 """
 
 import re
@@ -14,20 +14,20 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COPY = REPOSITORY / "build/fake_cuda_defects"
-LIMIT_S = 3600  # of one build with its tests; a first build compiles everything
+LIMIT_S = 3600  # limits one build with its tests; the first build compiles everything
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A replacement that puts a defect back, and how it is shown."""
+    """A replacement that puts a defect back, with the tests and messages that must show it."""
 
-    name: str  # the number in the list of defects, with a letter where one number has several
+    name: str  # number in the list of defects, with a letter if one number has several
     what: str
     path: str
-    old: str  # occurs once in the file
+    old: str  # must occur exactly once in the file
     new: str
     tests: tuple[str, ...]
-    messages: tuple[str, ...]  # regular expressions; the output has them all
+    messages: tuple[str, ...]  # regular expressions that must all match the output
 
 
 DEFECTS = [
@@ -154,7 +154,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def copy_tree() -> None:
-    """Brings the copy to what the tree holds now. Files that are the same keep their times, for the build's sake."""
+    """Copies the current tree. Unchanged files keep their modification times, so that the build is incremental."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY, check=True, capture_output=True, text=True,
@@ -177,7 +177,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def put_back(defect: Defect) -> str:
-    """The file's text with the defect."""
+    """Returns the file's text with the defect. Raises ValueError unless the replaced text occurs exactly once."""
     text = (REPOSITORY / defect.path).read_text()
     if text.count(defect.old) != 1:
         raise ValueError(
@@ -187,7 +187,7 @@ def put_back(defect: Defect) -> str:
 
 
 def run(python: str, tests: tuple[str, ...]) -> tuple[int, str]:
-    """Builds the copy and runs tests there on the stand-in; pytest's exit status (1: tests failed) and the output."""
+    """Builds the copy and runs tests there on the stand-in. Returns pytest's exit status and output."""
     command = [str(COPY / "tests/fake_cuda/run.sh"), python, "-m", "gpu or fake_cuda", "--no-showlocals", *tests]
     done = subprocess.run(
         command,
@@ -202,13 +202,13 @@ def run(python: str, tests: tuple[str, ...]) -> tuple[int, str]:
 
 
 def shown(defect: Defect, status: int, output: str) -> str:
-    """What the tests said of the defect; empty if they did not."""
+    """Returns the messages that show the defect, or an empty string if the tests did not show it."""
     found = [re.search(message, output) for message in defect.messages]
     return "; ".join(f"`{each.group(0)}`" for each in found if each) if status == 1 and all(found) else ""
 
 
 def main(python: str, *names: str) -> int:
-    own = REPOSITORY / ".venv-fake-cuda/bin/python"  # which run.sh makes where the given Python has no such torch
+    own = REPOSITORY / ".venv-fake-cuda/bin/python"  # run.sh makes it if the given Python has no CUDA build of torch
     python = str(own) if own.exists() else python
     chosen = [defect for defect in DEFECTS if not names or defect.name in names]
     if not set(names) <= {defect.name for defect in chosen}:

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# run.sh PYTHON [pytest arguments]: builds the stand-in and our module for it, and runs the GPU tests on them. README.md.
-# PART=ci runs what CI has time for. SEEDS (default: "1 2 3") are the seeds of streams' delays and orders, one run each.
+# Builds the stand-in and the package for it, and runs the GPU tests on them. See README.md.
+# Usage: run.sh PYTHON [pytest arguments]
+# PART=ci runs only the tests in ci_part.txt and the stand-in's own. SEEDS (default: "1 2 3") lists the seeds of stream
+# delays and orders; each seed is one run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$1
@@ -8,8 +10,8 @@ shift
 folder=$PWD/build/fake_cuda
 mkdir -p "$folder"
 
-# torch's CUDA build: the given Python's, or one in an environment of our own. === because a registry may offer a CPU
-# build under the same number.
+# Uses the given Python if it has a CUDA build of torch, otherwise an environment of the repository that installs one.
+# `===` is needed because a registry may offer a CPU build under the same number.
 has_torch() { "$1" -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '2.11.0' or not torch.version.cuda)" 2> /dev/null; }
 if ! has_torch "$python"; then
   own=$PWD/.venv-fake-cuda
@@ -20,7 +22,7 @@ if ! has_torch "$python"; then
     "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6" "expecttest>=0.2"
 fi
 
-# A layer of its own over that Python's packages: our module built for the stand-in must not replace one built for a GPU.
+# Adds an environment over that Python's packages, so that the module for the stand-in replaces no module for a GPU.
 layer=$folder/env
 if [ ! -x "$layer/bin/python" ]; then
   "$python" -m venv "$layer"
@@ -39,7 +41,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 if [ $# -gt 0 ]; then
   exec "$layer/bin/python" -m pytest -p fake_cuda_plugin "$@"
 fi
-files=(tests --ignore tests/docs/test_notebooks.py) # which needs Jupyter, and has no test marked gpu
+files=(tests --ignore tests/docs/test_notebooks.py) # needs Jupyter and has no test marked gpu
 if [ "${PART:-}" = ci ]; then
   mapfile -t files < <(grep -v '^#' tests/fake_cuda/ci_part.txt)
 fi

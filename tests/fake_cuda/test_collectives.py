@@ -1,4 +1,4 @@
-"""NCCL's stand-in under torch's own process group: collectives, their order on streams, and what goes wrong."""
+"""Tests the NCCL stand-in under torch's own process group: collectives, their order on streams, and failures."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def full(value, count=3, dtype=torch.float32):
 
 
 def on_ranks(script: str, size: int, folder: Path, **variables: str) -> list[tuple[int, str]]:
-    """Runs the script on ranks; returns each one's exit code and output."""
+    """Runs the script on all ranks and returns the exit code and output of each."""
     code = PREAMBLE + textwrap.dedent(script)
     environment = {**os.environ, "FAKE_CUDA_ON_ERROR": "record", **variables}
     command = [sys.executable, "-c", code]
@@ -54,7 +54,7 @@ def on_ranks(script: str, size: int, folder: Path, **variables: str) -> list[tup
 
 
 COLLECTIVES = """
-x = full(rank + 1.0, 700_000)  # more than one chunk of the stand-in's
+x = full(rank + 1.0, 700_000)  # larger than one chunk of the stand-in
 dist.all_reduce(x)
 assert (x == size * (size + 1) / 2).all()
 dist.all_reduce(x, op=dist.ReduceOp.MAX)
@@ -67,7 +67,7 @@ assert part.tolist() == [2.0 * rank * size, (2.0 * rank + 1) * size]
 spread = full(float(rank))
 dist.broadcast(spread, size - 1)
 assert (spread == size - 1).all()
-if os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0":  # torch takes ncclInProgress for an error there
+if os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0":  # torch treats ncclInProgress as an error there
     exchanged = torch.empty(size, device="cuda")
     dist.all_to_all_single(exchanged, full(float(rank), size))
     assert exchanged.tolist() == list(range(size))

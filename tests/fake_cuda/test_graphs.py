@@ -1,4 +1,4 @@
-"""The stand-in's graphs: captured work runs only when replayed, and illegal calls end a capture."""
+"""Tests the stand-in's graphs: captured work runs only when replayed, and illegal calls end a capture."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ import torch
 def _synchronized() -> Iterator[None]:
     torch.cuda.synchronize()
     yield
-    torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own
+    torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its stream current
     torch.cuda.synchronize()
 
 
@@ -89,7 +89,7 @@ def test_illegal_calls_end_a_capture(call: str) -> None:
         elif call == "outside":
             torch.cuda.current_stream().wait_event(event)
     torch.cuda.set_stream(torch.cuda.default_stream())
-    assert x.tolist() == [0] * 4  # and the device answers
+    assert x.tolist() == [0] * 4  # the device still works
 
 
 def test_memory_in_a_relaxed_capture() -> None:

@@ -1,4 +1,4 @@
-"""The host's waits in a step of data parallelism: ours has no more of them than torch's class has."""
+"""Tests that a step of DistributedDataParallel causes no more host waits than a step of torch's class."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import drivetrain
 import fake_cuda
 
-STEPS = 15  # torch's class waits for its own statistics in the first ten
+STEPS = 15  # torch's class collects statistics in its first ten steps, and waits for them
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_step_waits_no_more_than_torchs(kind: str, transport: str) -> None:
     x = torch.randn(4, 8, device="cuda")
 
     def step(ddp: Any, is_weighted: bool) -> None:
-        ddp.zero_grad(set_to_none=not is_weighted)  # a weight may have counted what has been zeroed since
+        ddp.zero_grad(set_to_none=not is_weighted)  # an earlier weight may have counted gradients that are zeroed now
         loss = ddp(x, kind != "one unused").sum()
         if is_weighted:
             ddp.backward(loss, weight=3.0)

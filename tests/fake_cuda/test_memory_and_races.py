@@ -1,4 +1,4 @@
-"""The stand-in's device memory: what the host may not touch, what must be ordered, and how much there is."""
+"""Tests the stand-in's device memory: forbidden host accesses, races between streams, and its limited size."""
 
 import ctypes
 import subprocess

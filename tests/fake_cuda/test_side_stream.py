@@ -1,4 +1,4 @@
-"""DDP built on a side stream, as Lightning does, with gradients that our products write: all is in order."""
+"""Tests DDP built on a side stream, as Lightning builds it, with fused weight gradients: there must be no race."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The stand-in's streams, events and copies: late, in any allowed order, and by CUDA's rules."""
+"""Tests the stand-in's streams, events and copies: work runs late, in any allowed order, and by CUDA's rules."""
 
 import ctypes
 import time

@@ -1,4 +1,4 @@
-// Maps the board, and finds ranks whose processes have ended.
+// Maps the file that ranks share, and finds ranks whose processes have ended.
 #include "board.h"
 
 #include <fcntl.h>
@@ -25,7 +25,7 @@ int lost_rank(const Board& board, int size) {
   for (int rank = 0; rank < size; ++rank) {
     const int process = board.processes[rank];
     if (process == 0) continue;
-    // "123 (name) S ...": a process whose parent has not asked for its end yet is a zombie.
+    // The file reads "123 (name) S ...". A process that has ended is a zombie (Z) until its parent waits for it.
     std::ifstream file("/proc/" + std::to_string(process) + "/stat");
     std::string status;
     std::getline(file, status);

@@ -1,4 +1,4 @@
-// A fake communicator's state and what it waits for; see communicator.h.
+// Implements a fake communicator's state, errors and waits; see communicator.h.
 #include "communicator.h"
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// A fake communicator: what a rank knows of it, its state behind the scenes, and what the whole library uses.
+// Declares a fake communicator with its internal state, and the helpers that the whole library uses.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,24 +22,26 @@ using Clock = std::chrono::steady_clock;
 
 // Appends a line to the file FAKE_NCCL_LOG, if it is set.
 void note(const std::string& line);
-// Whether FAKE_NCCL_FAULT is `what`: "init hangs", "no window", "window hangs", "no memory" (ncclMemAlloc fails), "full
-// memory" (it does until the process gives memory back, which FAKE_NCCL_FREED tells), "float sum 5 errors", "float sum
-// 5 hangs", "float sum 5 is refused" (of five elements).
+// Returns whether FAKE_NCCL_FAULT is `what`. The faults are:
+// - "init hangs", "no window", "window hangs"
+// - "no memory": ncclMemAlloc fails.
+// - "full memory": ncclMemAlloc fails until the process frees memory and sets FAKE_NCCL_FREED.
+// - "float sum 5 errors", "float sum 5 hangs", "float sum 5 is refused": a sum of five elements does so.
 bool fault(const std::string& what);
 void rest();
-// After which the fake gives up what NCCL would wait for without an end: FAKE_NCCL_WAIT_S, or 120 s.
+// Returns the time after which the fake ends a wait that NCCL would never end: FAKE_NCCL_WAIT_S, or 120 s.
 std::chrono::seconds longest_wait();
 
 }  // namespace fake_nccl
 
 struct ncclComm {
-  std::string path;  // of the board
+  std::string path;  // the shared file
   int size = 0;
   int rank = 0;
   bool is_blocking = false;
   fake_nccl::Board* board = nullptr;
 
-  // What a non-blocking communicator has left to do: by a thread of its own, or until it has been asked so often.
+  // A non-blocking communicator finishes its work in `job`, or after so many `polls` of ncclCommGetAsyncError.
   std::thread job;
   std::atomic<bool> has_job{false};
   int polls = 0;
@@ -53,20 +55,20 @@ struct ncclComm {
 
   int64_t meetings = 0;
   int splits = 0;
-  int64_t barriers = 0;   // of the launch that runs
-  std::mutex turn_mutex;  // of the next three
+  int64_t barriers = 0;   // barriers of collectives that this rank has arrived at
+  std::mutex turn_mutex;  // guards the next three members
   int64_t launched = 0;   // launches so far; they run in this order
   int64_t ended = 0;
   const void* running = nullptr;
 
-  std::shared_ptr<ncclComm> self;  // while the user has it; launches hold it too
+  std::shared_ptr<ncclComm> self;  // set while the user has it; launches keep a reference too
   ~ncclComm();
 
-  // The first error stays.
+  // Records an error. Only the first one is kept.
   void fail(ncclResult_t result, const std::string& text);
-  // Whether the peers are all there; else the communicator has an error now. Looks at them seldom.
+  // Returns false if the communicator has an error, also if a peer's process has ended. Looks at the peers seldom.
   bool are_peers_alive();
-  // Waits until every rank has called it as often. False: the communicator was aborted, or a rank has not come.
+  // Waits until every rank has called it as often. Returns false after an abort, a lost peer or a timeout.
   bool meet(const std::string& what);
 
  private:

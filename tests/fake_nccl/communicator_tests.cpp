@@ -1,5 +1,5 @@
-// NcclCommunicator over the fakes, two ranks as two threads, mainly for the sanitizers: groups, memory that outlives
-// its communicator, and both ways in which a collective fails. Exits non-zero and names what failed.
+// Tests NcclCommunicator over the fakes, with two ranks as two threads, mainly for the sanitizers. The tests cover
+// groups, memory that outlives its communicator, and failures of collectives. A failed check makes the exit status 1.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -102,7 +102,7 @@ void test_memory_outlives_communicator() {
     expect(static_cast<float*>(memory.get())[999] == 2.0f, "memory stays after its communicator");
 }
 
-// One rank leaves while the other's collective is under way, and nobody waits for it.
+// One rank leaves while the other rank's collective is still running without a wait for it.
 void test_teardown_with_a_collective_under_way() {
   Ranks ranks = make_ranks(1);
   on_ranks([&](int rank) {
@@ -161,7 +161,7 @@ void test_reported_error() {
   ::unsetenv("FAKE_NCCL_FAULT");
 }
 
-// The values are not the sum then, and no later call need come that would find it out.
+// A wait must report the error, because the values are not the sum and no later call may follow.
 void test_an_error_that_ends_a_collective() {
   ::setenv("FAKE_NCCL_WAIT_S", "1", 1);
   Ranks ranks = make_ranks(30);

@@ -1,6 +1,5 @@
-// The few functions of the CUDA runtime that csrc/ddp/transport/nccl_communicator.cpp calls, on the host: a stream is a
-// thread with a queue. The null stream is the calling thread itself, so that tensors on the CPU stand for those on a
-// device.
+// Implements on the host the CUDA runtime functions that csrc/ddp/transport/nccl_communicator.cpp calls. A stream is a
+// thread with a queue. The null stream is the calling thread itself, so that CPU tensors can replace CUDA tensors.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -76,12 +75,12 @@ void enqueue(cudaStream_t stream, std::function<void()> work) {
   }
 }
 
-// What a cudaEvent_t points to: streams may still use an event that has been destroyed.
+// A cudaEvent_t points to a shared pointer, because streams may still use an event that has been destroyed.
 using Held = std::shared_ptr<Event>;
 const Held& held(cudaEvent_t event) { return *reinterpret_cast<Held*>(event); }
 
-// Of a Python process: a thread that waits for the device keeps all others from Python if it holds the GIL, among them
-// those that the device's work depends on.
+// Aborts if the calling thread holds Python's GIL. A thread that waits for the device must not hold it, because the
+// device's work may depend on other Python threads.
 void refuse_gil(const char* call) {
   using Check = int (*)();
   const auto holds_gil = reinterpret_cast<Check>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));

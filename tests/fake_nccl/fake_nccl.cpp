@@ -1,13 +1,16 @@
-// A libnccl on the host, for ranks of one machine: collectives go through a file in /dev/shm. Streams are those of
-// tests/fake_cuda where the process runs on it, else those of fake_cuda.cpp beside this file.
+// Implements libnccl on the host for ranks of one machine. Collectives go through a file in /dev/shm. Streams are those
+// of tests/fake_cuda if the process runs on it, otherwise those of tests/fake_nccl/fake_cuda.cpp.
 //
-// As strict as NCCL where that matters: on a non-blocking communicator nothing is done until it has been asked for
-// twice, a group is reordered by size, ranks that group differently get an error, and a collective whose peer is
-// missing never ends unless it is aborted (or FAKE_NCCL_WAIT_S is over). A window's registration returns ncclSuccess
-// with a null window and goes on behind the scenes until every rank has come, as in NCCL 2.28.9; until it has ended the
-// communicator refuses every other call. Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
+// The fake is as strict as NCCL where callers can make mistakes:
+// - On a non-blocking communicator, a group starts only after two calls of ncclCommGetAsyncError.
+// - Groups are reordered by size, and ranks that group differently get an error.
+// - A collective whose peer is missing never ends unless it is aborted or FAKE_NCCL_WAIT_S is over.
+// - On a non-blocking communicator, registering a window returns ncclSuccess with a null window, as in NCCL 2.28.9. The
+//   registration ends in the background once every rank has joined it. Until then the communicator refuses most calls.
+// - Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
 //
-// FAKE_NCCL_VERSION (at build time): functions of later versions are missing. The log and faults: communicator.h.
+// FAKE_NCCL_VERSION is set at build time; functions of later versions are missing. communicator.h describes the log and
+// the faults.
 #include <dlfcn.h>
 #include <nccl.h>
 #include <unistd.h>
@@ -41,7 +44,7 @@ ncclResult_t refuse(const std::string& text) {
   return ncclInvalidUsage;
 }
 
-// Leaves it to a thread where the communicator is non-blocking.
+// Runs the job, in a thread if the communicator is non-blocking.
 ncclResult_t carry_out(ncclComm& comm, const std::function<ncclResult_t()>& job) {
   if (comm.is_blocking) return job();
   if (comm.job.joinable()) comm.job.join();
@@ -53,14 +56,14 @@ ncclResult_t carry_out(ncclComm& comm, const std::function<ncclResult_t()>& job)
   return ncclInProgress;
 }
 
-// What the user must not do before ncclCommGetAsyncError() has said that the call before has ended.
+// Returns whether ncclCommGetAsyncError() has reported the end of the previous call. Otherwise callers refuse theirs.
 bool is_ready(ncclComm& comm) {
   if (comm.polls == 0 && !comm.has_job) return true;
   thread_error = "Attempt to use communicator before the previous operation returned ncclSuccess";
   return false;
 }
 
-// The host, as NCCL_HOSTID may name it, and the GPU; "" where the fake CUDA has no buses.
+// Returns the host, which NCCL_HOSTID may name, and the GPU's bus. Returns "" if the fake CUDA has no buses.
 std::string gpu_of_this_rank() {
   using GetDevice = cudaError_t (*)(int*);
   using GetBus = cudaError_t (*)(char*, int, int);
@@ -99,7 +102,8 @@ ncclResult_t join(ncclComm& comm) {
 
 ncclResult_t make(ncclComm_t* result, const std::string& path, int size, int rank, bool is_blocking) {
   *result = nullptr;
-  if (size > kMaxRanks) return refuse("fake NCCL takes at most " + std::to_string(kMaxRanks) + " ranks");
+  if (size > kMaxRanks)
+    return refuse("fake NCCL supports at most " + std::to_string(kMaxRanks) + " ranks; got " + std::to_string(size));
   auto comm = std::make_shared<ncclComm>();
   comm->path = path;
   comm->size = size;
@@ -330,7 +334,7 @@ ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncc
 }
 
 #if FAKE_NCCL_VERSION >= 21900
-// From the fake device, whose memory may be full; in host memory where there is none.
+// Allocates from the fake device, whose memory may be full. Without such a device, it allocates host memory.
 ncclResult_t ncclMemAlloc(void** data, size_t bytes) {
   note("MemAlloc " + std::to_string(bytes));
   if (fault("no memory") || (fault("full memory") && std::getenv("FAKE_NCCL_FREED") == nullptr)) {
@@ -367,7 +371,7 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
 #endif
 
 #if FAKE_NCCL_VERSION >= 22700
-// The window is set before the ranks meet.
+// The job sets the window before the ranks meet, so a window that is set does not prove that they have met.
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, ncclWindow_t* window, int flags) {
   *window = nullptr;
   if (flags != NCCL_WIN_COLL_SYMMETRIC || !is_ready(*comm)) return ncclInvalidArgument;
@@ -378,7 +382,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, n
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     *window = made;
     while (hangs && !comm->aborted) rest();
-    if (hangs) return ncclSystemError;  // a rank that gave up does not complete its peers' registration
+    if (hangs) return ncclSystemError;  // the peers' registration must not complete after this rank gave up
     return comm->meet("ncclCommWindowRegister") ? ncclSuccess : ncclSystemError;
   });
   return result == ncclInProgress ? ncclSuccess : result;
@@ -391,7 +395,7 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t) {
 }
 #endif
 
-// What torch links and nothing here needs.
+// The following functions exist only because torch links to them.
 ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*) { return refuse("fake NCCL has no ncclCommInitAll"); }
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return refuse("fake NCCL has no ncclGroupSimulateEnd"); }
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t*, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t) {

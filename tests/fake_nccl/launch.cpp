@@ -1,4 +1,4 @@
-// Operations in chunks over the board; see launch.h.
+// Runs operations in chunks through the shared file; see launch.h.
 #include "launch.h"
 
 #include <dlfcn.h>
@@ -12,7 +12,7 @@
 namespace fake_nccl {
 namespace {
 
-// tests/fake_cuda, if this process runs on it; else streams are those of fake_cuda.cpp beside this file.
+// Finds the functions of tests/fake_cuda if this process runs on it. Otherwise streams are those of fake_cuda.cpp here.
 struct Device {
   decltype(&::fake_cuda_enqueue) enqueue = nullptr;
   decltype(&::fake_cuda_view) view = nullptr;
@@ -32,7 +32,7 @@ const Device& device() {
 
 enum class State { kAgain, kDone };
 
-// One operation, as far as it has come.
+// The state of one operation.
 class Progress {
  public:
   Progress(ncclComm& comm, const Operation& operation) : comm_(comm), operation_(operation) {
@@ -68,7 +68,7 @@ class Progress {
         case Phase::kTake:
           if (!have_all_arrived()) return State::kAgain;
           if (!agree()) {
-            comm_.fail(ncclInvalidUsage, "ranks began different operations, or groups");
+            comm_.fail(ncclInvalidUsage, "ranks started different operations or groups");
             return State::kAgain;
           }
           take();
@@ -177,7 +177,7 @@ class Progress {
   Phase phase_ = Phase::kPut;
 };
 
-// A group on its stream. A captured one runs as often as its graph does.
+// A group on its stream. A captured group runs once per replay of its graph.
 class Launch {
  public:
   Launch(std::shared_ptr<ncclComm> comm, std::vector<Operation> operations, bool is_captured)
@@ -189,7 +189,7 @@ class Launch {
   State step() {
     if (comm_->aborted) return end();
     if (!is_running_ && !begin()) return State::kAgain;
-    // What goes between two ranks does so at the same time, whatever the order in the group.
+    // Sends and receives advance together. Their order in the group does not matter.
     bool is_done = true;
     for (size_t i = 0; i < between_two_.size(); ++i) is_done = step_between_two(i) && is_done;
     while (is_done && next_ < collectives_.size()) {
@@ -226,7 +226,7 @@ class Launch {
     return true;
   }
 
-  // Several from one rank to another go one after another.
+  // Advances one send or receive. Those of one kind with the same peer run one after another.
   bool step_between_two(size_t index) {
     if (have_ended_[index]) return true;
     const Operation& operation = between_two_[index].operation();
@@ -253,7 +253,7 @@ class Launch {
   bool is_running_ = false;
   Clock::time_point deadline_;
   std::vector<Progress> between_two_, collectives_;
-  std::vector<bool> have_ended_;  // of the former
+  std::vector<bool> have_ended_;  // for each of `between_two_`
   size_t next_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// A group of operations on a stream: a state machine that never waits, since one thread may run several streams.
+// Declares a group of operations on a stream. It never waits, because one thread may run several streams.
 #pragma once
 
 #include <nccl.h>
@@ -18,17 +18,17 @@ struct Operation {
   Kind kind = Kind::kAllReduce;
   const void* from = nullptr;
   void* to = nullptr;
-  size_t count = 0;  // as NCCL's function takes it
+  size_t count = 0;  // as passed to NCCL's function
   ncclDataType_t type = ncclFloat32;
   ncclRedOp_t op = ncclSum;
-  int peer = 0;      // the root of a broadcast or reduction, or whom it is sent to or received from
-  size_t group = 1;  // operations in its group
+  int peer = 0;      // root of a broadcast or reduction, or the other rank of a send or receive
+  size_t group = 1;  // number of operations in its group
 
   bool is_between_two() const { return kind == Kind::kSend || kind == Kind::kRecv; }
   std::string text() const;  // "float sum 96"
 };
 
-// Puts them on the stream, in one of the orders that NCCL may choose, which is the same on every rank.
+// Puts the operations on the stream, largest first. NCCL may reorder them too; the order is the same on every rank.
 void launch(ncclComm& comm, std::vector<Operation> operations, cudaStream_t stream);
 
 }  // namespace fake_nccl

@@ -1,4 +1,4 @@
-// The NCCL transport over the fakes, as a Python module: DistributedDataParallel then runs on it with CPU tensors.
+// Binds the NCCL transport over the fakes as a Python module. It runs DistributedDataParallel on CPU tensors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,7 +17,7 @@ void* current_stream(c10::Device) { return nullptr; }
 PYBIND11_MODULE(fake_nccl, m) {
   namespace py = pybind11;
   namespace ddp = drivetrain::ddp;
-  py::module_::import("drivetrain._C");  // has Comm
+  py::module_::import("drivetrain._C");  // registers Comm
   m.def(
       "nccl_comm",
       [](const std::string& library, const std::string& process_group, double timeout_s) -> std::shared_ptr<ddp::Comm> {

@@ -1,4 +1,4 @@
-// Reductions on the host; see reduce.h.
+// Implements reductions on the host; see reduce.h.
 #include "reduce.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace fake_nccl {
 namespace {
 
-// bfloat16: float32's upper half, rounded to nearest even.
+// A bfloat16 value: the upper half of a float32, rounded to nearest even.
 struct Bfloat16 {
   uint16_t bits = 0;
   Bfloat16() = default;

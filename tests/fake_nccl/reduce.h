@@ -1,4 +1,4 @@
-// Sums and other reductions of NCCL's types, in the order of ranks.
+// Declares reductions of NCCL's types, in the order of ranks.
 #pragma once
 
 #include <nccl.h>
@@ -8,7 +8,7 @@
 
 namespace fake_nccl {
 
-// 0: a type that the fake does not know.
+// Returns the size of an element, or 0 if the fake does not support the type.
 size_t bytes_of(ncclDataType_t type);
 
 // Writes the reduction of `parts`, each of `count` elements, to `to`. Rounds to the type after every addition.

@@ -1,7 +1,9 @@
-"""A budget and checkpoints where torch has an accelerator: whether a script has used it, whose random states those are,
-is torch's Python's to know, and operations run without the GIL.
+"""Checks an activation budget and checkpoints with dropout where torch has an accelerator.
 
-python dropout.py FOLDER    (that of the built late_device)
+Only torch's Python code knows whether a script has used the accelerator, and so whether its random state must be saved.
+Operations run without the GIL, so the native code has to acquire it to ask.
+
+Usage: python dropout.py FOLDER, where FOLDER holds the built late_device.
 """
 
 import importlib
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import drivetrain
 
 sys.path.insert(0, sys.argv[1])
-importlib.import_module("late_device")  # after torch, whose libraries it needs
+importlib.import_module("late_device")  # needs torch's libraries, so torch is imported first
 assert torch.accelerator.current_accelerator() is not None
 
 

@@ -1,6 +1,6 @@
-// A device for torch whose streams run later, in any order that their events allow. Its memory holds rubbish from when
-// it is allocated, in the order of the stream that does, and again from when it is freed, as soon as torch's allocators
-// may give it to others. So a copy that waits for the wrong stream shows in what it copies.
+// Implements a device for torch whose streams run late, in any order that their events allow. The allocating stream
+// fills new memory with garbage. Freed memory is filled again as soon as torch's allocators could give it to another
+// tensor. So a copy that waits for the wrong stream copies wrong values.
 #include "late_device.h"
 
 #include <ATen/EmptyTensor.h>
@@ -32,12 +32,12 @@ struct Work {
 };
 
 thread_local int64_t current = 0;
-int64_t num_streams = 10, num_hidden = 0;    // streams below 10 are the test's own
-std::map<int64_t, std::deque<Work>> queues;  // none of them empty
+int64_t num_streams = 10, num_hidden = 0;    // streams below 10 belong to the test
+std::map<int64_t, std::deque<Work>> queues;  // holds no empty queue
 bool host_may_wait = false;
-int64_t num_waits = 0;        // of the host, for copies and values
-int64_t num_event_waits = 0;  // and for events
-std::mt19937_64 drawn(0);     // the order in which streams run while the host waits
+int64_t num_waits = 0;        // host waits for copies and values
+int64_t num_event_waits = 0;  // host waits for events
+std::mt19937_64 drawn(0);     // draws the order of streams while the host waits
 
 bool run_one(std::mt19937_64& random) {
   if (queues.empty()) return false;
@@ -45,7 +45,7 @@ bool run_one(std::mt19937_64& random) {
   for (const auto& [stream, queue] : queues) {
     if (queue.front().may_run()) able.push_back(stream);
   }
-  if (able.empty()) throw std::runtime_error("all streams wait for each other");
+  if (able.empty()) throw std::runtime_error("deadlock: every stream waits for another stream");
   const auto drawn_one = queues.find(able[random() % able.size()]);
   const Work work = std::move(drawn_one->second.front());
   drawn_one->second.pop_front();
@@ -62,7 +62,7 @@ void run_all(uint64_t seed) {
 }
 
 void run_until(const Moment& moment) {
-  if (!host_may_wait) throw std::runtime_error("the host waits for the device");
+  if (!host_may_wait) throw std::runtime_error("the host waits for the device, which the test does not allow");
   while (!*moment && run_one(drawn)) {
   }
   if (!*moment) throw std::runtime_error("the host waits for a moment that no stream will reach");
@@ -104,7 +104,7 @@ void wait_on_host(const Moment& moment) {
   run_until(moment);
 }
 
-// ---- Memory. Nothing is really freed before the end: what is read too late is rubbish, not a crash.
+// ---- Memory. No block is freed before the end, so that a late read gives garbage instead of a crash.
 
 namespace {
 
@@ -112,13 +112,13 @@ struct Block {
   std::vector<char> bytes;
   int64_t stream;
   std::set<int64_t> users;
-  bool is_others = false;  // somebody else may have it
+  bool is_others = false;  // may belong to another tensor
 
   void spoil() { std::fill(bytes.begin(), bytes.end(), '\xa5'); }
 };
 std::vector<std::unique_ptr<Block>> blocks;
 std::map<const char*, Block*> blocks_by_address;
-int64_t num_late = 0;  // reads and writes of memory that was others'
+int64_t num_late = 0;  // reads and writes of memory that may belong to another tensor
 
 Block* block_at(const void* data) {
   const auto after = blocks_by_address.upper_bound(static_cast<const char*>(data));
@@ -151,7 +151,7 @@ struct LateAllocator final : c10::Allocator {
 };
 LateAllocator allocator;
 
-// The host's memory that copies may read late. Given back at the end: torch's pinned memory outlives its copies.
+// Holds pinned host memory, which copies may read late. It is freed at exit, since pinned memory outlives its copies.
 std::map<const char*, std::unique_ptr<char[]>> pinned;
 std::map<const char*, size_t> pinned_sizes;
 
@@ -182,7 +182,7 @@ void count_late(const bool* is_others) {
 
 namespace {
 
-// ---- What torch asks of a device.
+// ---- The interfaces that torch requires of a device.
 
 struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice.type(); }
@@ -241,7 +241,7 @@ struct LateHooks final : at::PrivateUse1HooksInterface {
 };
 LateHooks hooks;
 
-// ---- What the test does there, on the current stream.
+// ---- Operations of the test on the current stream.
 
 template <class Value>
 at::Tensor full(Value value, int64_t numel) {

@@ -1,4 +1,4 @@
-// The streams of a device for torch that run later, in any order that their events allow, and the memory they work on.
+// Declares the streams of a test device, which run late and in any order that their events allow, and its memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -15,30 +15,31 @@ namespace late {
 
 inline const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 
-// Guards everything here: autograd's threads enqueue work while the main thread waits for them.
+// Guards all state of the device, because autograd's threads enqueue work while the main thread waits for them.
 std::recursive_mutex& mutex();
 
-// Reached once everything that a stream had enqueued before it has run.
+// A point on a stream. It becomes true once all work enqueued before it on that stream has run.
 using Moment = std::shared_ptr<bool>;
 
-// The calling thread's current stream.
+// Returns the calling thread's current stream.
 int64_t current_stream();
-// A further stream, whose number no test uses.
+// Returns a new stream, whose number no test uses.
 int64_t new_hidden_stream();
 
 void enqueue(int64_t stream, std::function<void()> run);
 Moment moment_of(int64_t stream);
 void await(int64_t stream, const Moment& moment);
-// Runs streams in a drawn order until the moment is reached, and counts one host wait. Throws where the test has not
-// allowed the host to wait.
+// Runs streams in a random order until the moment is reached, and counts one host wait. Throws std::runtime_error if
+// the test has not allowed the host to wait.
 void wait_on_host(const Moment& moment);
 
-// Whether the memory at that address was freed and may be another tensor's by now.
+// Returns a flag that becomes true once the memory at that address may belong to another tensor. Null for host memory.
 const bool* is_others(const void* data);
+// Counts an access to memory that may belong to another tensor.
 void count_late(const bool* is_others);
 c10::Allocator* device_allocator();
 
-// The process group on this device's tensors (late_group.cpp).
+// Binds the process group for this device's tensors (late_group.cpp).
 void bind_group(pybind11::module_& m);
 
 }  // namespace late

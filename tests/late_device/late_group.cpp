@@ -1,5 +1,5 @@
-// A process group on the late device's tensors alone, as NCCL is one on CUDA's: collectives go over a gloo backend, on
-// a stream of their own, when their turn comes; a wait is one of the current stream, not of the host.
+// Implements a process group for the late device's tensors only, as NCCL is one for CUDA tensors. Collectives use a
+// gloo backend and run on a stream of their own. As with NCCL, a wait blocks the current stream, not the host.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/from_blob.h>
@@ -25,9 +25,10 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.device() == kDevice, "the late group takes tensors of its device only, got one on ",
-              tensor.device());
-  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "the late group takes dense tensors only");
+  TORCH_CHECK(tensor.device() == kDevice, "tensor is on ", tensor.device(), "; the late process group expects ",
+              kDevice);
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(),
+              "tensor is not dense; the late process group expects dense tensors");
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions(tensor.scalar_type()));
 }
@@ -101,13 +102,13 @@ class LateBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> start(const Tensors& tensors, std::function<void()> run) {
     const std::lock_guard<std::recursive_mutex> lock(mutex());
     await(stream_, moment_of(current_stream()));
-    // What the tensors hold must live until then, whoever lets go of them.
+    // The work keeps the tensors alive until it has run.
     enqueue(stream_, [run = std::move(run), tensors, is_aborted = is_aborted_] {
       const at::AutoDispatchBelowAutograd no_autograd;
       if (*is_aborted) return;
       try {
         run();
-      } catch (const std::exception&) {  // such as of a rank that has ended: NCCL's kernel would spin
+      } catch (const std::exception&) {  // for example, a rank has ended: NCCL's kernel would spin
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
         while (!*is_aborted) {
           if (std::chrono::steady_clock::now() > deadline) throw;

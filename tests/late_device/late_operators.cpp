@@ -1,5 +1,5 @@
-// torch's operators on the late device: each is the CPU's, on the current stream, when its turn comes. What the host
-// must know before (the sizes of results) it finds by the same operator on zeros.
+// Runs torch's operators on the late device. Each runs the CPU's kernel when the current stream reaches it. The host
+// finds the sizes of results at the call, by running the operator on zeros.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/boxing/KernelFunction.h>
@@ -26,7 +26,7 @@ namespace {
 
 bool is_late(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kDevice.type(); }
 
-// The same memory as a tensor of the CPU's.
+// Returns a CPU tensor over the same memory.
 at::Tensor on_cpu(const at::Tensor& tensor) {
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions(tensor.scalar_type()));
@@ -49,7 +49,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
                                            c10::dtype_or_default(dtype));
 }
 
-// As on the CPU, whatever the thread that runs it is in the middle of.
+// Runs `body` without autograd and autocast, also if the thread that runs the stream has them on.
 template <class Body>
 void as_kernel(const Body& body) {
   const at::AutoDispatchBelowAutograd no_autograd;
@@ -62,7 +62,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool* of_source = is_others(from.const_data_ptr());
   const bool* of_target = is_others(to.const_data_ptr());
   const bool is_pinned = !is_late(from) ? from.is_pinned() : is_late(to) || to.is_pinned();
-  // What is not pinned is copied aside at once, or waited for.
+  // A source that is not pinned is copied at once. The host waits for a target that is not pinned.
   const at::Tensor source = is_late(from) ? on_cpu(from) : is_pinned ? from : from.clone();
   const at::Tensor target = is_late(to) ? on_cpu(to) : to;
   const auto run = [source, target, of_source, of_target, from_late = is_late(from), to_late = is_late(to)] {
@@ -71,7 +71,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     as_kernel([&] { at::Tensor(target).copy_(source); });
   };
   enqueue(current_stream(), run);
-  // As CUDA's copies: between two of its own tensors none waits.
+  // A copy between two tensors of the device does not wait, as in CUDA.
   if ((is_late(from) && is_late(to)) || (non_blocking && is_pinned)) return to;
   wait_on_host(moment_of(current_stream()));
   return to;
@@ -89,7 +89,7 @@ at::Scalar local_scalar(const at::Tensor& tensor) {
 
 using Stack = torch::jit::Stack;
 
-// The argument with its tensors exchanged.
+// Returns the argument with each tensor replaced by the result of `exchange`.
 template <class Exchange>
 c10::IValue with_tensors(const c10::IValue& value, const Exchange& exchange) {
   if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(exchange(value.toTensor())) : value;
@@ -109,7 +109,7 @@ c10::IValue with_tensors(const c10::IValue& value, const Exchange& exchange) {
   return value;
 }
 
-// The argument that a result is, if it is one.
+// Returns the index of the argument that a result aliases, if it is an in-place or out= result.
 std::optional<size_t> argument_of(const c10::FunctionSchema& schema, const c10::Argument& result) {
   const c10::AliasInfo* alias = result.alias_info();
   if (alias == nullptr || !alias->isWrite()) return std::nullopt;
@@ -136,7 +136,7 @@ void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
   };
   Stack real, dummy;
   for (const c10::IValue& argument : arguments) real.push_back(with_tensors(argument, aliased));
-  std::vector<at::Tensor> made;  // results that are no arguments
+  std::vector<at::Tensor> made;  // new results, which alias no argument
   bool makes = false;
   for (const c10::Argument& result : schema.returns()) makes |= !argument_of(schema, result);
   if (makes) {
@@ -153,7 +153,8 @@ void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
       return made.emplace_back(on_device_like(like));
     };
     if (!dummy[i].isTensor() && !dummy[i].isTensorList()) {
-      throw std::runtime_error("the late device does not run " + schema.name() + ", whose results are no tensors");
+      throw std::runtime_error(schema.name() +
+                               " returns a result that is not a tensor; the late device supports only tensors");
     }
     stack->push_back(with_tensors(dummy[i], make));
   }

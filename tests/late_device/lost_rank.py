@@ -1,6 +1,6 @@
-"""A rank is killed, and the device of the other waits for it, as under NCCL: that one gets an error that names it.
+"""Checks that a rank whose device waits for a killed rank, as under NCCL, gets an error that names the killed rank.
 
-python lost_rank.py FOLDER    (that of the built late_device)
+Usage: python lost_rank.py FOLDER, where FOLDER holds the built late_device.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ def serve(folder: str, rank: int, port: int, answers: Any) -> None:
     try:
         for step in range(1, 6):
             if step == KILLED_IN:
-                time.sleep(LIMIT_S)  # until each has heard of the other
+                time.sleep(LIMIT_S)  # until each rank has received the other's progress
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
             began = time.monotonic()

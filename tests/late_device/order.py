@@ -1,6 +1,6 @@
-"""Offloads, brings back and drops on a device whose streams run in a drawn order: what is read must be what was there.
+"""Checks offloaded values on a device whose streams run in a random order, with copies out, copies back and drops.
 
-python order.py FOLDER    (that of the built late_device)
+Usage: python order.py FOLDER, where FOLDER holds the built late_device.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drivetrain import _C
 
 sys.path.insert(0, sys.argv[1])
-late_device = importlib.import_module("late_device")  # after torch, whose libraries it needs
+late_device = importlib.import_module("late_device")  # needs torch's libraries, so torch is imported first
 
 ACTIONS = st.one_of(
     st.tuples(st.just("begin"), st.integers(1, 2000)),
@@ -63,7 +63,7 @@ def check(actions: list[tuple[str, int]], seed: int) -> None:
 
 
 def check_reuse(seed: int) -> None:
-    """One stream brings back and drops what another's next copy out writes over."""
+    """A stream copies a tensor back and drops it; another stream's next copy out reuses its host memory."""
     pool = _C.OffloadPool(1 << 12, 1 << 12)
     late_device.set_stream(1)
     offloaded = pool.begin(late_device.full(1, 1024))
@@ -80,7 +80,7 @@ def check_reuse(seed: int) -> None:
 
 
 def check_dropped(seed: int) -> None:
-    """Memory that a copy back still writes is nobody else's."""
+    """Device memory that a copy back still writes must not belong to another tensor."""
     offloaded = _C.OffloadPool(1 << 12, 1 << 12).begin(late_device.full(1, 1024))
     offloaded.prefetch()
     del offloaded
@@ -93,5 +93,5 @@ for seed in range(100):
     check_reuse(seed)
     check_dropped(seed)
 late_device.clear()
-assert late_device.num_streams() == 2, late_device.num_streams()  # one out and one in, whatever was offloaded
+assert late_device.num_streams() == 2, late_device.num_streams()  # one for copies out and one for copies back
 print("all orders give what was there")

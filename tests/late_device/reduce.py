@@ -1,6 +1,7 @@
-"""Data parallelism on a device whose streams run late, under a process group that takes no CPU tensors, as NCCL.
+"""Tests data parallelism on a device whose streams run late, with a process group that refuses CPU tensors, as NCCL.
 
-python reduce.py FOLDER    (that of the built late_device); prints a line per case: "OK case" or "BAD case: what"
+Usage: python reduce.py FOLDER [CASE ...], where FOLDER holds the built late_device. It prints one line per case:
+"OK case" or "BAD case: message".
 """
 
 import functools
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import drivetrain
 
 WORLD_SIZE = 2
-TIMEOUT_S = 20  # of the process group
+TIMEOUT_S = 20  # timeout of the process group
 CASE_S = 40
 late: Any = None  # the module, once a rank has loaded it
 
@@ -39,11 +40,11 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-# ---- The models, and what their gradients should be.
+# ---- The model, and its expected parameters.
 
 
 class Net(nn.Module):
-    """`first` and `last` are always used, `maybe` where asked for."""
+    """A model that always uses `first` and `last`, and `maybe` on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ def descend(model: nn.Module) -> None:
 
 
 def expected_after(steps: int, uses: Callable[[int, int], bool] = lambda rank, step: True) -> list[Tensor]:
-    """The parameters after so many steps with the mean over ranks."""
+    """Returns the parameters after so many steps with gradients that are averaged over ranks."""
     model = Net()
     for step in range(steps):
         model.zero_grad()
@@ -107,7 +108,7 @@ def check_steps(steps: int, uses: Callable[[int, int], bool] = lambda rank, step
     check_close(list(ddp.parameters()), expected_after(steps, uses))
 
 
-# ---- A group that takes no CPU tensors.
+# ---- A process group that refuses CPU tensors.
 
 
 @case
@@ -211,7 +212,7 @@ def weighted() -> None:
 
 @case
 def weighted_in_bfloat16() -> None:
-    """The factor is not rounded to the gradients' 16 bits."""
+    """The factor must not be rounded to the gradients' 16 bits."""
     weights, values = (3.0, 10.0), (1.0, 2.0)
     model = nn.Linear(64, 1, bias=False).bfloat16()
     ddp = drivetrain.DistributedDataParallel(model.to("late"))
@@ -246,7 +247,7 @@ def weight_of_nothing_on_one_rank() -> None:
 
 @case
 def gradients_that_no_weight_counts() -> None:
-    """They are found on the device, which the host hears of one step later."""
+    """The device finds them, and the host raises the error one step later."""
     ddp = drivetrain.DistributedDataParallel(Net().to("late"))
     run_steps(ddp, 1)
     ddp.backward(ddp(inputs(rank(), 0).to("late")), weight=1.0)
@@ -259,7 +260,7 @@ def gradients_that_no_weight_counts() -> None:
 
 @case
 def plain_after_weighted() -> None:
-    """Zeroed in place, the gradients of weights are forgotten."""
+    """Zeroing in place forgets the weights of earlier gradients."""
     ddp = drivetrain.DistributedDataParallel(Net().to("late"))
     ddp.backward(ddp(inputs(rank(), 7).to("late")), weight=weight_of(rank(), 7))
     for step in range(3):
@@ -298,7 +299,7 @@ def joined() -> None:
 
 @case
 def frozen_parameter_on_the_cpu() -> None:
-    """It comes first, and what ranks tell each other goes where the others are."""
+    """The frozen parameter comes first, but messages between ranks must be on the device of the other parameters."""
     model = Net().to("late")
     holder = nn.Module()
     holder.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -323,12 +324,12 @@ def on_stream(number: int) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Everything that was enqueued has run."""
+    """Runs everything that is enqueued."""
     late.run(rank())
 
 
 def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: Any) -> None:
-    """Over many orders of streams: the first step, the rebuild and steps after it, with and without fused products."""
+    """Checks the first steps, with the bucket rebuild, in many orders of streams, with and without fuse_wgrad."""
     wrong: list[str] = []
     for seed, fuses, micro_steps, hook in itertools.product(range(3), (False, True), (1, 2), (False, True)):
         late.seed(1000 * seed + rank())
@@ -384,7 +385,7 @@ kept: list[Any] = []
 
 @case
 def hooks_on_different_streams() -> None:
-    """Whoever first looks at a parameter's accumulator gives it its stream."""
+    """A parameter's accumulator belongs to the stream that is current at its first use."""
 
     def build(params: list[nn.Parameter]) -> None:
         for number, param in enumerate(params):
@@ -408,7 +409,7 @@ def hooks_on_different_streams_with_small_buckets() -> None:
     kept.clear()
 
 
-# ---- Host waits, in steps after the first; torch's class in the same script is the limit.
+# ---- Host waits in later steps must not exceed those of torch's class in the same script.
 
 
 def waits_of(step: Callable[[int], None], steps: int = 4, warm_up: int = 4) -> int:
@@ -519,7 +520,7 @@ def waits_accumulate() -> None:
 
 
 def load(folder: str) -> None:
-    """Makes the device and its process group known to torch."""
+    """Registers the device and its process group with torch."""
     global late
     torch.set_num_threads(1)
     sys.path.insert(0, folder)
@@ -557,13 +558,14 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
             answers.put(
                 (name, f"rank {rank}: {type(error).__name__}: {what} ({Path(where.filename).name}:{where.lineno})")
             )
-            break  # other ranks may wait for this one, and what it left behind is not the next case's
+            # Other ranks may wait for this one, and its leftover state must not reach the next case.
+            break
         finally:
             dist.destroy_process_group()
 
 
 def run_ranks(folder: str, names: list[str]) -> list[str]:
-    """Prints what is wrong with each case, up to the first that fails; returns the cases after that."""
+    """Prints the outcome of each case up to the first that fails. Returns the cases after that one."""
     context = multiprocessing.get_context("spawn")
     left, heard = list(names), 0
     with tempfile.TemporaryDirectory() as work:

@@ -1,6 +1,6 @@
-"""A result of a pass that is offloaded, and written in place once the pass is over: backward must see what it was.
+"""Checks that backward sees the original value of an offloaded result that is overwritten after the forward pass.
 
-python results.py FOLDER    (that of the built late_device)
+Usage: python results.py FOLDER, where FOLDER holds the built late_device.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from drivetrain.budget.plan import PlannedOp
 from drivetrain.budget.trace import STORAGE_FORMATS
 
 sys.path.insert(0, sys.argv[1])
-late_device = importlib.import_module("late_device")  # after torch, whose libraries it needs
+late_device = importlib.import_module("late_device")  # needs torch's libraries, so torch is imported first
 
 
 def check(seed: int, num_elements: int) -> None:

@@ -1,4 +1,4 @@
-// A module that needs streams, which tests/package/test_build.py links in several ways.
+// Uses a standard stream, so that the module needs libstdc++. tests/package/test_build.py links it in several ways.
 #include <sstream>
 #include <string>
 

@@ -1,4 +1,5 @@
-// Conversions between storage formats: the CUDA kernel on the CPU (cuda_on_cpu/) writes the bytes that the CPU does.
+// Tests conversions between storage formats: the CUDA kernel (on cuda_on_cpu/) must write the same bytes as the CPU
+// code.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -27,7 +28,7 @@ constexpr Format kSources[] = {Format::kFloat32,
 const std::vector<int64_t> kSizes = {
     0, 1, 255, 256, 257, 0, formats::kConversionChunk, formats::kConversionChunk + 1, 511, 1283, 9000, 0};
 
-// Values of every magnitude, and some that are special, in that format.
+// Returns values of many magnitudes in that format, with some infinities and NaNs.
 Block values_in(Format format, int64_t numel) {
   Block block(format, numel, 3);
   std::vector<float> values(numel);
@@ -42,7 +43,7 @@ Block values_in(Format format, int64_t numel) {
   return block;
 }
 
-// All sizes in one launch; `fill`: from nothing.
+// Converts all sizes in one launch. With `fill`, there is no source and the target gets that value.
 void test_pair(Format from, Format to, const double* fill) {
   std::vector<Block> sources, expected, found;
   std::vector<formats::Conversion> conversions;
@@ -66,7 +67,7 @@ void test_pair(Format from, Format to, const double* fill) {
   expect(bytes_of({found}) == bytes_of({expected}), text(what, ": other bytes than the CPU"));
 }
 
-// As of a whole model: zeroed codes with their scales, and counters.
+// Creates the states of a whole model: zeroed codes with their scales, and counters.
 void test_many() {
   constexpr int kTensors = 148;
   std::vector<Block> blocks;
@@ -86,11 +87,11 @@ void test_many() {
   formats::convert_cuda(conversions.data(), static_cast<int32_t>(conversions.size()), num_chunks, nullptr);
   expect(cuda_on_cpu::num_launches == 1, "one launch makes the states of 148 tensors");
   const std::vector<unsigned char> bytes = bytes_of({blocks});
-  expect(bytes == std::vector<unsigned char>(bytes.size(), 0), "zero is bytes of zero, in the scales too");
+  expect(bytes == std::vector<unsigned char>(bytes.size(), 0), "zeroed codes and scales are zero bytes");
   expect(counters == std::vector<float>(kTensors, 0), "counters begin at zero");
 }
 
-// A parameter's halves are rewritten where they lie.
+// Converts a parameter in place, with its extra bytes in a separate tensor.
 void test_in_place(Format from, Format to) {
   const int64_t numel = 4500;
   Block expected = values_in(from, numel), found = values_in(from, numel);

@@ -1,7 +1,7 @@
-// The torch-free core on its own, mainly for the sanitizers: kernels on exact-sized heap blocks and from several
-// threads, the bucket plan, the progress that another thread reads, the choice of instruction set, shared memory
-// (shm_tests.cpp), CUDA kernels (cuda_tests.cpp) and which activations to keep (solver_tests.cpp). Exits non-zero and
-// names what failed.
+// Runs the tests of the torch-free core, mainly for the sanitizers. This file tests kernels on exact-sized heap blocks
+// and from several threads. It also tests the bucket plan, the progress that another thread reads, and the choice of
+// instruction set. The other files test shared memory, CUDA kernels and the activation budget's solver. A failure is
+// printed and makes the exit status non-zero.
 #include "native_tests.h"
 
 #include <algorithm>
@@ -55,7 +55,7 @@ StepCpu step_of(Isa isa) {
 
 const std::vector<int64_t> kSizes = {1, 15, 16, 17, 511, 512, 513, 3000};
 
-// One step over parameters of all sizes with `threads` threads; returns all bytes that it left.
+// Runs one step over parameters of all sizes with `threads` threads. Returns all bytes that the tensors hold then.
 std::vector<unsigned char> run_step(const TestedRule& rule, const Layout& layout, Isa isa, int threads) {
   const Params params(rule, layout, kSizes);
   const optim::StepJob job = params.job();
@@ -85,7 +85,7 @@ void test_kernels() {
   }
 }
 
-// The standard library's pow up to the last bits.
+// decayed() must agree with the standard library's pow up to the last bits.
 void test_decayed() {
   for (double base : {1.0, 2.0, 3.0, 7.0, 1000.0, 1448.0, 123456.0, 1e9, 9007199254740992.0}) {
     for (double exponent : {0.0, -0.8, -0.5, -1.0, -1e-3, -13.7, -50.0}) {
@@ -94,7 +94,7 @@ void test_decayed() {
              text(base, " to the power of ", exponent, " is ", found, ", not ", expected));
     }
   }
-  expect(optim::decayed(5, 0) == 1 && optim::decayed(1, -0.8) == 1, "what is 1 is so exactly");
+  expect(optim::decayed(5, 0) == 1 && optim::decayed(1, -0.8) == 1, "a result of 1 is exact");
 }
 
 void test_plan() {
@@ -119,17 +119,17 @@ void test_progress() {
   ddp::Progress progress;
   const auto what = std::make_shared<const std::string>("bucket 0 of 1 [weight]");
   std::atomic<bool> ended{false};
-  int64_t marked = 0;  // not atomic: one mark is never set while another is asked for
+  int64_t marked = 0;  // not atomic: no mark is set while another one is queried
   constexpr int64_t kSteps = 2000;
   std::thread watcher([&] {
     while (!ended) {
       const std::optional<ddp::Progress::DeviceLag> lag = progress.device_lag();
       expect(!lag || (lag->step >= 1 && lag->step <= kSteps && lag->seconds >= 0),
-             "a lag is of a step that was marked");
+             "a lag belongs to a step that was marked");
       const ddp::Progress::Snapshot now = progress.snapshot();
       expect(now.awaited.empty() || (now.awaited == *what && now.needed == ddp::Progress::kBackward + 1 &&
                                      now.position >= now.needed && now.step == now.num_waits + 1),
-             "what is seen of a wait belongs together");
+             "a snapshot of a wait is consistent");
       progress.set_report(now.step, "report");
     }
   });
@@ -142,7 +142,7 @@ void test_progress() {
     progress.end_step();
     const auto set_mark = [&] {
       marked = step;
-      std::this_thread::yield();  // a watcher that does not wait for the mark then reads it
+      std::this_thread::yield();  // lets a watcher that ignores the rule above read the mark
     };
     progress.end_on_device(set_mark, [&] { return marked > kSteps; });
     progress.move_to(step + 1, ddp::Progress::kIdle);
@@ -155,11 +155,11 @@ void test_progress() {
   progress.move_to(kSteps + 2, ddp::Progress::kForward);
   const std::optional<ddp::Progress::DeviceLag> later = progress.device_lag();
   expect(lag && lag->step == kSteps + 1 && later && later->step == lag->step && later->seconds >= lag->seconds,
-         "a lag is of the step that the mark ended, wherever the host is");
+         "a lag belongs to the step that the mark ended, wherever the host is");
   expect(!progress.device_lag() && !progress.device_lag() && questions == 3,
-         "a device is asked until it has come to the mark");
+         "a device is queried until it has reached the mark");
   progress.set_report(kSteps, "late");
-  expect(progress.report(kSteps) == "late" && progress.report(kSteps + 1).empty(), "a report is for its step alone");
+  expect(progress.report(kSteps) == "late" && progress.report(kSteps + 1).empty(), "a report belongs to its step only");
   const ddp::Progress::Snapshot after = progress.snapshot();
   expect(after.awaited.empty() && after.num_waits == kSteps && after.wait_s >= 0, "waits end and are counted");
 }
@@ -172,7 +172,7 @@ void test_isa() {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What a stream of the standard library spells, which error texts used to be.
+// text() must give the same characters as a std::ostringstream, which error messages used before.
 template <class... Parts>
 void test_text_of(const Parts&... parts) {
   std::ostringstream stream;

@@ -1,11 +1,11 @@
-// What the files of the native tests share.
+// Declares the test functions of the native tests, and the check that they share.
 #pragma once
 
 #include <string>
 
 namespace drivetrain {
 
-// Notes a failure, from any thread.
+// Prints and counts a failure unless `holds`. Any thread may call it.
 void expect(bool holds, const std::string& what);
 
 void test_shared_memory();

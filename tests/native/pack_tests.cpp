@@ -1,4 +1,5 @@
-// Packing: bits on every instruction set and on CUDA (cuda_on_cpu/), and CUDA's conversions beside the CPU's.
+// Tests packing into bits on every instruction set and on CUDA (cuda_on_cpu/), and compares CUDA conversions with the
+// CPU's.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -22,7 +23,7 @@ const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283,
 
 bool draw(int64_t i) { return (formats::mixed(i) & 1) != 0; }
 
-// Elements of `size` bytes with one of two values each, in memory of exactly that size.
+// Returns `numel` elements of `size` bytes, each with one of two values, in memory of exactly the size needed.
 Bytes elements(int64_t numel, int size, const saved_tensors::TwoValues& values) {
   Bytes result(numel * size);
   for (int64_t i = 0; i < numel; ++i) std::memcpy(result.data() + i * size, &values.bits[i > 0 && draw(i)], size);
@@ -65,7 +66,7 @@ void test_bools(int64_t numel, int64_t start) {
   saved_tensors::TwoValues found = values;
   saved_tensors::baseline::pack_bits_cpu(drawn.data(), 1, 0, numel, found, expected.data());
   saved_tensors::pack_bools_cuda(bools.data() + start, numel, bits.data(), nullptr);
-  expect(bits == expected, text("CUDA bits of ", numel, " bools from ", start, ": others than the CPU's"));
+  expect(bits == expected, text("CUDA bits of ", numel, " bools from ", start, ": different from the CPU's"));
   saved_tensors::unpack_bools_cuda(bits.data(), numel, back.data() + start, nullptr);
   expect(back == bools, text("CUDA bools from bits, ", numel, " from ", start));
 }
@@ -80,17 +81,17 @@ void test_bool_bytes() {
   }
 }
 
-// start: of the values' first element in memory that is aligned.
+// `start` is the index of the first element within aligned memory.
 void test_conversion(Format from_format, Format to_format, int64_t numel, int64_t start, bool is_finite) {
   const int64_t bytes = formats::bytes_of(from_format);
   Bytes values((numel + start) * bytes), scales(extra_bytes_of(from_format, numel));
-  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(formats::mixed(i));  // NaN, too
-  // A bit less in the exponent.
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<unsigned char>(formats::mixed(i));  // has NaN
+  // The top exponent bit is cleared, so that every value is finite.
   for (size_t i = bytes - 1; is_finite && from_format != Format::kSigned8 && i < values.size(); i += bytes) {
     values[i] &= 0xbf;
   }
   if (!scales.empty()) {
-    // With codes of what is not finite, or without.
+    // A negative scale marks codes of non-finite values.
     const std::vector<float> units(scales.size() / sizeof(float), is_finite ? 0.37f : -0.37f);
     std::memcpy(scales.data(), units.data(), scales.size());
   }

@@ -1,5 +1,5 @@
-// The shared-memory transport without torch: the sum kernels, the segments, and the exchange with threads as ranks,
-// where the thread sanitizer sees every access of every rank.
+// Tests the shared-memory transport without torch: the sum kernels, the segments and the exchange. Ranks are threads,
+// so that the thread sanitizer sees every access of every rank.
 #include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -95,7 +95,7 @@ Block make_block(ElementType type, int64_t numel, int rank) {
   return block;
 }
 
-// What all ranks must hold: these values add up without an error, and one rounding follows.
+// Returns the sum that all ranks must hold. These values add up without rounding errors, and one rounding follows.
 Block expected_block(ElementType type, int64_t numel, int ranks, double scale) {
   Block block(numel * ddp::bytes_of(type));
   const bool in_float = type != ElementType::kFloat64;
@@ -159,17 +159,17 @@ void test_seals() {
   const ddp::Descriptor open(::memfd_create("not sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const uint64_t nonce = 7;
   expect(::pwrite(open.get(), &nonce, sizeof(nonce), 0) == sizeof(nonce) && ::ftruncate(open.get(), 20000) == 0,
-         "a file to be refused");
+         "a file that must be refused is made");
   std::string error = "no error";
   try {
     ddp::Segment::open(::getpid(), open.get(), nonce, 10000);
   } catch (const EnvironmentError& thrown) {
     error = thrown.what();
   }
-  expect(error.find("not sealed") != std::string::npos, "memory that its process could take away is refused: " + error);
+  expect(error.find("not sealed") != std::string::npos, "memory that its process can shrink is refused: " + error);
 }
 
-// What `child` says in a forked process: 0 if all is as it should be, else which check failed.
+// Returns the result of `child` in a forked process: 0, or the number of the check that failed.
 template <class Child>
 int status_of_fork(Child&& child) {
   const pid_t pid = ::fork();
@@ -197,7 +197,7 @@ void test_forked_segments() {
     ddp::Segment own = ddp::Segment::create(10000);
     return own.data()[0] == 0 ? 0 : 5;
   });
-  expect(failed == 0, text("what a forked child finds, and its own child: failed check ", failed));
+  expect(failed == 0, text("the memory of a forked child and of its own child: failed check ", failed));
   expect(mine.data()[0] == 1 && opened->data()[0] == 1, "a forked child's writes are its own");
 }
 
@@ -208,22 +208,22 @@ void test_peer_process() {
   const ddp::PeerProcess child(pid);
   const bool had_ended = child.has_ended();
   ::kill(pid, SIGKILL);
-  // Ended, and not reaped yet: as a rank that nobody waits for.
+  // The child has ended but is not reaped, like a rank whose parent does not wait for it.
   siginfo_t ended;
   ::waitid(P_PID, pid, &ended, WEXITED | WNOWAIT);
   expect(!had_ended && child.has_ended(), "a killed process has ended");
   ::waitpid(pid, nullptr, 0);
-  expect(child.has_ended(), "so has one that is gone");
+  expect(child.has_ended(), "a reaped process has ended");
   bool threw = false;
   try {
     ddp::PeerProcess gone(pid);
   } catch (const EnvironmentError&) {
     threw = true;
   }
-  expect(threw, "a process that is not there is refused");
+  expect(threw, "a process that does not exist is refused");
 }
 
-// In a thread of its own, with which the filter ends.
+// Runs in its own thread, because the filter lasts until the thread ends.
 void test_peer_process_in_a_sandbox() {
   std::thread([] {
     sock_filter program[] = {
@@ -235,7 +235,7 @@ void test_peer_process_in_a_sandbox() {
     const sock_fprog filter = {std::size(program), program};
     const bool is_set =
         ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
-    expect(is_set && ::syscall(SYS_pidfd_open, ::getpid(), 0) < 0, "pidfd_open is not there");
+    expect(is_set && ::syscall(SYS_pidfd_open, ::getpid(), 0) < 0, "pidfd_open is unavailable");
     test_peer_process();
   }).join();
 }
@@ -261,7 +261,7 @@ void test_residency() {
     }
   }
   expect(is_bounded && residency.resident_bytes() > 0, "no more is resident than is allowed");
-  expect(is_same, "values are not lost with what is resident");
+  expect(is_same, "values survive when memory is no longer resident");
 }
 
 void test_cores() {
@@ -283,7 +283,7 @@ void test_cores() {
   expect(ddp::is_a_core_for_each({mine}), "this process runs on some core");
 }
 
-// Memory that all ranks of one host see.
+// Holds the memory that all ranks of one host see.
 struct Host {
   explicit Host(int num_ranks)
       : size(num_ranks), block(::operator new(ShmExchange::control_block_bytes(num_ranks), std::align_val_t(64))) {
@@ -307,7 +307,7 @@ struct Host {
   void* block;
 };
 
-// Adds up the leaders' values at once when all have come; what a process group between hosts does.
+// Adds up the leaders' values once all have arrived, as a process group between hosts does.
 class Hub {
  public:
   explicit Hub(int hosts) : hosts_(hosts) {}
@@ -348,11 +348,10 @@ class HubLink final : public ddp::HostLink {
   size_t finished_ = 0;
 };
 
-// Many steps of several buckets on threads that dawdle at random; more buckets under way than the control block has
-// slots for.
+// Runs many steps on threads with random delays. More buckets are in progress than the control block has slots.
 void test_exchange(int num_hosts, int ranks_per_host) {
   constexpr int kSteps = 30;
-  // Few are large: sanitizers cost by the element, and the ranks' races are about buckets.
+  // Few buckets are large, because sanitizers cost time per element and races between ranks concern buckets.
   const std::vector<int64_t> numels = {1, 70000, 0, 17, 12345, 1, 511, 0, 16, 3000, 1, 17, 0, 513, 1, 300};
   const int num_buckets = 80;
   const int world = num_hosts * ranks_per_host;

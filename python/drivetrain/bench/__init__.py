@@ -18,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "topic",
+        nargs="?",
+        default="all",
         choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "ablation", "all"],
-        help="the topic to measure (all: every CPU topic except ablation)",
+        help="the topic to measure (default: all, which is every CPU topic except ablation)",
     )
     parser.add_argument("--only", metavar="NAME", help="for topic gpu: run this measurement only")
     parser.add_argument(

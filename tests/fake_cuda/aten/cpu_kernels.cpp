@@ -1,4 +1,4 @@
-// Operators that torch has for GPUs alone, in terms of others: the stand-in runs them as the CPU's.
+// Implements on the CPU the operators that torch has only for GPUs, because the stand-in runs every operator there.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -35,7 +35,7 @@ Tensor& baddbmm_to_out(const Tensor& self, const Tensor& a, const Tensor& b, Sca
   return out.copy_(baddbmm_to(self, a, b, type, beta, alpha));
 }
 
-// SyncBatchNorm's. Channels are the second dimension.
+// The following functions serve SyncBatchNorm. Channels are the second dimension.
 Tensor by_channel(const Tensor& values, const Tensor& like) {
   std::vector<int64_t> sizes(static_cast<size_t>(like.dim()), 1);
   sizes[1] = values.numel();

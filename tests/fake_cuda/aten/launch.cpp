@@ -1,4 +1,4 @@
-// Enqueues ATen's work: views of device memory, the ranges that it uses, random numbers.
+// Enqueues ATen's work: makes CPU views of device memory, finds the byte ranges in use, and draws random numbers.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -35,7 +35,7 @@ void add_ranges(std::vector<fake_cuda_range>& ranges, const at::Tensor& tensor, 
   if (!tensor.defined() || tensor.numel() == 0) return;
   const auto item = static_cast<int64_t>(tensor.element_size());
   const char* data = static_cast<const char*>(tensor.const_data_ptr());
-  // Dimensions from the innermost out; those that continue one another become one run.
+  // The dimensions are sorted from the innermost outwards, and contiguous ones become one run.
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     if (tensor.size(i) > 1 && tensor.stride(i) != 0) dims.push_back({tensor.stride(i), tensor.size(i)});
@@ -47,7 +47,7 @@ void add_ranges(std::vector<fake_cuda_range>& ranges, const at::Tensor& tensor, 
   int64_t num_runs = 1;
   for (size_t i = inner; i < dims.size(); ++i) num_runs *= dims[i].second;
   constexpr int64_t kMostRuns = 4096;
-  if (num_runs > kMostRuns) {  // all from the first to the last
+  if (num_runs > kMostRuns) {  // one range covers them all
     int64_t last = run - 1;
     for (size_t i = inner; i < dims.size(); ++i) last += dims[i].first * (dims[i].second - 1);
     ranges.push_back({data, static_cast<size_t>((last + 1) * item), writes});
@@ -73,7 +73,7 @@ struct Call {
 
 int run(void* context) {
   const auto& call = *static_cast<Call*>(context);
-  // Bits do not depend on who runs it: the executor uses one thread.
+  // The executor computes with one thread, so that results do not depend on the number of threads.
   static thread_local const bool is_set_up = [] {
     at::get_num_threads();
     omp_set_num_threads(1);
@@ -109,7 +109,7 @@ std::function<at::Generator()> next_generator(const std::optional<at::Generator>
   TORCH_CHECK(chosen.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
               chosen.device().type(), "'");
   auto* of_cuda = chosen.get<at::CUDAGeneratorImpl>();
-  // As on a GPU, it moves by a multiple of four that grows with the number of elements.
+  // The offset advances as on a GPU: by a multiple of four that grows with the number of elements.
   const uint64_t increment = 4 * (1 + static_cast<uint64_t>(std::max<int64_t>(numel, 1) - 1) / (1 << 18));
   at::PhiloxCudaState state;
   {

@@ -1,4 +1,4 @@
-// ATen's operators on CUDA tensors: each runs as the CPU's, on the current fake stream, when that comes to it.
+// Replaces ATen's CUDA operators. Each runs the CPU's kernel when the current fake stream reaches it.
 #include "operators.h"
 
 #include <ATen/Context.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-// Applies a function to every tensor of an argument, and puts its result in the tensor's place.
+// Returns the argument with every tensor replaced by the function's result for it.
 c10::IValue map_tensors(const c10::IValue& value, const std::function<at::Tensor(const at::Tensor&)>& function) {
   if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(function(value.toTensor())) : value;
   if (value.isTensorList()) {
@@ -53,8 +53,8 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// A copy of a host tensor of one element that Python has never seen: the executor frees it, and must not wait for the
-// interpreter's lock, which a thread may hold that waits for the executor.
+// Copies a one-element host tensor, so that no Python object belongs to the copy. The executor frees the copy and must
+// not wait for the interpreter's lock, because its holder may wait for the executor.
 at::Tensor own_copy(const at::Tensor& tensor) {
   const at::AutoDispatchBelowAutograd guard;
   at::Tensor copy = tensor.clone();
@@ -78,7 +78,7 @@ at::Tensor as_meta(const at::Tensor& tensor) {
   return made;
 }
 
-// Python's meta kernels must see none of the modes of the program under test.
+// Disables torch functions, autograd and autocast of the program under test, which meta kernels must not see.
 class Plainly {
  public:
   Plainly() : state_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
@@ -95,10 +95,10 @@ class Plainly {
 
 enum class Meta { kKnown, kUnknown };
 
-// Runs the operator on meta tensors: `stack` holds its arguments, then its results.
+// Runs the operator on meta tensors. `stack` holds the arguments before the call, and the results after it.
 Meta run_on_meta(const c10::OperatorHandle& op, Stack& stack) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return Meta::kUnknown;
-  // torch 2.11 registers for this overload a function with arguments in another order.
+  // torch 2.11 registers a meta function for these overloads that takes its arguments in another order.
   const auto& name = op.schema().operator_name();
   if (name.name == "aten::addmm" && name.overload_name.starts_with("dtype")) return Meta::kUnknown;
   const Plainly plainly;
@@ -115,7 +115,7 @@ std::string short_name(const c10::OperatorHandle& op) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-// One call of an operator, from its launch to its results.
+// Runs one call of an operator, from its launch to its results.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack& stack)
@@ -127,7 +127,7 @@ class Call {
     find_device();
     TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
                                 "tests/fake_cuda cannot run ", short_name(op_),
-                                ": the CPU has no such operator (aten/cpu_kernels.cpp is the place for one)");
+                                ": the CPU has no such operator; add one to tests/fake_cuda/aten/cpu_kernels.cpp");
     const c10::cuda::CUDAGuard guard(device_);
     stage_host_tensors();
     const bool is_random = op_.hasTag(at::Tag::nondeterministic_seeded);
@@ -168,7 +168,7 @@ class Call {
     device_ = found.value_or(c10::Device(c10::kCUDA, c10::cuda::current_device()));
   }
 
-  // A GPU takes single elements of the host's by value; indices are copied; all else is an error.
+  // Handles host tensors as a GPU does: single elements are passed by value, indices are copied, and others are errors.
   void stage_host_tensors() {
     const std::string& name = schema_.name();
     const bool takes_indices =
@@ -194,7 +194,7 @@ class Call {
       if (value.isDevice() && value.toDevice().is_cuda()) {
         stack.emplace_back(device);
       } else if (value.isGenerator()) {
-        stack.emplace_back();  // of another device than the tensors; set when the work runs
+        stack.emplace_back();  // stays empty here; the work sets a generator when it runs
       } else {
         stack.push_back(map_tensors(value, function));
       }
@@ -209,7 +209,7 @@ class Call {
     return true;
   }
 
-  // What `out=` resized in the meta run is resized here.
+  // Resizes the `out=` tensors that the meta run has resized.
   void resize_outputs(const Stack& metas) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (!schema_.arguments()[i].is_out() || !arguments_[i].isTensor()) continue;
@@ -256,7 +256,7 @@ class Call {
     return numel;
   }
 
-  // Which argument takes a generator, and how to make one when the work runs.
+  // Returns the index of the generator argument, and a function that makes the generator when the work runs.
   std::pair<size_t, std::function<at::Generator()>> random_numbers(std::vector<fake_cuda_range>& of_work) const {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (schema_.arguments()[i].name() != "generator") continue;
@@ -264,7 +264,8 @@ class Call {
       if (arguments_[i].isGenerator()) given = arguments_[i].toGenerator();
       return {i, next_generator(given, device_, largest(), of_work)};
     }
-    TORCH_CHECK(false, "tests/fake_cuda cannot give ", short_name(op_), " random numbers: it takes no generator");
+    TORCH_CHECK(false, "tests/fake_cuda cannot give ", short_name(op_),
+                " random numbers: the operator takes no generator");
   }
 
   void enqueue(bool is_random) {
@@ -319,8 +320,8 @@ class Call {
     }
   }
 
-  // For results whose shapes only the run tells: waits for the stream, and runs there. A GPU waits for some of them
-  // too, which are then counted as waits of the host's.
+  // Runs an operator whose result shapes are known only after the run, and waits for it. `is_counted` says that a GPU
+  // would wait too, so the wait counts as a host wait.
   void run_at_once(Stack& stack, bool is_counted) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
     const auto results = std::make_shared<Stack>(with_tensors(for_executor, c10::Device(c10::kCPU)));
@@ -372,12 +373,12 @@ class Call {
   std::vector<c10::IValue> arguments_;
   std::vector<c10::IValue> outputs_;
   c10::Device device_{c10::kCUDA, 0};
-  bool has_masks_ = false;  // among indices: their number of elements decides shapes
+  bool has_masks_ = false;  // whether indices have masks, on whose values result shapes depend
 };
 
 void run_as_cpu(const c10::OperatorHandle& op, Stack* stack) { Call(op, *stack).run(*stack); }
 
-// --- Operators with a way of their own.
+// --- Operators that have an implementation of their own.
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   if (!self.is_cuda() || !src.is_cuda() || self.device() != src.device() || self.is_same(src)) {
@@ -423,13 +424,13 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {output, mask};
 }
 
-// Attention in plain operators; the fused kernels are a GPU's alone.
+// Selects attention in plain operators, because the fused kernels exist only for GPUs.
 void choose_plain_attention(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
   stack->emplace_back(static_cast<int64_t>(0));
 }
 
-// Allocation, and what only the host does: torch's own code runs.
+// Returns whether the loop below skips the operator: allocations, views, host-only operators, and those set after it.
 bool stays(const c10::FunctionSchema& schema) {
   static const std::unordered_set<std::string> kept = {"aten::empty",
                                                        "aten::empty_strided",
@@ -465,7 +466,7 @@ struct Quiet final : c10::WarningHandler {
 
 bool register_all() {
   static Quiet quiet;
-  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);  // of kernels registered in another's place
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);  // silences warnings about kernels that are replaced
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {

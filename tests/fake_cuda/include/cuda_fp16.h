@@ -1,2 +1,2 @@
-// Stands for the header of that name, which nccl.h includes and whose types it does not use.
+// Replaces CUDA's header of that name, which nccl.h includes without using its types.
 #pragma once

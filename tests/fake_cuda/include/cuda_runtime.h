@@ -1,5 +1,5 @@
-// Stands for the header of that name, which asks for parts of the CUDA compiler that torch's packages do not bring:
-// host code needs of it the runtime's functions.
+// Replaces CUDA's header of that name, which needs compiler headers that torch's packages lack. Host code needs only
+// the runtime's functions.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// Receives every access of the kernels: they are compiled with the thread sanitizer's instrumentation, whose functions
-// these are. Only the executor's thread runs kernels, so nothing here is locked.
+// Records every memory access of the kernels. They are compiled with the thread sanitizer's instrumentation, which
+// calls the functions below. Only the executor's thread runs kernels, so no lock is needed.
 #include "accesses.h"
 
 #include <bitset>
@@ -107,7 +107,7 @@ FAKE_CUDA_ACCESS(8)
 FAKE_CUDA_ACCESS(16)
 #undef FAKE_CUDA_ACCESS
 
-// Guards of function statics: relaxed host work, never device memory.
+// The loads below guard function statics, which are never device memory, so they are not recorded.
 int8_t __tsan_atomic8_load(const volatile int8_t* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 int __tsan_atomic32_load(const volatile int* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 int64_t __tsan_atomic64_load(const volatile int64_t* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }

@@ -1,11 +1,11 @@
-// The device memory that a kernel touches while it runs: which bytes it reads, which it writes.
+// Declares the recorder of the device bytes that a kernel reads and writes while it runs.
 #pragma once
 
 namespace fake_cuda_kernels {
 
-// Forgets what was seen, and notes accesses from now on.
+// Discards all recorded accesses and starts to record.
 void begin_accesses();
-// Notes no more, and reports every run of bytes to fake_cuda_check.
+// Stops recording and passes every contiguous run of bytes to fake_cuda_check.
 void check_accesses();
 
 }  // namespace fake_cuda_kernels

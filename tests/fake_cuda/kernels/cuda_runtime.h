@@ -1,8 +1,8 @@
-// Stands for CUDA's header of that name: kernels run as in tests/native/cuda_on_cpu, but a launch copies its arguments
-// and enqueues the run on a fake stream instead of running at once.
+// Replaces CUDA's header of that name. Kernels run as in tests/native/cuda_on_cpu, except that a launch copies its
+// arguments and enqueues the run on a fake stream.
 #pragma once
 
-// The emulator's own answers of these names; the real ones are those of the preloaded runtime.
+// Rename the emulator's own versions of these functions: this header and the preloaded runtime provide others.
 #define cudaLaunchKernelEx cuda_on_cpu_run_at_once
 #define cudaGetErrorName cuda_on_cpu_error_name
 #define cudaGetErrorString cuda_on_cpu_error_string
@@ -26,7 +26,7 @@ namespace fake_cuda_kernels {
 
 cudaError_t enqueue(const cudaLaunchConfig_t& config, const char* signature, std::function<void()> thread);
 
-// Its own signature is the only name that a kernel's pointer has at compile time.
+// Returns a text that names the kernel's parameter types. A kernel's pointer has no other name at compile time.
 template <class... Params>
 const char* signature() {
   return __PRETTY_FUNCTION__;

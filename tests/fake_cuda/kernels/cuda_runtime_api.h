@@ -1,4 +1,4 @@
-// Stands for CUDA's header of that name where kernels are compiled as C++; see cuda_runtime.h.
+// Replaces CUDA's header of that name where kernels are compiled as C++; see cuda_runtime.h.
 #pragma once
 
 #include "cuda_runtime.h"

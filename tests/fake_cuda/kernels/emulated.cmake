@@ -1,4 +1,4 @@
-# Builds the CUDA kernels as C++ for the CPU: DRIVETRAIN_CUDA=emulated. A launch enqueues on a stream of tests/fake_cuda.
+# Builds the CUDA kernels as C++ for DRIVETRAIN_CUDA=emulated. A launch enqueues work on a stream of tests/fake_cuda.
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c
           "import glob, os, nvidia; print(*(f for p in nvidia.__path__ for f in sorted(glob.glob(os.path.join(p, '*', 'include', 'cuda_runtime_api.h')))), sep=';')"
@@ -18,7 +18,7 @@ set_source_files_properties(${cuda_sources} PROPERTIES LANGUAGE CXX COMPILE_OPTI
 add_library(kernels_cuda OBJECT ${cuda_sources})
 target_include_directories(kernels_cuda BEFORE PRIVATE "${CMAKE_CURRENT_LIST_DIR}")
 target_include_directories(kernels_cuda PRIVATE csrc "${cuda_on_cpu_dir}" "${fake_cuda_dir}")
-# The thread sanitizer's instrumentation reports each access to functions of ours, in accesses.cpp; its library is not linked.
+# The thread sanitizer's instrumentation passes each access to accesses.cpp. The sanitizer's own library is not linked.
 target_compile_options(kernels_cuda PRIVATE -O1 -g1 -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas
   -fsanitize=thread --param=tsan-instrument-func-entry-exit=0)
 

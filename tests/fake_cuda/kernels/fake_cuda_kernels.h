@@ -1,9 +1,9 @@
-// What launches of our kernels use of the stand-in, beside CUDA's functions.
+// Declares how a launch of the package's kernels gets a name for reports.
 #pragma once
 
 namespace fake_cuda_kernels {
 
-// While it lives, launches of this thread have that name.
+// Names all launches of this thread while the object lives.
 class Named {
  public:
   explicit Named(const char* name);

@@ -1,4 +1,4 @@
-// Puts a kernel's run on a fake stream, and checks the bytes that it touched against other streams' work.
+// Enqueues kernels on fake streams and checks the bytes that each accessed for races.
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -21,7 +21,7 @@ struct Launch {
 
 int run(void* context) {
   const auto& launch = *static_cast<Launch*>(context);
-  fake_cuda_open();  // its pointers are the host's, and some of them lie in device memory
+  fake_cuda_open();  // the kernel uses the host's addresses of device memory
   begin_accesses();
   const cudaError_t error = cuda_on_cpu::run(launch.config, launch.thread);
   fake_cuda_close();
@@ -29,7 +29,7 @@ int run(void* context) {
   return error == cudaSuccess ? FAKE_CUDA_DONE : FAKE_CUDA_FAILED;
 }
 
-// "... [with Params = {drivetrain::optim::StepStart}]" as "our kernel(drivetrain::optim::StepStart)".
+// Turns "... [with Params = {drivetrain::optim::StepStart}]" into "our kernel(drivetrain::optim::StepStart)".
 std::string name_of(const std::string& signature) {
   const size_t open = signature.find('{'), close = signature.rfind('}');
   if (open == std::string::npos || close == std::string::npos) return signature;

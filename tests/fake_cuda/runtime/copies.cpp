@@ -1,5 +1,5 @@
-// Copies and fills. Pageable memory is staged when the call is made, or waited for; pinned memory is read and written
-// when the stream comes to it.
+// Implements copies and fills. A pageable source is staged at the call, and the call waits for a pageable target.
+// Pinned memory is read and written when the stream reaches the copy.
 #include <cstring>
 
 #include "core.h"
@@ -22,7 +22,7 @@ cudaError_t copy(Lock& lock, Stream* stream, void* to, const void* from, size_t 
   if (kind != cudaMemcpyDefault) {
     const bool says_to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool says_from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
-    // Pinned memory has a device address too, so either may be said of it.
+    // Pinned memory has a device address too, so either direction is legal for it.
     if ((to_device && !says_to) || (target.kind == Kind::kPageable && says_to)) return fail(cudaErrorInvalidValue);
     if ((from_device && !says_from) || (source.kind == Kind::kPageable && says_from)) {
       return fail(cudaErrorInvalidValue);
@@ -57,7 +57,8 @@ cudaError_t copy(Lock& lock, Stream* stream, void* to, const void* from, size_t 
   }
   if (const cudaError_t error = enqueue(stream, std::move(work))) return error;
   if (is_captured) return cudaSuccess;
-  // Between devices the synchronous form does not wait either; into pageable memory the asynchronous one does.
+  // A synchronous copy from device to device does not wait. An asynchronous copy waits if its target is pageable, or
+  // if no device takes part.
   const bool waits =
       is_synchronous ? !(to_device && from_device) : target.kind == Kind::kPageable || (!to_device && !from_device);
   if (!waits) return cudaSuccess;

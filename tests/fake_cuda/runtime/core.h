@@ -1,4 +1,4 @@
-// What the parts of the stand-in share: operations, streams, events, captures, and the lock over all of them.
+// Declares the state that all parts of the stand-in share: operations, streams, events, captures, and the lock.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,7 +26,7 @@ namespace fake_cuda {
 
 using Time = std::chrono::steady_clock::time_point;
 
-// Per stream, the number of its last operation that is known to have run before.
+// A vector clock: for each stream, the number of its last operation that is known to run before.
 class Clock {
  public:
   void join(const Clock& other);
@@ -37,7 +37,7 @@ class Clock {
   std::vector<uint64_t> numbers_;
 };
 
-// What a report says of an operation.
+// The description of an operation in reports.
 struct OpInfo {
   std::string name, stream, location;
   uint32_t stream_id = 0;
@@ -51,10 +51,10 @@ struct Range {
   bool writes;
 };
 
-// Work that may run several times, when a graph is replayed.
+// A piece of work. It runs once per replay if it belongs to a graph.
 struct Work {
   std::string name;
-  std::function<int()> run;  // FAKE_CUDA_DONE, _AGAIN or _FAILED; empty for what only orders
+  std::function<int()> run;  // FAKE_CUDA_DONE, _AGAIN or _FAILED; empty if it only orders other work
   std::vector<Range> ranges;
 };
 
@@ -65,8 +65,8 @@ struct Op {
   std::shared_ptr<const OpInfo> info;
   Stream* stream = nullptr;
   Clock clock;
-  std::vector<std::shared_ptr<Op>> deps;  // of other streams
-  std::chrono::microseconds delay{0};     // from when it is the first of its stream
+  std::vector<std::shared_ptr<Op>> deps;  // operations of other streams that must run first
+  std::chrono::microseconds delay{0};     // counts from when it is the first of its stream
   Time ready;
   bool is_urgent = false;  // the host waits for it
   bool has_begun = false;
@@ -97,7 +97,7 @@ struct Capture {
   std::thread::id thread;
   Stream* origin = nullptr;
   std::unique_ptr<Graph> graph = std::make_unique<Graph>();
-  std::map<Stream*, std::set<size_t>> tails;  // of each stream in the capture: its last nodes
+  std::map<Stream*, std::set<size_t>> tails;  // the last nodes of each stream in the capture
   std::map<Stream*, size_t> lanes;
   bool is_invalid = false;
 };
@@ -113,28 +113,28 @@ struct Stream {
   OpRef last;
   Clock clock;
   uint64_t number = 0;
-  unsigned lag = 1;  // how much later than others it runs, drawn anew whenever it was empty
+  unsigned lag = 1;  // factor of its delays, drawn anew whenever it was empty
   std::shared_ptr<Capture> capture;
 };
 
 struct Event {
   int device = 0;
   unsigned flags = 0;
-  OpRef op;  // of the last record outside of captures
+  OpRef op;  // the last record outside of captures
   std::shared_ptr<Capture> capture;
-  std::set<size_t> nodes;  // of the last record, in a capture
+  std::set<size_t> nodes;  // the stream's last nodes at the last record in a capture
 };
 
-// Everything mutable lives as long as the process: threads may use it until the very end.
+// Holds all mutable state. It is never destroyed, because threads may use it until the process ends.
 struct State {
   std::mutex mutex;
-  std::condition_variable changed;  // for the executor: work came, or a host thread waits
-  std::condition_variable done;     // for host threads: an operation is done
-  std::vector<Stream*> streams;     // all, by id
-  std::map<int, Stream*> legacy;    // by device
+  std::condition_variable changed;  // wakes the executor: new work, or a waiting host thread
+  std::condition_variable done;     // wakes host threads: an operation is done
+  std::vector<Stream*> streams;     // all streams, by id
+  std::map<int, Stream*> legacy;    // default streams, by device
   std::set<Event*> events;
   std::set<std::shared_ptr<Capture>> captures;
-  Clock host;  // what host threads have seen complete
+  Clock host;  // the operations that host threads have seen complete
   std::mt19937_64 random{1};
   uint64_t delay_us = 1000;
   uint64_t num_host_waits = 0;
@@ -142,7 +142,7 @@ struct State {
   cudaError_t device_error = cudaSuccess;
   bool has_executor = false;
   bool is_stopping = false;
-  bool is_running = false;  // the executor, some work
+  bool is_running = false;  // whether the executor is running work
 };
 State& state();
 using Lock = std::unique_lock<std::mutex>;
@@ -151,40 +151,40 @@ extern thread_local int current_device;
 extern thread_local cudaStreamCaptureMode thread_capture_mode;
 int num_devices();
 
-// Notes an error of a call, as cudaGetLastError answers it, and returns it.
+// Records the error of a call for cudaGetLastError, and returns it.
 cudaError_t fail(cudaError_t error);
-// The same with a text of ours, which cudaGetErrorString then gives.
+// Also sets a specific text, which cudaGetErrorString then returns.
 cudaError_t fail(cudaError_t error, std::string text);
 
-// --- streams.cpp; all under the lock
-Stream* find_stream(cudaStream_t handle);  // null for what is no stream
+// --- streams.cpp: callers hold the lock.
+Stream* find_stream(cudaStream_t handle);  // null if there is no such stream
 Stream* make_stream(int device, bool is_blocking, std::string label);
 OpRef append(Stream* stream, std::shared_ptr<const Work> work, std::vector<OpRef> deps = {});
-// Appends work, or adds it to the stream's capture.
+// Appends work to the stream or, while it captures, to its graph.
 cudaError_t enqueue(Stream* stream, std::shared_ptr<const Work> work);
 cudaError_t wait_for(Lock& lock, const std::vector<OpRef>& ops, const char* call);
-// Notes that the host knows this operation to be done.
+// Records that the host has seen this operation complete.
 void observe(const OpRef& op);
 OpRef marker(Stream* stream, const char* name);
 
 // --- executor.cpp
 void start_executor();
 bool is_executor();
-const OpRef& running();  // on the executor: the operation that runs
+const OpRef& running();  // the operation that the executor runs; for its own thread only
 
-// --- graphs.cpp; under the lock
-bool is_forbidden_by_capture();  // and then all captures that forbid it are invalid
+// --- graphs.cpp: callers hold the lock.
+bool is_forbidden_by_capture();  // if true, the captures that forbid the call are invalid now
 void invalidate(const std::shared_ptr<Capture>& capture);
-cudaError_t check_capture(Stream* stream);  // of a call that may not be made on a stream that captures
+cudaError_t check_capture(Stream* stream);  // for calls that a capturing stream does not allow
 
 // --- memory.cpp
 enum class Kind { kDevice, kPinned, kPageable };
 struct Place {
   Kind kind = Kind::kPageable;
   int device = -1;
-  uintptr_t begin = 0;  // of its allocation
+  uintptr_t begin = 0;  // start of its allocation
   size_t bytes = 0;
-  bool is_known = false;  // device addresses: lies within a live allocation
+  bool is_known = false;  // whether it lies within a live allocation
 };
 Place place_of(const void* address);
 bool is_in_arena(uintptr_t address);
@@ -200,8 +200,8 @@ std::string last_writer(uintptr_t address);
 // --- reports.cpp
 void report(const char* kind, const std::string& text);
 bool dies_of_errors();
-// With FAKE_CUDA_TRACE=1, the calling thread notes its line of Python, outside of torch; its next operations have it.
-// To be called without the lock, because it takes the interpreter's.
+// Records the innermost Python line outside of torch for the thread's next operations, if FAKE_CUDA_TRACE is 1. Callers
+// must not hold the lock, because this takes the interpreter's.
 void note_location();
 const std::string& location();
 uint64_t number_from_environment(const char* name, uint64_t otherwise);

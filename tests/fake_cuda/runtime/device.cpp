@@ -1,4 +1,4 @@
-// Devices, versions, errors, and the launches of kernels that were compiled for a GPU, which nothing here can run.
+// Implements device queries, versions and errors. Refuses kernels compiled for a GPU, except torch's sleep kernel.
 #include <cxxabi.h>
 #include <dlfcn.h>
 
@@ -35,7 +35,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
   if (name.find("spin_kernel") == std::string::npos) {
     return fail(cudaErrorNoKernelImageForDevice, "tests/fake_cuda cannot run a GPU's kernel: " + name.substr(0, 600));
   }
-  // torch.cuda._sleep: other streams go on meanwhile.
+  // This is the kernel of torch.cuda._sleep. Other streams go on while it sleeps.
   const auto length =
       std::chrono::nanoseconds(std::min<int64_t>(*static_cast<int64_t*>(arguments[0]) / 2, 200'000'000));
   const Lock lock(state().mutex);
@@ -52,7 +52,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
   return enqueue(stream, std::move(work));
 }
 
-// ATen's operators come in with torch's CUDA library, which is loaded when it first asks for devices.
+// Loads ATen's operators when the process first asks for devices. torch's CUDA library, which they need, is there then.
 void load_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -258,7 +258,7 @@ FAKE_CUDA_API cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f
   return cudaSuccess;
 }
 
-// --- Kernels that nvcc compiled register themselves; their launches name them.
+// --- Kernels that nvcc compiled register their names here, and launches refer to them.
 FAKE_CUDA_API void** __cudaRegisterFatBinary(void*) {
   static void* handle = nullptr;
   return &handle;
@@ -322,9 +322,11 @@ FAKE_CUDA_API cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3
 }
 FAKE_CUDA_API char __cudaInitModule(void**) { return 1; }
 
-// --- What torch imports and the stand-in does not have.
-#define FAKE_CUDA_LACKS(NAME, ...) \
-  FAKE_CUDA_API cudaError_t NAME(__VA_ARGS__) { return fail(cudaErrorNotSupported, "tests/fake_cuda has no " #NAME); }
+// --- Functions that torch imports and the stand-in does not support.
+#define FAKE_CUDA_LACKS(NAME, ...)                                                    \
+  FAKE_CUDA_API cudaError_t NAME(__VA_ARGS__) {                                       \
+    return fail(cudaErrorNotSupported, #NAME " is not supported by tests/fake_cuda"); \
+  }
 FAKE_CUDA_LACKS(cudaDeviceEnablePeerAccess, int, unsigned)
 FAKE_CUDA_LACKS(cudaDeviceGetDefaultMemPool, cudaMemPool_t*, int)
 FAKE_CUDA_LACKS(cudaFreeAsync, void*, cudaStream_t)

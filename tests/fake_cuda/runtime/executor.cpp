@@ -1,4 +1,4 @@
-// The executor: one thread that runs what streams hold, in a drawn order, each stream's work in its own.
+// Implements the executor: one thread that runs each stream's work in order, and the streams in a random order.
 #include <pthread.h>
 
 #include <cstdlib>
@@ -10,9 +10,9 @@ namespace fake_cuda {
 namespace {
 
 thread_local bool am_executor = false;
-OpRef current_op;  // touched by the executor alone
+OpRef current_op;  // used by the executor only
 
-// The first operation of a stream if nothing else must run before it.
+// Returns whether all operations of other streams that must run before this one are done.
 bool may_run(const Op& op) {
   for (const OpRef& dep : op.deps) {
     if (!dep->is_done) return false;
@@ -77,7 +77,8 @@ void execute() {
       continue;
     }
     const OpRef op = able[able.size() == 1 ? 0 : all.random() % able.size()];
-    const auto work = op->work;  // kept beyond the lock: its end may call into torch
+    // The work is kept alive past finish(), because its destructor may call into torch and must run without the lock.
+    const auto work = op->work;
     all.is_running = true;
     lock.unlock();
     const int outcome = run(op);
@@ -89,7 +90,7 @@ void execute() {
       finish(op, outcome);
     }
     lock.unlock();
-    // Whatever the operation held is released here, without the lock.
+    // The operation and its work are released here, without the lock.
     const_cast<std::shared_ptr<const Work>&>(work).reset();
     const_cast<OpRef&>(op).reset();
     able.clear();
@@ -97,7 +98,7 @@ void execute() {
   }
 }
 
-// What still runs at the end of the process must not use what static destructors take away.
+// Stops the executor at exit, because running work must not use objects that static destructors have destroyed.
 void stop() {
   State& all = state();
   Lock lock(all.mutex);

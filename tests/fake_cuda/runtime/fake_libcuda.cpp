@@ -1,4 +1,4 @@
-// Stands in the driver library's place: torch loads it by name and asks it for little.
+// Replaces the driver library, which torch loads by name and calls for a few functions only.
 #include <cuda.h>
 #undef cuDevicePrimaryCtxGetState
 #define FAKE_CUDA_API extern "C" __attribute__((visibility("default")))

@@ -1,4 +1,4 @@
-// Graphs: capture notes what would have been enqueued, a launch enqueues it, on streams of the graph's own.
+// Implements graphs. A capture records work instead of enqueuing it; a launch enqueues it on the graph's own streams.
 #include <algorithm>
 
 #include "core.h"
@@ -15,7 +15,7 @@ cudaError_t check_capture(Stream* stream) {
     invalidate(stream->capture);
     return fail(was_invalid ? cudaErrorStreamCaptureInvalidated : cudaErrorStreamCaptureUnsupported);
   }
-  // The legacy stream would have to wait for the blocking streams that capture.
+  // The call is illegal because the legacy stream would have to wait for blocking streams that capture.
   if (stream == find_stream(nullptr)) {
     for (const auto& capture : std::set(state().captures)) {
       for (const auto& [other, tail] : capture->tails) {
@@ -61,7 +61,7 @@ std::set<size_t> ancestors(const Graph& graph, const std::set<size_t>& tail) {
   return all;
 }
 
-// The streams of graphs that are gone, by device and place, for later graphs.
+// Holds the streams of destroyed graphs for later ones, keyed by device and by index within the graph.
 std::map<std::pair<int, size_t>, std::vector<Stream*>>& free_lanes() {
   static auto* made = new std::map<std::pair<int, size_t>, std::vector<Stream*>>;
   return *made;
@@ -84,8 +84,8 @@ FAKE_CUDA_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStream
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
   if (stream == find_stream(nullptr)) return fail(cudaErrorStreamCaptureUnsupported);
   if (stream->capture) return fail(cudaErrorIllegalState);
-  // torch fills the random numbers' seed and offset on this stream before it captures, and on another before a replay,
-  // with nothing between. The two write the same; a race there is none of the program's.
+  // torch writes the random seed and offset on this stream before the capture, and on another stream before a replay,
+  // without ordering the two. Both write the same values, so this wait keeps the stand-in from reporting a race.
   if (stream->last) {
     if (const cudaError_t error = wait_for(lock, {stream->last}, "cudaStreamBeginCapture")) return error;
   }
@@ -199,7 +199,7 @@ FAKE_CUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t s
   if (exec == nullptr || stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
   if (stream->capture) {
     invalidate(stream->capture);
-    return fail(cudaErrorNotSupported, "tests/fake_cuda does not capture the launch of a graph");
+    return fail(cudaErrorNotSupported, "cudaGraphLaunch on a capturing stream is not supported by tests/fake_cuda");
   }
   close_after_fault();
   const OpRef fork = marker(stream, "a graph's launch");
@@ -233,14 +233,14 @@ FAKE_CUDA_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
   for (size_t lane = 0; lane < exec->lanes.size(); ++lane) {
     free_lanes()[{exec->lanes[lane]->device, lane}].push_back(exec->lanes[lane]);
   }
-  delete reinterpret_cast<GraphExec*>(handle);  // what it has enqueued holds its own work
+  delete reinterpret_cast<GraphExec*>(handle);  // enqueued operations keep their work alive
   return cudaSuccess;
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) {
-  return fail(cudaErrorNotSupported, "tests/fake_cuda draws no graphs");
+  return fail(cudaErrorNotSupported, "cudaGraphDebugDotPrint is not supported by tests/fake_cuda");
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t*) {
-  return fail(cudaErrorNotSupported, "tests/fake_cuda does not tell a node's dependencies");
+  return fail(cudaErrorNotSupported, "cudaGraphNodeGetDependencies is not supported by tests/fake_cuda");
 }

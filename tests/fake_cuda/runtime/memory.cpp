@@ -1,4 +1,4 @@
-// Device memory: one file in memory, mapped twice. The host's mapping is protected, work on streams uses the other.
+// Implements device memory: one memory file, mapped twice. The host's mapping is protected; work uses the other one.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <fcntl.h>
@@ -20,22 +20,23 @@ namespace fake_cuda {
 
 namespace {
 
-constexpr uintptr_t kDeviceSpan = uintptr_t{1} << 38;  // of addresses; far more than its memory, so none is used twice
+// Each device has far more addresses than memory, so that no address is used twice.
+constexpr uintptr_t kDeviceSpan = uintptr_t{1} << 38;
 constexpr size_t kLarge = 2 << 20, kSmall = 512;
 
 struct Allocation {
   size_t bytes = 0;
   int device = -1;
-  uint64_t number = 0;  // of this kind, from 1
+  uint64_t number = 0;  // counts device allocations, from 1
 };
 
 struct Memory {
   std::mutex mutex;
   int file = -1;
   uintptr_t begin = 0, end = 0;
-  intptr_t offset = 0;  // from the host's mapping to the work's
+  intptr_t offset = 0;  // distance from the host's mapping to the one for work
   std::map<uintptr_t, Allocation> allocations;
-  std::map<uintptr_t, Allocation> freed;  // of devices, for reports
+  std::map<uintptr_t, Allocation> freed;  // device allocations, for reports
   std::map<uintptr_t, Allocation> pinned;
   std::vector<uintptr_t> next;
   std::vector<size_t> used;
@@ -57,7 +58,8 @@ void protect(const Memory& memory, bool is_open) {
            is_open ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
-// Runs in a signal handler, of a thread that touched device memory: it may hold no lock of ours, or of malloc's.
+// Handles SIGSEGV on the thread that accessed device memory. That thread must hold no lock of malloc or of reports.cpp,
+// because the handler takes both.
 void on_fault(int signal_number, siginfo_t* info, void* context) {
   Memory* memory = mapped.load();
   const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
@@ -67,7 +69,7 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
     } else if (memory != nullptr && memory->former.sa_handler != SIG_DFL && memory->former.sa_handler != SIG_IGN) {
       memory->former.sa_handler(signal_number);
     } else {
-      signal(SIGSEGV, SIG_DFL);  // and the access, tried again, ends the process
+      signal(SIGSEGV, SIG_DFL);  // the repeated access then ends the process
     }
     return;
   }
@@ -78,7 +80,7 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
   if (is_executor() && running()) text << ", in " << running()->info->describe();
   const std::string writer = last_writer(address);
   if (!writer.empty()) text << ", last written by " << writer;
-  // The frames of C++, and those of Python where there are some.
+  // Print the C++ frames, and the Python frames if this thread has any.
   void* frames[24];
   const int count = backtrace(frames, 24);
   backtrace_symbols_fd(frames + 2, count - 2, STDERR_FILENO);
@@ -103,13 +105,13 @@ Memory& memory() {
   const size_t span = kDeviceSpan * static_cast<size_t>(num_devices());
   made->file = memfd_create("fake_cuda", MFD_CLOEXEC);
   if (made->file < 0 || ftruncate(made->file, static_cast<off_t>(span)) != 0) {
-    std::perror("fake_cuda: a file in memory");
+    std::perror("fake_cuda: cannot create the memory file");
     std::abort();
   }
   void* host = mmap(nullptr, span, PROT_NONE, MAP_SHARED | MAP_NORESERVE, made->file, 0);
   void* work = mmap(nullptr, span, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, made->file, 0);
   if (host == MAP_FAILED || work == MAP_FAILED) {
-    std::perror("fake_cuda: the address space of devices");
+    std::perror("fake_cuda: cannot map the address space of devices");
     std::abort();
   }
   madvise(work, span, MADV_DONTDUMP);
@@ -123,7 +125,7 @@ Memory& memory() {
   }
   mapped.store(made);
   void* frame[1];
-  backtrace(frame, 1);  // loads what it needs, which a signal handler must not
+  backtrace(frame, 1);  // loads its library now, which a signal handler must not do
   struct sigaction action = {};
   action.sa_sigaction = &on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
@@ -240,10 +242,10 @@ FAKE_CUDA_API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   const uintptr_t end = all.begin + kDeviceSpan * (device + 1);
   const uintptr_t begin = (all.next[device] + unit - 1) / unit * unit;
   if (all.used[device] + size > device_bytes() || begin + size + kSmall > end) return fail(cudaErrorMemoryAllocation);
-  all.next[device] = begin + size + kSmall;  // a gap, so that what runs beyond the end is seen
+  all.next[device] = begin + size + kSmall;  // leaves a gap, so that accesses beyond the end are found
   all.used[device] += size;
   all.allocations[begin] = {bytes, current_device, ++all.num_allocations};
-  // What nothing has written reads as numbers that no test expects.
+  // New memory gets a pattern, so that a read of memory that was never written gives values that no test expects.
   constexpr size_t kSpoiled = 32 << 20;
   std::memset(view(reinterpret_cast<void*>(begin)), 0xA5, std::min(bytes, kSpoiled));
   *pointer = reinterpret_cast<void*>(begin);
@@ -256,7 +258,7 @@ FAKE_CUDA_API cudaError_t cudaFree(void* pointer) {
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
   if (!place.is_known || place.kind != Kind::kDevice || place.begin != begin) return fail(cudaErrorInvalidValue);
   {
-    // As the real one, it waits for the device.
+    // The call waits for the device, as in CUDA.
     Lock lock(state().mutex);
     if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
     std::vector<OpRef> ops;
@@ -310,7 +312,7 @@ namespace {
 cudaError_t unpin(void* pointer, bool frees) {
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
   {
-    // The real one waits for what uses the memory.
+    // CUDA waits for the work that uses the memory; this waits for all streams.
     Lock lock(state().mutex);
     std::vector<OpRef> ops;
     for (Stream* stream : state().streams) {

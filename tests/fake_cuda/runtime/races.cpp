@@ -1,4 +1,4 @@
-// Races: two accesses of one byte, at least one a write, that no stream order, event or wait of the host's puts in
+// Finds races: two accesses to one byte, at least one of them a write, that no stream order, event or host wait puts in
 // order.
 #include <cstdio>
 
@@ -18,7 +18,7 @@ struct Cell {
 
 struct Shadow {
   std::mutex mutex;
-  std::map<uintptr_t, Cell> cells;  // by their first byte; they do not overlap
+  std::map<uintptr_t, Cell> cells;  // keyed by their first byte, without overlaps
 };
 Shadow& shadow() {
   static auto* made = new Shadow;
@@ -29,7 +29,7 @@ bool is_before(const Access& access, const Op& op) {
   return access == nullptr || op.clock.of(access->stream_id) >= access->number;
 }
 
-// Makes `at` a border between cells.
+// Splits the cell around `at`, if there is one, so that a cell begins there.
 void split(std::map<uintptr_t, Cell>& cells, uintptr_t at) {
   auto after = cells.upper_bound(at);
   if (after == cells.begin()) return;
@@ -67,7 +67,7 @@ Found visit(std::map<uintptr_t, Cell>& cells, const Op& op, uintptr_t begin, uin
   }
   for (uintptr_t at = begin; at < end;) {
     auto cell = cells.lower_bound(at);
-    if (cell == cells.end() || cell->first > at) {  // never written
+    if (cell == cells.end() || cell->first > at) {  // no access recorded
       const uintptr_t until = cell == cells.end() ? end : std::min(end, cell->first);
       cells[at] = {until, nullptr, {op.info}};
       at = until;
@@ -76,7 +76,7 @@ Found visit(std::map<uintptr_t, Cell>& cells, const Op& op, uintptr_t begin, uin
     auto& readers = cell->second.readers;
     std::erase_if(readers, [&](const Access& reader) { return is_before(reader, op); });
     readers.push_back(op.info);
-    if (!is_before(cell->second.writer, op)) cell->second.writer = nullptr;  // said once
+    if (!is_before(cell->second.writer, op)) cell->second.writer = nullptr;  // reports each race once
     at = cell->second.end;
   }
   return found;

@@ -1,4 +1,4 @@
-// Errors of the program under test: printed at once; the process ends, or a test runner asks for them afterwards.
+// Reports errors of the program under test. Each is printed at once; then the process ends, or tests read it later.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -37,7 +37,7 @@ namespace {
 
 thread_local std::string python_line;
 
-// Python's functions, by name: not every process that preloads the stand-in has an interpreter.
+// Looks up a function of Python by name, because not every process that preloads the stand-in has an interpreter.
 template <class Function>
 Function python(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
@@ -89,7 +89,7 @@ void report(const char* kind, const std::string& text) {
   std::fprintf(stderr, "fake_cuda: %s\n", line.c_str());
   std::fflush(stderr);
   if (dies_of_errors()) {
-    std::fprintf(stderr, "fake_cuda: the process ends here; FAKE_CUDA_ON_ERROR=record goes on.\n");
+    std::fprintf(stderr, "fake_cuda: the process ends here; set FAKE_CUDA_ON_ERROR=record to go on.\n");
     std::fflush(stderr);
     _exit(86);
   }

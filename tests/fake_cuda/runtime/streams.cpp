@@ -1,4 +1,4 @@
-// Streams and events: what is enqueued, in which order it may run, and what the host waits for.
+// Implements streams and events: the queues, the order in which work may run, and host waits.
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,7 +36,7 @@ State& state() {
 thread_local int current_device = 0;
 
 Stream* make_stream(int device, bool is_blocking, std::string label) {
-  auto* stream = new Stream;  // never deleted: an address is never that of another stream
+  auto* stream = new Stream;  // never deleted, so that no later stream gets its address
   stream->id = static_cast<uint32_t>(state().streams.size());
   stream->device = device;
   stream->is_blocking = is_blocking;
@@ -114,7 +114,7 @@ cudaError_t enqueue(Stream* stream, std::shared_ptr<const Work> work) {
     tail = {node};
     return cudaSuccess;
   }
-  if (stream->is_blocking) {  // the legacy stream would wait for a capture, or a capture for it
+  if (stream->is_blocking) {  // illegal if the legacy stream would wait for a capture, or a capture for it
     Stream* legacy = state().legacy.count(stream->device) ? state().legacy[stream->device] : nullptr;
     for (const auto& capture : std::set(state().captures)) {
       for (const auto& [other, tail] : capture->tails) {
@@ -177,11 +177,11 @@ cudaError_t wait_for(Lock& lock, const std::vector<OpRef>& ops, const char* call
     all.changed.notify_one();
     while (!op->is_done) {
       if (all.done.wait_until(lock, until) == std::cv_status::timeout) {
-        const std::string text = std::string(call) + " waits since " + std::to_string(limit.count()) + " s for " +
-                                 op->info->describe() + "; not done are:" + pending_work();
+        const std::string text = std::string(call) + " has waited " + std::to_string(limit.count()) + " s for " +
+                                 op->info->describe() + "; these are not done:" + pending_work();
         lock.unlock();
-        report("a wait without an end", text);
-        _exit(86);  // the work may still write where the host goes on
+        report("timeout", text);
+        _exit(86);  // the work may still write to memory that the host would use
       }
     }
   }
@@ -226,7 +226,7 @@ FAKE_CUDA_API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Stream* stream = find_stream(handle);
   if (stream == nullptr || handle == nullptr) return fail(cudaErrorInvalidResourceHandle);
   if (stream->capture) invalidate(stream->capture);
-  stream->is_destroyed = true;  // what it still holds runs
+  stream->is_destroyed = true;  // the work that it still holds runs
   return cudaSuccess;
 }
 

@@ -1,4 +1,4 @@
-// A block's threads as fibers: each runs to its next barrier, in the order asked for; see cuda_runtime.h.
+// Runs a block's threads as fibers: each runs to its next barrier, in the chosen order; see cuda_runtime.h.
 #include "cuda_runtime.h"
 
 #include <ucontext.h>
@@ -18,8 +18,8 @@
 #include <sanitizer/tsan_interface.h>
 #endif
 
-// Fibers run one at a time, but to the thread sanitizer they are threads that only barriers order, as on a GPU: so that
-// it finds a kernel's races. What is ours it must not look at.
+// Fibers run one at a time, but the thread sanitizer sees them as threads that only barriers order, as on a GPU. So it
+// finds a kernel's races. It must not check the functions of this file.
 #define DT_UNSEEN __attribute__((no_sanitize("thread")))
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -43,7 +43,7 @@ struct Fiber {
   ucontext_t context = {};
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool is_done = false;
-  double exchanged[2] = {};  // with its warp; in turn, so that the next exchange cannot overtake this one
+  double exchanged[2] = {};  // with its warp; used in turn, so that the next exchange cannot overwrite this one
   unsigned turn = 0;
 #if defined(__SANITIZE_ADDRESS__)
   void* fake_stack = nullptr;
@@ -66,7 +66,7 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Barrier> warps;
 Barrier block;
 const std::function<void()>* body = nullptr;
-unsigned idle_turns = 0;  // since something last happened
+unsigned idle_turns = 0;  // switches since a fiber last made progress
 
 DT_UNSEEN void enter(Fiber& fiber) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -231,7 +231,7 @@ float perturbed(float value) {
 
 }  // namespace
 
-// As ranged_float.cuh declares them.
+// These functions are declared in ranged_float.cuh.
 float approximate_reciprocal(float x) { return perturbed(1.0f / x); }
 float approximate_reciprocal_root(float x) {
   return perturbed(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))));

@@ -1,5 +1,6 @@
-// Stands for CUDA's header of that name: kernels compiled as C++ run on the CPU, a block's threads as fibers that take
-// turns at barriers and nowhere else. For kernels in one dimension, and of the language only what ours use.
+// Replaces CUDA's header of that name, so that kernels compiled as C++ run on the CPU. A block's threads are fibers
+// that take turns at barriers only. It supports kernels in one dimension, and the parts of the language that the
+// package uses.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,7 @@ struct dim3 {
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 void __syncthreads();
-// Of a whole warp: `mask` must have all its threads.
+// These work on a whole warp: `mask` must have all 32 bits set.
 unsigned __reduce_max_sync(unsigned mask, unsigned value);
 unsigned __ballot_sync(unsigned mask, int predicate);
 double __shfl_down_sync(unsigned mask, double value, unsigned delta);
@@ -31,7 +32,7 @@ inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
 
-// CUDA's own, which are of no namespace.
+// CUDA declares these in the global namespace.
 template <class A, class B>
 auto min(A a, B b) {
   return b < a ? b : a;
@@ -57,14 +58,15 @@ struct cudaLaunchConfig_t {
 
 namespace cuda_on_cpu {
 
-// Of blocks, and of a block's threads between barriers: what depends on it lacks a barrier or an atomic operation.
+// The order of blocks, and of a block's threads between barriers. A result that depends on it lacks a barrier or an
+// atomic operation.
 enum class Order { kForwards, kBackwards };
 extern Order order;
 
 extern int num_launches;
 
-// By up to how many units in the last place the hardware's approximations are wrong here, so that what corrects them is
-// put to the test.
+// The largest error of the emulated hardware approximations, in units in the last place. It tests the code that
+// corrects them.
 extern int worst_ulps;
 
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);

@@ -1,5 +1,5 @@
-// Stands for the header of that name, which CUDA's runtime headers include and torch's packages do not bring: the words
-// that host code sees, for g++.
+// Replaces CUDA's header of that name, which the runtime headers include and torch's packages lack. It defines CUDA's
+// keywords for g++.
 #pragma once
 
 #define __align__(n) __attribute__((aligned(n)))

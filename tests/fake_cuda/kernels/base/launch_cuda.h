@@ -1,4 +1,4 @@
-// Takes the place of csrc/base/launch_cuda.h in front of it: gives each launch its words as a name, for reports.
+// Wraps csrc/base/launch_cuda.h, so that reports name each launch by its description.
 #pragma once
 
 #include "fake_cuda_kernels.h"

@@ -1,0 +1,77 @@
+"""Tests of tools/sizes.py: each rule finds what breaks it, and nothing else."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def sizes(repository: Path):  # type: ignore[no-untyped-def]
+    spec = importlib.util.spec_from_file_location("sizes", repository / "tools/sizes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def checkout(root: Path, **files: str) -> Path:
+    """Makes a git checkout; a name's double underscores are its slashes and its last one is the dot."""
+    subprocess.run(["git", "init", "-q", root], check=True)
+    for name, text in files.items():
+        path = root / ".".join(name.replace("__", "/").rsplit("_", 1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_long_files_and_a_high_median_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = checkout(
+        tmp_path, csrc__base__long_cpp="\n" * 501, csrc__base__edge_cpp="\n" * 500, tests__any_py="\n" * 900
+    )
+    findings = list(sizes.line_findings(root, sizes.tracked_files(root)))
+    assert findings == [
+        "csrc/base/long.cpp: 501 lines, expected at most 500: split it",
+        "the median file has 500.5 lines, expected fewer than 150",
+    ]
+
+
+def test_public_methods_are_counted(sizes) -> None:  # type: ignore[no-untyped-def]
+    text = """
+    class Forward;
+    template <class T>
+    class Box final : public Base<T> {  // a comment with { and (
+     public:
+      explicit Box(int size);
+      ~Box() { release(); }
+      Box& operator=(const Box&) = delete;
+      int size() const { return size_; }
+      void fill(const std::function<void(int)>& value, int first = 0);
+      void fill(int value);
+      template <class F> static Box made(F f);
+      std::vector<int> values_;
+     private:
+      void release();
+      int size_ = 0;
+    };
+    struct Open { int a; bool has(int b) const; private: void hidden(); };
+    enum class Kind { kA };
+    """
+    assert dict(sizes.native_classes(text)) == {"Box": 3, "Open": 1}
+    assert dict(sizes.python_classes("class A:\n  def a(self): ...\n  def _b(self): ...\n  x = 1\n")) == {"A": 1}
+
+
+def test_circles_of_folders_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = checkout(
+        tmp_path,
+        csrc__base__a_h="",
+        csrc__ddp__b_h='#include "optim/c.h"\n#include "ddp/transport/e.h"\n#include "missing/f.h"',
+        csrc__ddp__transport__e_h='#include "ddp/b.h"\n#include "base/a.h"',
+        csrc__optim__c_h='#include "grad/d.h"\n#include "base/a.h"',
+        csrc__grad__d_h='#include "optim/c.h"',
+    )
+    graph = sizes.included_folders(root, sizes.tracked_files(root))
+    assert graph == {"base": set(), "ddp": {"optim", "base"}, "optim": {"grad", "base"}, "grad": {"optim"}}
+    assert list(sizes.circle_findings(graph)) == ["csrc: optim includes grad includes optim: break the circle"]

@@ -1,0 +1,148 @@
+"""Checks the sizes that keep the sources readable; `make lint` runs it.
+
+Three rules hold: no file outside tests/ has more than 500 lines and their median is below 150, no class has more than
+25 public methods, and the folders of csrc/ do not include each other in a circle.
+"""
+
+import argparse
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_LINES = 500
+MAX_MEDIAN_LINES = 150
+MAX_PUBLIC_METHODS = 25
+NATIVE = {".h", ".cpp", ".cu", ".cuh"}
+SOURCES = {*NATIVE, ".py", ".pyi", ".cmake", ".sh"}
+
+
+def tracked_files(root: Path) -> list[Path]:
+    """Returns the sources that git tracks or would track, relative to `root`."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted({Path(name) for name in names if Path(name).suffix in SOURCES and (root / name).is_file()})
+
+
+def line_findings(root: Path, files: list[Path]) -> Iterator[str]:
+    """Yields one line of text per file that is too long, and one if the median is too high."""
+    lengths = {file: len((root / file).read_text().splitlines()) for file in files if file.parts[0] != "tests"}
+    for file, length in lengths.items():
+        if length > MAX_LINES:
+            yield f"{file}: {length} lines, expected at most {MAX_LINES}: split it"
+    median = statistics.median(lengths.values()) if lengths else 0
+    if median >= MAX_MEDIAN_LINES:
+        yield f"the median file has {median:g} lines, expected fewer than {MAX_MEDIAN_LINES}"
+
+
+def python_classes(text: str) -> Iterator[tuple[str, int]]:
+    """Yields the name and the number of public methods of every class of a Python module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+            yield node.name, sum(not name.startswith("_") for name in methods)
+
+
+def without_comments(text: str) -> str:
+    """Replaces comments and string literals of C++ with nothing, so that braces in them do not count."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\''
+    return re.sub(pattern, "", text, flags=re.DOTALL)
+
+
+def native_classes(text: str) -> Iterator[tuple[str, int]]:
+    """Yields the name and the number of public methods of every class and struct that a C++ file defines.
+
+    The parser knows declarations as this project formats them, not the whole language. Constructors, destructors and
+    operators do not count; overloads of one name count once.
+    """
+    text = without_comments(text)
+    for match in re.finditer(r"(?<!enum )\b(class|struct)\s+(\w+)\b(?!\s*[>,=])[^;{}()=]*\{", text):
+        kind, name = match.groups()
+        public, depth, declaration, methods = kind == "struct", 1, "", set()
+        position = match.end()
+        while depth and position < len(text):
+            char = text[position]
+            position += 1
+            if char in "{}":
+                depth += 1 if char == "{" else -1
+            if depth > 1:
+                if char == "{" and depth == 2:
+                    declaration += "{"
+                continue
+            declaration += char
+            access = re.search(r"\b(public|protected|private)\s*:$", declaration)
+            if access:
+                public, declaration = access[1] == "public", ""
+            elif char in ";}":
+                found = re.search(r"([~\w]+)\s*\(", re.sub(r"<[^<>]*>", "", declaration))
+                method = found[1] if found else ""
+                if public and method and method not in (name, f"~{name}") and "operator" not in declaration:
+                    methods.add(method)
+                declaration = ""
+        yield name, len(methods)
+
+
+def class_findings(root: Path, files: list[Path]) -> Iterator[str]:
+    """Yields one line of text per class with too many public methods."""
+    for file in files:
+        if file.parts[0] == "tests":
+            continue
+        read = python_classes if file.suffix == ".py" else native_classes if file.suffix in NATIVE else None
+        for name, methods in read((root / file).read_text()) if read else ():
+            if methods > MAX_PUBLIC_METHODS:
+                yield f"{file}: {name} has {methods} public methods, expected at most {MAX_PUBLIC_METHODS}: split it"
+
+
+def included_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
+    """Returns, for each folder of csrc/, the other folders of csrc/ whose headers it includes.
+
+    A folder includes its own subfolders freely and they include it: `budget` and `budget/solver` count as one.
+    """
+    graph: dict[str, set[str]] = {}
+    for file in files:
+        if file.parts[0] != "csrc" or len(file.parts) < 3 or file.suffix not in NATIVE:
+            continue
+        edges = graph.setdefault(file.parts[1], set())
+        for included in re.findall(r'^#include "([^"]+)"', (root / file).read_text(), re.MULTILINE):
+            folder = included.split("/")[0]
+            if (root / "csrc" / included).is_file() and folder != file.parts[1]:
+                edges.add(folder)
+    return graph
+
+
+def circle_findings(graph: dict[str, set[str]]) -> Iterator[str]:
+    """Yields one line of text per circle of folders, found by depth-first search."""
+    done: set[str] = set()
+
+    def visit(folder: str, path: tuple[str, ...]) -> Iterator[str]:
+        if folder in path:
+            yield f"csrc: {' includes '.join((*path[path.index(folder) :], folder))}: break the circle"
+        elif folder not in done:
+            for other in sorted(graph.get(folder, ())):
+                yield from visit(other, (*path, folder))
+            done.add(folder)
+
+    for folder in sorted(graph):
+        yield from visit(folder, ())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="the checkout to look at (default: here)")
+    root = parser.parse_args().root
+    files = tracked_files(root)
+    findings = [
+        *line_findings(root, files),
+        *class_findings(root, files),
+        *circle_findings(included_folders(root, files)),
+    ]
+    for finding in findings:
+        print(finding, file=sys.stderr)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -19,7 +19,7 @@ Trace read_trace(const char* numbers) {
   for (TraceValue& value : trace.values) {
     in >> value.bytes >> value.can_save >> value.can_recompute >> value.replaces >> count;
     value.formats.resize(count);
-    for (StorageFormat& format : value.formats) in >> format.bytes >> format.seconds;
+    for (FormatPrice& format : value.formats) in >> format.bytes >> format.seconds;
   }
   trace.ops.resize(num_ops);
   for (TraceOp& op : trace.ops) {

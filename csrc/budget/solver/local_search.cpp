@@ -133,7 +133,7 @@ std::vector<LocalSearch::Move> LocalSearch::moves_to_save(const Policy& policy) 
     add_what_only_it_needs(policy, move);
     add(move);
     if (num_outputs > 1) continue;
-    const std::vector<StorageFormat>& formats = index_.trace.values[move.value].formats;
+    const std::vector<FormatPrice>& formats = index_.trace.values[move.value].formats;
     for (size_t format = 0; format < formats.size(); ++format) {
       Move packed = move;
       packed.entry = static_cast<int8_t>(format + 1);
@@ -146,7 +146,7 @@ std::vector<LocalSearch::Move> LocalSearch::moves_to_save(const Policy& policy) 
   for (int32_t value = 0; value < index_.num_values(); ++value) {
     if (policy[value] <= 0 || needs_[value] == 0 || first_need[value] >= index_.num_uses()) continue;
     const TraceValue& saved = index_.trace.values[value];
-    const StorageFormat& format = saved.formats[policy[value] - 1];
+    const FormatPrice& format = saved.formats[policy[value] - 1];
     add({value, kSave, false, first_need[value], format.seconds, saved.bytes - format.bytes});
   }
   return moves;
@@ -219,7 +219,7 @@ std::vector<LocalSearch::Move> LocalSearch::moves_to_drop(const Policy& policy, 
   for (int32_t value = 0; value < index_.num_values(); ++value) {
     if (index_.is_external(value) || policy[value] == kRecompute || needs_[value] == 0) continue;
     if (first_need[value] <= peak_at) continue;
-    const std::vector<StorageFormat>& formats = index_.trace.values[value].formats;
+    const std::vector<FormatPrice>& formats = index_.trace.values[value].formats;
     const int64_t bytes = index_.saved_bytes(value, policy[value]);
     const double seconds = policy[value] == kSave ? 0 : formats[policy[value] - 1].seconds;
     for (size_t format = 0; format < formats.size(); ++format) {

@@ -30,7 +30,7 @@ MinCut::MinCut(const TraceIndex& index, int32_t num_ops)
     if (!index.may_be_needed[value] || index.is_external(value) || index.writer[value] >= num_ops) continue;
     if (!index.can_recompute[value] && node_of_op_[index.writer[value]] >= 0) {
       double most = 0;
-      for (const StorageFormat& format : trace.values[value].formats) most = std::max(most, format.seconds);
+      for (const FormatPrice& format : trace.values[value].formats) most = std::max(most, format.seconds);
       free_seconds_ += most;
     }
     if (index.is_taken[value] && !index.can_recompute[value]) {

@@ -163,7 +163,7 @@ Segments::Signature Segments::signature_of(int32_t first_op, int32_t end_op) con
       signature.add(written.bytes);
       signature.add(written.can_save + 2 * index_.can_recompute[value] + 4 * index_.takes_over[value] +
                     8 * is_crossing(value, end_op));
-      for (const StorageFormat& format : written.formats) signature.add(format.bytes);
+      for (const FormatPrice& format : written.formats) signature.add(format.bytes);
       signature.add(index_.num_releases[value]);
       signature.add(index_.is_taken[value]);
     }

@@ -97,7 +97,7 @@ Outcome Simulator::run(const Policy& policy, Timeline* timeline) {
 void Simulator::restore(int32_t value) {
   bytes_now_ += bytes_[value];
   note_peak(bytes_now_);
-  const StorageFormat& format = index_.trace.values[value].formats[(*policy_)[value] - 1];
+  const FormatPrice& format = index_.trace.values[value].formats[(*policy_)[value] - 1];
   bytes_now_ -= format.bytes;
   seconds_ += format.seconds;
   presence_[value] = Presence::kAsItIs;

@@ -8,7 +8,7 @@
 namespace drivetrain::budget {
 
 // A way to store a value other than as it is, for example packed or offloaded.
-struct StorageFormat {
+struct FormatPrice {
   int64_t bytes;   // that stay resident
   double seconds;  // that converting and restoring add to a step
 };
@@ -19,7 +19,7 @@ struct TraceValue {
   bool can_save = true;                // false: a later operation overwrites its memory in place
   bool can_recompute = true;           // false: its operation cannot be replayed
   int32_t replaces = -1;               // the value whose memory it takes over in place, or -1
-  std::vector<StorageFormat> formats;  // besides saving it as it is, which takes no time
+  std::vector<FormatPrice> formats;  // besides saving it as it is, which takes no time
 };
 
 struct TraceOp {

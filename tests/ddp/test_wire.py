@@ -341,7 +341,7 @@ def test_unedited_script(on_ranks: OnRanks) -> None:
 def refusals() -> None:
     net = nn.Linear(3, 3)
     for wrong, why in (
-        (torch.float16, "largest, 65504"),
+        (torch.float16, "largest number, 65504"),
         ("float16", "65504"),
         (torch.int8, "wire_dtype is torch.int8"),
     ):

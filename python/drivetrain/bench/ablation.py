@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _C
-from ..budget.trace import STORAGE_FORMATS, profile
+from ..budget.trace import STORAGE_FORMATS, BackwardUse, profile
 from .activation_models import ModelCase, cases
 from .activations import SHARES, Variant, seconds_of
 from .measure import keep_freed_memory
@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
     """A model's trace, as the solver takes it, and the figures that plans of it are compared with."""
 
     name: str
-    trace: tuple[list[Any], list[Any], list[tuple[int, bool]]]
+    trace: tuple[list[Any], list[Any], list[BackwardUse]]
     unplanned_bytes: int
     step_seconds: float
 

@@ -20,7 +20,7 @@ constexpr std::chrono::milliseconds kLook(20);
 // The destructor aborts after this time.
 constexpr std::chrono::seconds kLongestEnd(5);
 // A wait for NCCL's threads first does not sleep, as most calls take microseconds.
-constexpr std::chrono::milliseconds kSpin(1);
+constexpr std::chrono::milliseconds kStateSpin(1);
 constexpr std::chrono::microseconds kPause(200);
 
 // See NcclCommunicator::memory_bytes().
@@ -30,7 +30,7 @@ std::atomic<int64_t> most_bytes{0};
 double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
 void pause(Clock::time_point since) {
-  if (Clock::now() - since < kSpin) {
+  if (Clock::now() - since < kStateSpin) {
     std::this_thread::yield();
   } else {
     std::this_thread::sleep_for(kPause);

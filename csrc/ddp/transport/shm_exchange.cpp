@@ -19,6 +19,11 @@
 #include "ddp/transport/shm_segment.h"
 
 namespace drivetrain::ddp {
+// Chunks of an operation that are done. Named outside the anonymous namespace, as ControlBlock has fields of it.
+struct alignas(64) DoneCounts {
+  std::atomic<uint64_t> done[2];  // per stage
+};
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -45,10 +50,6 @@ constexpr uint64_t count_of(uint64_t word) { return word & ((uint64_t{1} << kCou
 // Stages: the sum within the host and, with several hosts, the copy from its first rank.
 constexpr int kSum = 0;
 constexpr int kCopy = 1;
-
-struct alignas(64) DoneCounts {
-  std::atomic<uint64_t> done[2];  // per stage
-};
 
 // The number of chunks of a rank's region that are taken, per stage.
 struct alignas(64) Claims {

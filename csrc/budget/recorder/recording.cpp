@@ -344,8 +344,8 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
 
 void Recording::finish() {
   written_.clear();  // an operation that failed leaves entries
-  // Until now the recorder saw writes to memory that is still being copied to the host. From now on other code, which
-  // for instance owns a result of the model, may write there unseen.
+  // The recorder saw every write to memory that is still being copied to the host. After this call other code, for
+  // instance the owner of a result of the model, may write there unseen.
   for (const auto& [_, known] : known_) {
     if (known.value >= 0 && !known.storage.expired()) store_.await_copy_out(known.value);
   }

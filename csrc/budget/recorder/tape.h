@@ -24,7 +24,7 @@
 
 namespace drivetrain::budget {
 
-// How a value is stored from its last use in the forward pass until backward.
+// Names how a value is stored from its last use in the forward pass until backward.
 enum StorageFormat : int8_t {
   kUnplanned = -2,  // unchanged if autograd saves it, otherwise not at all
   kRecomputed = -1,

@@ -91,7 +91,7 @@ bool LocalSearch::fill_once(int64_t budget_bytes, Policy& policy, Outcome& outco
     is_op_moved = 1;
     fitting.push_back(move);
   }
-  // Where the estimates were wrong, tries the better half of the moves.
+  // Tries the better half of the moves as long as the estimates were wrong.
   while (!fitting.empty()) {
     Policy next = policy;
     for (const Move& move : fitting) apply(move, next);

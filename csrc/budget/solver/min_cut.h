@@ -52,7 +52,8 @@ class MinCut {
   std::vector<int32_t> edges_of_node_, first_edge_;
   std::vector<SaveEdge> save_edges_;
   std::vector<int32_t> always_saved_;
-  // Of storage formats of values that cannot be recomputed: a replay for another output may restore these, too.
+  // Sums the longest restore time of each value that cannot be recomputed. A replay of its operation for another output
+  // may restore the value, too.
   double free_seconds_ = 0;
   double price_ = 0;
   double flow_ = 0;

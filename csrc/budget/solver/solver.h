@@ -16,9 +16,9 @@ struct FormatPrice {
 // A storage in one version.
 struct TraceValue {
   int64_t bytes = 0;
-  bool can_save = true;                // false: a later operation overwrites its memory in place
-  bool can_recompute = true;           // false: its operation cannot be replayed
-  int32_t replaces = -1;               // the value whose memory it takes over in place, or -1
+  bool can_save = true;              // false: a later operation overwrites its memory in place
+  bool can_recompute = true;         // false: its operation cannot be replayed
+  int32_t replaces = -1;             // the value whose memory it takes over in place, or -1
   std::vector<FormatPrice> formats;  // besides saving it as it is, which takes no time
 };
 
@@ -41,7 +41,7 @@ struct Trace {
   std::vector<TraceUse> uses;  // in order of backward
 };
 
-// What a policy says of a value: recompute it, save it as it is, or (1 + i) save it in its storage format i.
+// A policy maps each value to kRecompute, kSave (unchanged) or 1 + i, which saves it in its storage format i.
 constexpr int8_t kRecompute = -1, kSave = 0;
 using Policy = std::vector<int8_t>;  // per value; entries of values that the step never needs have no effect
 

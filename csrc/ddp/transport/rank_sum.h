@@ -40,7 +40,7 @@ struct SumJob {
   double* square_sum = nullptr;
 };
 
-// With the chosen instruction set; every one gives the same bits.
+// Runs the kernel of the chosen instruction set. Every instruction set gives the same bits.
 void sum_range(const SumJob& job);
 
 namespace baseline {

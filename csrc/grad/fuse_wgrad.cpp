@@ -185,7 +185,7 @@ bool is_plain(const at::Tensor& tensor) {
 at::Tensor fused_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias,
                         bool is_conv1d) {
   at::Tensor bias = given_bias.value_or(at::Tensor());
-  // Of torch.func.
+  // True inside a transform of torch.func.
   const bool is_transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   if (!at::GradMode::is_enabled() || !weight.requires_grad() || is_transformed || input.dim() == 0 ||
       weight.dim() != 2 || !is_plain(input) || !is_plain(weight)) {

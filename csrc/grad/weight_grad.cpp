@@ -88,7 +88,7 @@ void pack_columns(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t 
   }
 }
 
-// Where the product's rows from `row` on lie, and what the addition of them, summed aside, is.
+// Describes the addition of a product, summed in a buffer of its own, to the rows of `grad` from `row` on.
 Addition addition_of(const at::Tensor& grad, const at::Tensor& residual, int64_t row, formats::TypedArray micro,
                      bool starts) {
   const int64_t offset = row * grad.size(1);
@@ -102,7 +102,7 @@ void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const 
   const at::Tensor &left = weight_grad.left, &right = weight_grad.right;
   const int64_t tokens = left.size(0), rows = left.size(1), columns = right.size(1);
   const int64_t num_columns = (columns + kColumns - 1) / kColumns;
-  // Fewer rows at a time where a stripe of them is summed aside.
+  // A stripe that is summed in a buffer of its own has fewer rows.
   const int64_t stripe = residual.defined() ? std::clamp<int64_t>(kAside / columns, 1, kRows) : kRows;
   const int64_t num_stripes = (rows + stripe - 1) / stripe;
   const int64_t most = round_up(std::min(tokens, kTokens), kTokensStep);
@@ -142,7 +142,7 @@ bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype ==
 
 }  // namespace
 
-// libtorch throws where it has none.
+// Multiplies a small block, because libtorch throws on processors without such products.
 bool has_block_products() {
   static const bool found = [] {
     std::array<at::BFloat16, kTokensStep> a = {};

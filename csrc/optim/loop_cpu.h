@@ -71,7 +71,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
   bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
-  // Without conversion or a second visit, tiles have no benefit.
+  // Tiles help only where values are converted or visited twice.
   const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];

@@ -234,7 +234,7 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   if (is_short(reader)) {
     run(reader, options, on_device, result);
   } else {
-    // Without the GIL other threads may drop a gradient or a state that the jobs point to.
+    // Other threads may drop a gradient or a state that the jobs point to once the GIL is released.
     const auto owners = reader.owners();
     const py::gil_scoped_release no_gil;
     run(reader, options, on_device, result);

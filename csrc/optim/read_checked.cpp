@@ -62,7 +62,7 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
 bool StepReader::lacks_state(const Entry& entry, const StateValues& values) const {
   const Group& group = groups_[entry.group];
   if (!values.complete) return true;
-  // Where the rule counts steps, a missing counter is an error: the number of the step is unknown.
+  // A missing counter is an error if the rule counts steps: the number of the step is unknown.
   if (group.counts_steps && !group.rule->counts_steps && values.step == nullptr) return true;
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   if (const std::optional<Extra> extra = extra_of(param_format(group.precision, param.scalar_type()))) {

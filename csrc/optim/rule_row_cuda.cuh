@@ -168,7 +168,7 @@ class RuleRow {
 
   template <class Load>
   __device__ __forceinline__ void get_one_by_one(Load load, int q, T (&values)[kQuad]) const {
-    // Not unrolled, and so through selects: an index would move the values to local memory.
+    // Selects put the value into its slot, because a run-time index would move the values to local memory.
 #pragma unroll 1
     for (int at = 0; at < kQuad; ++at) {
       const int64_t i = base_ + quad_position(q) + at;

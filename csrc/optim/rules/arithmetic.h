@@ -46,7 +46,7 @@ DT_HOST_DEVICE double decayed(double base, double exponent) {
   for (int k = 21; k > 0; k -= 2) series = series * square + 1.0 / k;
   const double logarithm = exponent * (2 * ratio * series + shift * kLog2);
   if (!(logarithm > -707)) return 0;
-  // Its exponential is 2^whole times that of the rest, which is at most half of log(2).
+  // exp(logarithm) is 2^whole * exp(rest), where |rest| is at most log(2) / 2.
   constexpr double kLog2Leading = 0x1.62e42feep-1, kLog2Rest = 0x1.a39ef35793c76p-33;
   constexpr double kRounds = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
   const double whole = (logarithm * (1 / kLog2) + kRounds) - kRounds;

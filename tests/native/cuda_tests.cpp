@@ -1,4 +1,4 @@
-// The CUDA kernels on the CPU (cuda_on_cpu/): the same bytes as the CPU's loops, whatever the order of threads.
+// Tests the CUDA kernels on the CPU (cuda_on_cpu/): in any order of threads they write the bytes of the CPU's loops.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace drivetrain {
 namespace {
 
 constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
-// There a fiber costs much, and what races is the loops', not the rules'.
+// Fibers are slow under the thread sanitizer, and only the loops can race, which all rules share.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kOneRule = true;
 #else
@@ -35,7 +35,7 @@ void test_step(const TestedRule& rule, const Layout& layout, const optim::GradSc
   job.grad_scaling = grad_scaling;
   optim::baseline::step_cpu(job, 0, job.total);
   for (cuda_on_cpu::Order order : kOrders) {
-    // What depends on the order is the loop's, not the rule's: one rule in both is enough.
+    // The order matters to the loop only, so that one rule tests both orders.
     if (order == cuda_on_cpu::Order::kForwards && rule.kind != optim::RuleKind::kAdam) continue;
     cuda_on_cpu::order = order;
     const Params found(rule, layout, kSizes);
@@ -78,7 +78,7 @@ void test_norm() {
   }
 }
 
-// Gradients that begin anywhere, of sizes around a row and a thread's loads, with values of all magnitudes.
+// Sums gradients that begin anywhere, of sizes around a row and a thread's loads, with values of all magnitudes.
 void test_norm_of_views() {
   for (const Format format : {Format::kFloat32, Format::kFloat64, Format::kBFloat16, Format::kFloat16}) {
     for (const bool is_special : {false, true}) {
@@ -91,7 +91,7 @@ void test_norm_of_views() {
           std::vector<unsigned char>& mine = memory.emplace_back((numel + offset) * bytes);
           for (size_t i = 0; i < mine.size(); ++i)
             mine[i] = static_cast<unsigned char>(formats::mixed(i + 977 * numel));
-          // Finite by a cleared bit of the exponent.
+          // A cleared bit of the exponent makes each value finite.
           for (int64_t i = 0; !is_special && i < numel + offset; ++i) mine[(i + 1) * bytes - 1] &= 0xbf;
           optim::ParamJob job = {};
           job.grad = {mine.data() + offset * bytes, format};
@@ -118,7 +118,7 @@ void test_norm_of_views() {
   }
 }
 
-// What a gradient is accumulated into, from any element on.
+// Holds a main gradient, float32 or bfloat16 with 8 bits of remainder, which begins at any element of its memory.
 struct Main {
   std::vector<unsigned char> values, residual;
   int64_t offset;
@@ -131,7 +131,7 @@ struct Main {
     if (residual.empty()) return {values.data() + 4 * offset, Format::kFloat32};
     return {values.data() + 2 * offset, Format::kBFloat16Remainder8, residual.data() + offset};
   }
-  // A NaN that comes of two has the bits of either: the compiler and the processor choose.
+  // Treats NaNs as equal: the sum of two NaNs has the bits of either, as the compiler and the processor choose.
   bool is_same(const Main& other) const {
     const size_t bytes = residual.empty() ? 4 : 2;
     for (size_t i = 0; i < values.size() / bytes; ++i) {
@@ -150,8 +150,8 @@ struct Main {
   }
 };
 
-// Into float32, and into bfloat16 with a byte beside it: what is there first and what is added to it, in memory that
-// begins anywhere.
+// Accumulates three micro-gradients of `format` into float32, or into bfloat16 with 8 bits of remainder. Both arrays
+// may begin at any element.
 void test_accumulation(int64_t numel, bool with_residual, Format format, int64_t main_offset, int64_t micro_offset) {
   const auto run = [&](const auto& accumulate) {
     Main main(numel, with_residual, main_offset);
@@ -217,7 +217,7 @@ void test_grad_scaling() {
   }
 }
 
-// As optim/run_cuda.cpp does it: norm, treatment, start and step, twice, the counters in float and in double.
+// Makes a whole step as optim/run_cuda.cpp does: norm, grad scaling, start and step, with float and double counters.
 void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   constexpr double kSteps = 2;
   const TestedRule rule = tested_rules(kSteps + 1)[which];
@@ -258,7 +258,7 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   starts[0].counter = &counter;
   starts[1].counter = &double_counter;
   starts[1].counter_is_double = true;
-  starts[2].counter = nullptr;  // a rule that counts no steps: told what the host knows
+  starts[2].counter = nullptr;  // The rule counts no steps, so the host passes their number.
   starts[2].counts_steps = false;
   starts[2].steps_done = kSteps;
   const bool draws = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat16Stochastic;
@@ -267,7 +267,7 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   float empty_counter = kSteps;
   starts.push_back({&empty_counter, false, true, 0, 0, seed});
 
-  // Through the kernel that writes what a graph keeps.
+  // Copies the table with the kernel whose arguments a graph stores.
   std::vector<optim::ParamJob> table(params.size());
   write_cuda(table.data(), params.data(), params.size() * sizeof(optim::ParamJob), nullptr);
   std::vector<double> sums(found.num_chunks());
@@ -297,7 +297,8 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
     expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
     return;
   }
-  for (const optim::ParamJob& param : params) {  // zeroed: put back what was there, and nothing else may differ
+  // Checks that the gradients are zeros and puts them back, after which nothing may differ.
+  for (const optim::ParamJob& param : params) {
     const auto* grad = static_cast<const unsigned char*>(param.grad.data);
     const int64_t bytes = param.numel * formats::bytes_of(layout.grad);
     expect(std::all_of(grad, grad + bytes, [](unsigned char byte) { return byte == 0; }), text(name, ": not zeroed"));
@@ -313,7 +314,7 @@ void test_whole_steps() {
       for (const Layout& layout : kLayouts) {
         const bool is_adam = tested_rules()[which].kind == optim::RuleKind::kAdam;
         const bool differs = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat64;
-        if (!is_adam && (kOneRule || !differs)) continue;  // storages meet all rules in test_steps
+        if (!is_adam && (kOneRule || !differs)) continue;  // test_steps combines all rules and storage formats.
         test_whole_step(which, layout, false);
         if (is_adam) test_whole_step(which, layout, true);
       }
@@ -321,7 +322,7 @@ void test_whole_steps() {
   }
 }
 
-// What norms make of the rule's arguments.
+// Returns the rule's arguments, adapted to the sums of a parameter's norms.
 optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const optim::TrustRatioSums& sums,
                         int64_t numel) {
   switch (kind) {
@@ -338,7 +339,7 @@ optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const
   }
 }
 
-// Of one parameter.
+// Adds up one parameter's sums over its chunks.
 optim::TrustRatioSums trust_ratio_totals(const optim::StepJob& job, const optim::ParamJob& param) {
   formats::Total of_param, of_direction;
   for (int64_t begin = 0; begin < param.numel; begin += formats::kChunk) {
@@ -360,7 +361,7 @@ void move_gradients(std::vector<optim::ParamJob>& jobs, std::vector<std::vector<
   }
 }
 
-// As optim/layer.cpp and optim/run_cuda.cpp do it.
+// Makes a step with trust ratios as optim/trust_ratio.cpp and optim/run_cuda.cpp do.
 void test_layers(const TestedRule& rule, const Layout& layout, bool moves) {
   const std::vector<int64_t> sizes = {1, 257, 0, formats::kChunk + 33, 40};
   Params expected(rule, layout, sizes), found(rule, layout, sizes);
@@ -391,7 +392,8 @@ void test_layers(const TestedRule& rule, const Layout& layout, bool moves) {
   expect(found.bytes() == expected.bytes(), text("CUDA ", rule.name, ", ", layout.name, ": other bytes than the CPU"));
 }
 
-// Of Adafactor: matrices smaller than a strip, several of them in one, higher and wider than a unit; and a vector.
+// Describes the matrices of one parameter, or a vector. kShapes has matrices smaller than a strip, several of them in
+// one strip, and matrices higher and wider than a unit.
 struct Shape {
   int64_t matrices, rows, columns;  // no rows: `columns` elements
 };
@@ -444,7 +446,7 @@ class Matrices {
   std::vector<optim::ParamJob>& jobs() { return jobs_; }
   int64_t num_chunks() const { return num_chunks_; }
 
-  // Parameters, gradients and states.
+  // Returns the bytes of parameters, gradients and states.
   std::vector<unsigned char> bytes() const { return bytes_of(blocks_); }
 
   optim::StepJob job = {};
@@ -457,7 +459,7 @@ class Matrices {
   int64_t total_ = 0, num_chunks_ = 0;
 };
 
-// As optim/adafactor.cpp does it and, on CUDA, optim/run_cuda.cpp.
+// Makes Adafactor's step as optim/adafactor.cpp does on the CPU and optim/run_cuda.cpp on CUDA.
 void test_factored(const Layout& layout, const optim::GradScaling& grad_scaling, bool moves = false) {
   constexpr double kSteps = 6;
   constexpr uint64_t kSeed = 5;
@@ -515,7 +517,8 @@ void test_factored(const Layout& layout, const optim::GradScaling& grad_scaling,
   expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
 }
 
-// Of Muon: both passes, with what they say in the place of products. As optim/muon.cpp and optim/run_cuda.cpp do it.
+// Makes both passes of Muon as optim/muon.cpp and optim/run_cuda.cpp do, but takes the momentum for the iteration's
+// result.
 void test_muon(const TestedRule& rule, const Layout& layout, optim::GradScaling grad_scaling) {
   constexpr double kSteps = 4;
   constexpr uint64_t kSeed = 5;
@@ -523,7 +526,7 @@ void test_muon(const TestedRule& rule, const Layout& layout, optim::GradScaling 
   const std::vector<unsigned char> before = found.bytes();
   std::vector<optim::RuleArgs> rules;
   std::vector<std::vector<uint16_t>> results[2];  // of the iteration
-  // The jobs of the momenta; those of the step are written over the parameters' own.
+  // Returns the jobs of the momentum pass, and turns the parameters' jobs into those of the step.
   const auto momenta_of = [](Params& params, std::vector<std::vector<uint16_t>>& memory) {
     std::vector<optim::ParamJob> momenta;
     for (optim::ParamJob& job : params.jobs()) {

@@ -1,4 +1,4 @@
-// What the native tests step: parameters of any size and format in memory of exactly that size.
+// Defines the parameters that native tests step, in any size and format, in memory of exactly that size.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ using formats::Format;
 
 inline int64_t num_blocks(int64_t numel) { return (numel + formats::kBlock - 1) / formats::kBlock; }
 
-// What every rule asks for.
+// Returns hyper-parameters that suit every rule.
 inline optim::Hypers fixed_hypers() {
   optim::Hypers hypers = {};
 #define DT_ZERO(name) hypers.name = 0;
@@ -36,7 +36,7 @@ inline optim::Hypers fixed_hypers() {
   return hypers;
 }
 
-// Bytes of what a format has beside its values.
+// Returns the bytes that a format stores beside its values.
 inline int64_t extra_bytes_of(Format format, int64_t numel) {
   switch (format) {
     case Format::kBFloat16Remainder8:
@@ -55,7 +55,7 @@ inline int64_t extra_bytes_of(Format format, int64_t numel) {
   }
 }
 
-// A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
+// Holds an array in memory of exactly its size, so that the address sanitizer sees any access beyond it.
 struct Block {
   std::vector<unsigned char> bytes;
   std::vector<unsigned char> extra;
@@ -76,7 +76,7 @@ struct Block {
   formats::TypedArray stream() { return {bytes.data(), format, extra.empty() ? nullptr : extra.data()}; }
 };
 
-// All that is there now.
+// Returns the bytes of all blocks, one after another.
 inline std::vector<unsigned char> bytes_of(const std::vector<std::vector<Block>>& blocks) {
   std::vector<unsigned char> result;
   for (const auto& mine : blocks) {
@@ -88,7 +88,7 @@ inline std::vector<unsigned char> bytes_of(const std::vector<std::vector<Block>>
   return result;
 }
 
-// The formats of one step's streams; of states with 8 bits, the codes that fit the rule.
+// Names the formats of one step's arrays. kSigned8 as `state` stands for the 8-bit codes that fit each state.
 struct Layout {
   const char* name;
   Format param, grad, state;
@@ -107,16 +107,16 @@ inline const std::vector<Layout> kLayouts = {
     {"float16 at random", Format::kFloat16Stochastic, Format::kFloat16, Format::kFloat16},
 };
 
-// A step's rule as tests know it.
+// Describes a rule with its arguments and states.
 struct TestedRule {
   const char* name;
   optim::RuleKind kind;
   optim::RuleArgs args;
   int num_states;
-  const bool* squared;  // of its states
+  const bool* squared;  // per state: whether it is a mean or sum of squares
 };
 
-// For their third step, or any other.
+// Returns all rules with their arguments for the given step.
 inline std::vector<TestedRule> tested_rules(double step = 3) {
   const optim::Hypers hypers = fixed_hypers();
   return {
@@ -128,7 +128,7 @@ inline std::vector<TestedRule> tested_rules(double step = 3) {
   };
 }
 
-// Those that ask for norms.
+// Returns the rules that have trust ratios, with their arguments for the third step.
 inline std::vector<TestedRule> layer_rules() {
   const optim::Hypers hypers = fixed_hypers();
   return {
@@ -140,7 +140,7 @@ inline std::vector<TestedRule> layer_rules() {
   };
 }
 
-// Parameters of these sizes, always with the same values.
+// Holds parameters of the given sizes, always with the same values.
 class Params {
  public:
   Params(const TestedRule& rule, const Layout& layout, const std::vector<int64_t>& sizes)
@@ -167,7 +167,7 @@ class Params {
     }
   }
 
-  // One step of all of them.
+  // Returns the job of one step of all parameters.
   optim::StepJob job() const {
     optim::StepJob job = {};
     job.kind = rule_.kind;

@@ -1,4 +1,4 @@
-// The specialised kernels of a CUDA step on the CPU (cuda_on_cpu/): their plan, and the same bytes as the CPU's loops.
+// Tests the specialized kernels of a CUDA step on the CPU (cuda_on_cpu/): their plan, and the bytes of the CPU's loops.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -58,11 +58,10 @@ optim::StepRecord record_of(optim::RuleKind kind, const optim::ParamJob& param, 
   }
 }
 
-// What values are put into streams besides the usual ones.
+// Names the values of an array: usual ones, zeros, special ones, or a few special ones among usual ones.
 enum class Values { kUsual, kZero, kSpecial, kMixed };
 
-// A stream in memory of its own, which begins `offset` elements behind an aligned address. Beyond the end there are
-// bytes that nothing may change.
+// Holds an array that begins `offset` elements behind an aligned address. Nothing may change the bytes around it.
 class Memory {
  public:
   Memory(Format format, int64_t numel, int64_t offset, int seed, Values values) : format_(format), numel_(numel) {
@@ -102,7 +101,7 @@ class Memory {
     size_t first = 0, size = 0;
     unsigned char* begin() { return bytes.data() + first; }
     const unsigned char* begin() const { return bytes.data() + first; }
-    // Whether the bytes around the content are as they were.
+    // Returns whether the bytes around the content are unchanged.
     bool is_kept_around() const {
       const auto is_kept = [](unsigned char byte) { return byte == kAround; };
       return std::all_of(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(first), is_kept) &&
@@ -149,7 +148,7 @@ class Memory {
     }
   }
 
-  // A NaN may have any bits.
+  // Treats all NaNs as equal.
   bool is_same(int64_t i, const Memory& other) const {
     const int64_t size = formats::bytes_of(format_);
     const unsigned char *a = values_.begin() + i * size, *b = other.values_.begin() + i * size;
@@ -209,7 +208,7 @@ class Tested {
     optim::baseline::step_cpu(job_, 0, job_.total);
   }
 
-  // Whether the specialised kernels took it.
+  // Returns whether the plan has a specialized kernel for the step.
   bool step_on_cuda(const optim::GradScaling& grad_scaling, bool on_device) {
     const optim::StepPlan plan = optim::plan_step(rule_.kind, false, jobs_.data(), job_.num_params);
     std::vector<optim::StepRecord> records;
@@ -249,7 +248,7 @@ void test_bytes() {
     struct Case {
       optim::GradScaling grad_scaling;
       Values values;
-      bool on_device;  // the treatment
+      bool on_device;  // where the grad scaling lies
     };
     for (const Case& run :
          {Case{plain, Values::kUsual, false}, Case{plain, Values::kSpecial, true}, Case{treated, Values::kMixed, true},
@@ -271,7 +270,7 @@ void test_bytes() {
   }
 }
 
-// Sizes around the borders of warps' searches.
+// Steps numbers of parameters around the limits of a warp's search, and counts launches and blocks.
 void test_plan() {
   const KernelRow row = kernel_rows()[0];
   for (const int64_t number : {1, 2, 31, 32, 33, 1023, 1025, 3000}) {
@@ -305,7 +304,7 @@ void test_plan() {
          "what has no kernel leaves all to the run-time choice");
 }
 
-// Division and square root against the instructions, the approximations being wrong by an ulp.
+// Compares division and square root with the instructions, while the approximations are off by up to an ulp.
 void test_ranged_floats() {
   uint32_t state = 1;
   const auto next = [&state] {
@@ -318,7 +317,7 @@ void test_ranged_floats() {
   bool roots = true, quotients = true;
   int64_t in_range = 0;
   for (int i = 0; i < (kFew ? 100000 : 2000000); ++i) {
-    // Exponents around those that are in range.
+    // The exponents lie in and around the range.
     const uint32_t bits = (next() & 0x807fffffu) | (20u + next() % 160u) << 23;
     const float a = bits_as<float>(bits), b = bits_as<float>((next() & 0x007fffffu) | (20u + next() % 140u) << 23);
     const formats::RangedFloat root = formats::square_root(formats::RangedFloat(a));

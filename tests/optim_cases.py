@@ -17,7 +17,7 @@ from reference.sgd import sgd
 
 
 class Case(NamedTuple):
-    """One optimizer with one set of options."""
+    """Holds one optimizer with one set of options."""
 
     ours: type
     theirs: type  # torch's class, or the reference's where torch has none
@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
         rmsprop,
         {"centered": True, "momentum": 0.5, "eps": 1e-2},
     ),
-    # Small steps: where momentum and gradient nearly cancel out, rounding may turn one around.
+    # The steps are small, because rounding may flip an update where momentum and gradient nearly cancel out.
     "lion": Case(optim.Lion, Lion, lion, {"lr": 4e-4, "weight_decay": 0.1}),
     "lion_maximize": Case(optim.Lion, Lion, lion, {"lr": 4e-4, "betas": (0.8, 0.95), "maximize": True}),
     "lamb": Case(optim.LAMB, LAMB, lamb, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -73,8 +73,8 @@ CASES: dict[str, Case] = {
 }
 cases = pytest.mark.parametrize("case", CASES)
 
-# Largest difference after several steps, relative and absolute, for values and updates of size about 1. The
-# reference computes in float64 and rounds what is stored.
+# The largest relative and absolute differences after several steps, for values and updates of size about 1. The
+# reference computes in float64 and rounds the values that it stores.
 TOLERANCES = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
     torch.float32: {"rtol": 2e-6, "atol": 2e-6},
@@ -89,12 +89,12 @@ def make_params(dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES) 
 
 
 def copies(params: list[Tensor]) -> list[Tensor]:
-    """Independent copies with the same layout."""
+    """Returns independent copies with the same layout."""
     return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
 
 
 def set_grads(*param_lists: list[Tensor]) -> None:
-    """The same new random gradients for every list."""
+    """Gives the parameters at one position of all lists the same new random gradient."""
     for params in zip(*param_lists, strict=True):
         grad = torch.randn(params[0].shape, dtype=params[0].dtype)
         for param in params:
@@ -109,7 +109,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) ->
 def assert_same_bits_everywhere(
     start: list[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int = 2
 ) -> None:
-    """Whatever the instruction set and the number of threads: parameters and states of a few steps."""
+    """Checks that parameters and states after a few steps depend on neither instruction set nor number of threads."""
     results, threads = [], torch.get_num_threads()
     try:
         for isa in _C.available_isas():
@@ -135,13 +135,13 @@ def moved(params: list[Tensor], before: list[Tensor]) -> list[Tensor]:
 
 
 def assert_updates_agree(params: list[Tensor], others: list[Tensor], before: list[Tensor], share: float) -> None:
-    """The updates differ by no more than that share of their norm."""
+    """Checks that the updates differ by no more than `share` of the norm of `others`' updates."""
     for a, b in zip(moved(params, before), moved(others, before), strict=True):
         assert (a - b).norm() <= share * b.norm() + 1e-12
 
 
-# Vectors; matrices smaller than a tile, wider than a tile and than a block, higher than a block; several matrices in
-# one block, and several blocks per matrix.
+# The shapes are vectors, and matrices smaller than a tile, wider than a tile or a block, and higher than a block. Some
+# put several matrices into one block, and some take several blocks per matrix.
 ADAFACTOR_SHAPES: list[Any] = [
     (),
     (1,),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 HALVES = [torch.bfloat16, torch.float16]
 
-# Names of precisions, and what a group says for them.
+# Maps names of precisions to the options of a parameter group.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "state_8": {"state_bits": 8},
     "state_16": {"state_bits": 16},
@@ -25,7 +25,7 @@ precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal as bytes, save that any NaN is like any other."""
+    """Compares bytes, except that all NaNs are equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not a.is_floating_point():

@@ -326,7 +326,7 @@ def test_bits_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without reduction, drivetrain's DDP has other gradients than torch's on two ranks."""
+    """drivetrain's DDP has other gradients than torch's on two ranks if it does not reduce them."""
     monkeypatch.setattr(check_ranks, "_both_ways", broken_both_ways)
     found = list(check_ranks.run(2, torch.device("cpu"), True))
     assert len(found) == 2

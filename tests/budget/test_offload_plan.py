@@ -170,7 +170,7 @@ def test_copies_back_start_where_the_plan_says() -> None:
 
 
 def test_a_plan_with_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was assumed is in the plan, its table and its file; the planned copies are those that run."""
+    """The plan, its table and its file contain the assumed link, and a step runs the planned copies."""
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())])
     x = torch.randn(512, 256)

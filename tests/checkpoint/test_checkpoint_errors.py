@@ -20,7 +20,7 @@ from drivetrain import checkpoint
 
 
 class Wandering(nn.Module):
-    """Its second call is not like the first."""
+    """Differs in its second call from the first in the way that `change` names."""
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_an_argument_that_the_function_writes(grad: bool) -> None:
 
 
 def test_a_saved_tensor_that_the_function_writes() -> None:
-    """As without checkpointing; where recomputation stops before that, gradients are right."""
+    """Raises as it does without checkpointing. Gradients are right if recomputation stops before the write."""
 
     def function(x: Tensor, more: int) -> Tensor:
         y = x.exp()

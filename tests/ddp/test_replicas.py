@@ -274,7 +274,7 @@ def test_with_gradient_as_bucket_view_they_show_the_next(on_ranks: OnRanks) -> N
 
 
 def kept_of_an_unused_parameter() -> None:
-    """Its region gets zeros where another rank uses it, and a local backward writes there, too."""
+    """An unused parameter's region gets zeros if another rank uses it, and a local backward writes there, too."""
     model = DDP(linear_chain(), find_unused_parameters=True, **SMALL_BUCKETS)
     x = inputs()
     loss_of(model, x).backward()

@@ -573,7 +573,7 @@ def where_hosts_are_not_told_apart(hidden: list[str]) -> list[str]:
 
 def test_needs_no_boot_id(on_ranks: OnRanks) -> None:
     assert on_ranks(where_hosts_are_not_told_apart, ["BOOT_ID"]) == [["torch", "shm"]] * 2
-    # Where nothing identifies the host, every rank counts as a host of its own.
+    # Every rank counts as a host of its own if nothing identifies the host.
     assert on_ranks(where_hosts_are_not_told_apart, ["BOOT_ID", "NAMESPACES"]) == [["torch", "torch"]] * 2
 
 

@@ -220,7 +220,7 @@ def test_accuracy_trains_every_storage_and_says_what_it_costs(tmp_path: Path) ->
     assert rows[accuracy.REFERENCE.name]["bytes_per_parameter"] == 16
     assert rows[accuracy.MASTER_32.name]["bytes_per_parameter"] == 14
     assert rows[accuracy.CONTROL.name]["bytes_per_parameter"] == 8
-    # With full masters and states, torch's step and drivetrain's differ only by float32 rounding.
+    # torch's step and drivetrain's with full masters and states differ only by float32 rounding.
     assert abs(rows["fp32"]["difference"]) < 1e-3
     assert abs(rows[accuracy.SLOW_MASTERS[0].name]["difference"]) < 1e-3
 

@@ -229,7 +229,7 @@ class Harness:
         else:
             self._wait_for_exits([pid], time.monotonic() + (MARGIN_S if plan.leaves else 0))
             code = self._exits[pid].code if pid in self._exits else None
-            # Where the ranks' collectives do not match, the faulty rank may also be the one that notices.
+            # The faulty rank may also be the one that notices that the ranks' collectives do not match.
             if code == 1 and (folder / f"error-{plan.faulty}").exists():
                 error = _noted(folder, f"error-{plan.faulty}")[1]
                 if problem := _what_is_wrong_with(error, _output(folder, plan.faulty), plan):

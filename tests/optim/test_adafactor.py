@@ -1,4 +1,4 @@
-"""Adafactor against torch's and a plain twin: factors of every shape, cut up between threads, and bad input."""
+"""Tests Adafactor against torch's and a plain reference: factors of every shape, threads, and bad input."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "decay": {"lr": 0.3, "weight_decay": 0.1, "beta2_decay": -0.5},
     "maximize": {"maximize": True, "d": 2.0, "eps": (1e-8, 0.1)},
-    "floor": {"eps": (0.5, 1e-3), "lr": 0.05},  # larger than many roots: what it is for is at work
+    "floor": {"eps": (0.5, 1e-3), "lr": 0.05},  # The floor is larger than many roots, so that it takes effect.
 }
 options_of = pytest.mark.parametrize("which", OPTIONS)
 
@@ -78,7 +78,7 @@ def test_neither_threads_nor_instruction_sets_change_the_bits(precision: str, dt
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_storages_of_fewer_bits(precision: str) -> None:
-    """A step is the float32 step between load and store."""
+    """A step loads float32 values, makes the float32 step and stores the results."""
     params = make_params(torch.bfloat16, [(30, 40), (64, 64), (300,), (2, 3, 4)])
     optimizer = optim.Adafactor(params, eps=(1e-6, 1e-3), **PRECISIONS[precision])
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_other_strides(layout: str, zero: bool) -> None:
         assert param.grad.any() != zero
     assert_same([param], [twin], rtol=1e-5, atol=1e-6)
     state = ours.state[param]
-    state["row_var"] = torch.stack([state["row_var"]] * 2, -1)[..., 0]  # a state with holes is written where it is
+    state["row_var"] = torch.stack([state["row_var"]] * 2, -1)[..., 0]  # A step writes a state with holes in place.
     twin.grad = torch.randn(values.shape)
     param.grad = twin.grad.clone()
     ours.step()
@@ -220,7 +220,7 @@ def test_is_torchs_class() -> None:
     assert issubclass(optim.Adafactor, torch.optim.Adafactor)
     ours, theirs = optim.Adafactor(params, 0.5), torch.optim.Adafactor(params, 0.5)
     assert ours.param_groups[0].keys() == theirs.param_groups[0].keys()
-    with pytest.raises(TypeError, match="differentiable"):  # as torch's: it has no such argument
+    with pytest.raises(TypeError, match="differentiable"):  # torch's class has no such argument either.
         optim.Adafactor(params, differentiable=True)
 
 

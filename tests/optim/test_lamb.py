@@ -1,4 +1,4 @@
-"""LAMB: what is not already in the table of test_optim: norms over whole parameters, and the two passes for them."""
+"""Tests LAMB beyond the table of test_optim: norms over whole parameters, and the two passes that they take."""
 
 import math
 from typing import Any
@@ -11,7 +11,8 @@ from drivetrain import optim
 from optim_cases import assert_same, assert_same_bits_everywhere, copies, make_params, set_grads
 from reference.lamb import LAMB
 
-# Below, at and above a chunk of the sums and a wave of parameters; with cuts between threads and 8-bit blocks.
+# The sizes lie below, at and above a chunk of the sums and the elements that share a pair of passes. Threads cut some
+# parameters, also within 8-bit blocks.
 SHAPES: list[Any] = [(5,), (1 << 14,), ((1 << 14) + 1,), (300, 1001), (7,), (2, 128), (1000, 700), (3,)]
 PRECISIONS: list[dict[str, Any]] = [{}, {"state_bits": 8, "min_8bit_size": 0}, {"max_grad_norm": 1.0}]
 
@@ -23,7 +24,7 @@ def test_neither_threads_nor_instruction_sets_change_the_bits(options: dict[str,
 
 
 def test_a_parameter_is_stepped_alike_in_any_company() -> None:
-    """Which parameters are taken together between the passes is a matter of speed alone."""
+    """The choice of parameters that share a pair of passes affects speed alone."""
     alone, together = make_params(shapes=SHAPES), []
     together = copies(alone)
     set_grads(alone, together)

@@ -1,4 +1,4 @@
-"""Muon against torch's and a plain twin: up to the bfloat16 that both iterate in, and exactly where that is not."""
+"""Tests Muon against torch's and a plain reference: up to bfloat16's rounding in the iteration, exactly elsewhere."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ def test_matches_torch_with_its_states(which: str, dtype: torch.dtype) -> None:
     torch_params = copies(params)
     ours, theirs = optim.Muon(params, **OPTIONS[which]), torch.optim.Muon(torch_params, **OPTIONS[which])
     for _ in range(3):
-        for p, t in zip(params, torch_params, strict=True):  # or one step's differences would count in the next
+        for p, t in zip(params, torch_params, strict=True):  # One step's differences must not count in the next.
             p.detach().copy_(t.detach())
         before = copies(params)
         set_grads(params, torch_params)
@@ -75,7 +75,7 @@ def test_a_matrix_is_made_orthogonal() -> None:
 
 
 def test_many_matrices_are_cut_into_batches() -> None:
-    """More elements than a batch holds, among them some of other shapes and options."""
+    """The matrices have more elements than a batch holds, and several shapes and options."""
     shapes = [(300, 70)] * 3 + [(3000, 700)] * 5 + [(300, 70)] * 2
     params = make_params(shapes=shapes)
     set_grads(params)
@@ -193,7 +193,7 @@ def test_storages_of_fewer_bits(precision: dict[str, Any], dtype: torch.dtype) -
         for optimizer in optimizers:
             optimizer.step()
     now = [optimizers[0].float32_value(p) for p in params]
-    # Updates of about 0.02 to values of about 1: four of them are as many of bfloat16's steps.
+    # The updates are about as large as bfloat16's steps near 1, so that rounding loses much of them.
     keeps = dtype == torch.float32 or precision.get("master_bits") or precision.get("rounding") == "kahan"
     assert_updates_agree(now, wide, before, 0.2 if keeps else 0.6)
     bits = precision.get("state_bits")
@@ -258,7 +258,7 @@ def test_is_torchs_class() -> None:
     params = make_params(shapes=[(3, 4)])
     assert issubclass(optim.Muon, torch.optim.Muon)
     assert optim.Muon(params, 0.5).param_groups[0].keys() == torch.optim.Muon(params, 0.5).param_groups[0].keys()
-    with pytest.raises(TypeError, match="differentiable"):  # as torch's: it has no such argument
+    with pytest.raises(TypeError, match="differentiable"):  # torch's class has no such argument either.
         optim.Muon(params, differentiable=True)
 
 

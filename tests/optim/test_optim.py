@@ -1,4 +1,4 @@
-"""The optimizers against a plain reference, against torch, between instruction sets, and against careless users."""
+"""Tests the optimizers against a plain reference, torch, other instruction sets and bad input."""
 
 import copy
 import io
@@ -120,8 +120,8 @@ def test_every_float16_survives_a_load_and_a_store(isa: str) -> None:
 
 def test_stores_round_to_nearest_even_as_torch_does(isa: str) -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), dtype=torch.int64).to(torch.int32)
-    ties = bits & ~0xFFFF | 0x8000  # half way between two bfloat16s
-    halves = bits & ~0x1FFF | 0x1000  # and between two float16s
+    ties = bits & ~0xFFFF | 0x8000  # halfway between two bfloat16 values
+    halves = bits & ~0x1FFF | 0x1000  # halfway between two float16 values
     for values in (bits.view(torch.float32), ties.view(torch.float32), halves.view(torch.float32)):
         for dtype in (torch.float16, torch.bfloat16):
             param = torch.zeros_like(values, dtype=dtype).requires_grad_()
@@ -138,7 +138,7 @@ def test_16_bit_parameters_take_float32_gradients() -> None:
     param.grad = torch.randn(1000)
     optim.AdamW([param], lr=0.1).step()
     expected = adam(expected, param.grad.double(), {}, lr=0.1, weight_decay=0.01, decoupled=True)
-    one_ulp = {"rtol": 2**-7, "atol": 0.0}  # float32 and float64 may fall to different sides of a tie
+    one_ulp = {"rtol": 2**-7, "atol": 0.0}  # float32 and float64 may round a tie differently.
     torch.testing.assert_close(param.detach().double(), expected.to(torch.bfloat16).double(), **one_ulp)
 
 

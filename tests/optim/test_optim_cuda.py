@@ -1,4 +1,4 @@
-"""Steps on a GPU: the CPU's bits with everything around the rule, no wait for the device, loss scalers, CUDA graphs.
+"""Tests steps on a GPU: the CPU's bits for a whole step, no wait for the device, loss scalers and CUDA graphs.
 
 tests/native/cuda_tests.cpp compares the kernels themselves with the CPU's loops on every machine.
 """
@@ -33,7 +33,7 @@ def on_gpu(params: list[Tensor]) -> list[Tensor]:
 def pair(
     ours: type, options: dict[str, Any], dtype: torch.dtype = torch.float32, shapes: list[Any] | None = None
 ) -> tuple[Any, Any]:
-    """The same optimizer on the CPU and on the GPU."""
+    """Returns equal optimizers over equal parameters on the CPU and on the GPU."""
     params = make_params(dtype) if shapes is None else make_params(dtype, shapes)
     return ours(params, **options), ours(on_gpu(params), **options)
 
@@ -92,7 +92,7 @@ def test_an_overflow_leaves_everything_as_it_was(zero: bool, precision: str) -> 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 2.0])
 def test_any_found_inf_above_0_counts(value: float) -> None:
-    """torch's kernels ask whether it is 1, and several devices make it 2."""
+    """torch's kernels compare found_inf with 1, but several devices add up to 2."""
     params = on_gpu(make_params())
     optimizer = optim.AdamW(params)
     set_grads(params)
@@ -117,7 +117,7 @@ def test_a_step_does_not_wait_for_the_device(case: str) -> None:
 @cases
 @pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
 def test_a_first_step_does_not_wait_for_the_device_either(case: str, precision: str) -> None:
-    """It makes the states; the next one converts them."""
+    """The first step makes the states, and the second one converts them."""
     ours, _, _, options = CASES[case]
     whole = {**options, **PRECISIONS.get(precision, {}), "min_8bit_size": 0, "max_grad_norm": 1.0}
     on_cpu, on_device = pair(ours, whole, torch.bfloat16)
@@ -132,7 +132,7 @@ def test_a_first_step_does_not_wait_for_the_device_either(case: str, precision: 
 
 
 def test_numbers_in_tensors_on_the_device_are_read() -> None:
-    """As torch's fused optimizers read them: the host waits for all but the learning rate."""
+    """The host waits for every number but the learning rate, as it does for torch's fused optimizers."""
     on_cpu, on_device = pair(optim.AdamW, {"betas": (0.75, 0.875), "weight_decay": 0.25})
     (group,) = on_device.param_groups
     group["betas"] = tuple(torch.tensor(beta, device=DEVICE) for beta in group["betas"])
@@ -174,7 +174,7 @@ def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) 
         assert_same(params, twins, rtol=3e-6, atol=3e-6)
 
     set_grads(params)
-    ours.found_inf = torch.ones((), device=DEVICE)  # makes the states
+    ours.found_inf = torch.ones((), device=DEVICE)  # This step makes the states.
     ours.step()
     del ours.found_inf
     for overflows in (False, True, False, False):
@@ -215,7 +215,7 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
         graph.replay()
         assert on_cpu.grad_norm == on_device.grad_norm
         assert_same_bits(on_cpu, on_device)
-    for optimizer in (on_cpu, on_device):  # outside of the graph again
+    for optimizer in (on_cpu, on_device):  # Both step outside of the graph again.
         optimizer.step()
     assert_same_bits(on_cpu, on_device)
 
@@ -230,7 +230,7 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
     ],
 )
 def test_every_rule_in_every_storage_can_be_captured(case: str, precision: str, dtype: torch.dtype) -> None:
-    """A wait for the device would end the capture with an error."""
+    """Captures a step, in which a wait for the device would raise."""
     ours, _, _, options = CASES[case]
     whole = {**options, **PRECISIONS.get(precision, {}), "min_8bit_size": 0, "zero_grads_in_step": True}
     on_cpu, on_device = pair(ours, {**whole, "max_grad_norm": 1.0}, dtype)
@@ -249,7 +249,7 @@ def test_every_rule_in_every_storage_can_be_captured(case: str, precision: str, 
 
 
 def step_both(on_cpu: Any, on_device: Any, graph: Any, overflows: bool) -> None:
-    """The one warns of an overflow; the other, or the graph that it was captured into, does not wait to know."""
+    """Steps both optimizers. Only the one on the CPU warns of an overflow, because the other one must not wait."""
     with no_waiting():
         if graph is not None:
             graph.replay()
@@ -262,7 +262,7 @@ def step_both(on_cpu: Any, on_device: Any, graph: Any, overflows: bool) -> None:
 @pytest.mark.parametrize("precision", ADAFACTORS_PRECISIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_adafactor_gives_the_cpus_bits(precision: str, dtype: torch.dtype) -> None:
-    """Factors of every shape, a step that overflows, no wait, and replays of a graph whose step count goes on."""
+    """Covers factors of every shape, a step that overflows, no wait, and replays of a graph that count steps."""
     options = ADAFACTORS_PRECISIONS[precision]
     if (dtype == torch.float16 and options.get("master_bits")) or (dtype == torch.float64 and "state_bits" in options):
         pytest.skip("not for this dtype")
@@ -286,7 +286,7 @@ def test_adafactor_gives_the_cpus_bits(precision: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("precision", [{}, *PRECISIONS.values(), {"rounding": "stochastic"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_muon_is_the_cpus_but_for_its_products(precision: dict[str, Any], dtype: torch.dtype) -> None:
-    """The momentum has the CPU's bits: clipped, in a step that overflows, and in a graph that follows the rate."""
+    """The momentum has the CPU's bits: with clipping, after an overflow, and in a graph that reads the rate."""
     if dtype == torch.float16 and precision.get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
     options = {**precision, "min_8bit_size": 0, "max_grad_norm": 0.5, "weight_decay": 0.0}
@@ -322,7 +322,7 @@ def test_muon_is_the_cpus_but_for_its_products(precision: dict[str, Any], dtype:
             assert (moves[0] - moves[1]).norm() <= (0.1 if dtype == torch.float32 else 1.0) * moves[0].norm() + 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # as the error comes before any kernel
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # The error comes before any kernel.
 def test_a_first_step_is_not_captured() -> None:
     params = on_gpu(make_params())
     set_grads(params)

@@ -1,7 +1,7 @@
-"""Our optimizers do what torch's test_optim asks of torch's, with the inputs that torch ships for it (optim_db).
+"""Tests our optimizers as torch's test_optim tests torch's, with the inputs that torch ships for it (optim_db).
 
-Reproduced for every class that torch and we both have, ours beside torch's own class; of Muon (matrices alone, in
-bfloat16 products: see test_muon.py) the constructor and error inputs:
+The tests compare our class with torch's for every class that both have. Muon takes only the constructor and error
+inputs, because it steps matrices alone, with bfloat16 products; see test_muon.py. The tests cover:
 
 * every constructor input: the same parameters after several steps, the same entries in state and groups (float32,
   float64, complex64, complex128); with a closure; with transposed and strided parameters and gradients
@@ -23,7 +23,7 @@ Where ours differ from torch's, and why:
 
 * `capturable` changes nothing (torch's classes refuse to step on the CPU with it), and `differentiable` raises
   NotImplementedError: it would be ignored otherwise.
-* Sparse gradients raise RuntimeError for SGD and Adagrad too: the native step walks dense memory.
+* Sparse gradients raise for options that torch does not have, for example state_bits=8 and max_grad_norm.
 * torch.compile leaves the native step outside its graph: fullgraph=True raises, as there is nothing to trace.
 * A parameter that is twice in one group raises when it is stepped, after torch's warning at construction: torch updates
   it twice, one after the other; here two threads would do so at once.
@@ -86,7 +86,7 @@ def classes(name: str) -> tuple[type, type]:
 
 
 def options_of(name: str, index: int) -> dict[str, Any]:
-    """A fresh copy: a tensor lr would be shared between optimizers."""
+    """Returns a fresh copy, because optimizers must not share a tensor lr."""
     return copy.deepcopy(INFOS[name].optim_inputs_func(device="cpu")[index].kwargs)
 
 
@@ -102,7 +102,7 @@ def twins(params: list[Tensor]) -> list[Tensor]:
 
 
 def set_grads(*lists: list[Tensor]) -> None:
-    """The same new gradients for every list."""
+    """Gives the parameters at one position of all lists the same new gradient."""
     for params in zip(*lists, strict=True):
         grad = torch.randn(params[0].shape, dtype=params[0].dtype)
         for param in params:
@@ -110,7 +110,7 @@ def set_grads(*lists: list[Tensor]) -> None:
 
 
 def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
-    """Our optimizer and torch's over equal parameters."""
+    """Returns our optimizer and torch's over equal parameters, followed by these parameters."""
     ours, theirs = classes(name)
     params = make_params()
     torch_params = twins(params)
@@ -130,7 +130,7 @@ def assert_same(ours: Any, theirs: Any, tolerance: dict[str, float] | None = Non
 
 
 def assert_same_dicts(ours: dict[str, Any], theirs: dict[str, Any], tolerance: dict[str, float] | None = None) -> None:
-    """Equal state dicts; a state that is None in torch (SGD's without momentum) may be absent in ours."""
+    """Compares state dicts. A state that is None in torch (SGD's without momentum) may be absent in ours."""
     assert ours["param_groups"] == theirs["param_groups"]
     states = [
         {key: {n: v for n, v in state.items() if v is not None} for key, state in each["state"].items()}
@@ -153,7 +153,7 @@ def test_the_same_steps(name: str, index: int, dtype: torch.dtype) -> None:
         return  # test_the_same_errors
     params = make_params(dtype)
     torch_params = twins(params)
-    # Not torch's choice by itself, foreach: it takes no tensors as lr.
+    # foreach=False keeps torch from choosing foreach, which takes no tensors as lr.
     optimizer = ours(params, **options_of(name, index))
     torch_optimizer = theirs(torch_params, **options_of(name, index), foreach=False)
     steps(6, optimizer, torch_optimizer)
@@ -281,7 +281,7 @@ def test_the_same_errors(name: str, index: int) -> None:
         raised.append((caught.type, str(caught.value)))
     (our_type, our_text), (torch_type, torch_text) = raised
     assert our_type == torch_type
-    # At a step ours name the parameter; at construction Muon does, after torch's words.
+    # Our errors name the parameter at a step. Muon's also do at construction, after torch's text.
     assert our_text == torch_text or not at_construction or (name == "Muon" and our_text.startswith(torch_text))
 
 
@@ -325,13 +325,13 @@ def test_sparse_gradients_are_refused(name: str) -> None:
     assert torch.equal(embedding.weight, before)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, about itself
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad warns about itself.
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize(
     ("name", "options"), [pytest.param(name, one, id=f"{name}-{one}") for name in SPARSE for one in SPARSE[name]]
 )
 def test_sparse_gradients_are_stepped_as_by_torch(name: str, options: dict[str, Any], coalesced: bool) -> None:
-    """A recommender's shape: one table with sparse gradients, one with dense ones, and a layer; some steps of both."""
+    """Steps a table with sparse gradients, a table with dense ones, and a layer, as a recommender has them."""
     outcomes = []
     for cls in classes(name)[:2]:
         torch.manual_seed(0)
@@ -339,7 +339,7 @@ def test_sparse_gradients_are_stepped_as_by_torch(name: str, options: dict[str, 
         params = [*table.named_parameters("table"), *dense.named_parameters("dense"), *layer.named_parameters("layer")]
         optimizer = cls(params, lr=0.1, **options)
         for step in range(4):
-            rows = torch.tensor([1, 1, 3 + step, 8])  # with a repeated one, whose gradients are to be added up
+            rows = torch.tensor([1, 1, 3 + step, 8])  # A row occurs twice, so that its gradients must be added up.
             (layer(table(rows)) + layer(dense(rows % 5))).square().sum().backward()
             if coalesced:
                 table.weight.grad = table.weight.grad.coalesce()
@@ -374,7 +374,7 @@ def test_a_sparse_gradient_that_cannot_be_stepped_changes_nothing(name: str) -> 
         assert all(torch.equal(param, value) for (_, param), value in zip(params, before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, about itself
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad warns about itself.
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients_under_a_scaler(name: str, scaler_class: type[torch.amp.GradScaler]) -> None:
@@ -395,7 +395,7 @@ def test_sparse_gradients_under_a_scaler(name: str, scaler_class: type[torch.amp
     torch.testing.assert_close(*outcomes)
 
 
-# ---- Which parameters are stepped.
+# ---- Choice of the parameters to step.
 
 
 @every_input
@@ -431,15 +431,15 @@ def test_empty_parameters_and_first_gradients_that_come_late(name: str) -> None:
     ours, theirs = classes(name)
     params = [torch.empty(0, 3).requires_grad_(), *make_params()]
     if name == "Adafactor":
-        del params[0]  # torch divides by its number of elements
+        del params[0]  # torch's Adafactor divides by the number of elements.
     torch_params = twins(params)
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     optimizer, torch_optimizer = ours(params, **options), theirs(torch_params, **options, foreach=False)
     for step in range(5):
         set_grads(params, torch_params)
         for own in (params, torch_params):
-            own[-3].grad = None if step < 2 else own[-3].grad  # the first comes late
-            own[-2].grad = None if step == 3 else own[-2].grad  # and one is missing once
+            own[-3].grad = None if step < 2 else own[-3].grad  # The first gradient comes late.
+            own[-2].grad = None if step == 3 else own[-2].grad  # One gradient is missing once.
         optimizer.step()
         torch_optimizer.step()
     assert_same(params, torch_params)
@@ -576,7 +576,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(name: str, index: int) -> 
 
 @every_input
 def test_older_state_dicts_load(name: str, index: int) -> None:
-    """Without the flags that came later, and with steps that are numbers."""
+    """Loads dicts that lack the newer flags and have numbers as steps."""
     ours, _ = classes(name)
     params = make_params()
     options = {**options_of(name, index), "maximize": False}
@@ -618,7 +618,7 @@ def test_named_parameters(name: str, saved_named: bool, loaded_named: bool) -> N
 
 @names
 def test_float32_state_into_a_float64_model(name: str) -> None:
-    """Ours keeps the saved dtype (see load_state_dict), and goes on from the same values."""
+    """Our optimizer keeps the saved dtype (see load_state_dict) and continues from the same values."""
     optimizer, torch_optimizer, params, torch_params = pair(name)
     steps(2, optimizer, torch_optimizer)
     wide, torch_wide = ([p.detach().double().requires_grad_() for p in own] for own in (params, torch_params))
@@ -657,7 +657,7 @@ def test_deepcopy_and_pickle(name: str) -> None:
     assert repr(optimizer) == repr(torch_optimizer)
 
 
-# ---- Hooks and what surrounds a step.
+# ---- Hooks and other features around a step.
 
 
 @names

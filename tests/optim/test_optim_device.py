@@ -1,8 +1,8 @@
-"""What optimizers make beside CUDA parameters, on a stand-in: tensors that say they are on CUDA and have no memory.
+"""Tests the tensors that optimizers make beside CUDA parameters, with fake tensors, which have a device but no memory.
 
-The stand-in has torch's shapes, dtypes and devices of every operation, so that a tensor on the wrong device and a copy
-to the host show on every machine. What the kernels write is tested elsewhere: tests/native/convert_tests.cpp has the
-bits, tests/optim/test_optim_cuda.py all of it on a GPU.
+Fake tensors have torch's shapes, dtypes and devices for every operation, so that these tests find a tensor on the wrong
+device or a copy to the host on every machine. tests/native/convert_tests.cpp tests the bits that the kernels write, and
+tests/optim/test_optim_cuda.py tests whole steps on a GPU.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ OPTIMIZERS |= {"muon": (optim.Muon, {}), "adafactor": (optim.Adafactor, {})}
 
 
 class NoWaiting(TorchDispatchMode):
-    """An operation for which the host would wait for the device is an error inside."""
+    """Makes operations raise if the host would wait for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -48,7 +48,7 @@ def params_on_cuda(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 class NotRun(_C.Conversions):
-    """Without memory there is nothing to convert."""
+    """Skips conversions, because fake tensors have no values."""
 
     def run(self) -> None:
         pass
@@ -88,7 +88,7 @@ def test_states_are_made_and_converted_without_a_wait(
 @pytest.mark.usefixtures("_fake_cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_counter_made_at_construction_is_beside_its_parameter(dtype: torch.dtype) -> None:
-    """torch's Adagrad makes its states at construction, and their counters on the CPU unless it is fused."""
+    """torch's Adagrad makes its states at construction, with counters on the CPU unless it is fused."""
     params = params_on_cuda(dtype)
     optimizer = optim.Adagrad(params, initial_accumulator_value=0.1)
     for param in params:
@@ -113,7 +113,7 @@ def test_a_loaded_counter_is_beside_its_parameter(fused: bool) -> None:
 
 @pytest.mark.usefixtures("_fake_cuda")
 def test_a_number_on_the_device_is_looked_at() -> None:
-    """As torch does with all but the learning rate; without memory there is no number, and that is said."""
+    """A step reads every number but the learning rate, as torch's do, and raises as a fake tensor has no number."""
     params = params_on_cuda()
     optimizer = optim.AdamW(params)
     optimizer.param_groups[0]["weight_decay"] = torch.empty((), device="cuda")
@@ -125,7 +125,7 @@ def test_a_number_on_the_device_is_looked_at() -> None:
 
 @cases
 def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
-    """Of every case and dtype, what a state is before the first step."""
+    """States of every case and dtype have the initial values and layouts of torch's before the first step."""
     ours, _, _, options = CASES[case]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         params = [torch.zeros(5, 7, dtype=dtype).t().requires_grad_(), torch.zeros((), dtype=dtype).requires_grad_()]

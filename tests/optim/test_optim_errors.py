@@ -1,4 +1,4 @@
-"""Bad input to an optimizer: an error that names the parameter or argument, after which every bit is as it was."""
+"""Tests bad input to optimizers: errors name the parameter or argument, and leave every bit unchanged."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ CLASSES = {
 }
 classes = pytest.mark.parametrize("name", CLASSES)
 
-# Hyper-parameters, what may not be in them, and what is expected instead.
+# Bad values of hyper-parameters, and the expectation that the error states.
 NOT_NEGATIVE = ([-1.0, math.nan, math.inf], "a finite number, 0 or above")
 BELOW_ONE = ([(-0.1, 0.9), (1.0, 0.9), (math.nan, 0.9)], "a number of at least 0 and below 1")
 BAD: list[Any] = [
@@ -48,7 +48,7 @@ BAD: list[Any] = [
 
 
 def make(name: str = "AdamW", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, list[Tensor]]:
-    """An optimizer after two steps over two named groups, with gradients for a third."""
+    """Returns an optimizer after two steps over two named groups, with gradients for a third step."""
     cls, own = CLASSES[name]
     params = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((20, 30), (7,), (5, 300))]
     groups = [{"params": [("first", params[0])]}, {"params": [("second", params[1]), ("third", params[2])]}]
@@ -66,7 +66,7 @@ def set_grads(params: list[Tensor]) -> None:
 
 
 def bits(optimizer: Any) -> Any:
-    """Copies of everything that a failed call must not change."""
+    """Copies everything that a failed call must not change."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return copy.deepcopy(
         [
@@ -79,7 +79,7 @@ def bits(optimizer: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal to the bit, all the way down."""
+    """Returns whether nested containers are equal, and their tensors bit by bit."""
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
     if isinstance(a, dict):
@@ -213,7 +213,7 @@ def test_parameters_that_share_memory(overlap: str) -> None:
     optimizer.add_param_group({"params": [("tied", new)]})
     new.grad = torch.ones_like(new)
     assert_fails(optimizer.step, optimizer, ValueError, "parameter 'third' and parameter 'tied' share memory")
-    new.grad = None  # then it is not stepped
+    new.grad = None  # A step skips it without a gradient.
     optimizer.step()
 
 
@@ -242,7 +242,7 @@ def test_two_parameters_with_one_gradient(name: str, options: dict[str, Any]) ->
     fourth.grad = params[0].grad
     if scale:
         optimizer.grad_scale = torch.tensor(scale)
-    if not options and not scale:  # gradients are only read
+    if not options and not scale:  # The step only reads gradients.
         optimizer.step()
         return
     match = "parameter 'first' and parameter 'fourth' share the memory of a gradient"
@@ -257,7 +257,7 @@ def test_a_gradient_that_is_its_parameter() -> None:
     assert_fails(optimizer.step, optimizer, ValueError, "parameter 'second' and its gradient share memory")
 
 
-# ---- What changes between steps.
+# ---- Changes between steps.
 
 
 @classes
@@ -321,7 +321,7 @@ def test_a_gradient_of_another_dtype(dtype: torch.dtype) -> None:
     optimizer, params = make()
     params[1].grad_dtype = None
     params[1].grad = torch.ones(7).to(dtype)
-    if dtype == torch.bfloat16:  # floating and narrower: nothing is lost
+    if dtype == torch.bfloat16:  # A narrower float loses nothing.
         optimizer.step()
         return
     assert_fails(optimizer.step, optimizer, TypeError, "parameter 'second' is Float but its gradient is")
@@ -396,13 +396,13 @@ def test_state_that_does_not_fit(what: str, others: str) -> None:
     spoil, error, match = STATES[what]
     optimizer, params = compressed()
     spoil(optimizer.state[params[2]])
-    if others == "to be converted":  # which the step has begun when it finds what is wrong
+    if others == "to be converted":  # The step has begun to convert when it finds the error.
         optimizer.param_groups[0].update(state_bits=32, master_bits=32)
     assert_fails(optimizer.step, optimizer, error, f"parameter 'third'.*{match}")
 
 
 def test_a_step_that_is_left_out_converts_nothing() -> None:
-    """A parameter's bits may change when its remainder becomes shorter: only with a step that is made."""
+    """A shorter remainder may change a parameter's bits, but only in a step that is made."""
     optimizer, params = make(dtype=torch.bfloat16, master_bits=32, state_bits=32)
     remainder = optimizer.state[params[0]]["param_remainder"]
     remainder.copy_(torch.where(torch.arange(30) % 2 == 0, 32767, -32768).to(torch.int16))
@@ -496,7 +496,7 @@ def test_the_version_is_there_with_options_of_ours_only() -> None:
         for option in ("state_bits", "master_bits", "min_8bit_size"):
             del group[option]
     assert all(VERSION_NAME not in group for group in optimizer.state_dict()["param_groups"])
-    del saved["param_groups"][0][VERSION_NAME]  # as the first ones were
+    del saved["param_groups"][0][VERSION_NAME]  # The first state dicts had no version.
     optimizer.load_state_dict(saved)
     set_grads(params)
     optimizer.step()
@@ -538,7 +538,7 @@ def test_remembered_names_keep_no_parameter_alive() -> None:
     parameter_names.remember(model)
     weight = weakref.ref(model.weight)
     assert parameter_names.name_of(model.weight) == "weight"
-    # Not taken for another of equal values.
+    # Another parameter of equal values has no name.
     assert parameter_names.name_of(nn.Parameter(model.weight.detach())) is None
     del model
     gc.collect()
@@ -562,7 +562,7 @@ def test_good_input_warns_of_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", optim.__all__)
 def test_constructor_is_explicit(name: str) -> None:
-    """Notebooks, LightningCLI and Hydra read the signature: torch's arguments in torch's order, and then ours."""
+    """The signature, which LightningCLI and Hydra read, has torch's arguments in torch's order, followed by ours."""
     ours = inspect.signature(getattr(optim, name)).parameters
     assert all(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in ours.values())
     assert [*ours][-6:] == [

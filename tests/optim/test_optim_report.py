@@ -1,4 +1,4 @@
-"""The optimizers' report: bytes that are there, steps that were counted, updates that were really lost."""
+"""Tests the optimizers' report: allocated bytes, counted steps and updates lost to rounding."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     }
     held = report.bytes_per_parameter * report.num_elements
     assert round(held) == sum(report.bytes.values())
-    # Everything is read and written but gradients, which are read twice, for the norm.
+    # A step reads and writes everything except gradients, which it reads twice because of the norm.
     assert report.bytes_moved == 2 * sum(report.bytes.values())
     assert report.step_s is not None
     assert report.share_of_bandwidth is not None
@@ -59,7 +59,7 @@ def test_counts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_updates_lost_to_rounding(dtype: torch.dtype) -> None:
-    half = torch.finfo(dtype).eps / 2  # of the step between 1 and 2, downwards of 1 it is half of that
+    half = torch.finfo(dtype).eps / 2  # half the distance of values between 1 and 2
     param = torch.full((1000,), 1.5, dtype=dtype).requires_grad_()
     param.grad = torch.cat([torch.full((300,), 0.9 * half), torch.full((200,), 1.5 * half), torch.zeros(500)]).to(dtype)
     before = param.detach().clone()
@@ -108,8 +108,8 @@ OPTIONS: list[dict[str, Any]] = [
 def test_before_the_first_step_and_after_zero_grad(
     name: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expected sizes are those that the step then makes."""
-    monkeypatch.setattr(optim.report, "_triad_bandwidth", lambda: 1.0)  # takes a while, and is not what is tested
+    """The expected sizes are those of the states that the step then makes."""
+    monkeypatch.setattr(optim.report, "_triad_bandwidth", lambda: 1.0)  # The measurement would take time.
     torch.manual_seed(0)
     params = [torch.randn(33, 20).to(dtype).requires_grad_()]
     if name != "Muon":

@@ -1,5 +1,4 @@
-"""How parameters and states live in memory: every format against its plain twin, and steps over them against the same
-step on float32 values."""
+"""Tests the storage formats of parameters and states: every format against a plain reference, and float32 steps."""
 
 import copy
 import io
@@ -25,12 +24,12 @@ STATE_SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 5000]
 # ---- Formats.
 
 
-# Biased exponents: subnormal, smallest, usual, largest, infinite and NaN.
+# The biased exponents are those of subnormals, the smallest normals, usual values, the largest ones, infinity and NaN.
 @pytest.mark.parametrize("exponent", [0, 1, 127, 253, 254, 255])
 @pytest.mark.parametrize("remainder_bits", [16, 8])
 def test_the_split_over_all_mantissas(remainder_bits: int, exponent: int) -> None:
     dtype = {16: torch.int16, 8: torch.int8}[remainder_bits]
-    # In parts that stay in a cache.
+    # Each part fits into a cache.
     for first in [
         bits + (sign << 31) for sign in (0, 1) for bits in range(exponent << 23, (exponent + 1) << 23, 2**18)
     ]:
@@ -52,9 +51,9 @@ def test_the_split_over_all_mantissas(remainder_bits: int, exponent: int) -> Non
                 assert same_bits(loaded, values)
             elif remainder_bits == 16:
                 assert torch.equal(loaded.view(torch.int32), values.view(torch.int32))
-            else:  # 24 bits, to nearest: off by half of their last at most, counted in float32's steps
+            else:  # 24 bits are off by at most half of their last bit, which is 256 of float32's steps.
                 assert (loaded.view(torch.int32) - values.view(torch.int32)).abs().max() <= 128
-        if remainder_bits == 16:  # the half is the value as bfloat16, ties away from zero
+        if remainder_bits == 16:  # The half is the value as bfloat16, with ties rounded away from zero.
             tie = values.view(torch.int32) & 0xFFFF == 0x8000
             assert same_bits(param[~tie], values.bfloat16()[~tie])
 
@@ -86,7 +85,7 @@ def test_compensations_and_masters_count_only_for_their_parameter(dtype: torch.d
             assert ((loaded - values)[finite].abs() <= values[finite].abs() * 2.0**-bits + 2.0**-24).all()
             assert same_bits(loaded[~finite], param[~finite].float())
         written = torch.randn(10_000).to(dtype)
-        # Some compensations are small enough to be the new value's, too.
+        # Compensations that are small enough count for the new value, too.
         assert ((_C.optim_load_param(written, beside) - written.float()).abs() <= written.float().abs() * 2**-8).all()
 
 
@@ -125,11 +124,11 @@ def test_8_bit_errors_are_bounded(numbers: list[float], squared: bool) -> None:
     values = values.abs() if squared else values
     loaded = _C.optim_load_state(*_C.optim_store_state(values, values, torch.uint8 if squared else torch.int8))
     largest = formats.blocks(values).abs().amax(1).repeat_interleave(formats.BLOCK)[: len(values)].double()
-    # In equal steps of the root: half a step off, or for a small mean of squares up to a whole one.
+    # Codes are equal steps of the root. A value is half a step off, and a small mean of squares up to a whole step.
     steps = 253 if squared else 126
     root, loaded_root = values.abs().double().sqrt(), loaded.abs().double().sqrt()
     bound = (1 if squared else 0.5) * largest.sqrt() / steps
-    # What float32 itself rounds away among its smallest numbers.
+    # The constants allow for float32's own rounding, also among its smallest numbers.
     assert ((loaded_root - root).abs() <= bound * (1 + 1e-5) + 1e-17).all()
     if squared:
         assert torch.equal(loaded[values > 1e-40] > 0, torch.ones_like(loaded[values > 1e-40]).bool())
@@ -160,7 +159,7 @@ def neighbours(value: Tensor, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def step_of_nothing(param: Tensor, target: Tensor) -> Tensor:
-    """The parameter after a step of SGD that leads exactly to `target`, rounded at random."""
+    """Returns the parameter after a step of SGD that leads exactly to `target`, with stochastic rounding."""
     param = torch.zeros_like(param).requires_grad_()
     param.grad = None
     param.grad_dtype = torch.float32
@@ -183,7 +182,7 @@ def test_stochastic_bits_differ_between_steps_parameters_and_elements() -> None:
     for _ in range(3):
         for param in params:
             param.detach().fill_(1.0)
-            param.grad = torch.full_like(param, -(2.0**-8))  # halfway to the next
+            param.grad = torch.full_like(param, -(2.0**-8))  # halfway to the next value
         optimizer.step()
         seen += [p.detach() > 1.0 for p in params]
     for i, a in enumerate(seen):
@@ -198,7 +197,7 @@ def test_stochastic_bits_differ_between_steps_parameters_and_elements() -> None:
 
 
 def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
-    """What the optimizer keeps of one parameter, as float32."""
+    """Returns one parameter and its states as float32."""
     state = optimizer.state[param]
     values = {"param": optimizer.float32_value(param)}
     for name, value in state.items():
@@ -209,13 +208,13 @@ def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
 
 
 def kept(state: dict[str, Any], name: str) -> Tensor:
-    """The tensor that holds the state, whatever its format."""
+    """Returns the tensor that holds the state in any format."""
     found = state.get(f"{name}_codes")
     return state[name] if found is None else found
 
 
 def stored(dtype: torch.dtype, extra: Tensor | None, values: Tensor) -> Tensor:
-    """What remains of a parameter's new values in its format."""
+    """Returns a parameter's new values after rounding to its storage format."""
     if extra is None:
         return values.to(dtype).float()
     param = torch.empty_like(values, dtype=dtype)
@@ -247,10 +246,10 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                 for name in (values or {}).keys() - {"param"}:
                     twin.state[other][name] = values[name].clone()
         optimizer.step()
-        if step == 0:  # what a state starts as is stored, too
+        if step == 0:  # A step also stores the initial states.
             for param, other in zip(params, own, strict=True):
                 for name in twin.state[other].keys() - {"step"} if other in twin.state else ():
-                    values = twin.state[other][name].to(dtype)  # as torch's constructor makes it
+                    values = twin.state[other][name].to(dtype)  # torch's constructor makes it in this dtype.
                     start = _C.optim_store_state(param, values, kept(optimizer.state[param], name).dtype)
                     twin.state[other][name] = _C.optim_load_state(*start)
         twin.step()
@@ -283,7 +282,7 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
 def test_neither_instruction_sets_nor_threads_change_the_bits(precision: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
-    # Many blocks and cuts between threads, in parameters that do not end with a block.
+    # The parameters have many blocks, do not end with a block, and are cut between threads.
     shapes = [(37, 4111), (3, 5), (129, 257), (300_001, 1), (2, 2)]
     first = make_params(dtype, shapes)
     grads = [[torch.randn(s).to(dtype) for s in shapes] for _ in range(2)]
@@ -313,7 +312,7 @@ def test_neither_instruction_sets_nor_threads_change_the_bits(precision: str, dt
 @precisions
 @pytest.mark.parametrize("layout", ["transposed", "channels_last", "holes"])
 def test_any_layout(precision: str, layout: str) -> None:
-    """Blocks lie in memory as the parameter does, so that codes differ from the contiguous one's; values hardly."""
+    """Blocks follow the parameter's memory layout: codes differ from a contiguous parameter's, values hardly do."""
 
     def laid_out(values: Tensor) -> Tensor:
         if layout == "transposed":
@@ -340,7 +339,7 @@ def test_any_layout(precision: str, layout: str) -> None:
 @given(st.integers(0, 2**32 - 1), st.floats(0, 3), st.sampled_from([0.9, 0.99, 0.999]), st.sampled_from([1e-8, 1e-16]))
 @settings(deadline=None, max_examples=40)
 def test_8_bit_updates_stay_near_those_of_float32(seed: int, decades: float, beta2: float, eps: float) -> None:
-    """Gradients whose sizes differ by up to three decades within a block, as embeddings have them."""
+    """The sizes of gradients differ by up to three decades within a block, as those of embeddings do."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** (-decades * torch.rand(64, 256, generator=generator))
     params = [torch.zeros(64, 256).requires_grad_() for _ in range(2)]
@@ -355,7 +354,7 @@ def test_8_bit_updates_stay_near_those_of_float32(seed: int, decades: float, bet
             param.grad = grad.clone()
             optimizer.step()
         ours, theirs = (p.detach().abs() for p in params)
-        # torch's own is at most 1 / sqrt(1 - beta2) in theory, and near 1 here.
+        # torch's update is at most 1 / sqrt(1 - beta2) in theory, and near 1 here.
         assert ours.max() <= 2.5 * max(theirs.max().item(), 1.0)
 
 
@@ -376,14 +375,14 @@ def test_compensated_sums_follow_float32_where_rounding_loses_everything() -> No
             optimizer.step()
         moved = start.float() - optimizer.float32_value(param)
         lost[name] = (moved.mean() / (200 * 1e-4) - 1).abs().item()
-    assert lost.pop("nearest") == 1.0  # not one update arrived
+    assert lost.pop("nearest") == 1.0  # Every update was lost.
     assert lost.pop("stochastic") < 0.02
-    # 24 bits, and a bfloat16 with a compensation, have steps of about 2^-15 there: an update is 3.3 of them.
+    # 24 bits, and bfloat16 with a compensation, have steps of about 2^-15 there, so that an update is 3.3 steps.
     assert lost.pop("master") < 1e-3
     assert all(share < 0.1 for share in lost.values()), lost
 
 
-# ---- Saving, loading, changing one's mind.
+# ---- Saving, loading and changing options.
 
 
 def steps(optimizer: Any, params: list[Tensor], count: int = 2) -> None:
@@ -408,7 +407,7 @@ def test_what_was_saved_goes_on_with_the_same_bits(precision: str, way: str) -> 
     steps(optimizer, params)
     if way == "state_dict":
         others = [p.detach().clone().requires_grad_() for p in params]
-        other = optim.AdamW(others)  # the saved groups bring their options along
+        other = optim.AdamW(others)  # The saved groups contain their options.
         other.load_state_dict(saved(optimizer))
     else:
         other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
@@ -463,7 +462,7 @@ def test_to_torch_and_back(master_bits: int | None) -> None:
     for other in theirs:
         other.grad = torch.randn_like(other)
     torchs.step()
-    # And back: torch's groups have no options of ours, so those of the constructor hold.
+    # On the way back the constructor's options hold, because torch's groups have none of ours.
     again = [p.detach().clone().requires_grad_() for p in theirs]
     back = optim.AdamW(again, state_bits=8, min_8bit_size=100)
     back.load_state_dict(torchs.state_dict())
@@ -500,7 +499,7 @@ def test_options_may_change_between_steps(then: str) -> None:
         fresh = make_params(torch.bfloat16, [param.shape])
         other = optim.AdamW(fresh, **PRECISIONS[then], min_8bit_size=0)
         steps(other, fresh, 1)
-        assert optimizer.state[param].keys() == other.state[fresh[0]].keys()  # nothing of the old format is left
+        assert optimizer.state[param].keys() == other.state[fresh[0]].keys()  # The old format's states are gone.
         tolerance = {"state_16": 2**-8}.get(then, 2**-6)
         for name, value in values.items():
             scale = value.abs().max().item() if value.numel() else 0.0

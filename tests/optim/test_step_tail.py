@@ -1,4 +1,4 @@
-"""What a step does around its rule: unscaling, looking for overflows, clipping, zeroing; and drivetrain.amp."""
+"""Tests the parts of a step around its rule: unscaling, overflow checks, clipping and zeroing; and drivetrain.amp."""
 
 import copy
 import math
@@ -53,7 +53,7 @@ def scale_grads(params: list[Tensor], factor: float) -> None:
 def test_one_pass_is_unscale_clip_step_and_zero_one_after_the_other(
     which: str, dtype: torch.dtype, max_norm: float, zero: bool, isa: str
 ) -> None:
-    """Bit for bit, for 16-bit parameters against gradients that were treated in float32."""
+    """Compares bits. 16-bit parameters are compared with a step on gradients that were scaled in float32."""
     ours_class, torch_class, shared = OPTIMIZERS[which]
     params = make_params(dtype)
     plain_params, torch_params = copies(params), copies(params)
@@ -155,7 +155,7 @@ def test_large_and_tiny_gradients_neither_overflow_nor_vanish() -> None:
 @pytest.mark.parametrize("max_norm", [0.5, 1e4])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clip_grad_norm_is_torchs(dtype: torch.dtype, max_norm: float, norm_type: float) -> None:
-    sizes = (0, 1, 513, 40_000) if norm_type < math.inf else (1, 513)  # torch has no such norm of an empty tensor
+    sizes = (0, 1, 513, 40_000) if norm_type < math.inf else (1, 513)  # torch has no infinity norm of an empty tensor.
     params = [torch.randn(size, dtype=dtype).requires_grad_() for size in sizes]
     twins, untouched = copies(params), torch.randn(3).requires_grad_()
     set_grads(params, twins)
@@ -207,14 +207,14 @@ def test_an_overflow_changes_nothing(which: str, bad: float, zero: bool) -> None
         ours.step()
     assert ours.last_step_skipped
     assert_unchanged(ours, before)
-    assert any(p.grad.any() for p in params) != zero  # else the next backward would add to what is not finite
+    assert any(p.grad.any() for p in params) != zero  # The next backward must not add to non-finite values.
     set_grads(params)
     ours.step()
     assert not ours.last_step_skipped
 
 
 def test_an_overflow_in_the_first_step_leaves_it_to_come() -> None:
-    """SGD's first step is another than the later ones: the buffer begins as the gradient, dampening does not count."""
+    """SGD's first step differs from later ones: the buffer starts as the gradient, without dampening."""
     params = make_params()
     torch_params = copies(params)
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
@@ -236,7 +236,7 @@ def test_an_overflow_in_the_first_step_leaves_it_to_come() -> None:
 @both
 @pytest.mark.parametrize("found", [1.0, 2.0, 0.5])
 def test_found_inf_of_any_size(which: str, found: float) -> None:
-    """torch's kernels compare with 1 alone, although a scaler hands them the sum over devices."""
+    """torch's kernels compare found_inf with 1 alone, although a scaler passes the sum over devices."""
     ours, _, params, _ = pair(which)
     set_grads(params)
     ours.step()
@@ -306,7 +306,7 @@ def test_step_pre_hooks_see_what_they_see_under_torch(options: dict[str, bool], 
 def test_who_unscales_follows_max_grad_norm(device: str) -> None:
     param = torch.ones(3, requires_grad=True)
     optimizer, scaler = optim.SGD([param], lr=1.0), GradScaler(device)
-    assert not optimizer._step_supports_amp_scaling  # Lightning refuses to clip otherwise
+    assert not optimizer._step_supports_amp_scaling  # Lightning refuses to clip if this is true.
     optimizer.max_grad_norm = 1.0
     assert optimizer._step_supports_amp_scaling
     optimizer.max_grad_norm = None
@@ -324,7 +324,7 @@ def test_an_error_in_a_scaled_step_leaves_nothing_behind(device: str) -> None:
         scaler.step(optimizer)
     optimizer.grad_scale = optimizer.found_inf = None
     param.grad = torch.full((3,), math.inf)
-    optimizer.step()  # a plain step looks for nothing
+    optimizer.step()  # A plain step does not check for overflows.
     assert not optimizer.last_step_skipped
 
 
@@ -352,7 +352,7 @@ def test_our_scaler_searches_in_the_optimizers_own_read(monkeypatch: pytest.Monk
 
 
 class MegatronScale:
-    """Plain twin of the scale's course, as Megatron-LM's DynamicGradScaler updates it."""
+    """Updates a loss scale as Megatron-LM's DynamicGradScaler does."""
 
     def __init__(self, scale: float, growth_interval: int, min_scale: float, hysteresis: int) -> None:
         self.scale, self.interval, self.min_scale, self.hysteresis = scale, growth_interval, min_scale, hysteresis

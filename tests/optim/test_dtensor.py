@@ -1,4 +1,4 @@
-"""DTensor parameters (FSDP2, tensor parallelism, HSDP): steps against torch's and against those of whole tensors."""
+"""Tests steps of DTensors (FSDP2, tensor parallelism, HSDP) against torch's and against steps of whole tensors."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from drivetrain.amp import GradScaler
 
 Run = Callable[..., list[Any]]
 
-# Even parts on two and four ranks, uneven ones, some of 0 elements, and a single element.
+# Ranks have even, uneven or empty parts of these shapes, and one shape has a single element.
 SHAPES = [(8, 6), (512, 3), (5, 3), (1,), (3, 2, 2), (16,)]
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {}),
@@ -33,7 +33,7 @@ ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same on every rank."""
+    """Returns the same values on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -50,7 +50,7 @@ def make(mesh: DeviceMesh, placements: list[Any], dtype: torch.dtype = torch.flo
 
 
 def set_grads(params: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
-    """The same gradients of the whole for DTensors and for plain tensors."""
+    """Sets gradients whose whole tensors are equal for DTensors and for plain tensors."""
     for index, param in enumerate(params):
         grad = (factor * values(tuple(param.shape), 100 * step + index)).to(param.dtype)
         if isinstance(param, DTensor):
@@ -102,7 +102,7 @@ def _step_elementwise(name: str, options: dict[str, Any], kind: str) -> None:
             if isinstance(value, DTensor):
                 assert value.placements == mine.placements
                 assert (value.shape, value.stride()) == (mine.shape, mine.stride())
-    # What the step was given is not kept.
+    # The optimizer does not keep the gradients of the last step.
     for param in sharded:
         param.grad = None
     before = [param.full_tensor().clone() for param in sharded]
@@ -150,7 +150,7 @@ def _low_precision(options: dict[str, Any]) -> None:
         {"master_bits": 32, "state_bits": 16},
         {"master_bits": 24, "state_bits": 32},
         {"rounding": "kahan"},
-        # Of (512, 3) each of two ranks has three blocks of 256.
+        # Each of two ranks has three blocks of 256 from the shape (512, 3).
         {"master_bits": 24, "state_bits": 8, "min_8bit_size": 700},
     ],
     ids=["plain", "remainder16", "remainder8", "kahan", "codes"],
@@ -223,11 +223,11 @@ def test_checkpoint_of_two_ranks_goes_on_at_two_and_at_four(
     params, moments = on_ranks(_save, str(tmp_path / "saved"), options)[0]
     again, loaded = on_ranks(_load, str(tmp_path / "saved"), options)[0]
     assert_equal([loaded[name] for name in moments], list(moments.values()))
-    for a, b in zip(again, params, strict=True):  # to the last bit, but for scales of 8-bit states
+    for a, b in zip(again, params, strict=True):  # Only the scales of 8-bit states may differ.
         torch.testing.assert_close(a, b, rtol=1e-6 if options else 0.0, atol=1e-7 if options else 0.0)
     elsewhere, loaded = on_four_ranks(_load, str(tmp_path / "saved"), options)[0]
     assert_equal([loaded[name] for name in moments], list(moments.values()))
-    tolerance = {"rtol": 0.0, "atol": 2e-3} if options else {}  # blocks of other elements have other scales
+    tolerance = {"rtol": 0.0, "atol": 2e-3} if options else {}  # Other blocks have other scales.
     for a, b in zip(elsewhere, params, strict=True):
         torch.testing.assert_close(a, b, **tolerance)  # type: ignore[arg-type]
 
@@ -249,10 +249,10 @@ def _norms(kind: str, factor: float) -> None:
         assert ours.grad_norm == pytest.approx(expected, rel=1e-6)
         for a, b in zip([*sharded, extra[0]], [*plain, extra[1]], strict=True):
             torch.testing.assert_close(whole(a), b, rtol=1e-6, atol=1e-7)
-            torch.testing.assert_close(whole(a.grad), b.grad, rtol=1e-6, atol=1e-7)  # clipped, in `.grad`
+            torch.testing.assert_close(whole(a.grad), b.grad, rtol=1e-6, atol=1e-7)  # `.grad` is clipped.
     before = [whole(param).detach().clone() for param in sharded]
     set_grads([*sharded, extra[0]], 0)
-    if dist.get_rank() % 2 == 1:  # in some ranks' part, and in all copies of that
+    if dist.get_rank() % 2 == 1:  # The parts of odd ranks overflow, in all their copies.
         sharded[1].grad.to_local()[0] = float("inf")  # type: ignore[union-attr]
     with pytest.warns(UserWarning, match="the step was left out"):
         ours.step()
@@ -338,7 +338,7 @@ def _scaler() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert_equal(params, before)
-        assert scaler.get_scale() == 4.0  # on the rank whose part is finite, too
+        assert scaler.get_scale() == 4.0  # The rank with a finite part backs off, too.
 
 
 def test_an_overflow_in_one_part_leaves_the_step_out_everywhere(on_ranks: Run) -> None:
@@ -384,7 +384,7 @@ def test_a_cast_between_steps_is_refused(on_ranks: Run) -> None:
 def _refusals() -> None:
     mesh = mesh_of(2)
     split = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    low = nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # a rank has no row
+    low = nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # One rank has no row.
     for name, param in (("Muon", split), ("Adafactor", low)):
         with pytest.raises(
             NotImplementedError,
@@ -461,12 +461,12 @@ def test_rules_of_whole_parameters_step_replicated_ones(on_ranks: Run, name: str
     on_ranks(_whole_rules, name)
 
 
-# Matrices of several units of Adafactor's sums, with uneven parts, and with ranks that have no row.
+# Some matrices take several units of Adafactor's sums, some have uneven parts, and some leave ranks without a row.
 SUMMED = [(600, 300), (8, 6), (5, 3), (1, 4), (1,), (3, 6, 4), (16,)]
 
 
 def _summed_rules(layouts: list[tuple[tuple[int, ...], list[Any]]]) -> None:
-    """Rules that add up over whole parameters, on parts: against those of whole ones, and against torch's."""
+    """Compares rules that sum over whole parameters, on parts, with steps of whole parameters and with torch's."""
     for sizes, placements in layouts:
         mesh = mesh_of(*sizes)
         for name, options in (("LAMB", {"weight_decay": 0.1}), ("Adafactor", {"weight_decay": 0.1}), ("Muon", {})):
@@ -508,14 +508,14 @@ def _summed_rules(layouts: list[tuple[tuple[int, ...], list[Any]]]) -> None:
                     assert isinstance(found, DTensor), where
                     assert found.shape == value.shape, where
                     torch.testing.assert_close(whole(found), value, **tolerance)
-                    for dim, place in enumerate(found.placements):  # what ranks have alike is the same
+                    for dim, place in enumerate(found.placements):  # Replicated states are equal.
                         if isinstance(place, Replicate):
                             local = found.to_local().clone()
                             dist.broadcast(local, dist.get_global_rank(mesh.get_group(dim), 0), mesh.get_group(dim))
                             torch.testing.assert_close(found.to_local(), local, rtol=0, atol=0)
             before = [whole(param).detach().clone() for param in sharded]
             set_grads(sharded, 0)
-            if dist.get_rank() % 2 == 0:  # in all copies of a part
+            if dist.get_rank() % 2 == 0:  # All copies of a part overflow.
                 sharded[1].grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
             with pytest.warns(UserWarning, match="the step was left out"):
                 ours.step()
@@ -597,7 +597,7 @@ def _under_fully_shard() -> None:
         NotImplementedError, match=r"parameter 'first\.weight' is a DTensor.*reduce_dtype=torch.float32"
     ):
         drivetrain.main_grads(halves)
-    halves(values((4, 64), 0, torch.bfloat16)).sum().backward()  # nothing was left behind
+    halves(values((4, 64), 0, torch.bfloat16)).sum().backward()  # The refusal left nothing behind.
 
 
 def test_what_has_no_meaning_under_fully_shard_is_refused(on_ranks: Run) -> None:

@@ -1,4 +1,4 @@
-"""Steps inside backward, against the same steps after it: bits, memory, micro-batches, ranks, mistakes."""
+"""Tests steps inside backward against the same steps after it: bits, memory, micro-batches, ranks and errors."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from ddp_cases import SMALL_BUCKETS, Fails, OnRanks, Tied, TorchDDP, assert_equa
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import optim
 
-CAPS = [1e-6, 0.002, 25.0]  # MiB: each parameter, some together, all
+CAPS = [1e-6, 0.002, 25.0]  # in MiB: each parameter alone, some together, all together
 Make = Callable[[Any], optim.base.FusedOptimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": functools.partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
@@ -79,7 +79,7 @@ def test_same_bits(name: str, cap: float) -> None:
 
 
 def test_groups_storages_and_other_parameters() -> None:
-    """Named parameters in two groups, bfloat16 with master bits in one; one parameter that the model does not have."""
+    """One group has bfloat16 parameters with master bits, the other one a parameter that the model does not have."""
     theirs = net()
     theirs[2].bfloat16()
     ours = copy.deepcopy(theirs)
@@ -152,7 +152,7 @@ def test_micro_batches(cap: float) -> None:
         after.step()
         after.zero_grad()
         assert_same(ours, theirs)
-    # What was only collected, step() steps.
+    # step() steps gradients that were only accumulated.
     for model in (ours, theirs):
         with steps.no_step():
             loss_of(model, batches[0]).backward()
@@ -163,7 +163,7 @@ def test_micro_batches(cap: float) -> None:
 
 @pytest.mark.parametrize("bits", [16, 24, 32])
 def test_windows(bits: int) -> None:
-    """Of drivetrain.accumulate(): token means, a shorter last window, weights of 0, main gradients, fused layers."""
+    """Covers token means, a shorter last window, weights of 0, main gradients and fused layers."""
     theirs = net()
     if bits < 32:
         theirs = theirs.bfloat16()
@@ -241,7 +241,7 @@ def test_shared_weights_checkpointing_and_autocast(is_fused: bool) -> None:
 
 
 def test_another_use_of_a_stepped_weight_is_an_error() -> None:
-    """Not a gradient by other values than the forward's."""
+    """Backward raises instead of using values that differ from the forward's."""
     model = nn.Linear(5, 5, bias=False)
     optim.SGD(model.parameters(), lr=0.1).step_in_backward(model, bucket_cap_mb=1e-6)
     x = torch.randn(2, 5).requires_grad_()
@@ -258,7 +258,7 @@ def test_backward_that_raises() -> None:
     x = torch.randn(4, 10)
     with pytest.raises(ValueError, match="late"):
         model[2:](Fails.apply(model[:2](x))).sum().backward()
-    assert_same(model, twin)  # the bucket was not full
+    assert_same(model, twin)  # The bucket was not full, so that no step was made.
     optimizer.zero_grad()
     for each in (model, twin):
         loss_of(each, x).backward()
@@ -312,7 +312,7 @@ def test_everything_is_freed() -> None:
     file.seek(0)
     twin = torch.load(file, weights_only=False)
     optim.SGD(twin.parameters(), lr=0.1).step_in_backward(twin)
-    # The parameters alone keep it going.
+    # The parameters alone keep the steps alive.
     before = model[0].weight.detach().clone()
     del optimizer
     gc.collect()
@@ -385,7 +385,7 @@ def test_refusals() -> None:
 
 
 class Branching(nn.Module):
-    """Uses one of two branches."""
+    """Uses one of two branches in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ def on_ranks_as_after(options: dict[str, Any], branches: bool) -> None:
         assert_equal_on_ranks([param.detach() for param in models[0].parameters()])
     for mine, others in zip(*optimizers, strict=True):
         assert_same_state(mine, others)
-    # no_step() is no_sync(), and after remove() gradients stay.
+    # no_step() does the same as no_sync(). Gradients stay after it and after remove().
     with handles[0].no_step():
         loss_of(models[0], batches[0]).backward()
     assert any(param.grad is not None for param in models[0].parameters())
@@ -453,7 +453,7 @@ def deep() -> nn.Sequential:
 
 
 def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
-    """Of two optimizers, one of which steps after backward; with micro-batches, and with the arena back in the end."""
+    """Two optimizers share a model, and one of them steps after backward. remove() restores the gradient buffer."""
     torch.manual_seed(1)
     models = [DDP(deep().to(dtype), bucket_cap_mb=0.1, transport=transport) for _ in range(2)]
     models[0].load_state_dict(models[1].state_dict())
@@ -531,7 +531,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def mapped_bytes() -> int:
-    """Shared memory that this process has mapped, its own and other ranks'."""
+    """Returns the bytes of shared memory that this process maps, its own and other ranks'."""
     mapped = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:drivetrain" in line:
@@ -563,7 +563,7 @@ def memory_that_is_given_back() -> None:
 
 
 def test_shared_memory_is_given_back(on_ranks: OnRanks) -> None:
-    """As the kernel counts it."""
+    """Counts the mapped bytes that the kernel reports."""
     on_ranks(memory_that_is_given_back)
 
 
@@ -608,7 +608,7 @@ def refusals_on_ranks() -> None:
 
 
 def wrappers_that_are_not_given() -> None:
-    """Without an error the ranks' parameters would part."""
+    """These cases must raise, because the ranks' parameters would diverge."""
     x = torch.randn(4, 10)
     for wrapper in (DDP, TorchDDP):
         model = net()
@@ -642,7 +642,7 @@ def test_refusals_on_ranks(on_ranks: OnRanks) -> None:
 
 
 def step_that_raises() -> str:
-    """In backward, on one rank: raised there, at the end, so that the other one gets all its reductions."""
+    """A failed step raises at the end of backward, on its rank alone, so that the other rank gets all reductions."""
     torch.manual_seed(1)
     model = DDP(net(), **SMALL_BUCKETS)
     optimizer = optim.SGD(model.parameters(), lr=0.1)

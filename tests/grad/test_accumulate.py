@@ -1,4 +1,4 @@
-"""drivetrain.accumulate against one big batch: the same steps, whatever the micro-batches, ranks and weights."""
+"""Tests drivetrain.accumulate against one big batch: equal steps for any micro-batches, ranks and weights."""
 
 import copy
 import importlib.util
@@ -17,13 +17,13 @@ from drivetrain import DistributedDataParallel as DDP
 
 IGNORED = -100  # cross_entropy's mark for targets that do not count
 
-# Tokens per micro-batch: windows of three, the last one shorter; one micro-batch without any.
+# The tokens per micro-batch. Windows have three micro-batches, the last one has two, and one micro-batch has no tokens.
 COUNTS = [5, 1, 8, 3, 3, 2, 7, 0, 4, 6, 1]
 WINDOWS = [COUNTS[0:3], COUNTS[3:6], COUNTS[6:9], COUNTS[9:]]
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same on every device."""
+    """Returns the same model on every device."""
     torch.manual_seed(1)
     with torch.device("cpu"):
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
@@ -31,7 +31,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def make_batches(counts: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Inputs [count + 2, 6] and targets [count + 2], two of which do not count; the same on every device."""
+    """Returns inputs [count + 2, 6] and targets [count + 2], of which two do not count, equal on every device."""
     device = torch.get_default_device()
     rng = torch.Generator("cpu").manual_seed(seed)
     batches = []
@@ -43,7 +43,7 @@ def make_batches(counts: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]
 
 
 def mean_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), targets, ignore_index=IGNORED)  # nan if nothing counts
+    return F.cross_entropy(model(x), targets, ignore_index=IGNORED)  # The mean is nan if no target counts.
 
 
 def train_in_windows(
@@ -59,7 +59,7 @@ def train_in_windows(
 def train_on_big_batches(
     model: nn.Module, optimizer: torch.optim.Optimizer, windows: list[list[tuple[Tensor, Tensor]]], clip: float | None
 ) -> None:
-    """What `train_in_windows` must do: a step per window, on all its micro-batches as one."""
+    """Makes the steps that `train_in_windows` must equal: one per window, on all its micro-batches as one batch."""
     for window in windows:
         x, targets = (torch.cat(parts) for parts in zip(*window, strict=True))
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def test_steps_of_big_batches(name: str, scaler: str, clip: float | None) -> Non
 
 
 def test_bits_of_a_big_batch_where_arithmetic_is_exact() -> None:
-    """Small integers, and counts that add up to a power of two: no sum and no division rounds."""
+    """Sums of small integers, and divisions by a power of two, do not round."""
     rng = torch.Generator().manual_seed(2)
     counts = [3, 1, 8, 4]
     batches = [torch.randint(-8, 9, (count, 4), generator=rng).float() for count in counts]
@@ -127,7 +127,7 @@ def test_bits_of_a_big_batch_where_arithmetic_is_exact() -> None:
         optimizer = make(model.parameters(), lr=0.25)
         with drivetrain.accumulate(model, optimizer, steps=4) as window:
             for x in batches:
-                # Sums by powers of two; a mean over 3 would round.
+                # A mean over 3 would round, so that 3 rows take a sum.
                 window.backward(model(x).sum() if len(x) == 3 else model(x).mean(0).sum(), weight=len(x) % 3 or 1)
         weights = [1, 1, 2, 1]
         losses = [twin(x).sum() if len(x) == 3 else twin(x).mean(0).sum() for x in batches]
@@ -136,7 +136,7 @@ def test_bits_of_a_big_batch_where_arithmetic_is_exact() -> None:
         with torch.no_grad():
             twin.weight -= 0.25 * twin.weight.grad
         assert_same_parameters(model, twin, rtol=1e-6, atol=0)
-    # And with weights that sum to a power of two, every bit.
+    # Weights that sum to a power of two give the same bits.
     model, twin = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
     for linear in (model, twin):
         nn.init.zeros_(linear.weight)
@@ -224,7 +224,7 @@ def test_an_exception_in_the_middle_steps_nothing() -> None:
         interrupted()
     assert_same_parameters(model, before, rtol=0, atol=0)
     assert all(param.grad is None for param in model.parameters())
-    optimizer.step()  # not refused any more, and a step with nothing
+    optimizer.step()  # A step is allowed again, and has no gradients.
     assert_same_parameters(model, before, rtol=0, atol=0)
 
     def fail(_: Tensor) -> None:
@@ -299,7 +299,7 @@ def test_misuse_is_told() -> None:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Named as torch's."""
+    """Has the name of torch's wrapper, which accumulate refuses."""
 
 
 def other_wrappers() -> None:
@@ -321,7 +321,7 @@ def test_other_wrappers_are_refused(on_ranks: OnRanks) -> None:
 
 # ---- Ranks.
 
-# Tokens per micro-batch of each rank. The windows differ in number, too.
+# The tokens per micro-batch of each rank. Ranks may also differ in the number of windows.
 RANK_COUNTS = {
     "even": [[4, 4, 4, 4], [4, 4, 4, 4]],
     "uneven tokens": [[5, 1, 8, 3], [1, 7, 0, 2]],
@@ -334,7 +334,7 @@ RANK_COUNTS = {
 
 
 def expected_on_ranks(counts: list[list[int]], steps: int) -> nn.Module:
-    """One process that steps on each window's micro-batches of all ranks."""
+    """Returns the model of one process that steps on each window's micro-batches of all ranks."""
     twin = make_model()
     per_rank = [in_windows(make_batches(c, seed=rank), steps) for rank, c in enumerate(counts)]
     num_windows = max(len(windows) for windows in per_rank)
@@ -418,7 +418,7 @@ def test_no_tokens_on_any_rank(on_ranks: OnRanks) -> None:
 
 
 def with_no_sync() -> None:
-    """torch's own way goes on working, before, inside and after."""
+    """no_sync() works as ever inside and after accumulate."""
     twin = expected_on_ranks([[4, 4], [4, 4]], 2)
     model = DDP(make_model(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -440,7 +440,7 @@ def test_no_sync_beside_it(on_ranks: OnRanks) -> None:
 
 
 def only_some_are_stepped() -> None:
-    """An optimizer of half the model, and parameters that the wrapper does not reduce."""
+    """The optimizer has half the model's parameters, one of which the wrapper does not reduce."""
     net = make_model()
     twin = copy.deepcopy(net)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
@@ -451,7 +451,7 @@ def only_some_are_stepped() -> None:
     assert_equal_on_ranks([net[0].weight])
     assert all(param.grad is None for param in net.parameters())
     assert torch.equal(net[0].bias, twin[0].bias)
-    # The one that is not reduced gets this rank's own mean.
+    # The parameter that is not reduced gets this rank's own mean.
     with torch.no_grad():
         before = net[2].weight.clone()
         twin.load_state_dict(net.state_dict())
@@ -462,7 +462,7 @@ def only_some_are_stepped() -> None:
 
 
 def nothing_for_what_is_not_reduced() -> None:
-    """A rank that takes part in the others' window with nothing has no mean for a parameter of its own."""
+    """A rank that joins the others' window without data has no mean for a parameter that is not reduced."""
     net = make_model()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
     model = DDP(net, **SMALL_BUCKETS)
@@ -478,7 +478,7 @@ def test_parameters_that_only_some_know(on_ranks: OnRanks) -> None:
 
 
 def plain_backward_after() -> None:
-    """A window that was left by an exception, or weights that were zeroed, are nothing to the backward after."""
+    """A window that an exception ended, and weighted gradients that were zeroed, do not affect the next backward."""
     model = DDP(make_model(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x, targets = make_batches([4], seed=dist.get_rank())[0]
@@ -512,7 +512,7 @@ def test_plain_backward_after_weights(on_ranks: OnRanks) -> None:
 
 
 def failing_backward_on_one_rank() -> None:
-    """Other ranks' windows go on; this one's begins anew, and nothing of its first half is left in."""
+    """Other ranks' windows continue. This rank's window restarts without the gradients of its first half."""
     rank = dist.get_rank()
     batches = [make_batches([4, 4, 4], seed=rank) for rank in range(2)]
     twin = make_model()
@@ -556,7 +556,7 @@ def test_a_leftover_scheduler_step_is_refused() -> None:
             window.backward(loss)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the framework about its own calls
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # The framework warns about its own calls.
 @pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="accelerate is not installed")
 def test_accelerates_optimizer_and_scheduler() -> None:
     import accelerate
@@ -578,7 +578,7 @@ def test_accelerates_optimizer_and_scheduler() -> None:
     assert torch.equal(*weights)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the framework about its own calls
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # The framework warns about its own calls.
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
 def test_fabrics_optimizer() -> None:
     import lightning
@@ -600,6 +600,6 @@ def test_fabrics_optimizer() -> None:
 def test_a_wrapped_optimizer_with_a_scaler_needs_it_passed() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.scaler = torch.amp.GradScaler("cpu")  # as Accelerate's wrapper has it
+    optimizer.scaler = torch.amp.GradScaler("cpu")  # Accelerate's wrapper has this attribute.
     with pytest.raises(ValueError, match=r"pass scaler=accelerator\.scaler"):
         drivetrain.accumulate(model, optimizer, 2)

@@ -1,7 +1,8 @@
-"""Linear layers that add their weight's gradient to where it is collected, against torch's own layers.
+"""Tests linear layers that add their weight's gradient directly to `.grad`, against torch's own layers.
 
-Most of the data are small integers: every sum of their products is exact, so that "equal" can be asked for whatever the
-order of a sum is."""
+Most of the data are small integers, whose products have exact sums. The tests can therefore ask for equality in any
+order of summation.
+"""
 
 import copy
 import functools
@@ -27,13 +28,14 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain.grad.fuse_wgrad import Linear
 from reference.formats import accumulated as added
 
-# On the CPU the product of bfloat16 values is summed in float32 by block products alone.
+# Only block products sum products of bfloat16 values in float32 on the CPU.
 needs_block_products = pytest.mark.skipif(
     not _C.has_block_products(), reason="this processor has no block products of bfloat16, which take AVX-512"
 )
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# inputs, outputs, what the inputs' leading dimensions are: nothing, one, tails of blocks, several blocks and sums.
+# Each row has the input features, the output features and the inputs' leading dimensions. The rows cover no tokens, one
+# token, tails of blocks, and several blocks and sums.
 SHAPES = [
     (3, 5, (4,)),
     (1, 1, (1,)),
@@ -65,12 +67,12 @@ def fused(module: nn.Module) -> nn.Module:
 
 
 def wgrad(sent: Tensor, x: Tensor) -> Tensor:
-    """float32 [outputs, inputs]."""
+    """Returns the weight's gradient, float32 [outputs, inputs]."""
     return sent.reshape(-1, sent.shape[-1]).float().t() @ x.detach().reshape(-1, x.shape[-1]).float()
 
 
 def is_fused(output: Tensor) -> bool:
-    """By a function of ours, not one of torch's (AddmmBackward0)."""
+    """Returns whether our function made the output, not torch's (AddmmBackward0)."""
     return type(output.grad_fn).__name__ == "CppFunction"
 
 
@@ -113,10 +115,11 @@ def test_as_torch(dtype: torch.dtype, inputs: int, outputs: int, leading: tuple[
 @pytest.mark.parametrize(("inputs", "outputs", "leading"), SHAPES)
 @pytest.mark.parametrize("bits", [32, 24])
 def test_into_main_gradients(inputs: int, outputs: int, leading: tuple[int, ...], bits: int, device: str) -> None:
-    """Of bfloat16: summed in float32, 512 tokens at a time on the CPU, and added as any micro-gradient is.
+    """The CPU sums products of bfloat16 in float32, 512 tokens at a time, and adds each sum as a micro-gradient.
 
-    On CUDA 24 bits take autograd's own product, which is rounded to bfloat16: one in float32 moves twice its bytes.
-    So do processors without block products."""
+    24 bits on CUDA take autograd's product, which is rounded to bfloat16, because a float32 product moves twice its
+    bytes. Processors without block products take autograd's product, too.
+    """
 
     is_exact = _C.has_block_products() if device == "cpu" else bits == 32
 
@@ -129,7 +132,7 @@ def test_into_main_gradients(inputs: int, outputs: int, leading: tuple[int, ...]
     drivetrain.main_grads(model, bits)
     total = torch.zeros(outputs, inputs)
     for step in range(4):
-        # Large beside small, so that 24 bits round.
+        # Large gradients follow small ones, so that 24 bits round.
         scale = 2.0 ** (9 * (step % 2))
         x, sent = small(*leading, inputs).bfloat16(), (small(*leading, outputs) * scale).bfloat16()
         model(x).backward(sent)
@@ -151,7 +154,7 @@ def test_into_main_gradients(inputs: int, outputs: int, leading: tuple[int, ...]
 @given(st.integers(1, 150), st.integers(1, 150), st.lists(st.integers(0, 700), min_size=1, max_size=3), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_any_shape(inputs: int, outputs: int, tokens: list[int], is_autocast: bool) -> None:
-    """In float32 from products of bfloat16, by main gradients or by autocast."""
+    """Main gradients and autocast both sum products of bfloat16 in float32."""
     model = layer(inputs, outputs)
     if not is_autocast:
         model = model.bfloat16()
@@ -215,7 +218,7 @@ def test_conv1d(dtype: torch.dtype) -> None:
             param.copy_(small(*param.shape))
     theirs = theirs.to(dtype)
     ours = fused(theirs)
-    drivetrain.fuse_wgrad(ours)  # again: nothing happens
+    drivetrain.fuse_wgrad(ours)  # A second call does nothing.
     assert isinstance(ours, pytorch_utils.Conv1D)
     if dtype == torch.bfloat16:
         drivetrain.main_grads(ours)
@@ -228,7 +231,7 @@ def test_conv1d(dtype: torch.dtype) -> None:
     assert torch.equal(ours.weight.grad.float(), total)
 
 
-# ---- Nothing of the weight's size.
+# ---- No allocation of the weight's size.
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_conv1d(dtype: torch.dtype) -> None:
     ["float32", *(pytest.param(kind, marks=needs_block_products) for kind in ("main 32", "main 24", "autocast"))],
 )
 def test_no_gradient_beside(kind: str) -> None:
-    """The profiler sees what backward allocates."""
+    """Checks the allocations of backward with the profiler."""
     model = nn.Linear(1024, 2048, bias=False)
     if kind.startswith("main"):
         model = model.bfloat16()
@@ -256,7 +259,7 @@ def test_no_gradient_beside(kind: str) -> None:
     assert 0 < largest < model.weight.numel(), "bytes, against elements"
 
 
-# ---- Who else has a say.
+# ---- Hooks, other calls of autograd, and frozen parameters.
 
 
 def test_hooks_see_gradients() -> None:
@@ -300,7 +303,7 @@ def test_gradients_asked_for(has_main: bool) -> None:
         drivetrain.main_grads(ours)
     x = small(5, 6).to(theirs[0].weight.dtype)
     for model in (ours, theirs):
-        (model(x) * 0).sum().backward()  # zeros are there
+        (model(x) * 0).sum().backward()  # The gradients are zeros.
     found = [torch.autograd.grad(model(x).sum(), list(model.parameters())) for model in (ours, theirs)]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(*found, strict=True))
     assert not any(param.grad.count_nonzero() for param in ours.parameters())
@@ -347,7 +350,7 @@ def test_many_gradients_at_once() -> None:
 
 
 def test_versions_of_gradients() -> None:
-    """Count each addition, as those of torch's operations do."""
+    """Each addition increments the gradient's version counter, as torch's operations do."""
     model = fused(layer(6, 4))
     versions = []
     for _ in range(3):
@@ -440,7 +443,7 @@ def test_who_changes_what_was_saved() -> None:
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 def test_gradients_of_other_kinds_in_place() -> None:
-    """Strided, differentiable, of another dtype: then it is as ever."""
+    """Covers gradients in `.grad` that are transposed, strided or contiguous."""
     for grad in (torch.zeros(6, 4).t(), torch.zeros(8, 12)[::2, ::2], torch.zeros(4, 6)):
         theirs = layer(6, 4)
         ours = fused(theirs)
@@ -464,7 +467,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("has_main", [False, True])
 def test_shared_weights(has_main: bool) -> None:
-    """By two layers, with a plain use of the weight, and with an embedding."""
+    """Two layers and a plain use share one weight; a layer and an embedding share another one."""
     for theirs, batch in ((Shared(), small(5, 6)), (Tied(), torch.randint(11, (6,)))):
         with torch.no_grad():
             for param in theirs.parameters():
@@ -508,7 +511,7 @@ def test_checkpointing(call: Callable[..., Tensor], is_autocast: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_beside_other_uses(dtype: torch.dtype) -> None:
-    """The cast weight that autocast keeps serves torch's functions in the same region, too."""
+    """torch's functions use the cast weight that autocast caches in the same region, too."""
     theirs = layer(6, 4)
     ours = fused(theirs)
     for _ in range(2):
@@ -522,7 +525,7 @@ def test_autocast_beside_other_uses(dtype: torch.dtype) -> None:
 
 
 def test_weights_change_under_autocast() -> None:
-    """What autocast has cast is no view of the weight: a step between forward and backward is fine, as with torch."""
+    """A step between forward and backward is allowed, as with torch, because autocast copies the weight."""
     model = fused(layer(6, 4))
     x = small(5, 6).requires_grad_()
     weight = model.weight.detach().clone()
@@ -536,7 +539,7 @@ def test_weights_change_under_autocast() -> None:
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 def test_without_block_products() -> None:
-    """As on a processor that has none for bfloat16: autograd brings the gradient."""
+    """autograd computes the gradient, as on a processor without block products of bfloat16."""
     theirs = layer(60, 40).bfloat16()
     ours = fused(theirs)
     for model in (ours, theirs):
@@ -550,7 +553,7 @@ def test_without_block_products() -> None:
 
 
 def test_threads() -> None:
-    """Backward on several at a time, into one weight."""
+    """Several threads run backward into one weight at the same time."""
     for round in range(20):
         has_main = round % 2 == 0
         model = fused(layer(64, 48))
@@ -573,7 +576,7 @@ def test_threads() -> None:
         assert torch.equal(model.weight.grad, torch.full((48, 64), 320.0))
 
 
-# ---- What takes torch's own layers, or takes ours as they are.
+# ---- Transforms, tracers, compilers and subclasses.
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
@@ -599,7 +602,7 @@ def test_transforms_tracers_and_subclasses() -> None:
     assert torch.equal(tangent, torch.ones_like(x) @ theirs.weight.t())
     graph = torch.fx.symbolic_trace(nn.Sequential(ours))
     assert torch.equal(graph(x), theirs(x))
-    assert is_fused(ours(x))  # again
+    assert is_fused(ours(x))  # Tracing has not changed the layer.
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -616,7 +619,7 @@ def test_compiled(backend: str) -> None:
 
 @pytest.mark.parametrize("change", ["parametrize", "weight_norm", "prune"])
 def test_computed_weights(change: str) -> None:
-    """Whose gradient goes on to what they are computed from."""
+    """The gradient flows on to the parameters that the weight is computed from."""
     theirs = layer(6, 4)
     ours = fused(theirs)
     for model in (theirs, ours):
@@ -673,7 +676,7 @@ def test_bad_arguments() -> None:
 
 
 def test_windows() -> None:
-    """Of token means, with bits of one big batch."""
+    """Windows of token means give the bits of one big batch."""
     for dtype in (torch.float32, torch.bfloat16):
         model = nn.Sequential(layer(6, 4)).to(dtype)
         if dtype == torch.bfloat16:
@@ -695,13 +698,13 @@ def on_ranks_as_torch(options: dict[str, Any], has_main: bool) -> None:
     with torch.no_grad():
         for param in net.parameters():
             param.sign_()
-    # torch's own cannot have no_sync() with a static graph.
+    # torch's own class does not support no_sync() with a static graph.
     theirs = TorchDDP(copy.deepcopy(net), **{**options, "static_graph": False})
     if has_main:
         net = net.bfloat16()
         drivetrain.main_grads(net)
     drivetrain.fuse_wgrad(net)
-    ours = DDP(net, **options)  # whose buckets are planned anew, where they may
+    ours = DDP(net, **options)  # It plans its buckets anew where the options allow that.
     torch.manual_seed(dist.get_rank())
     for step in range(7):
         batches = [torch.randint(0, 2, (4, 10)).float() for _ in range(3)]
@@ -730,7 +733,7 @@ def test_ranks(on_ranks: OnRanks, options: dict[str, Any], has_main: bool) -> No
 
 
 def wrapped_by_torch() -> None:
-    """torch's own class reduces them, too."""
+    """torch's own DDP reduces the gradients of fused layers, too."""
     for options in ({}, {"gradient_as_bucket_view": True}):
         torch.manual_seed(1)
         net = nn.Sequential(layer(10, 37), nn.ReLU(), layer(37, 3))
@@ -753,7 +756,7 @@ def test_wrapped_by_torch(on_ranks: OnRanks) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_transformers(family: str) -> None:
-    """Three steps of a small model of each, in float32: losses as without fusion."""
+    """Makes three steps of a small model in float32. The losses agree with those without fusion."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
     torch.manual_seed(0)

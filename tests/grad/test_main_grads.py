@@ -1,4 +1,4 @@
-"""Main gradients against sums in plain torch: bits, layouts, hooks, other hands on .grad, DDP and optimizers."""
+"""Tests main gradients against sums in plain torch: bits, layouts, hooks, writes to .grad, DDP and optimizers."""
 
 import copy
 import gc
@@ -21,12 +21,12 @@ from reference.formats import accumulated as added
 HALVES = [torch.bfloat16, torch.float16]
 BITS = [(torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 24)]
 on_devices = pytest.mark.usefixtures("device")
-# From nothing to several of the pieces that threads take, and not multiples of any vector.
+# The sizes range from 0 elements to several threads' pieces, and are not multiples of a vector.
 SHAPES = [(), (0,), (1,), (3, 5), (513,), (7, 1283), (131, 1009)]
 
 
 class Holder(nn.Module):
-    """One parameter, whose gradient is whatever it is multiplied with."""
+    """Holds one parameter, whose gradient is the tensor that `send` multiplies it with."""
 
     def __init__(self, param: Tensor) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Holder(nn.Module):
 
 
 def awkward(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Values of many magnitudes, among them zeros, infinities and NaN."""
+    """Returns values of many magnitudes, and for large shapes also infinity, -0 and NaN."""
     rng = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=rng) * 10.0 ** torch.randint(-6, 4, shape, generator=rng)
     if values.numel() > 400:
@@ -62,7 +62,7 @@ def test_bits_of_the_sum(shape: tuple[int, ...], dtype: torch.dtype, bits: int, 
         assert_bits(drivetrain.float32_grad(model.param), total)
         assert model.param.grad is model.param.main_grad
         assert model.param.grad.dtype == (torch.float32 if bits == 32 else torch.bfloat16)
-    # Anew: what was there does not count.
+    # The sum starts anew after zero_grad().
     model.zero_grad()
     model.send(awkward(shape, dtype, seed=9))
     assert_bits(drivetrain.float32_grad(model.param), awkward(shape, dtype, seed=9).float())
@@ -115,7 +115,7 @@ def test_error_after_64_micro_steps() -> None:
 @on_devices
 @pytest.mark.parametrize(("dtype", "bits"), BITS)
 def test_layouts(dtype: torch.dtype, bits: int) -> None:
-    """Of parameters and of the gradients that autograd brings: transposed, strided, expanded."""
+    """Covers transposed, strided and expanded parameters, and such gradients from autograd."""
     memory = torch.ones(12, 10, dtype=dtype)
     for param in (memory.t(), memory[:, ::2], memory.expand(2, 12, 10)[0], torch.ones(2, 3, 4, 5, dtype=dtype)):
         model = Holder(param.detach())
@@ -146,7 +146,7 @@ def test_other_parameters_stay_as_they_are() -> None:
     assert_bits(drivetrain.float32_grad(model[0].weight), torch.full((3, 3), 3.0))
 
 
-# ---- Other hands.
+# ---- Other writers of .grad.
 
 
 @on_devices
@@ -183,7 +183,7 @@ def test_who_writes_the_gradient_drops_the_residual() -> None:
     model.zero_grad(set_to_none=False)
     model.send(small)
     assert_bits(drivetrain.float32_grad(model.param), small.float())
-    # Another tensor in .grad: autograd goes on with it.
+    # autograd adds to another tensor in .grad.
     model.param.grad = torch.ones(600).bfloat16()
     model.send(small)
     assert drivetrain.float32_grad(model.param)[0] == 1 + 2.0**-9
@@ -239,7 +239,7 @@ def test_tied_weights_and_checkpointing(bits: int) -> None:
 
 
 class AddsItself(torch.autograd.Function):
-    """As Megatron-LM's linear layer: the weight's gradient goes into main_grad, and autograd gets a dummy."""
+    """Adds the weight's gradient to main_grad, as Megatron-LM's linear layer does, and returns a dummy to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize("bits", [32, 24])
 @pytest.mark.parametrize("zero_grads_in_step", [False, True])
 def test_steps_and_windows(bits: int, zero_grads_in_step: bool) -> None:
-    """A bfloat16 model beside a float32 one that is given the same gradients."""
+    """Compares a bfloat16 model with a copy of it whose micro-gradients are summed in plain torch."""
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2)).bfloat16()
     twin = copy.deepcopy(model)
     drivetrain.main_grads(model, bits)
@@ -339,7 +339,7 @@ def test_steps_and_windows(bits: int, zero_grads_in_step: bool) -> None:
         for param, expected in zip(model.parameters(), twin.parameters(), strict=True):
             if bits == 32:
                 assert_bits(ours.float32_value(param), plain.float32_value(expected))
-            else:  # torch rounds ties to even, ours away from zero
+            else:  # torch rounds ties to even, and drivetrain away from zero.
                 torch.testing.assert_close(param, expected, rtol=2**-7, atol=1e-3)
 
 
@@ -347,7 +347,7 @@ def test_steps_and_windows(bits: int, zero_grads_in_step: bool) -> None:
 
 
 def summed(model: nn.Module, batches: list[Tensor], bits: int) -> list[Tensor]:
-    """This rank's own main gradients, from a copy of the model."""
+    """Returns this rank's own main gradients, computed on a copy of the model."""
     twin = copy.deepcopy(model)
     drivetrain.main_grads(twin, bits)
     for x in batches:
@@ -359,7 +359,7 @@ def main_grads_on_ranks(bits: int, transport: str) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
     drivetrain.main_grads(net, bits)
-    model = DDP(net, transport=transport)  # whose buckets are planned anew, twice
+    model = DDP(net, transport=transport)  # It plans its buckets anew twice.
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     torch.manual_seed(dist.get_rank())
     for step in range(7):
@@ -375,13 +375,13 @@ def main_grads_on_ranks(bits: int, transport: str) -> None:
         model(batches[-1]).float().square().mean().backward()
         for (name, param), want in zip(net.named_parameters(), expected, strict=True):
             assert param.grad.dtype == dtype, name
-            # (a + b) / 2 in bfloat16 rounds once or twice, as the transport has it.
+            # (a + b) / 2 in bfloat16 rounds once or twice, depending on the transport.
             torch.testing.assert_close(param.grad, want, rtol=1e-6 if bits == 32 else 2**-7, atol=1e-6)
             assert param.grad is param.main_grad, (step, name)
         assert_equal_on_ranks([param.grad for param in net.parameters()])
         places = model.reducer.gradient_places()
         assert all(param.main_grad is place for param, place in zip(net.parameters(), places, strict=True))
-        del places, param  # who holds gradients keeps the buckets as they are
+        del places, param  # References to gradients keep the buckets from changing.
         if step % 2:
             model.zero_grad()
         else:

@@ -1,4 +1,4 @@
-"""The norm that comes out of the reduction over ranks: what it is, and that nobody gets it who should not."""
+"""Tests the norm that the reduction over ranks computes: its value, and the cases in which it must not be used."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def norm_as_read(model: nn.Module) -> float:
 
 
 def asked(model: nn.Module, **options: Any) -> SGD:
-    """An optimizer that has asked for the norm, so that the next reduction brings it along."""
+    """Returns an optimizer that has asked for the norm, so that the next reduction computes it."""
     optimizer = SGD(model.parameters(), lr=1e-4, max_grad_norm=1.0, **options)
     backward(model, next(model.parameters()).dtype)
     optimizer.step()
@@ -45,7 +45,7 @@ def assert_norm(optimizer: SGD, expected: float) -> None:
 def the_same_as_read(dtype: torch.dtype, layers: int, options: dict[str, Any]) -> None:
     model = DDP(chain(dtype, layers), transport="shm", reuse_norm=True, **options)
     optimizer = asked(model)
-    for _ in range(8):  # through both changes of plan
+    for _ in range(8):  # The buckets are planned anew twice within these steps.
         backward(model, dtype)
         assert_norm(optimizer, norm_as_read(model))
         assert_equal_on_ranks([torch.tensor(optimizer.grad_norm, dtype=torch.float64)])
@@ -59,20 +59,20 @@ def test_it_is_the_norm(on_ranks: OnRanks, dtype: torch.dtype, layers: int, opti
 
 
 def unseen_write(model: nn.Module) -> None:
-    """To one element of a hundred, which is in no sample."""
+    """Writes an element that is not in the sample by which drivetrain notices writes."""
     grad = next(model.parameters()).grad
     grad.numpy().reshape(-1)[1] = 1e4
 
 
 def comes_from_the_reduction(reuse_norm: bool) -> None:
-    """A write that is not seen tells the two apart."""
+    """An unnoticed write shows whether the norm comes from the reduction or from a new pass over the gradients."""
     model = DDP(chain(), transport="shm", reuse_norm=reuse_norm)
     optimizer = asked(model)
     backward(model)
     before = norm_as_read(model)
     unseen_write(model)
     assert_norm(optimizer, before if reuse_norm else norm_as_read(model))
-    backward_norm = clip_grad_norm_(model.parameters(), 1e9).item()  # the step has clipped, and so written, them
+    backward_norm = clip_grad_norm_(model.parameters(), 1e9).item()  # The step has clipped the gradients.
     assert backward_norm == pytest.approx(norm_as_read(model), rel=1e-6)
     optimizer.zero_grad()
     backward(model)
@@ -164,7 +164,7 @@ def test_what_cannot_be_seen_is_not_trusted_by_default(on_ranks: OnRanks) -> Non
 
 
 def of_other_gradients() -> None:
-    """Another set than the module's: a part of it, or more than it."""
+    """The norm of other gradients than the module's, a part of them or more, does not come from the reduction."""
     model = DDP(chain(), transport="shm", reuse_norm=True)
     optimizer = asked(model)
     own = nn.Parameter(torch.ones(3))

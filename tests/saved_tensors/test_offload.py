@@ -37,7 +37,7 @@ def test_what_comes_back(dtype: torch.dtype) -> None:
         want = x.clone()
         offloaded.await_copy_out()
         x.zero_()
-        for prefetches in (0, 1, 2, 1):  # and is brought back as often as somebody asks
+        for prefetches in (0, 1, 2, 1):  # take() returns the values any number of times.
             for _ in range(prefetches):
                 offloaded.prefetch()
             y = offloaded.take()
@@ -97,7 +97,7 @@ def test_the_limit_says_what_is_needed() -> None:
     assert pool.bytes_in_use == 3 * SLAB
     assert all(torch.equal(offloaded.take(), x) for offloaded in kept)
     kept.pop()
-    kept.append(pool.begin(x[511:]))  # nothing is amiss afterwards
+    kept.append(pool.begin(x[511:]))  # The pool still works after the error.
     assert (pool.num_slabs, pool.bytes_in_use) == (3, 3 * SLAB)
 
 
@@ -237,7 +237,7 @@ def test_on_a_late_device(repository: Path, late_device: Path, script: str, says
 
 # ---- Tests that need a GPU.
 
-LONG = 500_000_000  # cycles: some tenths of a second
+LONG = 500_000_000  # in cycles, some tenths of a second
 
 
 def on_busy_stream() -> tuple[Tensor, torch.cuda.Stream]:
@@ -250,7 +250,7 @@ def on_busy_stream() -> tuple[Tensor, torch.cuda.Stream]:
 def test_copies_come_after_what_is_enqueued_and_nobody_waits_on_the_host() -> None:
     x, stream = on_busy_stream()
     pool, done = make_pool(64 * MIB, 16 * MIB), torch.cuda.Event()
-    pool.begin(x).take()  # slabs and streams are there
+    pool.begin(x).take()  # Slabs and streams exist from here on.
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
@@ -276,7 +276,7 @@ def test_memory_that_is_freed_at_once_is_not_written_before_it_is_copied() -> No
             x = torch.full((2 * MIB,), i, device="cuda", dtype=torch.float32)
             kept.append(pool.begin(x))
             del x
-            torch.full((2 * MIB,), -1, device="cuda", dtype=torch.float32)  # would be in x's memory
+            torch.full((2 * MIB,), -1, device="cuda", dtype=torch.float32)  # The allocator may give it x's memory.
         for i, offloaded in reversed(list(enumerate(kept))):
             if i:
                 kept[i - 1].prefetch()
@@ -298,7 +298,7 @@ def test_host_memory_is_reused_only_after_its_copies() -> None:
         first.prefetch()  # waits for the sleep
         y = first.take()
         del first
-    second = pool.begin(torch.full_like(x, 2))  # from a stream with nothing to do, into the same memory
+    second = pool.begin(torch.full_like(x, 2))  # An idle stream writes to the same memory.
     assert pool.num_slabs == 1
     torch.cuda.synchronize()
     assert bool((y == 1).all())
@@ -313,7 +313,7 @@ def test_what_is_prefetched_and_dropped_is_not_written_later() -> None:
         offloaded = pool.begin(x)
         offloaded.prefetch()
         del offloaded
-        y = torch.full_like(x, 2)  # in the memory that the copy goes to, unless the allocator knows of it
+        y = torch.full_like(x, 2)  # It must not get the copy's destination.
         torch.cuda.synchronize()
         assert bool((y == 2).all())
 

@@ -320,7 +320,7 @@ def test_cuda_gives_the_cpus_bits(packing: str, dtype: torch.dtype, size: int) -
 def test_the_host_does_not_wait_for_cuda() -> None:
     x = torch.randn(1 << 20, device="cuda")
     mask = x > 0
-    _C.pack(x, "int8"), _C.pack(mask, "bits")  # the kernels are loaded
+    _C.pack(x, "int8"), _C.pack(mask, "bits")  # Loads the kernels.
     torch.cuda.synchronize()
     busy, done = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(busy):

@@ -29,7 +29,7 @@ class LateCheck {
   }
 
  private:
-  // Sends one value at a time. What is found meanwhile goes with the next.
+  // Sends one value at a time. Values found meanwhile go with the next one.
   void send() {
     if (is_sent_ || heard_ || !found_.defined()) return;
     heard_.emplace(found_);

@@ -344,7 +344,7 @@ void Reducer::reduce_announced(int task) {
   });
 }
 
-// Reduces what is in .grad, as a step of its own.
+// Reduces the gradients in `.grad` as a step of its own.
 void Reducer::reduce_gradients() {
   parts_.planner.miss_times();
   parts_.reset();

@@ -26,7 +26,7 @@ namespace drivetrain::ddp {
 //   4. Once the last bucket has started, a callback at the end of backward waits for all and finalizes the step.
 //
 // A backward synchronizes after a forward that prepared it, as with torch's reducer. So does any other backward through
-// outputs that announce() got, if set_sync(true) holds then: what is in `.grad` at its end is reduced. To reduce twice
+// outputs that announce() got, if set_sync(true) holds then: `.grad` at its end is reduced. To reduce twice
 // does no harm, as the mean of equal means is the mean. Any other backward stays this rank's own, such as one of the
 // inner module or of a penalty. Its hooks only move gradients into the buffer.
 //

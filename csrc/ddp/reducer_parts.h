@@ -115,7 +115,7 @@ struct ReducerParts {
   // Makes the reduced values `.grad`, unless they were handed over during backward.
   void hand_back_gradients();
   // Ends a step that has begun and was not finalized. Throws if a gradient is missing: the ranks no longer agree on
-  // what is reduced. If none is missing, backward raised after the last one and all buckets have started.
+  // the gradients to reduce. If none is missing, backward raised after the last one and all buckets have started.
   void end_interrupted_step();
   // Forgets a step that was interrupted, after its collectives have ended.
   void reset_state();

@@ -35,8 +35,8 @@ struct SumJob {
   int64_t begin;
   int64_t end;
   double scale;
-  // Null, or where the sum of the squares of what is written goes: of floats, in double, in an order that depends on
-  // the range alone.
+  // Null, or receives the sum of the squares of the written floats, in double. The order of summation depends on the
+  // range alone.
   double* square_sum = nullptr;
 };
 

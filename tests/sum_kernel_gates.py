@@ -25,8 +25,8 @@ class Limits(NamedTuple):
 LIMITS = (
     Limits("10chunk_sums", most_registers=64, least_bytes=64),
     Limits("20compute_grad_scaling", most_registers=64, least_bytes=32, most_barriers=3),
-    # A stream's loads stand in a block of their own, which its format chooses. What is under way is theirs together:
-    # 128 bytes of LAMB and 64 of Adafactor in float32.
+    # Each array's loads are in a basic block of their own, which its format chooses. Together they have 128 bytes in
+    # flight for LAMB and 64 for Adafactor in float32.
     Limits("16trust_ratio_sumsI.*4LambEf", most_registers=128, least_bytes=32),
     Limits("16trust_ratio_sumsI.*9AdafactorEf", most_registers=128, least_bytes=32),
     Limits("11adapt_rules", most_registers=64, least_bytes=64, most_barriers=6),

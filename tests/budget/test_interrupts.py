@@ -30,7 +30,7 @@ from drivetrain.budget.trace import Recording, profile
 Step = Callable[[], object]
 NUM_MOMENTS = {"forward": 90, "with": 30, "backward": 40, "planning": 40}  # 200
 WAIT_SECONDS = 60
-AFTERWARDS = {drivetrain.activation_budget.__code__}  # what is left of it after planning: to return the plan
+AFTERWARDS = {drivetrain.activation_budget.__code__}  # It only returns the plan after planning.
 
 
 class Twice(torch.autograd.Function):

@@ -280,7 +280,7 @@ def survives_copies() -> None:
     ours._check_reducer_finalized()
     ours._remove_autograd_hooks()
     ours.zero_grad()
-    (ours.module(x) * float(dist.get_rank())).sum().backward()  # collects locally, talks to nobody
+    (ours.module(x) * float(dist.get_rank())).sum().backward()  # It accumulates locally, without communication.
 
 
 def test_deepcopy_pickle_and_torchs_private_helpers(on_ranks: OnRanks) -> None:

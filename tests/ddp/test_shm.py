@@ -248,12 +248,12 @@ def leaves_nothing() -> None:
         ours(*[torch.ones_like(w) for w in net.weights]).backward()
         kept = net.weights[2].grad
         world = dist.get_world_size()
-        assert shared_mappings() == mappings + 2 * world  # board and arena of every rank
+        assert shared_mappings() == mappings + 2 * world  # control block and gradient buffer of every rank
         # Each rank has a pidfd of every rank, and its own memory for forked children, but no other rank's.
         assert len(entries("/proc/self/fd")) == files + world + 2
         del ours, net
         gc.collect()
-        assert shared_mappings() == mappings + 1  # a gradient keeps this rank's arena
+        assert shared_mappings() == mappings + 1  # A gradient keeps this rank's buffer mapped.
         dist.barrier()
         assert (kept == 1).all()
         del kept
@@ -463,7 +463,8 @@ def full_memory() -> str:
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + arena * 3 // 2, hard))  # for its own arena, not a peer's
+        # The limit leaves room for this rank's own buffer, but not for a peer's.
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + arena * 3 // 2, hard))
     try:
         flat = comm.allocate(arena).view(torch.float32)
     finally:

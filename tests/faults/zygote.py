@@ -85,7 +85,7 @@ def become(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported: a rank's shutdown need not go through it, which takes half a second
+    gc.freeze()  # Otherwise a rank's shutdown spends half a second on the imported objects.
     if (request := serve()) is not None:
         become(request)
     sys.exit()

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/bucket_planner.h"
+#include "ddp/bucket_plan.h"
 
 namespace drivetrain::ddp {
 namespace {

@@ -120,20 +120,20 @@ void update(const StepJob& job, const Factored& of, int64_t begin, int64_t end) 
   T* const row_factors = static_cast<T*>(param.state[0].data);
   T* const column_factors = static_cast<T*>(param.state[0].extra);
   for (int64_t matrix = begin; matrix < end; ++matrix) {
-    double slots[kSlots];
+    double slots[kMeanSlots];
     const int64_t first_row = matrix * of.rows;
     for (int64_t r = 0; r < of.rows; ++r) {
       const int64_t row = first_row + r;
       const T mean = take_in<T>(param.state[1], row, of.row_sums + row, num_column_units(of), of.matrices * of.rows,
                                 of.columns, args.fresh);
       row_factors[row] = factor_of(mean);
-      if (r < kSlots) {
+      if (r < kMeanSlots) {
         slots[r] = mean;
       } else {
-        slots[r % kSlots] += mean;
+        slots[r % kMeanSlots] += mean;
       }
     }
-    const double sum = tree_sum(slots, std::min<int64_t>(of.rows, kSlots));
+    const double sum = tree_sum(slots, std::min<int64_t>(of.rows, kMeanSlots));
     const T scale = scale_of_rows<T>(sum, of.rows, args.eps1);
     for (int64_t row = first_row; row < first_row + of.rows; ++row) row_factors[row] *= scale;
     for (int64_t column = matrix * of.columns; column < (matrix + 1) * of.columns; ++column) {

@@ -15,7 +15,8 @@ namespace {
 using formats::kLanes;
 
 constexpr int kThreads = 256;
-static_assert(kThreads == kStrips * kLanes && kThreads == kUnitColumns && kThreads == kSlots && kStripRows <= kLanes);
+static_assert(kThreads == kStrips * kLanes && kThreads == kUnitColumns && kThreads == kMeanSlots &&
+              kStripRows <= kLanes);
 static_assert(kUnitColumns == kRow && kBlockRows % kThreads == 0);
 
 // Rows whose squares a warp sums together.
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(kThreads) update_means(StepJob job, const Fact
 // Computes the rows' factors. Every block of a matrix sums the means of all of its rows, which are in the L2 cache.
 template <class T>
 __global__ void __launch_bounds__(kThreads) factor_rows(StepJob job, const Factored* matrices, int32_t num_matrices) {
-  __shared__ double slots[kSlots];
+  __shared__ double slots[kMeanSlots];
   if (skips_step(job)) return;
   const int64_t i = blockIdx.x;
   const Factored of = matrices[formats::last_from_in_warp(matrices, num_matrices, &Factored::first_block, i)];

@@ -4,7 +4,7 @@
 // A matrix is divided into units of kUnitRows * kUnitColumns elements, and a unit into strips of kStripRows rows. A
 // row's squares are summed within a unit as those of a chunk (formats/summation.h). A column's squares are summed
 // within a strip from top to bottom, strips as a tree (the second half is added to the first), and units from first to
-// last. For the mean over a matrix's rows, row i is added to slot i % kSlots, and the slots as a tree. So the order
+// last. For the mean over a matrix's rows, row i is added to slot i % kMeanSlots, and the slots as a tree. So the order
 // depends on shapes alone.
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr int kStrips = 8;  // strips of a unit, and warps of a block on CUDA
 constexpr int kStripRows = 32;
 constexpr int kUnitRows = kStrips * kStripRows;
 constexpr int kUnitColumns = 256;
-constexpr int kSlots = 256;  // also the threads of a block on CUDA
+constexpr int kMeanSlots = 256;  // also the threads of a block on CUDA
 
 // A contiguous parameter of `matrices` matrices, and the sums of squares of its gradient. Its first state, of format
 // kFactored, has the values per row and column whose products scale its step.
@@ -57,13 +57,13 @@ DT_HOST_DEVICE int64_t num_units(const Factored& of) {
 }
 
 // On CUDA a block of the update takes kBlockRows rows of a matrix, all rows of as many low matrices as it has warps, or
-// kSlots columns.
+// kMeanSlots columns.
 constexpr int kBlockRows = 1024;
 DT_HOST_DEVICE int64_t num_row_blocks(const Factored& of) {
   return is_low(of) ? (of.matrices + kStrips - 1) / kStrips : of.matrices * ((of.rows + kBlockRows - 1) / kBlockRows);
 }
 DT_HOST_DEVICE int64_t num_update_blocks(const Factored& of) {
-  return num_row_blocks(of) + (of.matrices * of.columns + kSlots - 1) / kSlots;
+  return num_row_blocks(of) + (of.matrices * of.columns + kMeanSlots - 1) / kMeanSlots;
 }
 
 // Returns a strip, which may be empty.

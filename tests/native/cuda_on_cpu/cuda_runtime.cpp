@@ -215,7 +215,7 @@ double __shfl_down_sync(unsigned mask, double value, unsigned delta) {
   });
 }
 
-namespace drivetrain::optim {
+namespace drivetrain::formats {
 namespace {
 
 float perturbed(float value) {
@@ -237,7 +237,7 @@ float approximate_reciprocal_root(float x) {
   return perturbed(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))));
 }
 
-}  // namespace drivetrain::optim
+}  // namespace drivetrain::formats
 
 double __shfl_xor_sync(unsigned mask, double value, unsigned lanes) {
   return cuda_on_cpu::exchange(mask, value,

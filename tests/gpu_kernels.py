@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from test_pack import ROUNDED
 from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import _C, optim
 from optim_cases import ADAFACTOR_PRECISIONS, CASES, make_params
+from pack_cases import ROUNDED
 from precision_cases import PRECISIONS
 
 SHAPES: list[Any] = [(0,), (1,), (257,), (3, 171)]  # on either side of a block of states

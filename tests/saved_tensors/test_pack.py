@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drivetrain import _C
+from pack_cases import ROUNDED
 from reference import formats
 
 on_devices = pytest.mark.usefixtures("device")
@@ -20,7 +21,6 @@ DTYPES = [
 ]
 # The sizes lie around one byte of bits, one block of bits, one block of codes and one piece of a thread.
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1000, 16383, 16384, 16385, 150_001]
-ROUNDED = {"bfloat16": [torch.float32, torch.float64], "int8": [torch.float32, torch.bfloat16, torch.float16]}
 CASES = [(packing, dtype) for packing, dtypes in ROUNDED.items() for dtype in dtypes]
 
 

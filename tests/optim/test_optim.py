@@ -477,6 +477,7 @@ def test_public_names() -> None:
         "accumulate",
         "activation_budget",
         "checkpoint",
+        "data",
         "float32_grad",
         "fuse_wgrad",
         "main_grads",

@@ -1,11 +1,12 @@
 // Packs gradients in their order and chooses where buckets close.
+#include "ddp/bucket_plan.h"
+
 #include <algorithm>
 #include <limits>
 #include <map>
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/bucket_plan.h"
 
 namespace drivetrain::ddp {
 namespace {

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 from .permutation import Permutation
 
 _FORMAT = 1
-_POSITIONS_AT_ONCE = 8192  # one call per index would cost a hundred times as much
+_POSITIONS_AT_ONCE = 8192  # the permutation's fixed cost per call, many small tensor operations, is shared by all
 
 
 class ResumableSampler(Sampler[int]):

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "formats/tile_cpu.h"
 #include "optim/step.h"
@@ -64,6 +65,42 @@ void leave_grad(const GradScaling& grad_scaling, const TypedArray& stream, int64
   store_tile(stream, index, count, grad);
 }
 
+// Elements that are converted, updated and converted back before the next ones: so few that the processor overlaps
+// conversions with divisions and roots, and enough to fill its vectors.
+#if defined(__AVX512F__)
+constexpr int kGroup = 64;
+#else
+constexpr int kGroup = 32;
+#endif
+
+inline bool is_all_bfloat16(const ParamJob& param, int num_states) {
+  bool is_all = param.param.format == Format::kBFloat16 && param.grad.format == Format::kBFloat16;
+  for (int s = 0; s < num_states; ++s) is_all &= param.state[s].format == Format::kBFloat16;
+  return is_all;
+}
+
+// Updates a parameter whose values, gradient and states are all bfloat16, in whole groups from `begin` on. Returns the
+// first element that it left out, fewer than kGroup before `end`.
+template <class Rule>
+int64_t update_bfloat16(const Rule& rule, const GradScaling& grad_scaling, const ParamJob& param, int64_t begin,
+                        int64_t end) {
+  const auto halves = [](const TypedArray& array) { return static_cast<uint16_t*>(array.data); };
+  const float factor = static_cast<float>(grad_scaling.factor);
+  int64_t i = begin;
+  for (; i + kGroup <= end; i += kGroup) {
+    alignas(64) float values[kGroup], grad[kGroup], state[kMaxStates][kGroup];
+    load_bfloat16(halves(param.param) + i, values, kGroup);
+    load_bfloat16(halves(param.grad) + i, grad, kGroup);
+    for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kGroup);
+    Prepared prepared;
+    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kGroup, prepared);
+    leave_grad(grad_scaling, param.grad, i, kGroup, grad);
+    store_bfloat16(values, halves(param.param) + i, kGroup);
+    for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kGroup);
+  }
+  return i;
+}
+
 // Updates elements [begin, end) of a parameter. kCoded: its states have 8 bits.
 template <template <class> class RuleOf, class T, bool kCoded>
 void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
@@ -75,6 +112,9 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
+  if constexpr (kHasBFloat16Vectors && std::is_same_v<T, float> && !kCoded) {
+    if (is_all_bfloat16(param, Rule::kNumStates)) begin = update_bfloat16(rule, job.grad_scaling, param, begin, end);
+  }
   for (int64_t i = begin; i < end; i += tile) {
     const int64_t count = end - i < tile ? end - i : tile;
     T* values = load_tile(param.param, i, count, scratch[0]);

@@ -309,6 +309,35 @@ def test_neither_instruction_sets_nor_threads_change_the_bits(precision: str, dt
         assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("rule", [optim.AdamW, optim.SGD])
+@pytest.mark.parametrize("tail", [{}, {"max_grad_norm": 0.5}, {"max_grad_norm": 0.5, "zero_grads_in_step": True}])
+def test_bfloat16_keeps_special_values_on_every_instruction_set(rule: type, tail: dict[str, Any]) -> None:
+    # 1e-39 and 3e-40 are subnormal, 1e-30 squares to zero, and 3e38 overflows when it is squared.
+    special = torch.tensor([0.0, -0.0, 1e-39, -3e-40, 1e-30, 3e38, -1.5, 2.0**-126, math.inf, -math.inf, math.nan])
+    sizes = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000]
+    finite = special[special.isfinite()] if tail else special  # a norm that is not finite makes every value NaN
+    values = [special[torch.randint(len(special), (size,))].bfloat16() for size in sizes]
+    grads = [[finite[torch.randint(len(finite), (size,))].bfloat16() for size in sizes] for _ in range(3)]
+    options = {"momentum": 0.5} if rule is optim.SGD else {}
+    found = []
+    try:
+        for isa in _C.available_isas():
+            _C.force_isa(isa)
+            params = [value.clone().requires_grad_() for value in values]
+            optimizer = rule(params, lr=1e-40, **options, **tail)
+            for step in grads:
+                for param, grad in zip(params, step, strict=True):
+                    param.grad = grad.clone()
+                optimizer.step()
+            state = [v for p in params for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+            found.append([p.detach() for p in params] + [p.grad for p in params] + state)
+    finally:
+        _C.force_isa("")
+    assert any((v.abs() < 2.0**-126).logical_and(v != 0).any() for v in found[0] if v.dtype == torch.bfloat16)
+    for other in found[1:]:
+        assert all(same_bits(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 @precisions
 @pytest.mark.parametrize("layout", ["transposed", "channels_last", "holes"])
 def test_any_layout(precision: str, layout: str) -> None:

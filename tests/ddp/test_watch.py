@@ -456,6 +456,38 @@ def test_a_rank_that_ends_first_leaves_the_others_in_peace(tmp_path: Path) -> No
     assert errors == ["", ""]
 
 
+EXIT_WHILE_ASKING = """
+    import atexit, threading
+    from drivetrain.ddp import control_block, watchdog
+
+    has_hung_up = control_block._has_hung_up
+
+    def slow(store):
+        time.sleep(0.7)
+        return has_hung_up(store)
+
+    def tell_threads():
+        sys.stderr.write(" ".join(t.name for t in threading.enumerate() if t.name.startswith("drivetrain-watch")))
+
+    atexit.unregister(watchdog._end_at_exit)  # of the model above
+    atexit.register(tell_threads)
+    atexit.register(watchdog._end_at_exit)  # the last to be registered is called first
+    control_block._has_hung_up = slow
+    models = [DDP(nn.Linear(4, 4)) for _ in range(5)]
+"""
+
+
+def test_no_thread_asks_the_store_after_the_exit_hooks(tmp_path: Path) -> None:
+    ranks = script_ranks(tmp_path, EXIT_WHILE_ASKING, 2, python)
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert errors == ["", ""]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
 class Still:
     def stand(self, secret: int) -> dict[str, Any]:
         mine = locals()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -238,6 +238,7 @@ class ControlBlock:
                     answers.put(None)
 
             self._asking = threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True)
+            _questions.add(self._asking)
             self._asking.start()
             try:
                 return answers.get(timeout=self._timeout_s)
@@ -246,6 +247,7 @@ class ControlBlock:
 
 
 _connections: WeakKeyDictionary[dist.ProcessGroup, _Connection] = WeakKeyDictionary()
+_questions: WeakSet[threading.Thread] = WeakSet()  # threads that ask a store
 
 
 def control_block_of(group: dist.ProcessGroup, beat_s: float) -> ControlBlock:
@@ -258,6 +260,14 @@ def control_block_of(group: dist.ProcessGroup, beat_s: float) -> ControlBlock:
 def forget_connections() -> None:
     """Forgets all connections: a forked child must not use its parent's."""
     _connections.clear()
+    _questions.clear()
+
+
+def wait_for_questions(seconds: float) -> None:
+    """Waits until no thread asks a store any more, for `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    for thread in list(_questions):
+        thread.join(max(deadline - time.monotonic(), 0))
 
 
 def host_name() -> str:

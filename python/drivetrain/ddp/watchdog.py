@@ -6,13 +6,14 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from typing import Protocol
 
-from .control_block import forget_connections
+from .control_block import forget_connections, wait_for_questions
 
 _LONGEST_WAIT_S = 30.0
-_EXIT_S = 0.5  # time that the thread gets to end at exit, in case the store does not answer
+_EXIT_S = 5.0  # time that the threads get to end at exit, in case the store does not answer
 
 _logger = logging.getLogger("drivetrain")
 
@@ -85,6 +86,8 @@ def _look_at_all() -> float:
     wait_s = _LONGEST_WAIT_S
     for reference in list(_watched.values()):
         watched = reference()
+        if _is_exiting:
+            break
         if watched is None:
             continue
         try:
@@ -96,14 +99,16 @@ def _look_at_all() -> float:
 
 
 def _end_at_exit() -> None:
-    """Ends the thread: if it asked for the GIL after Python has shut down, the process would abort."""
+    """Ends the threads: if one asked for the GIL after Python has shut down, the process would abort."""
     global _is_exiting
+    deadline = time.monotonic() + _EXIT_S
     with _lock:
         _is_exiting = True
         thread = _thread
     _wake.put(None)
     if thread is not None:
         thread.join(_EXIT_S)
+    wait_for_questions(max(deadline - time.monotonic(), 0))
 
 
 def _forget_after_fork() -> None:

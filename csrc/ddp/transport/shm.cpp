@@ -56,13 +56,18 @@ at::ScalarType scalar_type(ElementType type) {
   return at::kLong;
 }
 
-// The data that ranks exchange to share memory.
-struct Announcement {
+// What ranks exchange to share memory. Every message has an error: why the rank cannot go on; "": it can.
+struct Outcome {
+  char error[192] = "";
+};
+struct Announcement : Outcome {
   int64_t pid = 0;
   int64_t fd = -1;
   uint64_t nonce = 0;
   int64_t bytes = 0;
-  char error[192] = "";  // why the rank cannot share memory; "": it can
+};
+struct OutcomeAndCores : Outcome {
+  CoreSet cores;
 };
 
 // Sums over hosts, from the first rank of each.
@@ -139,7 +144,7 @@ class ShmComm final : public Comm {
     exchange.several_hosts = several_hosts;
     exchange.link = link_.get();
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
-    spins_ = is_a_core_for_each(gather_on_host(cores_of_this_thread()));
+    spins_ = is_a_core_for_each(cores_);
     exchange.spin = spins_;
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
@@ -326,16 +331,27 @@ class ShmComm final : public Comm {
     return all;
   }
 
+  // As gather(), through shared memory if all ranks are on this host: the process group takes several times as long.
   template <class T>
-  std::vector<T> gather_on_host(const T& mine) {
-    const std::vector<T> all = gather(mine);
-    std::vector<T> on_host;
-    for (int rank : host_) on_host.push_back(all[rank]);
-    return on_host;
+  std::vector<T> gather_over_memory(const T& mine) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(int32_t) == 0);
+    constexpr int64_t kWords = sizeof(T) / sizeof(int32_t);
+    const bool fits = size() * static_cast<int64_t>(sizeof(T)) <= kStagingBytes;
+    if (!exchange_ || num_local_ranks() < size() || !fits) return gather(mine);
+    // Sums rows of which all but this rank's are zero.
+    const at::Tensor rows = at::zeros({size(), kWords}, at::kInt);
+    std::memcpy(rows[rank()].data_ptr(), &mine, sizeof(mine));
+    std::unique_ptr<PendingReduce> sum = start_shared(rows.view(-1), 1);
+    if (!sum) return gather(mine);
+    sum->wait();
+    std::vector<T> all(size());
+    for (int rank = 0; rank < size(); ++rank) std::memcpy(&all[rank], rows[rank].data_ptr(), sizeof(T));
+    return all;
   }
 
   // Returns true if no rank reports an error. Else why_not_ names the rank and its error.
-  bool agree(const std::vector<Announcement>& all) {
+  template <class T>
+  bool agree(const std::vector<T>& all) {
     for (int rank = 0; rank < size(); ++rank) {
       if (all[rank].error[0] == '\0') continue;
       why_not_ = text(ranks().name(rank), ": ", all[rank].error);
@@ -350,23 +366,24 @@ class ShmComm final : public Comm {
     auto buffer = std::make_shared<SharedBuffer>();
     buffer->bytes = bytes;
     Announcement mine;
-    const auto attempt = [&](auto&& what) {
+    const auto attempt = [](auto& outcome, auto&& what) {
       try {
         what();
       } catch (const std::exception& error) {
-        std::strncpy(mine.error, error.what(), sizeof(mine.error) - 1);
+        std::strncpy(outcome.error, error.what(), sizeof(outcome.error) - 1);
       }
     };
-    attempt([&] {
+    attempt(mine, [&] {
       buffer->own = std::make_shared<Segment>(Segment::create(bytes));
       mine.pid = ::getpid();
       mine.fd = buffer->own->fd();
       mine.nonce = buffer->own->nonce();
       mine.bytes = bytes;
     });
-    const std::vector<Announcement> all = gather(mine);
+    const std::vector<Announcement> all = gather_over_memory(mine);
     if (!agree(all)) return nullptr;
-    attempt([&] {
+    OutcomeAndCores opened;
+    attempt(opened, [&] {
       if (processes_.empty()) watch(all);
       for (int local_rank = 0; local_rank < num_local_ranks(); ++local_rank) {
         const Announcement& other = all[host_[local_rank]];
@@ -378,7 +395,14 @@ class ShmComm final : public Comm {
         buffer->base.push_back(local_rank == local_rank_ ? buffer->own->data() : buffer->others.back().data());
       }
     });
-    if (!agree(gather(mine))) return nullptr;
+    if (cores_.empty()) {  // the first allocation
+      opened.cores = cores_of_this_thread();
+      const std::vector<OutcomeAndCores> all_opened = gather(opened);
+      if (!agree(all_opened)) return nullptr;
+      for (int rank : host_) cores_.push_back(all_opened[rank].cores);
+    } else if (!agree(gather_over_memory<Outcome>(opened))) {
+      return nullptr;
+    }
     std::vector<char*> others;
     for (const Segment& other : buffer->others) others.push_back(other.data());
     buffer->residency.emplace(std::move(others), bytes);
@@ -396,6 +420,7 @@ class ShmComm final : public Comm {
   int local_rank_ = 0;
   std::unique_ptr<TorchLink> link_;
   std::vector<PeerProcess> processes_;     // [local ranks]
+  std::vector<CoreSet> cores_;             // which each may use, [local ranks]
   std::shared_ptr<SharedBuffer> control_;  // the control block, in local rank 0's part, and every rank's staging area
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();

@@ -2,15 +2,13 @@
 
 import hashlib
 from contextlib import nullcontext
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .gather import gather_bytes, gather_objects
 from .transport import rank_name
-
-R = TypeVar("R")
 
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -50,9 +48,9 @@ def check_same_on_all_ranks(
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
     device = next((param.device for _, param in named_params), torch.device("cpu"))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if len(set(_gather(digest, group))) == 1:
+        if len(set(gather_bytes(digest, group))) == 1:
             return
-        by_rank = _gather(mine, group)
+        by_rank = gather_objects(mine, group)
     for what in dict.fromkeys(what for facts in by_rank for what in facts):
         found = [facts.get(what, "not there") for facts in by_rank]
         if len(set(found)) > 1:
@@ -65,10 +63,3 @@ def check_same_on_all_ranks(
         "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "
         "different orders: build the model in the same order everywhere."
     )
-
-
-def _gather(item: R, group: dist.ProcessGroup | None) -> list[R]:
-    """Returns every rank's item, on every rank."""
-    items: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(items, item, group=group)
-    return items

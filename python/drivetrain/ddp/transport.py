@@ -1,5 +1,6 @@
 """Chooses the transport that carries gradients between ranks, after the ranks have exchanged where they run."""
 
+import hashlib
 import importlib.util
 import os
 import socket
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, processes
+from .gather import cpu_backend, gather_bytes, gather_objects
 
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
@@ -26,12 +28,7 @@ _returning: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDic
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
 
 
-class _RankFacts(NamedTuple):
-    """The transport that a rank asks for, and the host that it runs on."""
-
-    choice: str
-    wire_dtype: torch.dtype | None
-    host: tuple[str, ...]  # see _host_identity()
+_WIRE_DTYPES = (None, torch.bfloat16)
 
 
 class _Hosts(NamedTuple):
@@ -88,10 +85,10 @@ def make_comm(
         NotImplementedError: wire_dtype is given, and the parameters are not on the CPU or the group is not gloo there.
     """
     size = dist.get_world_size(group)
-    if wire_dtype is not None and (device.type != "cpu" or _cpu_backend(group) != "gloo"):
+    if wire_dtype is not None and (device.type != "cpu" or cpu_backend(group) != "gloo"):
         raise NotImplementedError(
             f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
-            f"is {_cpu_backend(group)!r}: drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
+            f"is {cpu_backend(group)!r}: drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
             "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which also sums in bfloat16."
         )
     if choice == "nccl":
@@ -147,9 +144,8 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
         except RuntimeError as error:
             why_not = str(error)
     # Ranks agree first, so that none waits for a rank that cannot take part.
-    reasons: list[Any] = [None] * dist.get_world_size(group)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dist.all_gather_object(reasons, why_not, group=group)
+        reasons = gather_objects(why_not, group)
     for rank, reason in enumerate(reasons):
         if reason:
             raise RuntimeError(f"transport 'nccl' cannot be used, on {rank_name(rank, group)}: {reason}")
@@ -194,17 +190,16 @@ def _find_hosts(choice: str, group: dist.ProcessGroup, device: torch.device, wir
         return _Hosts([], "")
     if device.type != "cpu":
         return _Hosts([], f"the parameters are on {device}, shared memory is for the CPU")
-    if (backend := _cpu_backend(group)) != "gloo":
+    if (backend := cpu_backend(group)) != "gloo":
         return _Hosts([], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'")
-    found: list[Any] = [None] * size
-    host = () if choice == "torch" else _host_identity()
-    dist.all_gather_object(found, _RankFacts(choice, wire_dtype, host), group=group)
-    facts: list[_RankFacts] = found
-    _check_same(group, "transport", [fact.choice for fact in facts], f", or set {VARIABLE} everywhere")
-    _check_same(group, "wire_dtype", [fact.wire_dtype for fact in facts])
+    identity = () if choice == "torch" else _host_identity()
+    host = hashlib.sha256(repr(identity).encode()).digest()  # every rank's identity has the same size
+    found = gather_bytes(bytes((CHOICES.index(choice), _WIRE_DTYPES.index(wire_dtype))) + host, group)
+    _check_same(group, "transport", [CHOICES[facts[0]] for facts in found], f", or set {VARIABLE} everywhere")
+    _check_same(group, "wire_dtype", [_WIRE_DTYPES[facts[1]] for facts in found])
     if choice == "torch":
         return _Hosts([], "")
-    identities = [fact.host for fact in facts]
+    identities = [facts[2:] for facts in found]
     if len(set(identities)) == size:
         return _Hosts([], "no two ranks are on the same host, in the same container and of the same user")
     return _Hosts([identities.index(identity) for identity in identities], "")
@@ -235,13 +230,6 @@ def _host_identity() -> tuple[str, ...]:
     return (boot, *spaces, str(os.getuid()))
 
 
-def _cpu_backend(group: dist.ProcessGroup) -> str | None:
-    try:
-        return str(group._get_backend(torch.device("cpu")).name())
-    except RuntimeError:  # there is none for that device
-        return None
-
-
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Returns the group's timeout for operations on that type of device."""
     timeout: timedelta = group._get_backend(device).options._timeout
@@ -268,9 +256,7 @@ def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGro
 
 def _most_groups(group: dist.ProcessGroup) -> int:
     """Returns the largest number of process groups that a rank knows."""
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
-    return int(max(counts))
+    return max(gather_objects(len(dist.distributed_c10d._world.pg_names), group))
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""Collects a value of every rank, with one collective where all ranks' values have the same size."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+R = TypeVar("R")
+
+
+def cpu_backend(group: dist.ProcessGroup) -> str | None:
+    """Returns the name of the group's backend for tensors on the CPU, or None if it has none."""
+    try:
+        return str(group._get_backend(torch.device("cpu")).name())
+    except RuntimeError:
+        return None
+
+
+def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Returns every rank's bytes, on every rank. All ranks must pass equally many.
+
+    torch's all_gather_object takes two collectives, as it exchanges sizes first. Over gloo this takes one.
+    """
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    if cpu_backend(whole) != "gloo":
+        return gather_objects(mine, group)
+    sent = torch.tensor(list(mine), dtype=torch.uint8)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    return [bytes(values.tolist()) for values in received]
+
+
+def gather_objects(mine: R, group: dist.ProcessGroup | None) -> list[R]:
+    """Returns every rank's object, on every rank. The objects must be picklable."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found

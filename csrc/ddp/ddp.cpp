@@ -234,8 +234,8 @@ void register_reducer(py::module_& m) {
       .def("progress", &Reducer::progress)
       .def("plan_report", with_parts(+[](Parts& parts) { return parts.planner.report(); }), no_gil())
       .def("buckets", with_parts(+[](Parts& parts) { return parts.buffer.infos(); }), no_gil())
-      .def("arena_bytes", with_parts(+[](Parts& parts) { return parts.buffer.bytes(); }), no_gil())
-      .def("gradient_places", with_parts(+[](Parts& parts) { return parts.buffer.views(); }), no_gil())
+      .def("buffer_bytes", with_parts(+[](Parts& parts) { return parts.buffer.bytes(); }), no_gil())
+      .def("gradient_views", with_parts(+[](Parts& parts) { return parts.buffer.views(); }), no_gil())
       .def("has_rebuilt_buckets", with_parts(+[](Parts& parts) { return parts.planner.has_rebuilt(); }), no_gil())
       .def("last_error", with_parts(+[](Parts& parts) { return parts.errors.message(); }), no_gil())
       .def("is_graph_known", with_parts(+[](Parts& parts) { return parts.used.graph() == Graph::kStaticKnown; }),

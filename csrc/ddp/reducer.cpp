@@ -27,7 +27,7 @@ using torch::distributed::autograd::ThreadLocalDistAutogradContext;
 
 // Runs after a gradient has been accumulated. It implements nothing for compiled autograd, which therefore refuses it
 // with an error instead of leaving it out.
-class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::KnowsPlace {
+class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::HasGradientView {
  public:
   Hook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
 
@@ -37,7 +37,7 @@ class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::Kno
     return outputs;
   }
 
-  at::Tensor place() override {
+  at::Tensor gradient_view() override {
     const auto reducer = reducer_.lock();
     if (!reducer) return {};
     return reducer->with_parts([this](ReducerParts& parts) { return parts.free_region(index_); });

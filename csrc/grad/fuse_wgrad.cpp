@@ -68,9 +68,9 @@ std::mutex& mutex_of(Node& accumulator) {
   return Opened::mutex(accumulator);
 }
 
-at::Tensor place_of(Node& accumulator) {
+at::Tensor gradient_view_of(Node& accumulator) {
   for (const auto& hook : accumulator.post_hooks()) {
-    if (auto* knowing = dynamic_cast<KnowsPlace*>(hook.get())) return knowing->place();
+    if (auto* owner = dynamic_cast<HasGradientView*>(hook.get())) return owner->gradient_view();
   }
   return {};
 }
@@ -81,7 +81,7 @@ bool add_in_order(const WeightGrad& weight_grad, const at::Tensor& weight, Node&
   if (!keepers.empty()) return dynamic_cast<KeepsGradient&>(*keepers.front()).add(weight_grad);
   const std::lock_guard<std::mutex> lock(mutex_of(accumulator));
   at::Tensor& grad = weight.mutable_grad();
-  const at::Tensor to = grad.defined() ? grad : place_of(accumulator);
+  const at::Tensor to = grad.defined() ? grad : gradient_view_of(accumulator);
   if (!to.defined() || to.requires_grad() || to.layout() != at::kStrided || !to.is_contiguous() ||
       to.sizes() != weight.sizes() || to.device() != weight.device() || to.is_alias_of(weight_grad.left) ||
       to.is_alias_of(weight_grad.right) || !can_add(weight_grad, to.scalar_type(), /*has_residual=*/false)) {

@@ -18,12 +18,12 @@ class KeepsGradient {
   virtual bool add(const WeightGrad& weight_grad) = 0;
 };
 
-// A hook that knows the memory of the future .grad.
-class KnowsPlace {
+// A hook that has the memory of the future .grad.
+class HasGradientView {
  public:
-  virtual ~KnowsPlace() = default;
+  virtual ~HasGradientView() = default;
   // Returns an undefined tensor if there is no such memory.
-  virtual at::Tensor place() = 0;
+  virtual at::Tensor gradient_view() = 0;
 };
 
 // Computes input * weight^T + bias for a weight [outputs, inputs]. With is_conv1d it computes input * weight + bias for

@@ -218,9 +218,9 @@ def in_one_buffer() -> None:
         addresses.append([p.grad.data_ptr() for p in ours.parameters()])
     assert addresses[1] == addresses[2]  # after the first step buckets follow the order of its gradients
     assert len(set(addresses[0])) == len(addresses[0])
-    assert max(addresses[0]) - min(addresses[0]) < ours.reducer.arena_bytes()
+    assert max(addresses[0]) - min(addresses[0]) < ours.reducer.buffer_bytes()
     gradients = sum(p.grad.nbytes for p in ours.parameters())
-    assert gradients <= ours.reducer.arena_bytes() <= gradients + 64 * len(addresses[0])
+    assert gradients <= ours.reducer.buffer_bytes() <= gradients + 64 * len(addresses[0])
     # Saving one gradient writes that gradient alone.
     buffer = io.BytesIO()
     torch.save(ours.module.scale.grad, buffer)

@@ -494,7 +494,7 @@ def beside_tensor_parallel(init_sync: bool) -> None:
         for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert ours.grad is not None
             torch.testing.assert_close(ours.grad, theirs.grad)
-    assert models[0].reducer.arena_bytes() > 0
+    assert models[0].reducer.buffer_bytes() > 0
 
 
 @pytest.mark.parametrize("init_sync", [True, False])

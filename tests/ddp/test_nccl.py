@@ -365,7 +365,7 @@ def construct_in_full_memory(fakes: Path) -> list[str]:
         model = DDP(make_net())
         model(inputs()).sum().backward()
         now, most = fake_nccl.nccl_memory_bytes()
-        assert most >= now == before + model.reducer.arena_bytes()
+        assert most >= now == before + model.reducer.buffer_bytes()
         return [transport_of(model), *log()]
 
 

@@ -305,5 +305,5 @@ def what_is_not_kept_costs_nothing() -> None:
     assert places[-1] == places[-2]
 
 
-def test_gradients_stay_in_the_arena(on_ranks: OnRanks) -> None:
+def test_gradients_stay_in_the_buffer(on_ranks: OnRanks) -> None:
     on_ranks(what_is_not_kept_costs_nothing)

@@ -95,13 +95,13 @@ def sums_and_means(isa: str) -> list[bytes]:
     _C.force_isa(isa)
     world = range(dist.get_world_size())
     comm = shm_comm()
-    arena = comm.allocate(8 * sum(SIZES) + 64 * len(SIZES))
-    assert not arena.any()
+    buffer = comm.allocate(8 * sum(SIZES) + 64 * len(SIZES))
+    assert not buffer.any()
     results = []
     for dtype in DTYPES:
         offset = 0
         for size in SIZES:
-            flat = arena[offset : offset + size * dtype.itemsize].view(dtype)
+            flat = buffer[offset : offset + size * dtype.itemsize].view(dtype)
             offset += (size * dtype.itemsize + 63) // 64 * 64
             inputs = [values_of(rank, size, dtype) for rank in world]
             for mean in (True, False) if dtype.is_floating_point else (False,):
@@ -135,7 +135,7 @@ def test_sums_and_means(on_some_ranks: OnRanks, isa: str) -> None:
     assert all(other == results[0] for other in results), "the ranks' bits differ"
 
 
-def outside_the_arena() -> None:
+def outside_the_buffer() -> None:
     """Sends small tensors through the staging area, and several at once and large ones through the process group."""
     comm = shm_comm()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -152,8 +152,8 @@ def outside_the_arena() -> None:
         comm.all_reduce(torch.zeros(2, dtype=torch.int32), mean=True)
 
 
-def test_tensors_outside_the_arena(on_ranks: OnRanks) -> None:
-    on_ranks(outside_the_arena)
+def test_tensors_outside_the_buffer(on_ranks: OnRanks) -> None:
+    on_ranks(outside_the_buffer)
 
 
 class Net(nn.Module):
@@ -448,7 +448,7 @@ def limited(which: int, limit: int, bytes_at_once: int) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("limit", [16 << 10, 1 << 20], ids=["at the board", "at the arena"])
+@pytest.mark.parametrize("limit", [16 << 10, 1 << 20], ids=["at the shared state", "at the buffer"])
 def test_falls_back_where_files_are_limited(on_ranks: OnRanks, limit: int) -> None:
     warned, silent = on_ranks(limited, resource.RLIMIT_FSIZE, limit, 4 << 20)
     assert silent == []
@@ -458,15 +458,15 @@ def test_falls_back_where_files_are_limited(on_ranks: OnRanks, limit: int) -> No
 
 
 def full_memory() -> str:
-    arena = 256 << 20
+    buffer = 256 << 20
     comm = shm_comm()
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if dist.get_rank() == 1:
         # The limit leaves room for this rank's own buffer, but not for a peer's.
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + arena * 3 // 2, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + buffer * 3 // 2, hard))
     try:
-        flat = comm.allocate(arena).view(torch.float32)
+        flat = comm.allocate(buffer).view(torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert comm.name == "torch"
@@ -664,10 +664,10 @@ def resident_shared_bytes() -> int:
 
 def resident_beyond_own() -> list[float]:
     """Measures after steps in which ranks are late by turns, so that each sums for every other."""
-    rank, world, arena_bytes = dist.get_rank(), dist.get_world_size(), 12 << 20
+    rank, world, buffer_bytes = dist.get_rank(), dist.get_world_size(), 12 << 20
     comm = shm_comm()
     before = resident_shared_bytes()
-    flat = comm.allocate(arena_bytes).view(torch.float32)
+    flat = comm.allocate(buffer_bytes).view(torch.float32)
     found = []
     for step in range(2 * world):
         if step % world == rank:
@@ -675,7 +675,7 @@ def resident_beyond_own() -> list[float]:
         flat.fill_(rank + step)
         comm.all_reduce(flat, mean=False)
         assert (flat == world * step + world * (world - 1) // 2).all()
-        found.append((resident_shared_bytes() - before) / arena_bytes - 1)
+        found.append((resident_shared_bytes() - before) / buffer_bytes - 1)
     return found
 
 
@@ -683,7 +683,7 @@ def test_little_of_other_ranks_memory_is_resident(tmp_path: Path) -> None:
     pool = RankPool(8, tmp_path)
     try:
         for found in pool.run(resident_beyond_own):
-            assert max(found) < 3.1, found  # of seven arenas
+            assert max(found) < 3.1, found  # of seven buffers
     finally:
         pool.close()
 

@@ -716,7 +716,7 @@ def on_ranks_as_torch(options: dict[str, Any], has_main: bool) -> None:
             (model(batches[-1].to(dtype)).float() / 2).sum().backward()
         for (name, param), expected in zip(net.named_parameters(), theirs.module.parameters(), strict=True):
             assert torch.equal(param.grad.float(), expected.grad), (step, name)
-        places = ours.reducer.gradient_places()
+        places = ours.reducer.gradient_views()
         assert all(param.grad is place for param, place in zip(net.parameters(), places, strict=True))
         del places, param
         for model in (ours, theirs):

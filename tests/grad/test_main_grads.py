@@ -379,7 +379,7 @@ def main_grads_on_ranks(bits: int, transport: str) -> None:
             torch.testing.assert_close(param.grad, want, rtol=1e-6 if bits == 32 else 2**-7, atol=1e-6)
             assert param.grad is param.main_grad, (step, name)
         assert_equal_on_ranks([param.grad for param in net.parameters()])
-        places = model.reducer.gradient_places()
+        places = model.reducer.gradient_views()
         assert all(param.main_grad is place for param, place in zip(net.parameters(), places, strict=True))
         del places, param  # References to gradients keep the buckets from changing.
         if step % 2:

@@ -286,8 +286,8 @@ void test_cores() {
 // Holds the memory that all ranks of one host see.
 struct Host {
   explicit Host(int num_ranks)
-      : size(num_ranks), block(::operator new(ShmExchange::control_block_bytes(num_ranks), std::align_val_t(64))) {
-    std::memset(block, 0, ShmExchange::control_block_bytes(num_ranks));
+      : size(num_ranks), block(::operator new(ShmExchange::shared_state_bytes(num_ranks), std::align_val_t(64))) {
+    std::memset(block, 0, ShmExchange::shared_state_bytes(num_ranks));
   }
   ~Host() { ::operator delete(block, std::align_val_t(64)); }
   Host(const Host&) = delete;

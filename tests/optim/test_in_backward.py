@@ -457,7 +457,7 @@ def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     models = [DDP(deep().to(dtype), bucket_cap_mb=0.1, transport=transport) for _ in range(2)]
     models[0].load_state_dict(models[1].state_dict())
-    before = models[0].reducer.arena_bytes()
+    before = models[0].reducer.buffer_bytes()
     optimizers = []
     for model in models:
         params = list(model.parameters())
@@ -465,7 +465,7 @@ def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
     loss_of(models[0], torch.randn(4, 128).to(dtype)).backward()
     kept = [param.grad.clone() for param in models[0].parameters()]
     steps = optimizers[0][0].step_in_backward(models[0])
-    assert models[0].reducer.arena_bytes() < before / (1 if dtype == torch.bfloat16 else 1.5)
+    assert models[0].reducer.buffer_bytes() < before / (1 if dtype == torch.bfloat16 else 1.5)
     assert all(torch.equal(param.grad, grad) for param, grad in zip(models[0].parameters(), kept, strict=True))
     models[0].zero_grad()
     torch.manual_seed(dist.get_rank())
@@ -488,7 +488,7 @@ def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
         loss_of(models[0], batches[0]).backward()
     kept = [param.grad.clone() for param in models[0].parameters()]
     steps.remove()
-    assert models[0].reducer.arena_bytes() == before
+    assert models[0].reducer.buffer_bytes() == before
     assert all(torch.equal(param.grad, grad) for param, grad in zip(models[0].parameters(), kept, strict=True))
     loss_of(models[0], batches[0]).backward()
     with models[1].no_sync():
@@ -544,14 +544,14 @@ def memory_that_is_given_back() -> None:
     gc.collect()
     without = mapped_bytes()
     model = DDP(deep(), bucket_cap_mb=0.1, transport="shm")
-    arena = model.reducer.arena_bytes()
+    buffer = model.reducer.buffer_bytes()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     mapped = []
     for _ in range(3):
         mapped.append(mapped_bytes() - without)
         steps = optimizer.step_in_backward(model)
         loss_of(model, torch.randn(4, 128)).backward()
-        saved = dist.get_world_size() * (arena - model.reducer.arena_bytes())
+        saved = dist.get_world_size() * (buffer - model.reducer.buffer_bytes())
         assert mapped_bytes() - without <= mapped[-1] - saved + 2**13
         steps.remove()
         loss_of(model, torch.randn(4, 128)).backward()
@@ -567,16 +567,16 @@ def test_shared_memory_is_given_back(on_ranks: OnRanks) -> None:
     on_ranks(memory_that_is_given_back)
 
 
-def main_gradients_keep_the_arena() -> None:
+def main_gradients_keep_the_buffer() -> None:
     torch.manual_seed(1)
     net = deep().bfloat16()
     drivetrain.main_grads(net)
     drivetrain.fuse_wgrad(net)
     model = DDP(net, bucket_cap_mb=0.1)
-    before = model.reducer.arena_bytes()
+    before = model.reducer.buffer_bytes()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     optimizer.step_in_backward(model)
-    assert model.reducer.arena_bytes() == before
+    assert model.reducer.buffer_bytes() == before
     torch.manual_seed(dist.get_rank())
     for _ in range(4):
         with model.no_sync():
@@ -586,8 +586,8 @@ def main_gradients_keep_the_arena() -> None:
     assert_equal_on_ranks([param.detach() for param in net.parameters()])
 
 
-def test_main_gradients_keep_the_arena(on_ranks: OnRanks) -> None:
-    on_ranks(main_gradients_keep_the_arena)
+def test_main_gradients_keep_the_buffer(on_ranks: OnRanks) -> None:
+    on_ranks(main_gradients_keep_the_buffer)
 
 
 def refusals_on_ranks() -> None:

@@ -218,15 +218,15 @@ def test_parameters_that_share_memory(overlap: str) -> None:
 
 
 def test_neighbours_and_interleaved_parameters_are_apart() -> None:
-    arena = torch.zeros(40)
-    params = [arena[:10], arena[10:20], arena[20::2], arena[21::2], arena[40:]]
+    flat = torch.zeros(40)
+    params = [flat[:10], flat[10:20], flat[20::2], flat[21::2], flat[40:]]
     params = [p.detach().requires_grad_() for p in params]
     optimizer = optim.SGD(params, lr=1.0, max_grad_norm=math.inf, zero_grads_in_step=True)
     for _ in range(3):
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
-    assert torch.equal(arena, torch.full((40,), -3.0))
+    assert torch.equal(flat, torch.full((40,), -3.0))
 
 
 @classes

@@ -133,10 +133,10 @@ class ShmComm final : public Comm {
       link_ = std::make_unique<TorchLink>(options.leaders, [this](const char* values) { return owner_of(values); });
     }
     while (host_[local_rank_] != rank) ++local_rank_;
-    const int64_t control_block_bytes = ShmExchange::control_block_bytes(num_local_ranks());
-    staging_offset_ = (control_block_bytes + kPage - 1) / kPage * kPage;
-    control_ = share(staging_offset_ + kStagingBytes);
-    if (!control_) return;
+    const int64_t shared_state_bytes = ShmExchange::shared_state_bytes(num_local_ranks());
+    staging_offset_ = (shared_state_bytes + kPage - 1) / kPage * kPage;
+    shared_state_ = share(staging_offset_ + kStagingBytes);
+    if (!shared_state_) return;
 
     ShmExchange::Options exchange;
     exchange.rank = local_rank_;
@@ -149,7 +149,7 @@ class ShmComm final : public Comm {
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
     exchange.is_dead = [this](int local_rank) { return processes_[local_rank].has_ended(); };
-    exchange_.emplace(control_->base[0], std::move(exchange));
+    exchange_.emplace(shared_state_->base[0], std::move(exchange));
   }
 
   // Releases the GIL, as the groups' last owner joins threads that may wait for the GIL to free a tensor.
@@ -187,7 +187,7 @@ class ShmComm final : public Comm {
       exchange_.reset();
       unmap_others();
       buffers_.clear();
-      control_.reset();
+      shared_state_.reset();
       processes_.clear();
       return torch_->allocate(bytes, device);
     }
@@ -255,7 +255,7 @@ class ShmComm final : public Comm {
   };
 
   int num_local_ranks() const { return static_cast<int>(host_.size()); }
-  char* staging(int local_rank) const { return control_->base[local_rank] + staging_offset_; }
+  char* staging(int local_rank) const { return shared_state_->base[local_rank] + staging_offset_; }
 
   std::shared_ptr<void> owner_of(const char* values) const {
     for (const auto& weak : buffers_) {
@@ -263,7 +263,7 @@ class ShmComm final : public Comm {
       if (buffer && values >= buffer->base[local_rank_] && values < buffer->base[local_rank_] + buffer->bytes)
         return buffer;
     }
-    return control_;
+    return shared_state_;
   }
 
   // Unmaps the other ranks' memory: without further sums a tensor needs this rank's memory only.
@@ -419,9 +419,10 @@ class ShmComm final : public Comm {
   std::vector<int> host_;  // the ranks of this host, by local rank
   int local_rank_ = 0;
   std::unique_ptr<TorchLink> link_;
-  std::vector<PeerProcess> processes_;     // [local ranks]
-  std::vector<CoreSet> cores_;             // which each may use, [local ranks]
-  std::shared_ptr<SharedBuffer> control_;  // the control block, in local rank 0's part, and every rank's staging area
+  std::vector<PeerProcess> processes_;  // [local ranks]
+  std::vector<CoreSet> cores_;          // which each may use, [local ranks]
+  std::shared_ptr<SharedBuffer>
+      shared_state_;  // the exchange's state, in local rank 0's part, and every rank's staging area
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::weak_ptr<SharedBuffer>> buffers_;  // exist as long as tensors in them, or operations on these

@@ -19,7 +19,7 @@
 #include "ddp/transport/shm_segment.h"
 
 namespace drivetrain::ddp {
-// Chunks of an operation that are done. Named outside the anonymous namespace, as ControlBlock has fields of it.
+// Chunks of an operation that are done. Named outside the anonymous namespace, as SharedState has fields of it.
 struct alignas(64) DoneCounts {
   std::atomic<uint64_t> done[2];  // per stage
 };
@@ -84,13 +84,13 @@ std::string describe_kind(uint64_t kind) {
 
 void pause() { __builtin_ia32_pause(); }
 
-DoneCounts& slot_of(ControlBlock& block, uint64_t number);
-RankLine& line_of(ControlBlock& block, int rank);
+DoneCounts& slot_of(SharedState& block, uint64_t number);
+RankLine& line_of(SharedState& block, int rank);
 
 }  // namespace
 
-// Zeroed bytes are a valid control block, as operations are numbered from 1.
-struct ControlBlock {
+// Zeroed bytes are a valid shared state, as operations are numbered from 1.
+struct SharedState {
   alignas(64) std::atomic<uint32_t> event;     // changes with everything that a rank may wait for
   alignas(64) std::atomic<uint32_t> sleepers;  // ranks that sleep on `event`; too many after one died asleep, which
                                                // costs a call
@@ -104,8 +104,8 @@ struct ControlBlock {
 
 namespace {
 
-DoneCounts& slot_of(ControlBlock& block, uint64_t number) { return block.slots[number % kSlots]; }
-RankLine& line_of(ControlBlock& block, int rank) { return reinterpret_cast<RankLine*>(&block + 1)[rank]; }
+DoneCounts& slot_of(SharedState& block, uint64_t number) { return block.slots[number % kSlots]; }
+RankLine& line_of(SharedState& block, int rank) { return reinterpret_cast<RankLine*>(&block + 1)[rank]; }
 
 // Moves a slot to its new operation, unless another rank has done so.
 void move_to(std::atomic<uint64_t>& word, uint64_t number) {
@@ -118,10 +118,10 @@ void move_to(std::atomic<uint64_t>& word, uint64_t number) {
 
 void sum_range(const SumJob& job) { for_chosen_isa(baseline::sum_range, avx2::sum_range, avx512::sum_range)(job); }
 
-int64_t ShmExchange::control_block_bytes(int size) { return sizeof(ControlBlock) + size * sizeof(RankLine); }
+int64_t ShmExchange::shared_state_bytes(int size) { return sizeof(SharedState) + size * sizeof(RankLine); }
 
 ShmExchange::ShmExchange(void* block, Options options)
-    : block_(*static_cast<ControlBlock*>(block)),
+    : block_(*static_cast<SharedState*>(block)),
       options_(std::move(options)),
       last_stage_(options_.several_hosts ? kCopy : kSum),
       creator_(fork_depth()) {}

@@ -17,7 +17,7 @@
 
 namespace drivetrain::ddp {
 
-struct ControlBlock;
+struct SharedState;
 
 // Sums over hosts. Only the first rank of a host has a link.
 class HostLink {
@@ -30,7 +30,7 @@ class HostLink {
 };
 
 // One rank's side of the protocol. All ranks start the same operations in the same order, and number them from 1. They
-// share a control block, zeroed before its first use. It holds the number of operations that each rank has published.
+// share a state, zeroed before its first use. It holds the number of operations that each rank has published.
 // For each operation under way it holds the next chunk to be summed and the number of finished chunks.
 //
 // Each rank first takes the chunks of its own region, so that it touches the same part of the others' memory in
@@ -69,7 +69,7 @@ class ShmExchange {
     int64_t offset = 0;                      // bytes from the start of the residency's memory
   };
 
-  static int64_t control_block_bytes(int size);
+  static int64_t shared_state_bytes(int size);
   ShmExchange(void* block, Options options);
   // Tells the others that this rank takes no further part.
   ~ShmExchange();
@@ -116,7 +116,7 @@ class ShmExchange {
   [[noreturn]] void fail(const std::string& message);
   std::string missing_ranks(uint64_t number) const;
 
-  ControlBlock& block_;
+  SharedState& block_;
   const Options options_;
   const int last_stage_;
   const uint64_t creator_;  // fork_depth() of the process; a forked child takes no part

@@ -375,7 +375,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             plan_from_measurement=not self._why_not_planned,
         )
         self.reducer.set_sync(self.require_backward_grad_sync)
-        if main_grads.keep_in_arena(self.reducer, parameters) and self.mixed_precision is not None:
+        if main_grads.keep_in_buffer(self.reducer, parameters) and self.mixed_precision is not None:
             raise NotImplementedError(
                 "main_grads() does not go together with mixed_precision: both say in which dtype gradients are kept. "
                 "Leave one of the two out."

@@ -138,7 +138,7 @@ def _kept_of(params: Iterable[Tensor]) -> list[tuple[_MainGrads, int]]:
     ]
 
 
-def keep_in_arena(reducer: _C.Reducer, params: Sequence[Tensor]) -> bool:
+def keep_in_buffer(reducer: _C.Reducer, params: Sequence[Tensor]) -> bool:
     """Moves the main gradients of a reducer's parameters into its flat gradient buffer; returns whether any exist."""
     with_main = [(place, param) for place, param in enumerate(params) if _kept_of([param])]
     if not with_main:
@@ -151,6 +151,6 @@ def keep_in_arena(reducer: _C.Reducer, params: Sequence[Tensor]) -> bool:
                 assert to is not None, "sparse gradients have no main gradients"
                 kept.move_to(param, to)
 
-    move(reducer.gradient_places())
+    move(reducer.gradient_views())
     reducer.set_on_moved(move)
     return True

@@ -29,7 +29,9 @@ ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"momentum": 0.9, "nesterov": True}),
     ("RMSprop", {"momentum": 0.5, "centered": True}),
     ("Adagrad", {"lr_decay": 0.1}),
-]
+    ("NAdam", {"momentum_decay": 0.1}),
+    ("ASGD", {"lambd": 0.1, "t0": 1.0}),
+]  # torch's own Rprop steps no DTensors.
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

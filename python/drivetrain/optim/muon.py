@@ -104,7 +104,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
                     f"(parameter {name!r} of param_groups[{len(self.param_groups)}]): use AdamW for it"
                 )
 
-    def _gathers(self, param: Any) -> bool:
+    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
         return True
 
     def _rule(self, group: dict[str, Any]) -> str:

@@ -463,6 +463,59 @@ def test_rules_of_whole_parameters_step_replicated_ones(on_ranks: Run, name: str
     on_ranks(_whole_rules, name)
 
 
+def _muons_fallback() -> None:
+    """AdamW's groups are stepped in parts, so that they may have storage formats, and matrices are gathered."""
+    mesh = mesh_of(2)
+    sharded = make(mesh, [Shard(0)])
+    plain = [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    made = [
+        optim.Muon(
+            [{"params": params[1:]}, {"params": params[:1], "fallback": True}],
+            lr=1e-2,
+            fallback={"lr": 1e-3, "state_bits": 16},
+        )
+        for params in (sharded, plain)
+    ]
+    for step in range(3):
+        for params, optimizer in zip((sharded, plain), made, strict=True):
+            set_grads(params, step)
+            optimizer.step()
+    assert_equal(sharded, plain)
+    assert made[0].state[sharded[0]]["exp_avg"].dtype == torch.bfloat16
+    assert [group["fallback"] for group in made[0].param_groups] == [False, True, True]
+
+
+def test_muons_fallback_steps_parts(on_ranks: Run) -> None:
+    on_ranks(_muons_fallback)
+
+
+def _schedule_free(options: dict[str, Any], dtype: torch.dtype) -> None:
+    mesh = mesh_of(2)
+    sharded = make(mesh, [Shard(0)], dtype)
+    plain = [nn.Parameter(values(shape, seed, dtype)) for seed, shape in enumerate(SHAPES)]
+    made = [optim.AdamWScheduleFree(params, lr=0.05, **options) for params in (sharded, plain)]
+    for step in range(4):
+        for params, optimizer in zip((sharded, plain), made, strict=True):
+            set_grads(params, step)
+            optimizer.step()
+    at_y = [whole(param).detach().clone() for param in sharded]
+    assert_equal(sharded, plain)
+    for optimizer in made:
+        optimizer.eval()
+    assert_equal(sharded, plain)
+    assert any(not torch.equal(whole(param), y) for param, y in zip(sharded, at_y, strict=True))
+    for optimizer in made:
+        optimizer.train()
+    assert_equal(sharded, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.float32), ({"master_bits": 32, "state_bits": 32}, torch.bfloat16)]
+)
+def test_schedule_free_adamw_moves_parts(on_ranks: Run, options: dict[str, Any], dtype: torch.dtype) -> None:
+    on_ranks(_schedule_free, options, dtype)
+
+
 # Some matrices take several units of Adafactor's sums, some have uneven parts, and some leave ranks without a row.
 SUMMED = [(600, 300), (8, 6), (5, 3), (1, 4), (1,), (3, 6, 4), (16,)]
 

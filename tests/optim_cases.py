@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from drivetrain import _C, optim
+from reference.adadelta import adadelta
 from reference.adagrad import adagrad
 from reference.adam import adam
+from reference.adamax import adamax
+from reference.adamw_schedule_free import AdamWScheduleFree, adamw_schedule_free
+from reference.adopt import ADOPT, adopt
+from reference.asgd import asgd
 from reference.lamb import LAMB, lamb
 from reference.lion import Lion, lion
+from reference.nadam import nadam
+from reference.radam import radam
 from reference.rmsprop import rmsprop
+from reference.rprop import rprop
 from reference.sgd import sgd
 
 
@@ -56,6 +64,54 @@ CASES: dict[str, Case] = {
         torch.optim.RMSprop,
         rmsprop,
         {"centered": True, "momentum": 0.5, "eps": 1e-2},
+    ),
+    "adadelta": Case(optim.Adadelta, torch.optim.Adadelta, adadelta, {"rho": 0.8, "eps": 1e-4}),
+    "adadelta_l2": Case(optim.Adadelta, torch.optim.Adadelta, adadelta, {"weight_decay": 0.1, "maximize": True}),
+    "adamax": Case(optim.Adamax, torch.optim.Adamax, adamax, {"betas": (0.8, 0.9), "maximize": True}),
+    "adamax_l2": Case(optim.Adamax, torch.optim.Adamax, adamax, {"weight_decay": 0.1, "eps": 1e-3}),
+    "radam": Case(optim.RAdam, torch.optim.RAdam, radam, {"weight_decay": 0.1}),
+    "radam_decoupled": Case(
+        optim.RAdam,
+        torch.optim.RAdam,
+        radam,
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True, "betas": (0.8, 0.9)},
+    ),
+    "nadam": Case(optim.NAdam, torch.optim.NAdam, nadam, {"weight_decay": 0.1, "maximize": True}),
+    "nadam_decoupled": Case(
+        optim.NAdam,
+        torch.optim.NAdam,
+        nadam,
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "momentum_decay": 0.1, "betas": (0.8, 0.9)},
+    ),
+    "asgd": Case(optim.ASGD, torch.optim.ASGD, asgd, {"weight_decay": 0.1}),
+    "asgd_averaged": Case(
+        optim.ASGD, torch.optim.ASGD, asgd, {"lr": 0.05, "lambd": 0.1, "alpha": 0.6, "t0": 1.0, "maximize": True}
+    ),
+    "rprop": Case(optim.Rprop, torch.optim.Rprop, rprop, {}),
+    "rprop_bounds": Case(
+        optim.Rprop,
+        torch.optim.Rprop,
+        rprop,
+        {"lr": 0.02, "etas": (0.7, 1.5), "step_sizes": (0.015, 0.03), "maximize": True},
+    ),
+    "adopt": Case(optim.ADOPT, ADOPT, adopt, {"weight_decay": 0.1, "betas": (0.9, 0.99)}),
+    "adopt_decoupled": Case(
+        optim.ADOPT,
+        ADOPT,
+        adopt,
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "clip": False, "eps": 0.3, "maximize": True},
+    ),
+    "adamw_schedule_free": Case(
+        optim.AdamWScheduleFree,
+        AdamWScheduleFree,
+        adamw_schedule_free,
+        {"weight_decay": 0.1, "warmup_steps": 2, "lr": 0.01},
+    ),
+    "adamw_schedule_free_weights": Case(
+        optim.AdamWScheduleFree,
+        AdamWScheduleFree,
+        adamw_schedule_free,
+        {"r": 0.5, "weight_lr_power": 1.0, "betas": (0.8, 0.9), "maximize": True, "lr": 0.01},
     ),
     # The steps are small, because rounding may flip an update where momentum and gradient nearly cancel out.
     "lion": Case(optim.Lion, Lion, lion, {"lr": 4e-4, "weight_decay": 0.1}),

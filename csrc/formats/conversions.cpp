@@ -179,9 +179,9 @@ at::Tensor Conversions::stored_param(const at::Tensor& param, const at::Tensor& 
   return extra;
 }
 
-at::Tensor Conversions::new_counter(at::Device device, at::ScalarType dtype) {
+at::Tensor Conversions::new_counter(at::Device device, at::ScalarType dtype, double value) {
   const at::Tensor counter = at::empty({}, at::TensorOptions(dtype).device(device));
-  add({}, {counter, *format_of(dtype)});
+  add({}, {counter, *format_of(dtype)}, value);
   return counter;
 }
 

@@ -38,8 +38,8 @@ class Conversions {
   // again. Throws UserTypeError for a dtype that no companion of such a parameter has.
   at::Tensor new_extra(const at::Tensor& param, const std::optional<at::Tensor>& before, at::ScalarType dtype);
 
-  // Allocates a step counter that is 0.
-  at::Tensor new_counter(at::Device device, at::ScalarType dtype);
+  // Allocates a step counter, or a scalar of the state, with that value.
+  at::Tensor new_counter(at::Device device, at::ScalarType dtype, double value = 0);
 
   // Writes values into a parameter, and returns the companion of that dtype with the rounding error.
   at::Tensor stored_param(const at::Tensor& param, const at::Tensor& values, at::ScalarType dtype);

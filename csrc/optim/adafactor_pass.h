@@ -94,7 +94,7 @@ DT_HOST_DEVICE double* column_sums_of(const Factored& of, int64_t unit) {
 // Returns a state's new value; `sum` is over `count` squares.
 template <class T>
 DT_HOST_DEVICE T new_mean(double before, double sum, int64_t count, double fresh) {
-  return static_cast<T>(before + fresh * (sum / static_cast<double>(count) - before));
+  return static_cast<T>(interpolated(before, sum / static_cast<double>(count), fresh));
 }
 
 // The factor of a gradient is 1 / sqrt(row * column / mean of rows). It is the product of a row's and a column's root;

@@ -64,6 +64,12 @@ struct StepCounter {
   bool is_double;  // else float
 };
 
+// A scalar of a parameter's state on the CPU, and its value after the step.
+struct AdvancedScalar {
+  StepCounter scalar;
+  double value;
+};
+
 // A parameter that the step writes, and its gradient, which it may write. The step increments their autograd versions.
 struct Written {
   c10::TensorImpl* param;

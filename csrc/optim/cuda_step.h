@@ -41,14 +41,17 @@ struct GroupNumbers {
 struct ParamStart {
   void* counter;  // step counter; null if neither the rule nor the rounding needs one
   bool counter_is_double;
-  bool counts_steps;  // the rule counts steps
-  int32_t numbers;    // index into StepStart::numbers
-  double steps_done;  // for rules that do not count steps
-  uint64_t seed;      // seed of the random bits
+  bool counts_steps;                // the rule counts steps
+  int32_t numbers;                  // index into StepStart::numbers
+  double steps_done;                // for rules that do not count steps
+  uint64_t seed;                    // seed of the random bits
+  void* scalars[kMaxScalars] = {};  // those of the rule, on the device
+  bool scalars_are_double[kMaxScalars] = {};
 };
 
 // Fills rules[i], or records[i] where the step has a plan (step_plan.h), and params[i].key. Increments the step
-// counters unless the grad scaling (may be null) skips the step, also for the starts beyond num_params. params[i].rule
+// counters and advances the scalars unless the grad scaling (may be null) skips the step, also for the starts beyond
+// num_params. params[i].rule
 // must be i.
 struct StepStart {
   RuleKind kind;

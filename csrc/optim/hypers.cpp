@@ -22,6 +22,11 @@ std::string_view argument(std::string_view name) {
   if (name == "beta2") return "betas[1]";
   if (name == "eps1") return "eps[0]";
   if (name == "eps2") return "eps[1]";
+  if (name == "average_decay") return "alpha";
+  if (name == "eta_minus") return "etas[0]";
+  if (name == "eta_plus") return "etas[1]";
+  if (name == "step_size_min") return "step_sizes[0]";
+  if (name == "step_size_max") return "step_sizes[1]";
   return name;
 }
 
@@ -32,14 +37,17 @@ struct Bound {
 };
 
 Bound bound_of(std::string_view name, double value) {
-  constexpr std::string_view kNotNegative[] = {"lr",   "weight_decay", "eps",      "eps1",
-                                               "eps2", "lr_decay",     "momentum", "alpha"};
+  constexpr std::string_view kNotNegative[] = {"lr",       "weight_decay", "eps",   "eps1",           "eps2",
+                                               "lr_decay", "momentum",     "alpha", "momentum_decay", "warmup_steps"};
   if (name == "beta1" || name == "beta2") return {"a number of at least 0 and below 1", value >= 0 && value < 1};
   const bool is_finite = std::isfinite(value);
   if (std::find(std::begin(kNotNegative), std::end(kNotNegative), name) != std::end(kNotNegative)) {
     return {"a finite number, 0 or above", is_finite && value >= 0};
   }
   if (name == "beta2_decay") return {"a finite number, 0 or below", is_finite && value <= 0};
+  if (name == "rho") return {"a number from 0 to 1", value >= 0 && value <= 1};
+  if (name == "eta_minus") return {"a number above 0 and below 1", value > 0 && value < 1};
+  if (name == "eta_plus") return {"a finite number above 1", is_finite && value > 1};
   if (name == "d") return {"a finite number, 1 or above", is_finite && value >= 1};
   return {"a finite number", is_finite};
 }

@@ -48,6 +48,13 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
       }
     }
   });
+  for (const auto& [scalar, value] : read.advanced_scalars) {
+    if (scalar.is_double) {
+      *static_cast<double*>(scalar.value) = value;
+    } else {
+      *static_cast<float*>(scalar.value) = static_cast<float>(value);
+    }
+  }
   for (Batch& batch : read.batches) {
     const bool is_shared = share && batch.rule->adapt != nullptr;
     if (batch.total == 0 && !is_shared) continue;

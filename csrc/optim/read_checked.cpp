@@ -128,8 +128,12 @@ void StepReader::read_other(const Entry& entry) {
   reading.param = param.unsafeGetTensorImpl();
   reading.grad = grad.unsafeGetTensorImpl();
   if (group.counts_steps) {
-    reading.counter = counter_of(checked_step(entry, param, values.step));
+    reading.counter = counter_of(checked_number(entry, param, values.step, "step"));
     if (param.is_cpu()) reading.steps_done = steps_done(reading.counter);
+  }
+  for (size_t s = 0; s < rule.scalars.size(); ++s) {
+    const std::string name = py::handle(rule.scalars[s]).cast<std::string>();
+    reading.scalars[s] = counter_of(checked_number(entry, param, values.scalars[s], name.c_str()));
   }
   const bool as_it_lies =
       rule.needs == RuleInfo::Needs::kRealRowByRow ? param.is_contiguous() && is_walkable(param) : is_walkable(param);
@@ -204,19 +208,21 @@ void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const a
   }
 }
 
-const at::Tensor& StepReader::checked_step(const Entry& entry, const at::Tensor& param, PyObject* value) const {
+// Checks a step counter, or a scalar of the state.
+const at::Tensor& StepReader::checked_number(const Entry& entry, const at::Tensor& param, PyObject* value,
+                                             const char* name) const {
   const std::string device = counter_device(param.device()).str();
   if (value == nullptr || !THPVariable_Check(value)) {
-    throw UserTypeError(
-        text(label(entry), ": its state has no tensor 'step'; expected a tensor with one float on ", device, "."));
+    throw UserTypeError(text(label(entry), ": its state has no tensor '", name,
+                             "'; expected a tensor with one float on ", device, "."));
   }
-  const at::Tensor& step = THPVariable_Unpack(value);
-  if (!is_step_counter(step, param.device())) {
-    throw UserTypeError(text(label(entry), ": its state 'step' is ", step.scalar_type(), " of ", step.numel(),
-                             " elements on ", step.device().str(), "; expected one float32 on ", device,
+  const at::Tensor& number = THPVariable_Unpack(value);
+  if (!is_step_counter(number, param.device())) {
+    throw UserTypeError(text(label(entry), ": its state '", name, "' is ", number.scalar_type(), " of ", number.numel(),
+                             " elements on ", number.device().str(), "; expected one float32 on ", device,
                              " (load_state_dict converts it)."));
   }
-  return step;
+  return number;
 }
 
 const at::Tensor& StepReader::checked_state(const Entry& entry, const at::Tensor& param, PyObject* object,

@@ -97,6 +97,9 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
       for (size_t s = 0; s < states.size(); ++s) {
         if (is_name(key, states[s].name) && value != Py_None) found.states[s] = value;
       }
+      for (size_t s = 0; s < group.rule->scalars.size(); ++s) {
+        if (is_name(key, group.rule->scalars[s]) && value != Py_None) found.scalars[s] = value;
+      }
       if (group.precision.is_default()) continue;
       for (size_t s = 0; s < states.size(); ++s) {
         if (is_name(key, states[s].codes_name) && THPVariable_Check(value)) codes[s] = value;
@@ -116,6 +119,7 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
     if (found.states[s] == nullptr) found.states[s] = codes[s];
     found.complete &= found.states[s] != nullptr;
   }
+  for (size_t s = 0; s < group.rule->scalars.size(); ++s) found.complete &= found.scalars[s] != nullptr;
   return found;
 }
 
@@ -235,6 +239,12 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
       footprint.step_value = reading.counter.value;
       reading.steps_done = steps_done(reading.counter);
     }
+  }
+  for (size_t s = 0; s < rule.scalars.size(); ++s) {
+    if (!THPVariable_CheckExact(values.scalars[s])) return;
+    const at::Tensor& scalar = THPVariable_Unpack(values.scalars[s]);
+    if (!is_step_counter(scalar, reading.device)) return;
+    reading.scalars[s] = counter_of(scalar);
   }
   if (!meets(rule.needs, param)) return;
   if (rule.needs != RuleInfo::Needs::kNothing) read_shape(param, reading.job);

@@ -17,10 +17,19 @@ RuleInfo rule_info(const char* name, RuleKind kind, RuleInfo::Needs needs,
   RuleInfo info{name,
                 kind,
                 Args::kCountsSteps,
-                [](const Hypers& hypers, double step) { return RuleArgs::of(Args::make(hypers, step)); },
+                [](const Hypers& hypers, double step, const Scalars& scalars) {
+                  return RuleArgs::of(make_args<Args>(hypers, step, scalars));
+                },
+                nullptr,
                 nullptr,
                 needs,
+                {},
                 {}};
+  if constexpr (kHasScalars<Args>) {
+    static_assert(Args::kNumScalars <= kMaxScalars && std::size(Args::kScalarNames) == Args::kNumScalars);
+    info.advance = [](const Hypers& hypers, double step, Scalars& scalars) { Args::advance(hypers, step, scalars); };
+    for (const char* scalar : Args::kScalarNames) info.scalars.push_back(PyUnicode_InternFromString(scalar));
+  }
   if constexpr (requires(Args args) { args.adapt(TrustRatioSums(), int64_t()); }) {
     info.adapt = [](RuleArgs& bytes, const TrustRatioSums& sums, int64_t numel) {
       Args args = bytes.as<Args>();
@@ -61,13 +70,17 @@ RuleInfo rule_info(const char* name, RuleKind kind, std::initializer_list<const 
 
 }  // namespace
 
-const RuleInfo& find_rule(const std::string& name) {
+const std::vector<RuleInfo>& all_rules() {
   static const std::vector<RuleInfo> rules = {
 #define DT_ROW(Rule, name, ...) rule_info<Rule>(name, RuleKind::k##Rule, {__VA_ARGS__}),
       DT_OPTIM_RULES(DT_ROW) DT_TRUST_RATIO_RULES(DT_ROW)
 #undef DT_ROW
   };
-  for (const RuleInfo& rule : rules) {
+  return rules;
+}
+
+const RuleInfo& find_rule(const std::string& name) {
+  for (const RuleInfo& rule : all_rules()) {
     if (name == rule.name) return rule;
   }
   throw UserError(text("drivetrain has no optimizer rule named '", name, "'"));

@@ -16,8 +16,9 @@ struct RuleInfo {
   const char* name;
   RuleKind kind;
   bool counts_steps;  // the state holds a tensor "step"
-  RuleArgs (*make_args)(const Hypers& hypers, double step);
-  Adapt adapt;  // null for rules without a trust ratio
+  RuleArgs (*make_args)(const Hypers& hypers, double step, const Scalars& scalars);
+  void (*advance)(const Hypers& hypers, double step, Scalars& scalars);  // null for rules without scalars
+  Adapt adapt;                                                           // null for rules without a trust ratio
   enum class Needs : uint8_t {
     kNothing,
     kMatrix,
@@ -32,7 +33,10 @@ struct RuleInfo {
     bool of_all_shapes;  // if false, see state_sizes()
   };
   std::vector<State> states;
+  std::vector<PyObject*> scalars;  // interned names, in the order of Scalars
 };
+
+const std::vector<RuleInfo>& all_rules();
 
 // Finds a rule by its name in DT_OPTIM_RULES. Throws UserError if there is none.
 const RuleInfo& find_rule(const std::string& name);

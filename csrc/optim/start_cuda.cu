@@ -15,10 +15,11 @@ constexpr bool kHasKernels =
 #undef DT_ROW
 
 template <template <class> class RuleOf, RuleKind kKind>
-__device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number) {
+__device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number,
+                          const Scalars& scalars) {
   using Args = typename RuleOf<float>::Args;
   const ParamJob& param = step.params[i];
-  Args args = Args::make(hypers, number);
+  Args args = make_args<Args>(hypers, number, scalars);
   if constexpr (requires { args.fit(param.rows, param.columns); }) {
     if (param.rows > 0) args.fit(param.rows, param.columns);
   }
@@ -32,11 +33,12 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
 }
 
 // `number` is the number of the step.
-__device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number) {
+__device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number,
+                          const Scalars& scalars) {
   switch (step.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return make_rule<Rule, RuleKind::k##Rule>(step, i, hypers, number);
+    return make_rule<Rule, RuleKind::k##Rule>(step, i, hypers, number, scalars);
     DT_OPTIM_RULES(DT_CASE)
     DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
@@ -45,30 +47,67 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
   }
 }
 
+template <class Args>
+__device__ void advance(const Hypers& hypers, double number, Scalars& scalars) {
+  if constexpr (kHasScalars<Args>) Args::advance(hypers, number, scalars);
+}
+
+__device__ void advance(RuleKind kind, const Hypers& hypers, double number, Scalars& scalars) {
+  switch (kind) {
+#define DT_CASE(Rule, ...) \
+  case RuleKind::k##Rule:  \
+    return advance<typename Rule<float>::Args>(hypers, number, scalars);
+    DT_OPTIM_RULES(DT_CASE)
+    DT_TRUST_RATIO_RULES(DT_CASE)
+#undef DT_CASE
+    default:
+      return;
+  }
+}
+
+__device__ double load_number(const void* number, bool is_double) {
+  return is_double ? *static_cast<const double*>(number) : *static_cast<const float*>(number);
+}
+
+__device__ void store_number(void* number, bool is_double, double value) {
+  if (is_double) {
+    *static_cast<double*>(number) = value;
+  } else {
+    *static_cast<float*>(number) = static_cast<float>(value);
+  }
+}
+
+__device__ Scalars scalars_of(const ParamStart& start) {
+  Scalars scalars = {};
+#pragma unroll
+  for (int s = 0; s < kMaxScalars; ++s) {
+    scalars.is_double[s] = start.scalars_are_double[s];
+    if (start.scalars[s] != nullptr) scalars.value[s] = load_number(start.scalars[s], start.scalars_are_double[s]);
+  }
+  return scalars;
+}
+
 __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kStartThreads + threadIdx.x;
   if (i >= step.num_starts) return;
   const ParamStart start = step.starts[i];
   const GroupNumbers& numbers = step.numbers[start.numbers];
-  double steps_done = 0;
-  if (start.counter != nullptr) {
-    steps_done = start.counter_is_double ? *static_cast<double*>(start.counter) : *static_cast<float*>(start.counter);
-  }
+  const double counted = start.counter == nullptr ? 0 : load_number(start.counter, start.counter_is_double);
+  const double number = (start.counts_steps ? counted : start.steps_done) + 1;
+  Hypers hypers = numbers.hypers;
+  if (numbers.lr != nullptr) hypers.lr = load_number(numbers.lr, numbers.lr_is_double);
+  Scalars scalars = scalars_of(start);
   if (i < step.num_params) {
-    Hypers hypers = numbers.hypers;
-    if (numbers.lr != nullptr) {
-      hypers.lr =
-          numbers.lr_is_double ? *static_cast<const double*>(numbers.lr) : *static_cast<const float*>(numbers.lr);
-    }
-    const double done = start.counts_steps ? steps_done : start.steps_done;
-    make_rule(step, i, hypers, done + 1);
-    step.params[i].key = random_key(start.seed, steps_done);
+    make_rule(step, i, hypers, number, scalars);
+    step.params[i].key = random_key(start.seed, counted);
   }
   if (start.counter == nullptr || (step.grad_scaling != nullptr && step.grad_scaling->skips)) return;
-  if (start.counter_is_double) {
-    *static_cast<double*>(start.counter) += 1;
-  } else {
-    *static_cast<float*>(start.counter) += 1;
+  store_number(start.counter, start.counter_is_double, counted + 1);
+  if (start.scalars[0] == nullptr) return;
+  advance(step.kind, hypers, number, scalars);
+#pragma unroll
+  for (int s = 0; s < kMaxScalars; ++s) {
+    if (start.scalars[s] != nullptr) store_number(start.scalars[s], start.scalars_are_double[s], scalars.value[s]);
   }
 }
 

@@ -55,6 +55,22 @@ void register_state(py::module_& m) {
         return find_rule(rule).counts_steps || precision.rounding == Rounding::kStochastic;
       },
       py::arg("rule"), py::arg("precision"));
+  // Returns the names of the rule's scalars (rules/hypers.h), and those of all rules.
+  m.def(
+      "optim_scalars",
+      [](const std::string& rule) {
+        std::vector<std::string> names;
+        for (PyObject* name : find_rule(rule).scalars) names.push_back(py::handle(name).cast<std::string>());
+        return names;
+      },
+      py::arg("rule"));
+  m.def("optim_scalar_names", [] {
+    std::vector<std::string> names;
+    for (const RuleInfo& rule : all_rules()) {
+      for (PyObject* name : rule.scalars) names.push_back(py::handle(name).cast<std::string>());
+    }
+    return names;
+  });
   // Returns the shape of a state of this parameter; None if it has no such state.
   m.def(
       "optim_state_shape",
@@ -109,7 +125,7 @@ void register_state(py::module_& m) {
       .def("converted_state", &Conversions::converted_state, py::arg("param"), py::arg("state"), py::arg("scales"),
            py::arg("dtype"))
       .def("new_extra", &Conversions::new_extra, py::arg("param"), py::arg("before"), py::arg("dtype"))
-      .def("new_counter", &Conversions::new_counter, py::arg("device"), py::arg("dtype"))
+      .def("new_counter", &Conversions::new_counter, py::arg("device"), py::arg("dtype"), py::arg("value") = 0.0)
       .def("run", &Conversions::run, py::call_guard<py::gil_scoped_release>());
   m.def("optim_block_size", [] { return kBlock; });
   m.def("optim_extra_names", [] { return std::vector<std::string>(std::begin(kExtraNames), std::end(kExtraNames)); });

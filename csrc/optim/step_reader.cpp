@@ -12,6 +12,7 @@
 #include "formats/summation.h"
 #include "optim/hypers.h"
 #include "optim/python_values.h"
+#include "optim/tensor_checks.h"
 
 namespace py = pybind11;
 
@@ -77,6 +78,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
   }
   rules.clear();
   written.clear();
+  advanced_scalars.clear();
   entry_of_.clear();
   rule_group_ = -1;
 }
@@ -90,6 +92,9 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
     if (param.grad().defined()) owners.push_back(param.grad().getIntrusivePtr());
     const StateValues values = state_values(entries_[i]);
     if (values.step != nullptr) owners.push_back(THPVariable_Unpack(values.step).getIntrusivePtr());
+    for (PyObject* scalar : values.scalars) {
+      if (scalar != nullptr) owners.push_back(THPVariable_Unpack(scalar).getIntrusivePtr());
+    }
     for (PyObject* const* tensors : {values.states, values.scales}) {
       for (int s = 0; s < kMaxStates; ++s) {
         if (tensors[s] != nullptr) owners.push_back(THPVariable_Unpack(tensors[s]).getIntrusivePtr());
@@ -192,7 +197,8 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   if (batch.device.is_cuda()) {
     job.rule = start_index(batch, entry, reading, seed);
   } else {
-    job.rule = rule_index(entry, reading.steps_done);
+    job.rule = rule_index(entry, reading);
+    if (group.rule->advance != nullptr) advance_scalars(entry, reading);
     if (is_random) job.key = random_key(seed, reading.steps_done);
   }
   batch.total += job.numel;
@@ -230,17 +236,31 @@ double StepReader::steps_told(const Entry& entry, double steps_done) const {
 }
 
 // Returns the index of the parameter's RuleArgs; neighbors nearly always share theirs.
-int32_t StepReader::rule_index(const Entry& entry, double steps_done) {
+int32_t StepReader::rule_index(const Entry& entry, const Reading& reading) {
   const Group& group = groups_[entry.group];
-  steps_done = steps_told(entry, steps_done);
-  if (rule_group_ != entry.group || rule_steps_done_ != steps_done) {
+  const double steps_done = steps_told(entry, reading.steps_done);
+  Scalars scalars;
+  for (size_t s = 0; s < group.rule->scalars.size(); ++s) {
+    scalars.value[s] = optim::steps_done(reading.scalars[s]);
+    scalars.is_double[s] = reading.scalars[s].is_double;
+  }
+  if (rule_group_ != entry.group || rule_steps_done_ != steps_done || rule_scalars_ != scalars) {
     Hypers hypers = group.numbers.hypers;
     if (group.numbers.lr != nullptr) hypers.lr = number_of(PyDict_GetItemString(group.hypers.ptr(), "lr"));
-    rules.push_back(group.rule->make_args(hypers, steps_done + 1));
+    rules.push_back(group.rule->make_args(hypers, steps_done + 1, scalars));
     rule_group_ = entry.group;
     rule_steps_done_ = steps_done;
+    rule_scalars_ = advanced_ = scalars;
+    if (group.rule->advance != nullptr) group.rule->advance(hypers, steps_done + 1, advanced_);
   }
   return static_cast<int32_t>(rules.size()) - 1;
+}
+
+// Remembers the parameter's scalars after the step, which rule_index() has computed.
+void StepReader::advance_scalars(const Entry& entry, const Reading& reading) {
+  for (size_t s = 0; s < groups_[entry.group].rule->scalars.size(); ++s) {
+    advanced_scalars.push_back({reading.scalars[s], advanced_.value[s]});
+  }
 }
 
 // Returns the index of the parameter's RuleArgs on a device, where every parameter has its own. Adds the data that they
@@ -265,6 +285,10 @@ int32_t StepReader::start_index(Batch& batch, const Entry& entry, const Reading&
   start.counts_steps = group.rule->counts_steps;
   start.steps_done = steps_told(entry, reading.steps_done);
   start.seed = seed;
+  for (size_t s = 0; s < group.rule->scalars.size(); ++s) {
+    start.scalars[s] = reading.scalars[s].value;
+    start.scalars_are_double[s] = reading.scalars[s].is_double;
+  }
   (reading.job.numel > 0 ? batch.starts : batch.empty_starts).push_back(start);
   return static_cast<int32_t>(batch.starts.size()) - 1;
 }

@@ -62,6 +62,7 @@ class StepReader {
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<Written> written;
+  std::vector<AdvancedScalar> advanced_scalars;
 
   // Returns owners of every tensor that was read, for a step during which other threads may run Python.
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners() const;
@@ -93,7 +94,8 @@ class StepReader {
     PyObject* step = nullptr;
     PyObject* states[kMaxStates] = {};
     PyObject* scales[kMaxStates] = {};  // scales of 8-bit states
-    PyObject* extra = nullptr;          // the parameter's companion
+    PyObject* scalars[kMaxScalars] = {};
+    PyObject* extra = nullptr;  // the parameter's companion
   };
 
   enum class Kind : uint8_t {
@@ -108,7 +110,8 @@ class StepReader {
     at::Device device = at::kCPU;
     ParamJob job = {};
     double steps_done = 0;     // as known to the host
-    StepCounter counter = {};  // on the parameter's device if that is CUDA
+    StepCounter counter = {};  // on the parameter's device if that is CUDA, as the scalars are
+    StepCounter scalars[kMaxScalars] = {};
     c10::TensorImpl* param = nullptr;
     c10::TensorImpl* grad = nullptr;
   };
@@ -125,9 +128,11 @@ class StepReader {
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
-  const at::Tensor& checked_step(const Entry& entry, const at::Tensor& param, PyObject* value) const;
+  const at::Tensor& checked_number(const Entry& entry, const at::Tensor& param, PyObject* value,
+                                   const char* name) const;
   Batch& batch_for(const Entry& entry, at::Device device, bool in_double);
-  int32_t rule_index(const Entry& entry, double steps_done);
+  int32_t rule_index(const Entry& entry, const Reading& reading);
+  void advance_scalars(const Entry& entry, const Reading& reading);
   int32_t start_index(Batch& batch, const Entry& entry, const Reading& reading, uint64_t seed);
   double steps_told(const Entry& entry, double steps_done) const;
   std::string label(const Entry& entry) const;
@@ -144,9 +149,10 @@ class StepReader {
   std::vector<uint32_t> entry_of_;      // index of the entry of each element of `written`
   std::vector<Memory> memory_;          // of this step
   std::vector<Memory> known_as_apart_;  // memory of an earlier step, without overlaps
-  // The group and step of rules.back().
+  // The group, step and scalars of rules.back(), and the scalars after the step.
   int64_t rule_group_ = -1;
   double rule_steps_done_ = 0;
+  Scalars rule_scalars_, advanced_;
 };
 
 }  // namespace drivetrain::optim

@@ -45,7 +45,7 @@ def _optimizer_swaps() -> tuple[_Swap, ...]:
     swaps = []
     for name in _optim.__all__:
         ours, original = getattr(_optim, name), getattr(torch.optim, name, None)
-        if isinstance(ours, type) and isinstance(original, type) and issubclass(ours, original):
+        if ours is not original and isinstance(original, type) and issubclass(ours, original):
             swaps.append(_Swap(original, ours, ("torch.optim", original.__module__)))
     return tuple(swaps)
 

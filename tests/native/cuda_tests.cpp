@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -250,10 +251,28 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   std::vector<optim::GroupNumbers> numbers = {{fixed_hypers(), nullptr, false}, {fixed_hypers(), &lr, true}};
   numbers[1].hypers.lr = NAN;
   std::vector<optim::ParamStart> starts;
+  // The scalars of the state are float32, but float64 for the parameter without elements, which is last.
+  const optim::Scalars before_step = fixed_scalars();
+  const int num_scalars = num_scalars_of(rule.kind);
+  std::vector<std::array<float, optim::kMaxScalars>> floats(params.size());
+  std::array<double, optim::kMaxScalars> doubles = {};
+  const auto give_scalars = [&](optim::ParamStart& start, size_t i) {
+    for (int s = 0; s < num_scalars; ++s) {
+      start.scalars_are_double[s] = i == floats.size();
+      if (i == floats.size()) {
+        doubles[s] = before_step.value[s];
+        start.scalars[s] = &doubles[s];
+      } else {
+        floats[i][s] = static_cast<float>(before_step.value[s]);
+        start.scalars[s] = &floats[i][s];
+      }
+    }
+  };
   for (int32_t i = 0; i < num_params; ++i) {
     params[i].rule = i;
     params[i].key = 0;
     starts.push_back({&counters[i], false, true, i % 2, 0, seed});
+    give_scalars(starts.back(), i);
   }
   starts[0].counter = &counter;
   starts[1].counter = &double_counter;
@@ -266,6 +285,7 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
 
   float empty_counter = kSteps;
   starts.push_back({&empty_counter, false, true, 0, 0, seed});
+  give_scalars(starts.back(), params.size());
 
   // Copies the table with the kernel whose arguments a graph stores.
   std::vector<optim::ParamJob> table(params.size());
@@ -293,6 +313,16 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   const std::string name = text("CUDA, whole step of ", rule.name, ", ", layout.name);
   const double after = overflows ? kSteps : kSteps + 1;
   expect(counter == after && double_counter == after && empty_counter == after, text(name, ": counters"));
+  for (size_t i = 0; i < starts.size(); ++i) {
+    optim::Scalars scalars = before_step;
+    for (bool& is_double : scalars.is_double) is_double = i == floats.size();
+    // Only parameters with a counter advance.
+    if (!overflows && starts[i].counter != nullptr) advance(rule.kind, fixed_hypers(), kSteps + 1, scalars);
+    for (int s = 0; s < num_scalars; ++s) {
+      const double value = i == floats.size() ? doubles[s] : floats[i][s];
+      expect(value == scalars.value[s], text(name, ": scalar ", s, " of parameter ", i));
+    }
+  }
   if (!overflows) {
     expect(found.bytes() == expected.bytes(), text(name, ": other bytes than the CPU"));
     return;

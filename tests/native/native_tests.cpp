@@ -85,16 +85,20 @@ void test_kernels() {
   }
 }
 
-// decayed() must agree with the standard library's pow up to the last bits.
-void test_decayed() {
-  for (double base : {1.0, 2.0, 3.0, 7.0, 1000.0, 1448.0, 123456.0, 1e9, 9007199254740992.0}) {
-    for (double exponent : {0.0, -0.8, -0.5, -1.0, -1e-3, -13.7, -50.0}) {
-      const double expected = std::pow(base, exponent), found = optim::decayed(base, exponent);
-      expect(std::abs(found - expected) <= 1e-15 * (1 + std::abs(std::log(expected))) * expected || expected < 1e-306,
+// real_power() must agree with the standard library's pow up to the last bits.
+void test_real_power() {
+  for (double base :
+       {1e-300, 0.25, 0.96, 0.9999, 1.0, 1.0001, 2.0, 3.0, 7.0, 1000.0, 1448.0, 123456.0, 1e9, 9007199254740992.0}) {
+    for (double exponent : {0.0, -0.8, -0.5, -1.0, -1e-3, -13.7, -50.0, 4e-3, 0.75, 13.7, 50.0}) {
+      const double expected = std::pow(base, exponent), found = optim::real_power(base, exponent);
+      const double tolerance = 1e-15 * (1 + std::abs(std::log(expected))) * expected;
+      expect(std::abs(found - expected) <= tolerance || expected < 1e-306 || (expected > 1e306 && found > 1e306),
              text(base, " to the power of ", exponent, " is ", found, ", not ", expected));
     }
   }
-  expect(optim::decayed(5, 0) == 1 && optim::decayed(1, -0.8) == 1, "a result of 1 is exact");
+  expect(optim::real_power(5, 0) == 1 && optim::real_power(1, -0.8) == 1, "a result of 1 is exact");
+  expect(optim::real_power(0, 0.5) == 0 && std::isinf(optim::real_power(0, -0.5)), "0 has powers of 0 and infinity");
+  expect(std::isnan(optim::real_power(-1, 0.5)), "a negative base has no real power");
 }
 
 void test_plan() {
@@ -194,7 +198,7 @@ void test_text() {
 int main() {
   test_text();
   test_kernels();
-  test_decayed();
+  test_real_power();
   test_plan();
   test_progress();
   test_isa();

@@ -33,8 +33,24 @@ inline optim::Hypers fixed_hypers() {
   hypers.beta2_decay = -0.8;
   hypers.dampening = 0.25;
   hypers.lr_decay = 0.1;
+  hypers.rho = 0.9;
+  hypers.momentum_decay = 4e-3;
+  hypers.lambd = 1e-4;
+  hypers.average_decay = 0.75;
+  hypers.t0 = 1;
+  hypers.eta_minus = 0.5;
+  hypers.eta_plus = 1.2;
+  hypers.step_size_min = 1e-6;
+  hypers.step_size_max = 50;
+  hypers.clips = 1;
+  hypers.warmup_steps = 10;
+  hypers.r = 0.5;
+  hypers.weight_lr_power = 2;
   return hypers;
 }
+
+// Returns scalars that suit every rule.
+inline optim::Scalars fixed_scalars() { return {{0.75, 0.5}, {}}; }
 
 // Returns the bytes that a format stores beside its values.
 inline int64_t extra_bytes_of(Format format, int64_t numel) {
@@ -120,12 +136,50 @@ struct TestedRule {
 inline std::vector<TestedRule> tested_rules(double step = 3) {
   const optim::Hypers hypers = fixed_hypers();
   return {
-#define DT_ROW(Rule, name, ...)                                                                       \
-  {name, optim::RuleKind::k##Rule, optim::RuleArgs::of(optim::Rule<float>::Args::make(hypers, step)), \
+#define DT_ROW(Rule, name, ...)                                                                    \
+  {name, optim::RuleKind::k##Rule,                                                                 \
+   optim::RuleArgs::of(optim::make_args<optim::Rule<float>::Args>(hypers, step, fixed_scalars())), \
    optim::Rule<float>::kNumStates, optim::Rule<float>::kSquared},
       DT_OPTIM_RULES(DT_ROW)
 #undef DT_ROW
   };
+}
+
+template <class Args>
+int num_scalars() {
+  if constexpr (optim::kHasScalars<Args>) return Args::kNumScalars;
+  return 0;
+}
+
+template <class Args>
+void advance(const optim::Hypers& hypers, double step, optim::Scalars& scalars) {
+  if constexpr (optim::kHasScalars<Args>) Args::advance(hypers, step, scalars);
+}
+
+// Returns the number of scalars that a rule keeps.
+inline int num_scalars_of(optim::RuleKind kind) {
+  switch (kind) {
+#define DT_CASE(Rule, ...)       \
+  case optim::RuleKind::k##Rule: \
+    return num_scalars<optim::Rule<float>::Args>();
+    DT_OPTIM_RULES(DT_CASE)
+#undef DT_CASE
+    default:
+      return 0;
+  }
+}
+
+// Advances the scalars of a rule by one step, on the CPU.
+inline void advance(optim::RuleKind kind, const optim::Hypers& hypers, double step, optim::Scalars& scalars) {
+  switch (kind) {
+#define DT_CASE(Rule, ...)       \
+  case optim::RuleKind::k##Rule: \
+    return advance<optim::Rule<float>::Args>(hypers, step, scalars);
+    DT_OPTIM_RULES(DT_CASE)
+#undef DT_CASE
+    default:
+      return;
+  }
 }
 
 // Returns the rules that have trust ratios, with their arguments for the third step.

@@ -29,7 +29,9 @@ ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"momentum": 0.9, "nesterov": True}),
     ("RMSprop", {"momentum": 0.5, "centered": True}),
     ("Adagrad", {"lr_decay": 0.1}),
-]
+    ("NAdam", {"momentum_decay": 0.1}),
+    ("ASGD", {"lambd": 0.1, "t0": 1.0}),
+]  # torch's own Rprop steps no DTensors.
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -459,6 +461,59 @@ def _whole_rules(name: str) -> None:
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB"])
 def test_rules_of_whole_parameters_step_replicated_ones(on_ranks: Run, name: str) -> None:
     on_ranks(_whole_rules, name)
+
+
+def _muons_fallback() -> None:
+    """AdamW's groups are stepped in parts, so that they may have storage formats, and matrices are gathered."""
+    mesh = mesh_of(2)
+    sharded = make(mesh, [Shard(0)])
+    plain = [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    made = [
+        optim.Muon(
+            [{"params": params[1:]}, {"params": params[:1], "fallback": True}],
+            lr=1e-2,
+            fallback={"lr": 1e-3, "state_bits": 16},
+        )
+        for params in (sharded, plain)
+    ]
+    for step in range(3):
+        for params, optimizer in zip((sharded, plain), made, strict=True):
+            set_grads(params, step)
+            optimizer.step()
+    assert_equal(sharded, plain)
+    assert made[0].state[sharded[0]]["exp_avg"].dtype == torch.bfloat16
+    assert [group["fallback"] for group in made[0].param_groups] == [False, True, True]
+
+
+def test_muons_fallback_steps_parts(on_ranks: Run) -> None:
+    on_ranks(_muons_fallback)
+
+
+def _schedule_free(options: dict[str, Any], dtype: torch.dtype) -> None:
+    mesh = mesh_of(2)
+    sharded = make(mesh, [Shard(0)], dtype)
+    plain = [nn.Parameter(values(shape, seed, dtype)) for seed, shape in enumerate(SHAPES)]
+    made = [optim.AdamWScheduleFree(params, lr=0.05, **options) for params in (sharded, plain)]
+    for step in range(4):
+        for params, optimizer in zip((sharded, plain), made, strict=True):
+            set_grads(params, step)
+            optimizer.step()
+    at_y = [whole(param).detach().clone() for param in sharded]
+    assert_equal(sharded, plain)
+    for optimizer in made:
+        optimizer.eval()
+    assert_equal(sharded, plain)
+    assert any(not torch.equal(whole(param), y) for param, y in zip(sharded, at_y, strict=True))
+    for optimizer in made:
+        optimizer.train()
+    assert_equal(sharded, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.float32), ({"master_bits": 32, "state_bits": 32}, torch.bfloat16)]
+)
+def test_schedule_free_adamw_moves_parts(on_ranks: Run, options: dict[str, Any], dtype: torch.dtype) -> None:
+    on_ranks(_schedule_free, options, dtype)
 
 
 # Some matrices take several units of Adafactor's sums, some have uneven parts, and some leave ranks without a row.

@@ -309,3 +309,136 @@ class TestBadInput:
         embedding(torch.tensor([1])).sum().backward()
         with pytest.raises(RuntimeError, match="'w' has a sparse gradient"):
             optim.Muon([("w", embedding.weight)]).step()
+
+
+# ---- AdamW for the rest.
+
+FALLBACK: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.05}
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(9, 6), torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 5)
+    )
+
+
+def train(model: torch.nn.Module, optimizers: list[Any], steps: int = 4) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        model(torch.randint(0, 9, (16,), generator=generator)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Returns the groups that users write: hidden matrices, and embeddings and the rest."""
+    table, others = model[0].weight, [p for p in model.parameters() if p is not model[0].weight]
+    return [{"params": others}, {"params": [table], "fallback": True, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("precision", [{}, {"state_bits": 8, "min_8bit_size": 0}])
+def test_the_fallback_is_adamw(precision: dict[str, Any]) -> None:
+    """One optimizer gives the bits of the two that users write by hand."""
+    model, twin = small_model(), small_model()
+    one = optim.Muon(groups_of(model), lr=0.01, fallback=FALLBACK | precision)
+    matrices = [p for p in twin.parameters() if p.ndim == 2 and p is not twin[0].weight]
+    vectors = [p for p in twin.parameters() if p.ndim != 2]
+    adamw = optim.AdamW(
+        [{"params": vectors}, {"params": [twin[0].weight], "weight_decay": 0.0}], **FALLBACK, **precision
+    )
+    train(model, [one])
+    train(twin, [optim.Muon(matrices, lr=0.01), adamw])
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param, other)
+    assert [group["fallback"] for group in one.param_groups] == [False, True, True]
+    assert one.state[model[0].weight].keys() == adamw.state[twin[0].weight].keys()
+
+
+def test_the_fallback_takes_named_parameters_and_reports_its_states() -> None:
+    model = small_model()
+    optimizer = optim.Muon(model.named_parameters(), fallback={"state_bits": 16})
+    own, rest = optimizer.param_groups
+    assert own["param_names"] == ["0.weight", "1.weight", "3.weight"]
+    assert rest["param_names"] == ["1.bias", "2.weight", "2.bias", "3.bias"]
+    assert (rest["lr"], rest["weight_decay"], rest["amsgrad"]) == (1e-3, 1e-2, False)
+    train(model, [optimizer])
+    assert {"exp_avg", "exp_avg_sq", "momentum_buffer"} <= optimizer.report().bytes.keys()
+    assert optimizer.state[model[1].bias]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_a_fallback_is_saved(way: str, amsgrad: bool) -> None:
+    model = small_model()
+    optimizer = optim.Muon(model.parameters(), fallback={**FALLBACK, "amsgrad": amsgrad})
+    train(model, [optimizer])
+    if way == "state_dict":
+        twin = copy.deepcopy(model)
+        other = optim.Muon(twin.parameters(), fallback={})
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, [optimizer])
+        train(twin, [other])
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        return
+    other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    other.add_param_group({"params": [torch.zeros(2, 2).requires_grad_(), torch.zeros(2).requires_grad_()]})
+    assert [group["fallback"] for group in other.param_groups] == [False, True, False, True]
+    assert other.param_groups[3]["lr"] == FALLBACK["lr"]
+
+
+def test_groups_that_join_and_one_norm_for_all() -> None:
+    model = small_model()
+    optimizer = optim.Muon(model[1].parameters(), fallback=FALLBACK, max_grad_norm=0.5)
+    optimizer.add_param_group({"params": model[2].parameters()})
+    optimizer.add_param_group({"params": model[0].weight, "fallback": True, "lr": 0.5})
+    assert [group["fallback"] for group in optimizer.param_groups] == [False, True, True, True]
+    assert optimizer.param_groups[3]["lr"] == 0.5
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model(torch.arange(9)).square().sum().backward()
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.stack([p.grad.double().square().sum() for p in stepped]).sum().sqrt().item()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.grad_norm == pytest.approx(norm, rel=1e-6)
+    assert optimizer.param_groups[3]["lr"] == 0.25
+    before = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match="weight_decay is nan"):
+        optimizer.add_param_group(
+            {"params": [torch.zeros(3).requires_grad_()], "fallback": True, "weight_decay": math.nan}
+        )
+    assert len(optimizer.param_groups) == before
+
+
+def test_no_matrix_at_all() -> None:
+    param = torch.zeros(3).requires_grad_()
+    optimizer = optim.Muon([param], fallback=FALLBACK)
+    twin = torch.zeros(3).requires_grad_()
+    other = optim.AdamW([twin], **FALLBACK)
+    for _ in range(2):
+        param.grad = torch.randn(3)
+        twin.grad = param.grad.clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(param, twin)
+
+
+@pytest.mark.parametrize(
+    ("params", "fallback", "error", "message"),
+    [
+        ([torch.zeros(3)], [1], TypeError, "fallback is a list, expected a dict of AdamW's options"),
+        ([torch.zeros(3)], {"momentum": 0.9}, TypeError, "fallback has 'momentum', which AdamW has no option for"),
+        ([torch.zeros(3)], {"lr": -1.0}, ValueError, r"lr is -1.*, expected a finite number, 0 or above"),
+        ([torch.zeros(3)], {"state_bits": 7}, ValueError, "state_bits is 7"),
+        ([], {}, ValueError, "optimizer got an empty parameter list"),
+        (torch.zeros(3), {}, TypeError, "should be an iterable of Tensors or dicts"),
+        (7, {}, TypeError, "params is a int, expected an iterable"),
+        ([7], {}, TypeError, "optimizer can only optimize Tensors"),
+    ],
+)
+def test_a_bad_fallback(params: Any, fallback: Any, error: type[Exception], message: str) -> None:
+    if isinstance(params, list):
+        params = [p.requires_grad_() if isinstance(p, Tensor) else p for p in params]
+    with pytest.raises(error, match=message):
+        optim.Muon(params, fallback=fallback)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import drivetrain
 from drivetrain import _C, optim
+from drivetrain.optim.precision import SCALAR_NAMES
 from optim_cases import CASES, TOLERANCES, assert_same, cases, copies, make_params, set_grads
 from reference.adam import adam
 
@@ -27,7 +28,7 @@ def decoupled(ours: type) -> dict[str, bool]:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_matches_the_plain_reference(case: str, dtype: torch.dtype, isa: str) -> None:
     ours, _, reference, options = CASES[case]
-    options = {"weight_decay": 0.01 if issubclass(ours, optim.AdamW) else 0.0, **options}
+    options = ({"weight_decay": 0.01} if issubclass(ours, optim.AdamW) else {}) | options
     params = make_params(dtype)
     expected = [p.detach().double() for p in params]
     states: list[dict[str, Tensor]] = [{} for _ in params]
@@ -37,7 +38,7 @@ def test_matches_the_plain_reference(case: str, dtype: torch.dtype, isa: str) ->
         for i, param in enumerate(params):
             new = reference(expected[i], param.grad.double(), states[i], **options, **decoupled(ours))
             expected[i] = new.to(dtype).double()
-            for name in states[i].keys() - {"step"}:
+            for name in states[i].keys() - SCALAR_NAMES:
                 states[i][name] = states[i][name].to(dtype).double()
         optimizer.step()
     assert_same([p.double() for p in params], expected, **TOLERANCES[dtype])
@@ -226,6 +227,12 @@ def test_is_torchs_class_with_torchs_constructor() -> None:
         (optim.SGD, torch.optim.SGD),
         (optim.Adagrad, torch.optim.Adagrad),
         (optim.RMSprop, torch.optim.RMSprop),
+        (optim.Adadelta, torch.optim.Adadelta),
+        (optim.Adamax, torch.optim.Adamax),
+        (optim.RAdam, torch.optim.RAdam),
+        (optim.NAdam, torch.optim.NAdam),
+        (optim.ASGD, torch.optim.ASGD),
+        (optim.Rprop, torch.optim.Rprop),
     ):
         assert issubclass(ours, theirs)
         params = make_params()

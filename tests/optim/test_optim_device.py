@@ -129,7 +129,7 @@ def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
     ours, _, _, options = CASES[case]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         params = [torch.zeros(5, 7, dtype=dtype).t().requires_grad_(), torch.zeros((), dtype=dtype).requires_grad_()]
-        optimizer = ours(params, **{**options, "lr": 0.0})
+        optimizer = ours(params, **{**options, "lr": 0.25})
         optimizer.state.clear()
         written: list[Any] = []
         group = optimizer.param_groups[0]
@@ -137,13 +137,17 @@ def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
             optimizer._complete_states(
                 [(p, group, "p") for p in params], optimizer._rule(group), optimizer.state, written
             )
-        initial = options.get("initial_accumulator_value", 0.0) if ours is optim.Adagrad else 0.0
-        expected = complex(initial, initial) if dtype.is_complex else initial
+        initials = {"sum": options.get("initial_accumulator_value", 0.0), "step_size": 0.25}
+        scalars = {"step": 0, "mu_product": 1, "eta": 0.25, "mu": 1, "weight_sum": 0, "lr_max": 0}
         for param in params:
             for name, value in optimizer.state[param].items():
-                if name == "step":
-                    assert value == 0
+                if name in scalars:
+                    assert value == scalars[name]
+                    is_wide = name in ("weight_sum", "lr_max")
+                    assert (value.dtype, value.shape) == (torch.float64 if is_wide else torch.float32, ())
                     continue
+                initial = initials.get(name, 0.0)
+                expected = complex(initial, initial) if dtype.is_complex else initial
                 wanted = torch.full_like(param, expected, memory_format=torch.preserve_format)
                 assert torch.equal(value, wanted), name
                 assert value.stride() == wanted.stride()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
-from drivetrain.optim.precision import EXTRA_NAMES
+from drivetrain.optim.precision import EXTRA_NAMES, SCALAR_NAMES
 from optim_cases import CASES, cases
 from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads
 from reference import formats
@@ -201,7 +201,7 @@ def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
     state = optimizer.state[param]
     values = {"param": optimizer.float32_value(param)}
     for name, value in state.items():
-        if name not in ("step", *EXTRA_NAMES) and not name.endswith("_scales"):
+        if name not in (*SCALAR_NAMES, *EXTRA_NAMES) and not name.endswith("_scales"):
             name = name.removesuffix("_codes")
             values[name] = _C.optim_load_state(value, state.get(f"{name}_scales"))
     return values
@@ -241,15 +241,26 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
         set_grads(params, own)
         if step > 0:
             for param, other, values in zip(params, own, before, strict=True):
-                if "step" in optimizer.state[param]:
-                    twin.state[other]["step"] = optimizer.state[param]["step"].clone()
+                for name in SCALAR_NAMES & optimizer.state[param].keys():
+                    twin.state[other][name] = optimizer.state[param][name].clone()
                 for name in (values or {}).keys() - {"param"}:
                     twin.state[other][name] = values[name].clone()
         optimizer.step()
         if step == 0:  # A step also stores the initial states.
             for param, other in zip(params, own, strict=True):
-                for name in twin.state[other].keys() - {"step"} if other in twin.state else ():
-                    values = twin.state[other][name].to(dtype)  # torch's constructor makes it in this dtype.
+                (group,) = twin.param_groups
+                for name, kind in _C.optim_states(twin._rule(group)):
+                    if _C.optim_state_shape(param, kind) is None:
+                        continue
+                    if name in twin.state[other]:
+                        values = twin.state[other][name].to(dtype)  # torch's constructor makes it in this dtype.
+                    elif twin._starts_as_parameter(name):
+                        values = other.detach()
+                    elif twin._initial_value(group, name) != 0:
+                        values = torch.full_like(other, twin._initial_value(group, name)).detach()
+                    else:
+                        continue
+                    twin.state[other].setdefault("step", torch.zeros(()))
                     start = _C.optim_store_state(param, values, kept(optimizer.state[param], name).dtype)
                     twin.state[other][name] = _C.optim_load_state(*start)
         twin.step()
@@ -266,6 +277,9 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                 assert same_bits(after["param"], stored(dtype, extra, other.detach()))
             for name, value in twin.state[other].items():
                 if name == "step":
+                    continue
+                if name in SCALAR_NAMES:
+                    assert torch.equal(value, state[name])
                     continue
                 dtype_kept = kept(state, name).dtype
                 assert same_bits(after[name], _C.optim_load_state(*_C.optim_store_state(param, value, dtype_kept))), (

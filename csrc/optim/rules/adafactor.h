@@ -27,7 +27,7 @@ struct AdafactorArgs {
   static DT_HOST_DEVICE AdafactorArgs make(const Hypers& hyper, double step) {
     AdafactorArgs args;
     args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.fresh = decayed(step, hyper.beta2_decay);
+    args.fresh = real_power(step, hyper.beta2_decay);
     args.eps1 = hyper.eps1;
     args.eps2 = hyper.eps2;
     args.d = hyper.d;
@@ -40,8 +40,9 @@ struct AdafactorArgs {
   DT_HOST_DEVICE void fit(int64_t, int64_t) { is_matrix = 1; }
 
   DT_HOST_DEVICE void adapt(const TrustRatioSums& sums, int64_t numel) {
-    const double param_size = sqrt(sums.param / numel), size = sqrt(sums.direction / numel);
-    step_size *= maximum(param_size, eps2) / maximum(size / d, 1.0);
+    const double param_size = sqrt(sums.param / numel), size = sqrt(sums.direction / numel) / d;
+    // As Python's max in torch, which takes the bound where a norm is NaN: one such element leaves the others alone.
+    step_size *= (param_size > eps2 ? param_size : eps2) / (size > 1 ? size : 1);
   }
 };
 
@@ -66,7 +67,7 @@ struct Adafactor {
   DT_HOST_DEVICE T direction(T, T grad, T (&state)[kMaxStates]) const {
     if (is_matrix) return sign * grad * minimum(state[0], most);
     T& variance = state[0];
-    variance = variance + fresh * (grad * grad - variance);
+    variance = interpolated(variance, grad * grad, fresh);
     return sign * grad / square_root(maximum(variance, floor));
   }
 

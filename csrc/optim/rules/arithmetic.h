@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "formats/storage.h"
+#include "optim/rules/hypers.h"
 
 namespace drivetrain::optim {
 
@@ -28,10 +29,12 @@ DT_HOST_DEVICE double power(double base, double exponent) {
   return result;
 }
 
-// Computes a base of at least 1 to a power of at most 0, as exp(exponent * log(base)): the same bits on CPU and GPU.
-// The relative error is about 2^-53 times the logarithm. Bases below 1 count as 1, and powers below 1e-307 as 0.
-DT_HOST_DEVICE double decayed(double base, double exponent) {
-  if (!(base > 1)) return 1;
+// Computes a positive base to any power as exp(exponent * log(base)): the same bits on CPU and GPU. The relative error
+// is about 2^-53 times the logarithm. Powers below 1e-307 count as 0, and those above 1e307 as infinite.
+DT_HOST_DEVICE double real_power(double base, double exponent) {
+  if (exponent == 0 || base == 1) return 1;
+  if (!(base >= 2.2250738585072014e-308)) return base == 0 ? (exponent > 0 ? 0 : INFINITY) : NAN;
+  if (base > 1.7976931348623157e308) return exponent > 0 ? INFINITY : 0;
   constexpr double kLog2 = 0.693147180559945309417;
   // base = mantissa * 2^shift, with a mantissa near 1, whose logarithm is 2 artanh((mantissa - 1) / (mantissa + 1)).
   const uint64_t bits = bits_as<uint64_t>(base);
@@ -45,6 +48,7 @@ DT_HOST_DEVICE double decayed(double base, double exponent) {
   double series = 0;
   for (int k = 21; k > 0; k -= 2) series = series * square + 1.0 / k;
   const double logarithm = exponent * (2 * ratio * series + shift * kLog2);
+  if (logarithm > 707) return INFINITY;
   if (!(logarithm > -707)) return 0;
   // exp(logarithm) is 2^whole * exp(rest), where |rest| is at most log(2) / 2.
   constexpr double kLog2Leading = 0x1.62e42feep-1, kLog2Rest = 0x1.a39ef35793c76p-33;
@@ -54,6 +58,23 @@ DT_HOST_DEVICE double decayed(double base, double exponent) {
   double exponential = 1;
   for (int k = 14; k > 0; --k) exponential = 1 + exponential * rest / k;
   return exponential * bits_as<double>(static_cast<uint64_t>(static_cast<int64_t>(whole) + 1023) << 52);
+}
+
+// Sets a scalar of the state to the value that its tensor can hold.
+DT_HOST_DEVICE void set_scalar(Scalars& scalars, int which, double value) {
+  scalars.value[which] = scalars.is_double[which] ? value : static_cast<float>(value);
+}
+
+// Interpolates as torch.lerp does, which has two forms: infinities become NaN under the same weights.
+template <class T>
+DT_HOST_DEVICE T interpolated(T from, T to, T weight) {
+  return weight < T(0.5) ? from + weight * (to - from) : to - (to - from) * (T(1) - weight);
+}
+
+// Returns the absolute value, and NaN for NaN.
+template <class T>
+DT_HOST_DEVICE T magnitude_of(T x) {
+  return x < 0 ? -x : x;
 }
 
 // Returns -1, 0 or 1, and NaN for NaN.

@@ -1,4 +1,4 @@
-// Declares the hyper-parameters and the sums that rules read. Needs no torch header.
+// Declares the numbers that rules read: hyper-parameters, sums, and scalars of the state. Needs no torch header.
 #pragma once
 
 #include <cmath>
@@ -42,12 +42,36 @@ struct TrustRatioSums {
   X(ns_a)                   \
   X(ns_b)                   \
   X(ns_c)                   \
-  X(ns_steps)
+  X(ns_steps)               \
+  X(rho)                    \
+  X(momentum_decay)         \
+  X(lambd)                  \
+  X(average_decay)          \
+  X(t0)                     \
+  X(eta_minus)              \
+  X(eta_plus)               \
+  X(step_size_min)          \
+  X(step_size_max)          \
+  X(clips)                  \
+  X(warmup_steps)           \
+  X(r)                      \
+  X(weight_lr_power)
 
 struct Hypers {
 #define DT_FIELD(name) double name = NAN;
   DT_HYPERS(DT_FIELD)
 #undef DT_FIELD
+};
+
+constexpr int kMaxScalars = 2;
+
+// A parameter's numbers that some rules keep between steps beside the step's, as torch's classes do: tensors of one
+// element in the state, of float32 or float64.
+struct Scalars {
+  double value[kMaxScalars] = {};
+  bool is_double[kMaxScalars] = {};
+
+  bool operator==(const Scalars&) const = default;
 };
 
 }  // namespace drivetrain::optim

@@ -85,6 +85,19 @@ DIFFERENCES: Sequence[Difference] = (
         "It is faster. The update is the same up to its last bits.",
     ),
     Difference(
+        "Steps of 16-bit parameters",
+        "Round to 16 bits after each operation.",
+        "Compute in float32 and round each result once.",
+        "Squares of float16 gradients near 1e-3 vanish in torch, whose RMSprop then divides by 0. `state_bits=32` also "
+        "keeps them in the state.",
+    ),
+    Difference(
+        "Range of Adafactor's sums",
+        "Sums squares and multiplies means in the parameter's dtype.",
+        "Sums squares in float64 and multiplies roots.",
+        "Gradients above 4e9 in float32, or 255 in float16, overflow in torch.",
+    ),
+    Difference(
         "Dtype of loaded optimizer states",
         "Casts states to the parameter's dtype.",
         "Keeps the stored dtype.",

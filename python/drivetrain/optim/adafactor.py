@@ -89,7 +89,7 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
             rounding=rounding,
         )
 
-    def _gathers(self, param: Any) -> bool:
+    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
         # A rank without rows or columns of a matrix could not keep the other ranks' states.
         if param.ndim < 2:
             return False

@@ -101,5 +101,5 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             "maximize": group["maximize"],
         }
 
-    def _initial_value(self, group: dict[str, Any]) -> float:
+    def _initial_value(self, group: dict[str, Any], name: str) -> float:
         return float(group["initial_accumulator_value"])  # as in torch, both parts of complex parameters

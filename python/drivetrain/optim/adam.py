@@ -9,6 +9,20 @@ from torch.optim.optimizer import ParamsT
 from .base import FusedOptimizer, learning_rate
 
 
+def adam_hypers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    """Returns a group's numbers by the names that Adam's rule reads."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": learning_rate(group),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "decoupled_weight_decay": group["decoupled_weight_decay"],
+        "maximize": group["maximize"],
+    }
+
+
 class Adam(FusedOptimizer, torch.optim.Adam):
     """Adam: torch.optim.Adam with a native step over all parameters.
 
@@ -91,16 +105,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         return "adam_amsgrad" if group["amsgrad"] else "adam"
 
     def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": learning_rate(group),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "decoupled_weight_decay": group["decoupled_weight_decay"],
-            "maximize": group["maximize"],
-        }
+        return adam_hypers(group)
 
 
 class AdamW(Adam, torch.optim.AdamW):

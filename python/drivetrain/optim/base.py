@@ -109,9 +109,12 @@ class FusedOptimizer(StateDicts):
             return
         self._place_step_counters()
         self._find_devices()
+        constructed.append(self._description())
+
+    def _description(self) -> str:
         count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
-        constructed.append(f"{type(self).__name__} ({count} parameters in {groups})")
+        return f"{type(self).__name__} ({count} parameters in {groups})"
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -7,14 +7,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, learning_rate
+from . import muon_fallback
+from .adam import adam_hypers
+from .base import FusedOptimizer, constructed, learning_rate
 
 
 class Muon(FusedOptimizer, torch.optim.Muon):
     """Muon: torch.optim.Muon with a native step over all parameters.
 
     The constructor's arguments, the state and the results are torch's. Takes real parameters of two dimensions;
-    :class:`drivetrain.optim.Adam` lists the dtypes and devices. Give biases and embeddings to another optimizer.
+    :class:`drivetrain.optim.Adam` lists the dtypes and devices.
+
+    With `fallback`, the same optimizer steps all other parameters with AdamW. Parameters that are not matrices go to a
+    group of their own, after those of the matrices. Give embeddings and output layers, which are matrices, as groups
+    with `fallback=True`. Each group of AdamW takes the options of `fallback` unless it has its own.
 
     A step makes one pass over gradient and momentum, which leaves the momentum in bfloat16. Newton-Schulz runs on that
     in bfloat16, as in torch, in batches of matrices of one shape. One pass updates the parameter with the result. The
@@ -37,6 +43,8 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         eps: Lower bound of the norm that matrices are divided by.
         ns_steps: Number of Newton-Schulz iterations.
         adjust_lr_fn: Scales the learning rate by the shape: "original" (also None) or "match_rms_adamw".
+        fallback: Options of AdamW for all other parameters: `lr`, `betas`, `eps`, `weight_decay`, `amsgrad` and
+            storage formats. None accepts matrices only.
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
@@ -49,8 +57,11 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     Raises:
         ValueError: A hyper-parameter is out of range or a parameter is not a matrix, as under torch. Or `eps` is
         negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not three finite numbers.
-        RuntimeError: A step has complex parameters or sparse gradients.
+        TypeError: `fallback` is no dict, or has an option that AdamW lacks.
+        RuntimeError: A step has complex matrices or sparse gradients.
     """
+
+    _fallback: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -64,6 +75,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        fallback: dict[str, Any] | None = None,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
         state_bits: int | None = None,
@@ -71,6 +83,14 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
     ) -> None:
+        others: list[dict[str, Any]] = []
+        if fallback is not None:
+            muon_fallback.check(fallback)
+            self._fallback = dict(fallback)
+            # torch's constructor takes matrices only, so that the other groups come after it.
+            parts = [muon_fallback.split(group, fallback) for group in muon_fallback.groups_of(params)]
+            others = [other for _, other in parts if other is not None]
+            params = [own for own, _ in parts if own is not None] or [{"params": [], "fallback": False}]
         super().__init__(
             params,
             lr=lr,
@@ -88,13 +108,35 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
+        for group in others:
+            self._add_group(group)
+        if others:
+            constructed[-1] = self._description()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as every class here does, and rejects parameters that are not matrices."""
-        if isinstance(param_group, dict):
+        """Adds a group as every class here does. Without `fallback` it rejects parameters that are not matrices.
+
+        With `fallback` it may add two groups: the matrices, and the other parameters for AdamW.
+        """
+        if self._fallback is None or not isinstance(param_group, dict) or "params" not in param_group:
+            self._add_group(param_group)
+            return
+        count = len(self.param_groups)
+        try:
+            for part in muon_fallback.split(param_group, self._fallback):
+                if part is not None:
+                    self._add_group(part)
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict) and not param_group.get("fallback"):
             _check(self.defaults | param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if group.get("fallback"):
+            return
         for index, param in enumerate(group["params"]):
             if param.ndim != 2:
                 name = group["param_names"][index] if "param_names" in group else index
@@ -104,13 +146,28 @@ class Muon(FusedOptimizer, torch.optim.Muon):
                     f"(parameter {name!r} of param_groups[{len(self.param_groups)}]): use AdamW for it"
                 )
 
-    def _gathers(self, param: Any) -> bool:
-        return True
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_fallback": self._fallback}
+
+    def _stay_torchs(self, reason: str) -> None:
+        if self._fallback is not None:  # torch's class has no fallback.
+            raise NotImplementedError(reason)
+        super()._stay_torchs(reason)
+
+    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
+        return not group.get("fallback")
+
+    def _option_names(self, group: dict[str, Any]) -> set[str]:
+        return super()._option_names(group) | (muon_fallback.DEFAULTS.keys() if group.get("fallback") else set())
 
     def _rule(self, group: dict[str, Any]) -> str:
+        if group.get("fallback"):
+            return "adam_amsgrad" if group["amsgrad"] else "adam"
         return "muon"
 
     def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
+        if group.get("fallback"):
+            return adam_hypers({**group, "decoupled_weight_decay": True, "maximize": False})
         _check(group)
         a, b, c = group["ns_coefficients"]
         return {

@@ -31,6 +31,7 @@ class NativeStep(GradScaling):
     _shards: sharded.Shards | None = None  # None until a parameter is a DTensor
     _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
     _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
+    _scalar_dtype: torch.dtype | None = None  # of a rule's scalars; None takes the step counter's
     # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
     _step_sparse: Callable[[dict[str, Any], list[Tensor]], None] | None = None
 
@@ -42,13 +43,17 @@ class NativeStep(GradScaling):
         """Returns the group's numbers by the names that the native rule reads. A learning rate on CUDA stays there."""
         raise NotImplementedError
 
-    def _gathers(self, param: Any) -> bool:
+    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
         """Returns whether the rule gathers and steps the whole of a sharded DTensor instead of each rank's part."""
         return False
 
-    def _initial_value(self, group: dict[str, Any]) -> float:
-        """Returns the value that fills a state before the first step."""
+    def _initial_value(self, group: dict[str, Any], name: str) -> float:
+        """Returns the value that fills the state `name` before the first step."""
         return 0.0
+
+    def _starts_as_parameter(self, name: str) -> bool:
+        """Returns whether the state `name` starts as a copy of the parameter instead of with the initial value."""
+        return False
 
     def _complete_states(
         self,
@@ -102,11 +107,17 @@ class NativeStep(GradScaling):
         for param, group, _ in params:
             if states[param].get("step") is None and _C.optim_counts_steps(rule, precisions[id(group)]):
                 write(param, {"step": conversions.new_counter(counter_device(param), step_dtype)})
+            for name in _C.optim_scalars(rule):
+                if states[param].get(name) is None:
+                    initial = self._initial_value(group, name)
+                    dtype = self._scalar_dtype or step_dtype
+                    write(param, {name: conversions.new_counter(counter_device(param), dtype, initial)})
         for name, kind in _C.optim_states(rule):
             for param, group, label in params:
-                state, initial = states[param], self._initial_value(group)
+                state = states[param]
+                fill = None if self._starts_as_parameter(name) else self._initial_value(group, name)
                 entries = precision.state_as_asked(
-                    state, name, kind, param, precisions[id(group)], label, initial, conversions
+                    state, name, kind, param, precisions[id(group)], label, fill, conversions
                 )
                 if entries and not precision.has_state(state, name):
                     fresh.append(param)

@@ -9,6 +9,8 @@ from .. import _C
 Group = dict[str, Any]
 
 EXTRA_NAMES = _C.optim_extra_names()
+# Entries of a parameter's state that are tensors of one element: its step counter, and the scalars of some rules.
+SCALAR_NAMES = frozenset(("step", *_C.optim_scalar_names()))
 DEFAULTS: Group = {"state_bits": None, "master_bits": None, "min_8bit_size": 4096, "rounding": "nearest"}
 
 # The version of the storage formats. Groups of state dicts that use any of these options hold it.
@@ -69,7 +71,7 @@ def state_as_asked(
     param: Tensor,
     precision: _C.Precision,
     label: str,
-    initial: float,
+    initial: float | None,
     conversions: _C.Conversions,
 ) -> dict[str, Tensor | None]:
     """Returns what to write into `state`, or to remove from it (None), so that its entry `name` has the group's format.
@@ -82,7 +84,7 @@ def state_as_asked(
         param: The parameter.
         precision: The group's options.
         label: Names the parameter in errors.
-        initial: The value that fills a new state.
+        initial: The value that fills a new state. None copies the parameter.
         conversions: Fills the returned tensors when it runs.
 
     Raises:
@@ -96,7 +98,10 @@ def state_as_asked(
     where = codes if state.get(name) is None else name
     found = state.get(where)
     if found is None:
-        stored, stored_scales = conversions.new_state(param, sizes, dtype, initial)
+        if initial is None:
+            stored, stored_scales = conversions.converted_state(param, param.detach(), None, dtype or param.dtype)
+        else:
+            stored, stored_scales = conversions.new_state(param, sizes, dtype, initial)
         if dtype is None:
             return {name: stored}
     else:
@@ -186,7 +191,7 @@ def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     for name, value in without_blocks(state).items():
         if name in EXTRA_NAMES:
             continue
-        is_values = isinstance(value, Tensor) and name != "step" and value.is_floating_point()
+        is_values = isinstance(value, Tensor) and name not in SCALAR_NAMES and value.is_floating_point()
         if is_values and value.dtype != param.dtype:
             value = value.float()
         result[name] = value

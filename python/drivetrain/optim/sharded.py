@@ -139,7 +139,7 @@ def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
 
 
 _NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # options of storage formats that only parts can have
-Gathers = Callable[["DTensor"], bool]  # whether a rule needs the whole parameter
+Gathers = Callable[["DTensor", Group], bool]  # whether the group's rule needs the whole parameter
 
 
 def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
@@ -150,7 +150,7 @@ def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     if any(place.is_partial() for place in param.placements):
         return f"{where}, a sum that is not reduced: redistribute it to Replicate() or Shard(dim) before training"
     asked = [f"{name}={group[name]!r}" for name in _NOT_GATHERED if group.get(name) not in (None, "nearest")]
-    if asked and split_dims(param) and gathers(param):
+    if asked and split_dims(param) and gathers(param, group):
         return (
             f"{where}, which this optimizer gathers for its step, and {', '.join(asked)} is for parts only: leave it "
             "out for this group, redistribute the parameter to Replicate(), or leave it out of fully_shard() "
@@ -278,7 +278,7 @@ class Shards:
                         plain[-1] = alias.plain
                         settle_gradient(param, label)
                         is_split = param.grad is not None and bool(split_dims(param))
-                        if is_split and gathers(param):
+                        if is_split and gathers(param, group):
                             gathered.append((group, place, param))
                             plain.pop()
                             continue
@@ -412,7 +412,7 @@ def _step_whole(
     assert whole.grad is not None
     local_part(param.grad).copy_(local_part(_part_of(whole.grad, param)))
     for name, value in wholes[whole].items():
-        if isinstance(value, Tensor) and name != "step":
+        if isinstance(value, Tensor) and name not in precision.SCALAR_NAMES:
             # A view would keep the whole tensor alive.
             value = _part_of(value, param).clone() if value.shape == whole.shape else replicated(value, param)
         state[param][name] = value
@@ -468,7 +468,7 @@ def _shared_value(param: "DTensor", name: str, value: Any) -> Any:
     """
     if name in _FACTORS and isinstance(value, Tensor):
         return _as_factor_of(param, name, value)
-    is_local = name == "step" or precision.is_of_blocks(name)
+    is_local = name in precision.SCALAR_NAMES or precision.is_of_blocks(name)
     return value if is_local or not isinstance(value, Tensor) else as_shard_of(param, value)
 
 

@@ -21,7 +21,12 @@ _MAY_BE_ABSENT = {
     "momentum",
     "nesterov",
 }
-_FOREIGN = {"alpha", "amsgrad", "betas", "centered", "dampening", "eps", "initial_accumulator_value", "lr_decay"}
+_FOREIGN = {
+    *("alpha", "amsgrad", "betas", "centered", "dampening", "eps", "etas", "initial_accumulator_value", "lambd"),
+    *("always_adapt", "clip", "lr_decay", "momentum_decay", "rho", "step_sizes", "t0", "warmup_steps"),
+}
+# States that identify a class whose groups have the same options as another's.
+_OF_ONE_CLASS = {"exp_inf"}
 
 
 class StateDicts(NativeStep):
@@ -47,14 +52,20 @@ class StateDicts(NativeStep):
         self._place_step_counters()
 
     def _place_step_counters(self) -> None:
-        """Moves step counters to the device where the step reads them.
+        """Moves step counters, and the scalars of some rules, to the device where the step reads them.
 
-        torch's Adagrad creates them on the CPU, and its state dicts keep them there.
+        torch's Adagrad creates them on the CPU, and its state dicts keep them there. torch's `load_state_dict()` casts
+        scalars to the parameter's dtype.
         """
         for param, values in self.state.items():
-            step, device = values.get("step"), counter_device(param)
-            if isinstance(step, Tensor) and (step.device != device or not step.is_floating_point()):
-                values["step"] = step.detach().to(device, torch.float32)
+            device = counter_device(param)
+            for name in precision.SCALAR_NAMES & values.keys():
+                value = values[name]
+                if not isinstance(value, Tensor):
+                    continue
+                is_number = value.dtype in (torch.float32, torch.float64)
+                if value.device != device or not is_number:
+                    values[name] = value.detach().to(device, value.dtype if is_number else torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict as torch does, but every state keeps the dtype in which it was saved.
@@ -86,6 +97,10 @@ class StateDicts(NativeStep):
             handle.remove()
             self._loading = None
 
+    def _option_names(self, group: dict[str, Any]) -> set[str]:
+        """Returns the names of the options that the group's rule has."""
+        return {*self.defaults}
+
     def _check_loaded(self, loaded: dict[str, Any]) -> None:
         """Raises ValueError for state dicts that torch's loading accepts and a later step could not use."""
         name = type(self).__name__
@@ -98,7 +113,7 @@ class StateDicts(NativeStep):
                     f"drivetrain reads up to {precision.VERSION}. Upgrade it, or save torch_state_dict() there."
                 )
             lacking = [key for key in self.defaults if key not in group and key not in _MAY_BE_ABSENT]
-            foreign = sorted(_FOREIGN & group.keys() - self.defaults.keys())
+            foreign = sorted(_FOREIGN & group.keys() - self._option_names(group))
             if lacking or foreign:
                 what = f"has no {', '.join(lacking)}" if lacking else f"has {', '.join(foreign)}"
                 raise ValueError(f"{where} {what}: it is the state of another optimizer than {name}")
@@ -106,8 +121,19 @@ class StateDicts(NativeStep):
             rule = self._rule({**self.defaults, **group})
             for place, key in enumerate(group["params"]):
                 state = loaded["state"].get(key)
-                if state and "step" not in state and _C.optim_counts_steps(rule, precision.of({})):
-                    raise ValueError(f"parameter {place} of {where}: its state has no 'step', which {name} needs")
+                if not state:
+                    continue
+                needed = ["step"] if _C.optim_counts_steps(rule, precision.of({})) else []
+                for entry in (*needed, *_C.optim_scalars(rule)):
+                    if entry not in state:
+                        raise ValueError(
+                            f"parameter {place} of {where}: its state has no {entry!r}, which {name} needs"
+                        )
+                found = {entry for entry in _OF_ONE_CLASS if precision.has_state(state, entry)}
+                if found != _OF_ONE_CLASS & {entry for entry, _ in _C.optim_states(rule)}:
+                    raise ValueError(
+                        f"{where} has the states {', '.join(state)}: it is the state of another optimizer than {name}"
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict as torch does; groups with drivetrain's options also hold the version of its formats.
@@ -129,7 +155,7 @@ class StateDicts(NativeStep):
         for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
             for key, param in zip(saved_group["params"], group["params"], strict=True):
                 for name, value in saved["state"].get(key, {}).items():
-                    if isinstance(value, Tensor) and name != "step":
+                    if isinstance(value, Tensor) and name != "step":  # torch keeps that one
                         self.state[param][name] = value.to(param.device)
 
     def _params_by_key(self, state_dict: dict[str, Any]) -> dict[Any, Tensor]:
@@ -140,9 +166,9 @@ class StateDicts(NativeStep):
     def torch_state_dict(self) -> dict[str, Any]:
         """Returns state_dict() in torch's own layout, for training to continue with torch's class.
 
-        Compressed states become float32 tensors, step counters move to the CPU unless the group sets `fused` or
-        `capturable`, and drivetrain's own entries are left out. load_state_dict() loads it back. torch's state has no
-        place for the bits of a master beyond the parameter's; float32_value() returns them.
+        Compressed states become float32 tensors, step counters and scalars move to the CPU unless the group sets
+        `fused` or `capturable`, and drivetrain's own entries are left out. load_state_dict() loads it back. torch's
+        state has no place for the bits of a master beyond the parameter's; float32_value() returns them.
         """
         result = self.state_dict()
         params_by_key = self._params_by_key(result)
@@ -151,8 +177,9 @@ class StateDicts(NativeStep):
             if not (group.get("fused") or group.get("capturable")):
                 for key in group["params"]:
                     state = result["state"].get(key, {})
-                    if isinstance(state.get("step"), Tensor):
-                        state["step"] = state["step"].cpu()
+                    for name in precision.SCALAR_NAMES & state.keys():
+                        if isinstance(state[name], Tensor):
+                            state[name] = state[name].cpu()
         result["param_groups"] = [
             {option: value for option, value in group.items() if option not in precision.NAMES}
             for group in result["param_groups"]

@@ -1,0 +1,151 @@
+"""Schedule-free AdamW, which torch lacks, with the interface of torch's classes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .. import _C
+from . import precision, sharded
+from .arguments import check_arguments
+from .base import FusedOptimizer, learning_rate
+
+
+class AdamWScheduleFree(FusedOptimizer):
+    """Schedule-free AdamW: averages iterates in place of a learning rate schedule.
+
+    During training, parameters are at the point y where the method takes gradients. Call `eval()` before evaluation or
+    before saving the model: it moves them to the average x. Call `train()` before the next step. Parameters start in
+    training mode. :class:`drivetrain.optim.Adam` lists the dtypes and devices.
+
+    The state holds the third point, z, and the scalars of the average in float64. Moving 16-bit parameters to x and
+    back rounds them, except with `master_bits`.
+
+    Source: Defazio et al. 2024, "The Road Less Scheduled", algorithm 1. As in the authors' code, the largest learning
+    rate so far weighs the average, and weight decay applies at y.
+
+    Args:
+        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: The first interpolates between the average and z; the second is the decay rate of the mean of squares.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        warmup_steps: Number of steps of linear warmup.
+        r: Power of the step's number in the weights of the average.
+        weight_lr_power: Power of the largest learning rate so far in the weights of the average.
+        maximize: Maximize the objective instead of minimizing it.
+        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
+            neither.
+        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
+        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
+            uses.
+        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
+
+    Raises:
+        RuntimeError: A step comes after `eval()` without `train()`.
+        ValueError: A hyper-parameter is out of range, or `betas[0]` is 0.
+    """
+
+    _scalar_dtype = torch.float64
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        zero_grads_in_step: bool = False,
+        state_bits: int | None = None,
+        master_bits: int | None = None,
+        min_8bit_size: int = 4096,
+        rounding: str = "nearest",
+    ) -> None:
+        check_arguments(lr, betas, weight_decay, eps)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+            "maximize": maximize,
+            "train_mode": True,
+        }
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            zero_grads_in_step=zero_grads_in_step,
+            state_bits=state_bits,
+            master_bits=master_bits,
+            min_8bit_size=min_8bit_size,
+            rounding=rounding,
+        )
+
+    def eval(self) -> None:
+        """Moves the parameters to the average x. Does nothing in evaluation mode."""
+        self._set_mode(train=False)
+
+    def train(self) -> None:
+        """Moves the parameters back to y, where gradients are taken. Does nothing in training mode."""
+        self._set_mode(train=True)
+
+    @torch.no_grad()
+    def _set_mode(self, *, train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] == train:
+                continue
+            beta1 = group["betas"][0]
+            for param in group["params"]:
+                self._move_towards_z(param, group, 1 - beta1 if train else 1 - 1 / beta1)
+            group["train_mode"] = train
+
+    def _move_towards_z(self, param: Tensor, group: dict[str, Any], weight: float) -> None:
+        state = sharded.local_values(param, self.state.get(param, {}))
+        if not precision.has_state(state, "z"):
+            return  # It has not been stepped, so that all points are one.
+        local = sharded.local_part(param)
+        z = precision.without_blocks(state)["z"]
+        extra = _C.optim_param_extra(precision.of(group), local)
+        value = _C.optim_load_param(local, state[extra[0]]) if extra is not None else local
+        wide = torch.promote_types(value.dtype, torch.float32)
+        moved = torch.lerp(value.to(wide), z.to(wide), weight)
+        if extra is None:
+            local.copy_(moved)
+        else:
+            state[extra[0]].copy_(_C.optim_store_param(local, moved, extra[1]))
+
+    def _rule(self, group: dict[str, Any]) -> str:
+        return "adamw_schedule_free"
+
+    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        if beta1 == 0:
+            raise ValueError("betas[0] is 0, expected a number above 0 and below 1: the average follows from it")
+        if not group["train_mode"]:
+            raise RuntimeError("the optimizer is in evaluation mode: call its train() before it steps")
+        return {
+            "lr": learning_rate(group),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "warmup_steps": group["warmup_steps"],
+            "r": group["r"],
+            "weight_lr_power": group["weight_lr_power"],
+            "maximize": group["maximize"],
+        }
+
+    def _starts_as_parameter(self, name: str) -> bool:
+        return name == "z"

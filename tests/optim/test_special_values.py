@@ -1,0 +1,149 @@
+"""Compares one step with torch's single-tensor code over dtypes, options and special values of gradients.
+
+Both sides start every step from the same values, so that differences do not add up.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain import optim
+from drivetrain.optim.precision import SCALAR_NAMES
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{}, {"momentum": 0.9, "dampening": 0.3}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
+    "Adam": [{}, {"weight_decay": 0.1, "maximize": True}, {"amsgrad": True}],
+    "AdamW": [{}, {"amsgrad": True, "maximize": True}],
+    "Adagrad": [{}, {"lr_decay": 0.1, "weight_decay": 0.1}],
+    "RMSprop": [{}, {"momentum": 0.5}, {"centered": True, "eps": 1e-2}, {"weight_decay": 0.1, "maximize": True}],
+    "Adadelta": [{}, {"weight_decay": 0.1, "maximize": True}],
+    "Adamax": [{}, {"weight_decay": 0.1, "maximize": True}],
+    "RAdam": [{}, {"betas": (0.5, 0.9), "decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1, "maximize": True}],
+    "ASGD": [{}, {"lambd": 0.1, "t0": 1.0, "weight_decay": 0.1}],
+    "Rprop": [{}, {"etas": (0.3, 1.9), "maximize": True}],
+    "Adafactor": [{}, {"weight_decay": 0.1, "maximize": True}, {"beta2_decay": -0.5, "d": 2.0}],
+}
+every_option = pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(name, one, id=f"{name}-{one}") for name in OPTIONS for one in OPTIONS[name]]
+)
+SPECIAL = {
+    "zeros": [0.0, -0.0],
+    "nan": [math.nan, 1.0, -0.5],
+    "infinity": [math.inf, -math.inf, 1.0, -0.5],
+    "tiny": [1e-30, -1e-38, 1e-42, 1e-20],
+    "large": [1e17, -1e10, 1.0],
+    "all": [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-30, 1e17, 1.0],
+}
+SHAPES = [(12,), (), (4, 6), (2, 3, 5)]
+
+
+def gradients(special: list[float], step: int, dtype: torch.dtype) -> list[Tensor]:
+    """Returns random gradients, of which every other element is special in steps 1 and 3."""
+    grads = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
+    for grad in grads if step % 2 == 1 else []:
+        flat = grad.view(-1)
+        flat[::2] = torch.tensor([special[i % len(special)] for i in range(len(flat[::2]))], dtype=dtype)
+    return grads
+
+
+def assign(optimizer: Any, params: list[Tensor], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone().to(param.dtype)
+    optimizer.step()
+
+
+def take_over(ours: Any, theirs: Any, params: list[Tensor], others: list[Tensor]) -> None:
+    """Copies parameters and states of ours to torch's, in their own dtypes."""
+    for param, other in zip(params, others, strict=True):
+        other.detach().copy_(param.detach())
+        for entry, value in theirs.state[other].items():
+            value.copy_(ours.state[param][entry])
+
+
+@every_option
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_special_gradients_give_torchs_values(
+    name: str, options: dict[str, Any], special: str, dtype: torch.dtype
+) -> None:
+    params = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in SHAPES]
+    others = [param.detach().clone().requires_grad_() for param in params]
+    ours, theirs = getattr(optim, name)(params, **options), getattr(torch.optim, name)(others, **options, foreach=False)
+    tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-11, "atol": 1e-12}
+    if options.get("centered"):  # The variance is a difference, in which rounding errors grow.
+        tolerance = {key: 20 * value for key, value in tolerance.items()}
+    values = SPECIAL[special]
+    if name == "Adafactor":  # torch multiplies means of squares of rows and columns, which overflows early.
+        values = [
+            value if abs(value) in (0.0, math.inf) else math.copysign(min(abs(value), 1e8), value) for value in values
+        ]
+    for step in range(1, 5):
+        grads = gradients(values, step, dtype)
+        assign(ours, params, grads)
+        assign(theirs, others, grads)
+        for index, (param, other) in enumerate(zip(params, others, strict=True)):
+            what = f"step {step}, parameter {index}"
+            torch.testing.assert_close(
+                param.detach(),
+                other.detach(),
+                equal_nan=True,
+                **tolerance,
+                msg=lambda text, what=what: f"{what}: {text}",
+            )
+            for entry, value in theirs.state[other].items():
+                if value is None:
+                    continue
+                torch.testing.assert_close(
+                    ours.state[param][entry],
+                    value,
+                    equal_nan=True,
+                    **tolerance,
+                    msg=lambda text, what=what, entry=entry: f"{what}, {entry}: {text}",
+                )
+            # Values that are not finite stay so; the next step must start from finite ones.
+            finite = torch.where(other.detach().isfinite(), other.detach(), torch.ones_like(other))
+            for each in (param, other):
+                each.detach().copy_(finite)
+            for entry, value in theirs.state[other].items():
+                if value is not None:
+                    fill = 0.0 if entry == "grad_avg" else 1.0  # A variance of 0 would leave rounding errors only.
+                    value.copy_(torch.where(value.isfinite(), value, torch.full_like(value, fill)))
+                    ours.state[param][entry].copy_(value)
+
+
+@every_option
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_steps_are_torchs_float32_steps_rounded_once(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """torch rounds after each operation in 16 bits, where squares of float16 gradients vanish or overflow."""
+    params = [torch.randn(shape).to(dtype).requires_grad_() for shape in SHAPES]
+    others = [param.detach().float().requires_grad_() for param in params]
+    chosen = {**options, "eps": (torch.finfo(dtype).eps, 1e-3)} if name == "Adafactor" else options
+    ours, theirs = getattr(optim, name)(params, **options), getattr(torch.optim, name)(others, **chosen, foreach=False)
+    resolution, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for step in range(1, 9):
+        sizes = 10.0 ** (torch.rand(4) * 8 - 4)  # between 1e-4, whose square float16 cannot hold, and 1e4
+        grads = [(size * torch.randn(shape)).to(dtype) for size, shape in zip(sizes, SHAPES, strict=True)]
+        assign(ours, params, grads)
+        assign(theirs, others, grads)
+        for index, (param, other) in enumerate(zip(params, others, strict=True)):
+            pairs = {"param": (param.detach(), other.detach())}
+            pairs |= {
+                entry: (ours.state[param][entry], value)
+                for entry, value in theirs.state[other].items()
+                if value is not None and entry not in SCALAR_NAMES
+            }
+            for entry, (found, exact) in pairs.items():
+                expected = exact.to(dtype)
+                is_same = (found == expected) | (found.isnan() & expected.isnan())
+                apart = torch.where(is_same, 0.0, (found.double() - expected.double()).abs())
+                # One step of the dtype, where the float32 results differ in their last bits next to a tie.
+                largest = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 0.0
+                bound = resolution * expected.double().abs().nan_to_num() + smallest + 1e-6 * largest
+                assert (apart <= bound).all(), (step, index, entry, found, expected)
+        take_over(ours, theirs, params, others)

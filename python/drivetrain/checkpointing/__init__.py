@@ -1,0 +1,5 @@
+"""Saves and restores training states: crash-safe checkpoints that are written in the background."""
+
+from .store import Checkpoint, CheckpointError, Coordinator, Fault, Save, Store
+
+__all__ = ["Checkpoint", "CheckpointError", "Coordinator", "Fault", "Save", "Store"]

@@ -122,8 +122,9 @@ class Encoder:
                 name += "~"
             self._names[key] = name
             self.tensors[name] = value.contiguous()
-        is_dense = not value.is_contiguous() and torch._prims_common.is_non_overlapping_and_dense(value)
-        return {"$tensor": name, "stride": list(value.stride())} if is_dense else {"$tensor": name}
+        # empty_like keeps the strides of tensors without gaps and overlaps only.
+        is_permuted = not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
+        return {"$tensor": name, "stride": list(value.stride())} if is_permuted else {"$tensor": name}
 
 
 def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
@@ -182,7 +183,9 @@ def _small(content: JSON) -> Tensor:
     name, shape, text = content
     raw = bytearray(base64.b64decode(text))
     dtype = getattr(torch, name)
-    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    )
 
 
 def _encode_numpy(value: Any) -> JSON:

@@ -11,6 +11,7 @@ from . import rng
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 _KEY = "_drivetrain_position"  # an attribute of loaders that are counted
 _END = object()
+_IN_USE = "data is used by another Checkpointer: leave its with block first"
 
 
 @runtime_checkable
@@ -56,6 +57,8 @@ def position_of(data: Any) -> Position:
     if isinstance(data, ResumableSampler):
         raise TypeError("data is a ResumableSampler, expected its DataLoader, which knows what the training consumed")
     if isinstance(data, DataLoader):
+        if hasattr(data, _KEY):
+            raise RuntimeError(_IN_USE)
         if isinstance(data, Stateful):
             return _StatefulLoader(data)
         if isinstance(data.dataset, IterableDataset):
@@ -141,7 +144,7 @@ class _Counted(Position):
 
     def open(self) -> None:
         if hasattr(self._loader, _KEY):
-            raise RuntimeError("data is used by another Checkpointer: leave its with block first")
+            raise RuntimeError(_IN_USE)
         self._class = type(self._loader)
         members = {"__iter__": lambda loader: getattr(loader, _KEY).begin(), "__module__": self._class.__module__}
         setattr(self._loader, _KEY, self)
@@ -322,14 +325,14 @@ class _Batches:
 
 
 class _Skipping:
-    """A sampler whose first iteration leaves out the first `count` elements."""
+    """A sampler whose first used iteration leaves out the first `count` elements. DataLoader makes one that it drops."""
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler, self._count = sampler, count
         self._running: _Skipped | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._running is not None:
+        if self._running is not None and self._running.is_primed:
             return iter(self._sampler)
         self._running = _Skipped(iter(self._sampler), self._count)
         return self._running
@@ -347,14 +350,14 @@ class _Skipped:
     def __init__(self, elements: Iterator[Any], count: int) -> None:
         self._elements, self._count = elements, count
         self._first: Any = None
-        self._is_primed = False
+        self.is_primed = False
 
     def __iter__(self) -> "_Skipped":
         return self
 
     def prime(self) -> None:
-        if not self._is_primed:
-            self._is_primed = True
+        if not self.is_primed:
+            self.is_primed = True
             for _ in range(self._count):
                 next(self._elements, None)
             self._first = next(self._elements, _END)

@@ -34,9 +34,7 @@ class Notices:
         reason: What was noticed, or None.
     """
 
-    def __init__(
-        self, signals: Iterable[int], file: str | os.PathLike[str] | None, cloud: str | Source | None
-    ) -> None:
+    def __init__(self, signals: Iterable[int], file: str | os.PathLike[str] | None, cloud: str | Source | None) -> None:
         self.reason: str | None = None
         self._signals = [signal.Signals(number) for number in signals]
         self._file = None if file is None else Path(file)
@@ -48,10 +46,14 @@ class Notices:
         self._noticed_at: dict[tuple[int, int], float] = {}  # by process and signal
 
     def open(self) -> None:
-        """Handles the signals, and begins to poll."""
+        """Handles the signals, and begins to poll. A second call has no effect."""
+        if self._originals:
+            return
         if self._signals and threading.current_thread() is not threading.main_thread():
             names = ", ".join(number.name for number in self._signals)
-            _logger.warning("Checkpointer is not in the main thread, where Python handles %s: they take no effect", names)
+            _logger.warning(
+                "Checkpointer is not in the main thread, where Python handles %s: they take no effect", names
+            )
         else:
             for number in self._signals:
                 self._originals[number] = signal.signal(number, self._on_signal)
@@ -92,4 +94,3 @@ class Notices:
         original = self._originals[number]
         signal.signal(number, signal.SIG_DFL if original is None else original)
         os.kill(os.getpid(), number)
-

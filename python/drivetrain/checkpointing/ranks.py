@@ -15,7 +15,9 @@ class Flags(NamedTuple):
     due: int = 0  # a save is due by the clock of rank 0
     busy: int = 0  # the last save is under way
     failed: int = 0  # the last save has failed
-    steps: int = 0  # steps so far
+    running: int = 0  # this rank is in its loop
+    ended: int = 0  # this rank has left its loop
+    number: int = 0  # any number
 
 
 class Ranks:
@@ -86,8 +88,8 @@ class Ranks:
 
     def agree(self, value: int) -> tuple[int, int]:
         """Returns the smallest and the largest `value` of all ranks, and waits for them. Values are 0 or more."""
-        largest = self.exchange(Flags(steps=value)).steps
-        return -self.exchange(Flags(steps=-value)).steps, largest
+        largest = self.exchange(Flags(number=value)).number
+        return -self.exchange(Flags(number=-value)).number, largest
 
     def drop(self) -> None:
         """Forgets the exchange under way, which another rank may not join any more."""

@@ -105,7 +105,13 @@ def _progress(checkpoint: Checkpoint, total: int, rank: int) -> Iterator[Progres
         yield None
         _logger.info("loaded %s in %.1f s", checkpoint.path, time.monotonic() - began)
         return
-    columns = ("loading {task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        "loading {task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         bar.add_task(checkpoint.path.name, total=total)
         yield bar

@@ -42,6 +42,7 @@ class Save:
         self._error: BaseException | None = None
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
+        self._discarded: str | None = None  # why the save must not complete
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def __repr__(self) -> str:
@@ -83,6 +84,17 @@ class Save:
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
                 "or the machine is overloaded. Save less often, or raise `timeout`."
             )
+
+    def discard_unless_copied(self, names: Iterable[str], reason: str) -> bool:
+        """Makes the save fail with `reason` unless these tensors are copied; returns whether it will.
+
+        Raises:
+            KeyError: The save has no such tensor.
+        """
+        self._discarded = reason  # before the look: a copy that ends in between then fails too
+        if all(self.copied(name) for name in names):
+            self._discarded = None
+        return self._discarded is not None
 
     def done(self) -> bool:
         """Returns whether the save has succeeded or failed."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .load import Checkpoint
 from .save import Save
 from .state import TrainingState
 from .store import Store
@@ -33,6 +34,7 @@ class Saver:
         duration: Seconds from the begin of the last complete save until it was durable; None before.
         nbytes: Bytes of this rank in the last save.
         error: Why the last save failed; None after a success.
+        checkpoint: The last complete save, if `wait` saw its end.
     """
 
     def __init__(self, store: Store, state: TrainingState, is_background: bool, timeout: float) -> None:
@@ -42,6 +44,7 @@ class Saver:
         self.duration: float | None = None
         self.nbytes = 0
         self.error: BaseException | None = None
+        self.checkpoint: Checkpoint | None = None
         self._store, self._state = store, state
         self._is_background, self._timeout = is_background, timeout
         self._save: Save | None = None
@@ -96,10 +99,11 @@ class Saver:
         began = time.monotonic()
         uncopied, self._uncopied = self._uncopied, {}
         written = [name for name, (tensor, version) in uncopied.items() if tensor._version != version]
-        if written and any(not self._save.copied(name) for name in written):
-            self._save.discard(
+        if written:
+            self._save.discard_unless_copied(
+                written,
                 f"{written[0]!r} was written between Checkpointer.step() and the next optimizer step, while it was "
-                "copied in the background: pass snapshot='blocking' to Checkpointer"
+                "copied in the background. Pass snapshot='blocking' to Checkpointer.",
             )
         self._save.wait_copied(self._timeout, names=list(uncopied))
         self.stall += time.monotonic() - began
@@ -116,7 +120,7 @@ class Saver:
         if self._save is None:
             return
         try:
-            self._save.result(self._timeout)
+            self.checkpoint = self._save.result(self._timeout)
         except CheckpointError as error:
             self._end(error)
         else:

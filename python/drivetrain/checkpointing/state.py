@@ -95,11 +95,12 @@ class TrainingState:
         for gradients in self._gradients:
             gradients.close()
 
-    def capture(self, header: Mapping[str, Any]) -> Snapshot:
+    def capture(self, header: Mapping[str, JSON], with_data: bool = True) -> Snapshot:
         """Returns the state of this moment.
 
         Args:
             header: Entries to store beside the state, such as the step.
+            with_data: False leaves out the position in the data, for which some loaders start workers.
 
         Raises:
             TypeError: A value has no encoding; the message names its place.
@@ -115,10 +116,10 @@ class TrainingState:
             "window": None if self.window is None else self.window.state_dict(),
             "forward_sync": [bool(wrapper.require_forward_param_sync) for wrapper in self.wrappers],
             "extra": {name: one.state_dict() for name, one in self._extra.items()},
-            "data": self._position.state(),
+            "data": self._position.state() if with_data else None,
             "rng": rng.capture(self._generators),  # last: nothing above may draw from it afterwards
         }
-        state = {name: encoder.encode(value, name) for name, value in {**header, **values}.items()}
+        state = {**header, **{name: encoder.encode(value, name) for name, value in values.items()}}
         steady = self._steady()
         mine = self._share(encoder.tensors)
         return Snapshot(mine, state, {name for name, tensor in mine.items() if _key(tensor) in steady})

@@ -151,7 +151,9 @@ class Window:
         if self._entered:
             raise RuntimeError("this window was used before: call drivetrain.accumulate() for every with block.")
         self._check_in_backward()
-        if self._restored is None and _holds_anything([param.grad for param in self._params() if param.grad is not None]):
+        if self._restored is None and _holds_anything(
+            [param.grad for param in self._params() if param.grad is not None]
+        ):
             raise RuntimeError(
                 "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
                 "the with block."

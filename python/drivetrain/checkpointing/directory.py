@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from .._C import exchange_paths
 from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, is_known, temporary_name
-from .native import exchange_paths
 
 _logger = logging.getLogger("drivetrain")
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import native
+from .. import _C
 from .errors import CheckpointError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, STEP, Entry, decode_header
 from .manifest import JSON, Manifest, Record, hexadecimal, unseal
 
 _logger = logging.getLogger("drivetrain")
 _READ_THREADS = 4
+_LONGEST_READ_S = 1800.0
 
 
 class Checkpoint:
@@ -150,15 +151,22 @@ class Checkpoint:
     ) -> list[tuple[int, int]]:
         record = self._records[rank]
         chunks = list(chunks)
-        return native.read_chunks(
-            path=os.fspath(self.path / record.file),
+        path = self.path / record.file
+        bad = _C.read_chunks(
+            path=os.fspath(path),
             file_bytes=record.file_bytes,
             chunks=chunks,
             expected=[int(record.chunks[chunk], 16) for chunk in chunks] if verify else [],
             begins=[begin for begin, _ in targets],
             tensors=[tensor for _, tensor in targets],
             num_threads=_READ_THREADS,
+            timeout_s=_LONGEST_READ_S,
         )
+        if bad is None:
+            raise CheckpointError(
+                f"{path} was not read within {_LONGEST_READ_S:g} s: the disk is slow or does not answer. Check it."
+            )
+        return bad
 
     def _damage(self, rank: int, bad: list[tuple[int, int]]) -> list[Fault]:
         record = self._records[rank]
@@ -188,10 +196,11 @@ class Checkpoint:
 
 
 class DamagedError(CheckpointError):
-    """A CheckpointError about the metadata of a checkpoint, with its fault."""
+    """A CheckpointError about the metadata of the checkpoint in `folder`, with its fault."""
 
     def __init__(self, folder: Path, file: str, problem: str, chunk: int | None = None) -> None:
         super().__init__(f"{folder / file}: {problem}")
+        self.folder = folder
         self.fault = Fault(file, (), chunk, problem)
 
 
@@ -251,7 +260,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def _read_record(folder: Path, file: str, size: int, checksum: str) -> Record:
     data = _read_bytes(folder, file)
-    found = hexadecimal(native.crc32c(data))
+    found = hexadecimal(_C.crc32c(data))
     if len(data) != size or found != checksum:
         raise DamagedError(
             folder, file, f"it has {len(data)} bytes and the CRC32C {found}, expected {size} bytes and {checksum}"
@@ -270,7 +279,7 @@ def _read_header(folder: Path, record: Record) -> dict[str, Entry]:
     if size != record.file_bytes:
         raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")
     header = _read_bytes(folder, record.file, record.header_bytes)
-    found = hexadecimal(native.crc32c(header))
+    found = hexadecimal(_C.crc32c(header))
     if found != record.header_crc32c:
         raise DamagedError(
             folder, record.file, f"its header has the CRC32C {found}, expected {record.header_crc32c}", chunk=0

@@ -1,6 +1,7 @@
 """Saves and restores the position in the training data, so that a loop continues with the next batch of the epoch."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -10,7 +11,7 @@ from . import rng
 
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 _KEY = "_drivetrain_position"  # an attribute of loaders that are counted
-_END = object()
+_END, _TAKEN = object(), object()
 _IN_USE = "data is used by another Checkpointer: leave its with block first"
 
 
@@ -136,6 +137,8 @@ class _Counted(Position):
         self.batches = 0  # taken in the iteration under way
         self.is_exhausted = False  # the iteration under way has ended
         self._start: Any = None  # random states at its beginning; None: there is none
+        self._workers_start: Any = None  # those at the start of persistent workers, which later iterations reuse
+        self._is_reuse = False  # the iteration under way reuses workers
         self._resumed: Any = None  # the state with which the next iteration continues
 
     @property
@@ -163,18 +166,28 @@ class _Counted(Position):
         if resumed is None or resumed["start"] is None:
             self._count += 1
             self._start = self._streams()
+            self._is_reuse = self._workers_start is not None
+            if self._is_persistent() and not self._is_reuse:
+                self._workers_start = self._start
             return _Batches(self._iterate(), self)
         # An iteration draws its seeds when it begins. They are drawn again from the states of that time, and the
         # states go on where the checkpoint found them.
         now = rng.capture_host()
-        self._start = resumed["start"]
-        self._set_streams(self._start)
+        self._start, self._is_reuse = resumed["start"], resumed["is_reuse"]
+        self._workers_start = resumed["workers_start"]
+        self._set_streams(self._workers_start or self._start)
         batches = _Batches(self._iterate_from(resumed), self)
         rng.restore_host(now)
         return batches
 
     def state(self) -> Any:
-        return {"epoch": self._count, "is_exhausted": self.is_exhausted, "start": self._start}
+        return {
+            "epoch": self._count,
+            "is_exhausted": self.is_exhausted,
+            "start": self._start,
+            "workers_start": self._workers_start,
+            "is_reuse": self._is_reuse,
+        }
 
     def restore(self, state: Any, is_same_world: bool) -> None:
         self._count = state["epoch"]
@@ -188,6 +201,9 @@ class _Counted(Position):
 
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         return self._iterate()
+
+    def _is_persistent(self) -> bool:
+        return self._loader.persistent_workers and self._loader.num_workers > 0
 
     def _own_generators(self) -> list[Any]:
         return []
@@ -280,11 +296,11 @@ class _Loader(_Counted):
         return super().begin()
 
     def _iterate_from(self, state: Any) -> Iterator[Any]:
-        if self._resumable is not None:
-            return self._iterate()
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         original = getattr(self._loader, name)
-        skipping = _Skipping(original, state["batches"])
+        # An iteration over running workers drew no seed for them before its sampler drew.
+        before = functools.partial(self._set_streams, self._start) if self._is_reuse else None
+        skipping = _Skipping(original, state.get("batches", 0), before)
         # DataLoader refuses to replace its sampler, because an iteration under way would not see it. None is.
         object.__setattr__(self._loader, name, skipping)
         try:
@@ -325,48 +341,60 @@ class _Batches:
 
 
 class _Skipping:
-    """A sampler whose first used iteration leaves out the first `count` elements. DataLoader makes one that it drops."""
+    """A sampler whose first used iteration leaves out the first `count` elements.
 
-    def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self._sampler, self._count = sampler, count
-        self._running: _Skipped | None = None
+    DataLoader with workers makes an iterator that it drops. So one begins with its first element, or with `prime`, and
+    calls `before` then.
+    """
+
+    def __init__(self, sampler: Iterable[Any], count: int, before: Callable[[], None] | None) -> None:
+        self._sampler, self._count, self._before = sampler, count, before
+        self._has_begun = False
+        self._last: _Skipped | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._running is not None and self._running.is_primed:
+        if self._has_begun:
             return iter(self._sampler)
-        self._running = _Skipped(iter(self._sampler), self._count)
-        return self._running
+        self._last = _Skipped(self)
+        return self._last
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
 
+    def begin(self) -> Iterator[Any]:
+        """Returns the sampler's iterator at the first element that is not left out."""
+        self._has_begun = True
+        if self._before is not None:
+            self._before()
+        elements = iter(self._sampler)
+        for _ in range(self._count):
+            next(elements, None)
+        return elements
+
     def prime(self) -> None:
-        """Skips now, so that the sampler draws its random numbers now."""
-        if self._running is not None:
-            self._running.prime()
+        """Begins now, so that the sampler draws its random numbers now."""
+        if self._last is not None:
+            self._last.prime()
 
 
 class _Skipped:
-    def __init__(self, elements: Iterator[Any], count: int) -> None:
-        self._elements, self._count = elements, count
-        self._first: Any = None
-        self.is_primed = False
+    def __init__(self, skipping: _Skipping) -> None:
+        self._skipping = skipping
+        self._elements: Iterator[Any] | None = None
+        self._first: Any = _TAKEN
 
     def __iter__(self) -> "_Skipped":
         return self
 
-    def prime(self) -> None:
-        if not self.is_primed:
-            self.is_primed = True
-            for _ in range(self._count):
-                next(self._elements, None)
+    def prime(self) -> Iterator[Any]:
+        if self._elements is None:
+            self._elements = self._skipping.begin()
             self._first = next(self._elements, _END)
+        return self._elements
 
     def __next__(self) -> Any:
-        self.prime()
-        if self._first is _END:
+        elements = self.prime()
+        first, self._first = self._first, _TAKEN
+        if first is _END:
             raise StopIteration
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return next(self._elements)
+        return next(elements) if first is _TAKEN else first

@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from .native import crc32c
+from .._C import crc32c
+from .errors import CheckpointError
 
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 
@@ -74,7 +75,8 @@ def unseal(data: bytes, kind: type[T]) -> T:
     """Decodes what `seal` wrote.
 
     Raises:
-        ValueError: The checksum does not hold, or another kind or a newer version wrote the bytes.
+        ValueError: The checksum does not hold, or the bytes are of another kind.
+        CheckpointError: A newer version wrote the bytes.
     """
     body, end = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     sealed = _SEAL.fullmatch(end)
@@ -88,7 +90,7 @@ def unseal(data: bytes, kind: type[T]) -> T:
     if name != kind.__name__.lower():
         raise ValueError(f"it is a {name!r}, expected a {kind.__name__.lower()!r}")
     if version > VERSION:
-        raise ValueError(f"it has format version {version}, expected at most {VERSION}: update drivetrain")
+        raise CheckpointError(f"a {name} has format version {version}, expected at most {VERSION}: update drivetrain")
     if "parts" in fields:
         fields["parts"] = [Part(**part) for part in fields["parts"]]
     return kind(**fields)

@@ -9,13 +9,28 @@ from pathlib import Path
 
 from torch import Tensor
 
+from .._C import Slab, Snapshot
 from .errors import CheckpointError
 from .layout import encode_header, plain
 from .load import Checkpoint
 from .manifest import JSON
-from .native import Slab, Snapshot
 
 LONGEST_WAIT_S = 600.0
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a new safetensors file and waits until its contents are durable.
+
+    Raises:
+        CheckpointError: That took too long.
+        OSError: The file exists or cannot be written.
+    """
+    save = Save(0, tensors, None)
+    save._begin_copy(Slab(), 1, 0)
+    assert save._snapshot is not None
+    save._snapshot.write(str(path), True, 1, 0)
+    if not save._snapshot.wait_written(LONGEST_WAIT_S):
+        raise CheckpointError(f"{path} was not written within {LONGEST_WAIT_S:g} s: the disk is slow. Check it.")
 
 
 class Save:
@@ -134,6 +149,11 @@ class Save:
 
     def _end(self, path: Path | None, error: BaseException | None) -> None:
         self._path, self._error = path, error
+        if error is not None:
+            # The copies give the memory back for the next save; whatever they have read is dropped.
+            if self._snapshot is not None:
+                self._snapshot.wait_copied(range(len(self._order)), LONGEST_WAIT_S)
+            self._snapshot = None
         self._tensors = None
         self._copy_began.set()
         self._ended.set()

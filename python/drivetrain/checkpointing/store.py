@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,19 +12,18 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from .._C import Slab
 from . import directory as disk
 from .coordinator import Coordinator
 from .errors import CheckpointError, Fault
 from .layout import check_tensors
 from .load import Checkpoint, complete_checkpoints
 from .manifest import JSON, copy_json
-from .native import Slab
 from .save import LONGEST_WAIT_S, Save
 from .writer import Writer, describe
 
 __all__ = ["Checkpoint", "CheckpointError", "Coordinator", "Fault", "Save", "Store"]
 
-_POLL_S = 2e-3
 _logger = logging.getLogger("drivetrain")
 
 
@@ -103,6 +101,7 @@ class Store:
         self._guard = threading.Lock()
         self._queue: deque[tuple[int, Save]] = deque()
         self._is_draining = False
+        self._thread: threading.Thread | None = None
         self._count = 0
         self._is_closed = False
         self._lock: disk.Lock | None = None
@@ -155,7 +154,8 @@ class Store:
             if not self._is_draining:
                 self._is_draining = True
                 # The interpreter waits for this thread when it exits, so that the last save completes.
-                threading.Thread(target=self._drain, name="drivetrain-checkpoint").start()
+                self._thread = threading.Thread(target=self._drain, name="drivetrain-checkpoint")
+                self._thread.start()
         return save
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -184,17 +184,13 @@ class Store:
             CheckpointError: A save did not end in time. The directory stays locked.
         """
         self._is_closed = True
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._guard:
-                pending = self._queue[-1][1] if self._queue else None
-            if pending is None:
-                break
-            if time.monotonic() >= deadline:
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+            if thread.is_alive():
                 raise CheckpointError(
-                    f"step {pending.step} was not saved within {timeout:g} s: it is still being written"
+                    f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written"
                 )
-            time.sleep(_POLL_S)
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .._C import Snapshot, crc32c
 from . import directory as disk
 from .coordinator import Coordinator
 from .errors import CheckpointError
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, Part, Record, hexadecimal, seal
-from .native import Snapshot, crc32c
 from .save import Save
 
 _logger = logging.getLogger("drivetrain")
@@ -133,7 +133,7 @@ class Writer:
         snapshot = save._snapshot
         assert snapshot is not None
         name = part_name(self._rank, self._world_size, "safetensors")
-        snapshot.write(os.fspath(folder / name), _WRITE_THREADS, self._nice)
+        snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, self._nice)
         if not snapshot.wait_written(self._timeout_s):
             raise CheckpointError(
                 f"{folder / name} was not written within {self._timeout_s:g} s: the disk is slow or does not answer. "

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 import drivetrain
-from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing import Checkpoint, Checkpointer
+from drivetrain.checkpointing.load import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from warm import warm_context
 
@@ -148,7 +149,7 @@ def train(
         classes = {"ours": drivetrain.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
         wrapped = classes[case.wrapper](model)
     optimizer = optimizer_of(case, model)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=total + 1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5) if case.scaler else None
     loader = loader_of(case, rank, world_size)
     window = None
@@ -282,6 +283,11 @@ def _serve(
     except Exception:
         errors.write(traceback.format_exc())
         sys.exit(1)
+
+
+def newest(directory: Path) -> Checkpoint | None:
+    """Returns the newest complete checkpoint, without the lock that a Store takes."""
+    return next(reversed(complete_checkpoints(directory)), None) if directory.exists() else None
 
 
 def errors_of(folder: Path) -> str:

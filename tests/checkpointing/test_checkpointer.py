@@ -1,4 +1,4 @@
-"""Tests Checkpointer in this process and on live ranks: what it saves, its errors and warnings, and other world sizes."""
+"""Tests Checkpointer in this process and on live ranks: what it saves, its errors, its warnings, other world sizes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import drivetrain
-from drivetrain.checkpointing import CheckpointError, Checkpointer, Store
+from drivetrain.checkpointing import Checkpointer, CheckpointError
+from drivetrain.checkpointing.load import complete_checkpoints
 from drivetrain.checkpointing.loader import position_of
 from drivetrain.checkpointing.state import split
 from drivetrain.data import ResumableSampler
+from resumed_training import newest
 
 
 def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -167,7 +169,7 @@ def test_tied_and_compiled_models(tmp_path: Path) -> None:
     compiled: Any = torch.compile(model, backend="eager")
     with Checkpointer(tmp_path, model=compiled, every=None) as ckpt:
         ckpt.step()
-    latest = Store(tmp_path).latest()
+    latest = newest(tmp_path)
     assert latest is not None
     assert [name for name in latest.names() if name.startswith("model/")] == ["model/first.weight"]
     expected = model.first.weight.detach().clone()
@@ -188,7 +190,7 @@ def test_a_step_waits_for_the_copy(tmp_path: Path) -> None:
             make_step(model, optimizer)
             ckpt.step()
             expected[ckpt.steps] = model.weight.detach().clone()
-    saved = Store(tmp_path, keep=None).checkpoints()
+    saved = complete_checkpoints(tmp_path)
     assert len(saved) >= 2
     for checkpoint in saved:
         torch.testing.assert_close(
@@ -220,7 +222,7 @@ def test_a_parameter_that_a_script_writes_meanwhile_fails_the_save(
         assert "'model/weight' was written between Checkpointer.step() and the next optimizer step" in str(saver.error)
         saver.error = None
         monkeypatch.undo()
-    assert [checkpoint.step for checkpoint in Store(tmp_path).checkpoints()] == [0]  # that of the end
+    assert [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)] == [0]  # that of the end
 
 
 def slow(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,6 +242,14 @@ def broken(*_: Any) -> Any:
     raise CheckpointError("the disk is gone")
 
 
+def make_steps(ckpt: Checkpointer, count: int) -> None:
+    """Makes steps that each see the end of the save before."""
+    for _ in range(count):
+        ckpt.step()
+        if (save := ckpt._open_saver()._save) is not None:
+            save._ended.wait(30)
+
+
 def test_a_failed_save_raises_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small()
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=2) as ckpt:
@@ -248,15 +258,12 @@ def test_a_failed_save_raises_at_the_next_step(tmp_path: Path, monkeypatch: pyte
         ckpt._open_saver().wait()
         monkeypatch.setattr("drivetrain.checkpointing.writer.Writer.write", broken)
         with pytest.raises(CheckpointError, match="the disk is gone"):
-            for _ in range(200):
-                ckpt.step()
-                if (save := ckpt._open_saver()._save) is not None:
-                    save._ended.wait(30)
+            make_steps(ckpt, 200)
         monkeypatch.undo()
         failed_at = ckpt.steps
         ckpt.step()  # a script that catches the error goes on
     assert failed_at == 5
-    assert [checkpoint.step for checkpoint in Store(tmp_path).checkpoints()] == [2, 6]
+    assert [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)] == [2, 6]
 
 
 def test_a_failed_save_is_logged_by_choice_and_training_goes_on(
@@ -270,7 +277,7 @@ def test_a_failed_save_is_logged_by_choice_and_training_goes_on(
             ckpt.step()
     assert ckpt.steps == 20
     assert any("goes on without this checkpoint: the disk is gone" in record.message for record in caplog.records)
-    assert Store(tmp_path).checkpoints() == []
+    assert complete_checkpoints(tmp_path) == []
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,7 +286,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
         for _ in range(2):
             ckpt.step()
             ckpt.save()
-    newest = Store(tmp_path).checkpoints()[-1]
+    newest = complete_checkpoints(tmp_path)[-1]
     (file,) = newest.path.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
@@ -421,10 +428,6 @@ def save_on_ranks(folder: str) -> tuple[list[str], int]:
             make_step(wrapped, optimizer)
             ckpt.step()
     dist.barrier()
-    latest = Store(folder + "-reader").latest() if not Path(folder).exists() else None
-    assert latest is None
-    from drivetrain.checkpointing.load import complete_checkpoints
-
     (checkpoint,) = complete_checkpoints(Path(folder))
     mine = checkpoint.load(rank=dist.get_rank())
     return sorted(mine), sum(value.nbytes for value in mine.values())

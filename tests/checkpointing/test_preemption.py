@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.checkpointing import Checkpointer, Store
+from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import Notices
 from polling import wait_until
-from resumed_training import Case, errors_of, run, started, steps_of
+from resumed_training import Case, errors_of, newest, run, started, steps_of
 
 MOMENTS = 20  # at which a signal is sent, over all cases
 WAIT_S = 60
 
 
 def last_saved(folder: Path) -> int:
-    latest = Store(folder / "checkpoints").latest()
+    latest = newest(folder / "checkpoints")
     return -1 if latest is None else latest.step
 
 
@@ -123,7 +123,7 @@ def test_without_an_exit_code_the_program_continues_after_the_block(tmp_path: Pa
 
 
 def last_saved_in(folder: Path) -> int:
-    latest = Store(folder).latest()
+    latest = newest(folder)
     assert latest is not None
     return latest.step
 

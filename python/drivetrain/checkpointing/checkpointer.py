@@ -31,8 +31,8 @@ from .store import Store
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 _UNEQUAL = (
-    "a rank has left the loop, and another one goes on: every rank must call Checkpointer.step() equally often, as with "
-    "drivetrain.data.ResumableSampler or torch's DistributedSampler"
+    "a rank has left the loop, and another one goes on: every rank must call Checkpointer.step() equally often, as "
+    "with drivetrain.data.ResumableSampler or torch's DistributedSampler"
 )
 
 
@@ -198,9 +198,9 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         if self._saver is not None:
             raise RuntimeError("this Checkpointer is in a with block already")
-        self._store = self._directory if isinstance(self._directory, Store) else self._new_store()
-        self._saver = Saver(self._store, self._state, self._is_background, self._timeout)
         try:
+            self._store = self._directory if isinstance(self._directory, Store) else self._new_store()
+            self._saver = Saver(self._store, self._state, self._is_background, self._timeout)
             self._notices.open()
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open()
@@ -357,10 +357,9 @@ class Checkpointer:
 
     def _finish(self, saver: Saver) -> None:
         """Saves the end of the training."""
-        if self._ranks.world_size > 1:
-            self._ranks.result()
-            if self._ranks.exchange(Flags(ended=1)).running:
-                raise RuntimeError(_UNEQUAL)
+        is_alone = self._ranks.world_size == 1
+        if not is_alone and (self._ranks.result().ended or self._ranks.exchange(Flags(ended=1)).running):
+            raise RuntimeError(_UNEQUAL)
         saver.wait()
         self._report(saver)
         if not self._ranks.all_true(saver.saved_step == saver.begun_step == self._steps):
@@ -403,8 +402,8 @@ class Checkpointer:
         found = [text for text in environment.differences(saved, self._description) if "world_size" not in text]
         if found:
             warnings.warn(
-                f"{checkpoint.path} was saved by another configuration: {'; '.join(found)}. Its optimizer and scheduler "
-                "states are restored as they were.",
+                f"{checkpoint.path} was saved by another configuration: {'; '.join(found)}. Its optimizer and "
+                "scheduler states are restored as they were.",
                 stacklevel=4,
             )
 

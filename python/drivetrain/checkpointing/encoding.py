@@ -21,8 +21,8 @@ _MAX_DEPTH = 100
 _INT64 = range(-(2**63), 2**63)
 _ITEMS = {"$set": set, "$frozenset": frozenset, "$tuple": tuple, "$size": torch.Size}
 _PAIRS = {"$dict": dict, "$ordered": collections.OrderedDict, "$counter": collections.Counter}
-_ITEM_MARKS = {kind: mark for mark, kind in _ITEMS.items()}
-_PAIR_MARKS = {kind: mark for mark, kind in _PAIRS.items()}
+_ITEM_MARKS: dict[type, str] = {kind: mark for mark, kind in _ITEMS.items()}
+_PAIR_MARKS: dict[type, str] = {kind: mark for mark, kind in _PAIRS.items()}
 
 
 class Encoder:

@@ -64,8 +64,8 @@ def position_of(data: Any) -> Position:
             return _StatefulLoader(data)
         if isinstance(data.dataset, IterableDataset):
             raise TypeError(
-                f"data is a DataLoader over the IterableDataset {type(data.dataset).__name__}, whose position it cannot "
-                f"tell: use {_STATEFUL}, and give the dataset state_dict() and load_state_dict()"
+                f"data is a DataLoader over the IterableDataset {type(data.dataset).__name__}, whose position it "
+                f"cannot tell: use {_STATEFUL}, and give the dataset state_dict() and load_state_dict()"
             )
         if type(data).__iter__ is not DataLoader.__iter__:
             raise TypeError(

@@ -5,6 +5,7 @@ import logging
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Protocol
 
 _logger = logging.getLogger("drivetrain")
@@ -97,7 +98,7 @@ class Azure:
         return None
 
 
-_SOURCES = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+_SOURCES: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
 def source_of(cloud: str | Source) -> Source:

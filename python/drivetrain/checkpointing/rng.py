@@ -24,7 +24,7 @@ def capture(generators: Generators = ()) -> dict[str, Any]:
     CUDA device if CUDA is initialized.
     """
     return capture_host() | {
-        "cuda": [_bytes(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else [],
+        "cuda": [_bytes(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call],
         "generators": [_state_of(generator, "generators") for generator in generators],
     }
 

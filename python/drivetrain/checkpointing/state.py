@@ -1,4 +1,4 @@
-"""Captures the whole training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
+"""Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -189,7 +189,8 @@ class TrainingState:
             expected_sizes = [len(group["params"]) for group in saved["param_groups"]]
             if sizes != expected_sizes:
                 raise ValueError(
-                    f"optimizer[{index}] has groups of {sizes} parameters, expected {expected_sizes} as in the checkpoint"
+                    f"optimizer[{index}] has groups of {sizes} parameters, expected {expected_sizes} as in the "
+                    "checkpoint"
                 )
         for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
             gradients.check(saved)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ddp import hang_reports
-from ..ddp.distributed import checked_weight
+from ..ddp.distributed import DistributedDataParallel, checked_weight
 from ..ddp.lookup import wrapper_in
 from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
@@ -268,9 +268,22 @@ class Window:
         self._micro_steps, self._weight = state["micro_steps"], state["weight"]
         if self._ddp is not None:
             self._ddp.require_forward_param_sync = state["forward_sync"]
+            self._ddp.require_backward_grad_sync = False
+            self._count_restored(self._ddp)
             if state["is_announced"]:
                 self._announce()
         self._expect_next()
+
+    def _count_restored(self, ddp: DistributedDataParallel) -> None:
+        """Gives the restored gradients their weight. The reducer takes weights for gradients that are yet to come."""
+        params = self._reduced_params()
+        grads = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        ddp.reducer.begin_weighted(self._weight)
+        ddp.reducer.end_weighted(failed=False)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
     def _drop(self) -> None:
         """Drops the collected gradients. The window goes on for the other ranks."""

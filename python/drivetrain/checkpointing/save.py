@@ -138,11 +138,9 @@ class Save:
 
     def _end(self, path: Path | None, error: BaseException | None) -> None:
         self._path, self._error = path, error
-        if error is not None:
-            # The next save needs the memory.
-            if self._snapshot is not None:
-                self._snapshot.abandon()
-                self._snapshot.wait_released(_RELEASE_S)
+        if error is not None and self._snapshot is not None:
+            self._snapshot.abandon()
+            self._snapshot.wait_released(_RELEASE_S)  # the next save needs the memory
         self._tensors = None
         self._copy_began.set()
         self._ended.set()

@@ -169,6 +169,13 @@ void register_checkpointing(py::module_& m) {
           py::arg("indices"), py::arg("timeout_s"))
       .def("write", &write, py::arg("path"), py::arg("direct"), py::arg("num_threads"), py::arg("nice"))
       .def("wait_written", &wait_written, py::arg("timeout_s"))
+      .def("abandon", &Snapshot::abandon)
+      .def(
+          "wait_released",
+          [](const Snapshot& snapshot, double timeout_s) {
+            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_released(slice_s); });
+          },
+          py::arg("timeout_s"))
       .def("checksums", &Snapshot::checksums);
 }
 

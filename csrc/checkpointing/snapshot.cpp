@@ -65,6 +65,7 @@ struct Snapshot::State {
   void write_chunks();
   bool wait_for_chunks(int64_t begin, int64_t end);
   void end_writer();
+  void release_if_idle();  // with the mutex
   void fail(std::exception_ptr why);
 };
 
@@ -98,6 +99,7 @@ void Snapshot::State::copy_chunk(int64_t chunk) {
   chunk_is_copied[chunk] = true;
   if (++chunks_copied == num_chunks) {
     copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
+    release_if_idle();
   }
   changed.notify_all();
 }
@@ -133,11 +135,19 @@ void Snapshot::State::write_chunks() {
   end_writer();
 }
 
-// The last writer makes the file durable and gives the memory back.
+// Gives the memory back once no thread uses it and none will.
+void Snapshot::State::release_if_idle() {
+  if (chunks_copied == num_chunks && writers == 0 && (is_written || error || is_abandoned)) pages.reset();
+}
+
+// The last writer makes the file durable.
 void Snapshot::State::end_writer() {
   {
     const std::lock_guard lock(mutex);
-    if (--writers > 0) return;
+    if (writers > 1) {
+      --writers;
+      return;
+    }
   }
   bool is_durable = false;
   try {
@@ -150,8 +160,9 @@ void Snapshot::State::end_writer() {
   }
   file.reset();
   const std::lock_guard lock(mutex);
-  if (chunks_copied == num_chunks) pages.reset();
+  writers = 0;
   is_written = is_durable;
+  release_if_idle();
   changed.notify_all();
 }
 
@@ -191,10 +202,18 @@ Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> so
   }
 }
 
-Snapshot::~Snapshot() {
+Snapshot::~Snapshot() { abandon(); }
+
+void Snapshot::abandon() {
   state_->is_abandoned = true;
   const std::lock_guard lock(state_->mutex);
+  state_->release_if_idle();
   state_->changed.notify_all();
+}
+
+bool Snapshot::wait_released(double timeout_s) const {
+  std::unique_lock lock(state_->mutex);
+  return state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return !state_->pages; });
 }
 
 int64_t Snapshot::nbytes() const { return state_->nbytes; }

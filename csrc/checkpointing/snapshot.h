@@ -41,6 +41,12 @@ class Snapshot {
   // Returns true once the file's contents are durable, and false if that takes longer. Throws FileError.
   bool wait_written(double timeout_s) const;
 
+  // Stops a write that is under way, and gives the memory back as soon as no thread uses it.
+  void abandon();
+
+  // Returns false if the memory is not given back in time.
+  bool wait_released(double timeout_s) const;
+
   // The CRC32C of each chunk of the file, once all sources are copied.
   std::vector<uint32_t> checksums() const;
 

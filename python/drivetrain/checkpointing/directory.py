@@ -119,6 +119,7 @@ class Lock:
 
     def __init__(self, directory: Path, timeout_s: float = 0) -> None:
         path = directory / LOCK
+        self._descriptor = -1  # for __del__, if open() raises
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._take(path, time.monotonic() + timeout_s)

@@ -16,6 +16,7 @@ from .load import Checkpoint
 from .manifest import JSON
 
 LONGEST_WAIT_S = 600.0
+_RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next save says so
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -149,11 +150,9 @@ class Save:
 
     def _end(self, path: Path | None, error: BaseException | None) -> None:
         self._path, self._error = path, error
-        if error is not None:
-            # The copies give the memory back for the next save; whatever they have read is dropped.
-            if self._snapshot is not None:
-                self._snapshot.wait_copied(range(len(self._order)), LONGEST_WAIT_S)
-            self._snapshot = None
+        if error is not None and self._snapshot is not None:
+            self._snapshot.abandon()
+            self._snapshot.wait_released(_RELEASE_S)  # the next save needs the memory
         self._tensors = None
         self._copy_began.set()
         self._ended.set()

@@ -248,4 +248,4 @@ def describe(error: BaseException) -> str:
         return f"{place}{error.strerror} ({name}). {_ADVICE.get(error.errno, '')}".strip()
     if isinstance(error, CheckpointError):
         return str(error)
-    return f"{type(error).__name__}: {error}."
+    return f"{type(error).__name__}: {str(error).rstrip('.')}."

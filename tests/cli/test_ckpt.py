@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drivetrain.checkpointing import Store
+from drivetrain.checkpointing import Checkpointer, Store
 from drivetrain.cli import main
 
 LIMIT_S = 60
@@ -74,6 +74,27 @@ def test_export(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ckpt("export", directory, "--out", tmp_path / "model.txt") == 2
     assert ckpt("export", directory) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "model.safetensors", "runs"]
+
+
+def test_export_of_a_training_state(tmp_path: Path) -> None:
+    model = torch.nn.Linear(20, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model(torch.randn(2, 20)).sum().backward()
+    optimizer.step()
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with Checkpointer(tmp_path / "runs", every=None, **objects) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.step()
+    assert ckpt("export", tmp_path / "runs", "--out", tmp_path / "state.pt") == 0
+    found = torch.load(tmp_path / "state.pt")
+    other = torch.nn.Linear(20, 30)
+    other.load_state_dict(found["model"])
+    assert torch.equal(other.weight, model.weight)
+    its = torch.optim.AdamW(other.parameters())
+    its.load_state_dict(found["optimizer"][0])
+    assert torch.equal(its.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert found["scheduler"] == [scheduler.state_dict()]
+    assert (found["step"], found["scaler"]) == (1, None)
 
 
 def test_gc(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

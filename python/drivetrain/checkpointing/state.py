@@ -15,6 +15,7 @@ from ..wrapped import unwrapped
 from . import rng
 from .encoding import JSON, Encoder, decode, references
 from .gradients import Gradients
+from .load import Checkpoint
 from .loader import Position, Stateful
 
 FORMAT = 1  # of the JSON state
@@ -262,6 +263,24 @@ def split(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
         owners[name] = owner
         loads[owner] += sizes[name]
     return owners
+
+
+def state_dicts(checkpoint: Checkpoint, rank: int = 0) -> dict[str, Any] | None:
+    """Returns the state dicts that a Checkpointer saved, as one rank has them; None if something else saved them.
+
+    Returns:
+        "model" is the module's state dict, "optimizer" and "scheduler" are lists of state dicts, and "scaler" is the
+        GradScaler's or None. Tensors are on the CPU.
+
+    Raises:
+        CheckpointError: A checksum does not hold, or a file cannot be read.
+    """
+    state = checkpoint.state(rank)
+    if not isinstance(state, dict) or state.get("format") != FORMAT or "model" not in state:
+        return None
+    parts = {name: state[name] for name in ("model", "optimizer", "scheduler", "scaler")}
+    tensors = checkpoint.load(names_of(list(parts.values())))
+    return {name: decode(part, tensors) for name, part in parts.items()}
 
 
 def names_of(state: JSON) -> list[str]:

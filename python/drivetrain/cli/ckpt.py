@@ -118,6 +118,7 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     from ..checkpointing.save import write_tensors
+    from ..checkpointing.state import state_dicts
 
     if args.out is None or args.out.suffix not in _EXPORT_SUFFIXES:
         raise ValueError(f"--out is {args.out}, expected a file that ends with .pt or .safetensors")
@@ -132,9 +133,10 @@ def _export(args: argparse.Namespace) -> int:
             tensors[f"rank{rank}.{name}" if name in tensors else name] = tensor
     partial = args.out.with_name(args.out.name + ".part")
     if args.out.suffix == ".pt":
-        torch.save(
-            {"step": checkpoint.step, "tensors": tensors, "states": [checkpoint.state(r) for r in ranks]}, partial
-        )
+        found = state_dicts(checkpoint, args.rank or 0)
+        if found is None:
+            found = {"tensors": tensors, "states": [checkpoint.state(r) for r in ranks]}
+        torch.save({"step": checkpoint.step, **found}, partial)
     else:
         write_tensors(partial, tensors)
     partial.rename(args.out)

@@ -50,6 +50,7 @@ class Case:
     persistent: bool = False
     scaler: bool = False
     bfloat16: bool = False
+    evaluates: bool = False  # every seventh step, for longer than a step
     every: int | None = 1
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of Checkpointer
 
@@ -206,8 +207,19 @@ def train(
                     json.dumps({"step": ckpt.steps, "loss": loss.hex(), "bits": bits_of(model, optimizer)}) + "\n"
                 )
                 die("step")
+                if case.evaluates and ckpt.steps % 7 == 0:
+                    evaluate(model, rows)
                 if on_step is not None:
                     on_step(ckpt)
+
+
+def evaluate(model: nn.Module, rows: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        for _ in range(10):
+            model(rows)
+            time.sleep(0.002)
+    model.train()
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

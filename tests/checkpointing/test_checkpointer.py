@@ -313,6 +313,23 @@ def test_only_damaged_checkpoints_never_begin_anew(tmp_path: Path) -> None:
     torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
 
 
+def test_a_long_restore_reads_in_parts_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = small()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None) as ckpt:
+        make_step(model, optimizer)
+        ckpt.step()
+    expected = model.weight.detach().clone()
+    monkeypatch.setattr("drivetrain.checkpointing.restore._SHOWN_FROM_BYTES", 0)
+    monkeypatch.setattr("drivetrain.checkpointing.restore._BYTES_AT_ONCE", 1000)
+    make_step(model, optimizer)
+    with caplog.at_level(logging.INFO, "drivetrain"), Checkpointer(tmp_path, model=model, optimizer=optimizer):
+        torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
+    told = [record.message.split()[0] for record in caplog.records]
+    assert told[:2] == ["loading", "loaded"]
+
+
 def test_a_save_slower_than_the_grace_period_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = small()
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None, grace=1e-6) as ckpt:

@@ -37,7 +37,7 @@ class Slow:
 
 
 SIGNALED = [
-    Case("alone", every=3),
+    Case("alone", every=3, evaluates=True),
     Case("window", window=4, every=2),
     Case("workers", workers=2, every=None),
 ]

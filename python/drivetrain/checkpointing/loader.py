@@ -60,6 +60,11 @@ def position_of(data: Any) -> Position:
     if isinstance(data, DataLoader):
         if hasattr(data, _KEY):
             raise RuntimeError(_IN_USE)
+        if hasattr(data, "base_dataloader"):  # It has a state_dict() that does not restore the order of a shuffle.
+            raise TypeError(
+                f"data is Accelerate's {type(data).__name__}, which fetches ahead: leave the loader out of "
+                "accelerator.prepare(), and give it drivetrain.data.ResumableSampler, which splits samples over ranks"
+            )
         if isinstance(data, Stateful):
             return _StatefulLoader(data)
         if isinstance(data.dataset, IterableDataset):

@@ -24,8 +24,7 @@ class Ranks:
     """Exchanges flags over a gloo group of its own, so that it never reorders the collectives of the training.
 
     Every rank calls the same methods in the same order. The all-reduce of one step runs while the next step computes;
-    its result is read at the end of that step. On two ranks of a host it takes a background thread well below a
-    millisecond, and the calling thread some ten microseconds.
+    its result is read at the end of that step. A rank waits only for ranks that are a whole step behind.
 
     Args:
         timeout: Seconds after which a wait for another rank raises.

@@ -52,7 +52,7 @@ struct Snapshot::State {
   std::condition_variable changed;
   // The mutex guards the rest.
   std::vector<bool> piece_is_copied, chunk_is_copied;
-  int64_t chunks_copied = 0;
+  int64_t chunks_copied = 0, pieces_left = 0;
   double copy_seconds = -1;
   int writers = 0;
   bool is_written = false;
@@ -97,10 +97,7 @@ void Snapshot::State::copy_chunk(int64_t chunk) {
   for (const size_t index : ended) end_piece(index);
   const std::lock_guard lock(mutex);
   chunk_is_copied[chunk] = true;
-  if (++chunks_copied == num_chunks) {
-    copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
-    release_if_idle();
-  }
+  if (++chunks_copied == num_chunks) release_if_idle();
   changed.notify_all();
 }
 
@@ -108,6 +105,7 @@ void Snapshot::State::end_piece(size_t index) {
   pieces[index]->source.owner.reset();
   const std::lock_guard lock(mutex);
   piece_is_copied[index] = true;
+  if (--pieces_left == 0) copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
   changed.notify_all();
 }
 
@@ -191,7 +189,13 @@ Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> so
   state.chunk_is_copied.resize(state.num_chunks);
   state.piece_is_copied.resize(state.pieces.size());
   for (size_t i = 0; i < state.pieces.size(); ++i) {
-    if (state.pieces[i]->num_chunks() == 0) state.piece_is_copied[i] = true;
+    Piece& piece = *state.pieces[i];
+    if (piece.num_chunks() > 0) {
+      ++state.pieces_left;
+    } else {
+      state.piece_is_copied[i] = true;
+      piece.source.owner.reset();
+    }
   }
   const int64_t padded = (state.nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
   state.pages = slab.lend(padded);

@@ -2,6 +2,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -62,7 +63,7 @@ void test_checksums() {
         expect(crc32c(0, bytes.data() + offset, size) == expected, name + ": CRC32C of " + std::to_string(size));
         std::vector<unsigned char> copy(size);
         expect(copy_crc32c(0, copy.data(), bytes.data() + offset, size) == expected, name + ": CRC32C of a copy");
-        expect(std::memcmp(copy.data(), bytes.data() + offset, size) == 0, name + ": the copy");
+        expect(std::equal(copy.begin(), copy.end(), bytes.begin() + offset), name + ": the copy");
         const int64_t half = size / 2;
         const uint32_t first = crc32c(0, bytes.data() + offset, half);
         expect(crc32c(first, bytes.data() + offset + half, size - half) == expected, name + ": CRC32C in two parts");
@@ -98,7 +99,7 @@ void test_strides() {
       for (int64_t end = begin; end <= array.size(); end += 4) {
         std::vector<unsigned char> found(end - begin);
         array.copy(found.data(), begin, end);
-        expect(std::memcmp(found.data(), expected.data() + begin, end - begin) == 0, "a part of a strided array");
+        expect(std::equal(found.begin(), found.end(), expected.begin() + begin), "a part of a strided array");
       }
     }
   }

@@ -1,4 +1,4 @@
-"""Tests that a loop with Accelerate continues with the same bits from any step, and that its own loaders are refused."""
+"""Tests that a loop with Accelerate continues with the same bits from any step, and that its loaders are refused."""
 
 from __future__ import annotations
 

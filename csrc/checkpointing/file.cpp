@@ -1,8 +1,7 @@
-// Implements files on pwrite, preadv2, O_DIRECT and fsync.
+// Implements files on pwrite, pread, O_DIRECT and fsync.
 #include "checkpointing/file.h"
 
 #include <fcntl.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -83,29 +82,17 @@ void OutputFile::finish() {
   if (::close(std::exchange(fd_, -1)) != 0) throw FileError("close", path_, errno);
 }
 
-InputFile::InputFile(std::string path)
-    : path_(std::move(path)), cached_fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)), direct_fd_(-1) {
-  if (cached_fd_ < 0) throw FileError("open", path_, errno);
-  direct_fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+InputFile::InputFile(std::string path) : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+  if (fd_ < 0) throw FileError("open", path_, errno);
+  ::posix_fadvise(fd_, 0, 0, POSIX_FADV_SEQUENTIAL);  // reads further ahead; only a hint
 }
 
-InputFile::~InputFile() {
-  ::close(cached_fd_);
-  if (direct_fd_ >= 0) ::close(direct_fd_);
-}
+InputFile::~InputFile() { ::close(fd_); }
 
 int64_t InputFile::read(int64_t offset, void* bytes, int64_t size) const {
-  if (direct_fd_ >= 0) {
-    const iovec whole = {bytes, static_cast<size_t>(size)};
-    const ssize_t cached = ::preadv2(cached_fd_, &whole, 1, offset, RWF_NOWAIT);
-    if (cached == size) return size;
-    const ssize_t direct = ::pread(direct_fd_, bytes, rounded_up(size), offset);
-    if (direct >= size) return size;
-    // The buffered reads below decide about the end of the file and about errors.
-  }
   int64_t done = 0;
   while (done < size) {
-    const ssize_t found = ::pread(cached_fd_, static_cast<char*>(bytes) + done, size - done, offset + done);
+    const ssize_t found = ::pread(fd_, static_cast<char*>(bytes) + done, size - done, offset + done);
     if (found < 0 && errno == EINTR) continue;
     if (found < 0) throw FileError("pread", path_, errno);
     if (found == 0) break;

@@ -1,4 +1,4 @@
-// Declares files that are written and read past the page cache where the file system allows. Needs no torch header.
+// Declares files that are written past the page cache where the file system allows. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,8 @@ class OutputFile {
   int fd_;
 };
 
-// An existing file. Several threads may read. Throws FileError.
+// An existing file, read through the page cache, whose reads ahead were faster than direct ones. Several threads may
+// read. Throws FileError.
 class InputFile {
  public:
   explicit InputFile(std::string path);
@@ -51,15 +52,12 @@ class InputFile {
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
-  // Reads up to `size` bytes and returns their number, which is smaller only at the end of the file. Takes them from
-  // the page cache if it has all of them. The offset and the memory are multiples of a block, and the memory has space
-  // for whole blocks.
+  // Reads up to `size` bytes and returns their number, which is smaller only at the end of the file.
   int64_t read(int64_t offset, void* bytes, int64_t size) const;
 
  private:
   std::string path_;
-  int cached_fd_;
-  int direct_fd_;  // -1: the file system has no O_DIRECT
+  int fd_;
 };
 
 }  // namespace drivetrain::checkpointing

@@ -211,7 +211,7 @@ def test_the_newest_is_the_last_saved_after_a_return_to_an_earlier_step(tmp_path
         latest = store.latest()
         assert latest is not None
         assert latest.step == 15
-        assert [checkpoint.step for checkpoint in store.checkpoints()] == [30, 15]
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [30, 15]
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:

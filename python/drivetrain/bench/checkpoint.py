@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 from ..checkpointing import CheckpointError, Store
 from .measure import Row, median_interval
@@ -72,7 +72,11 @@ def _bandwidth(folder: Path, tensors: dict[str, Tensor], rounds: int) -> list[Ro
 
     def dcp_save() -> None:
         shutil.rmtree(shards, ignore_errors=True)
-        _quietly(lambda: dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(shards), no_dist=True))
+        _quietly(
+            lambda: state_dict_saver.save(
+                dict(tensors), storage_writer=filesystem.FileSystemWriter(shards), no_dist=True
+            )
+        )
 
     writes: dict[str, Callable[[], object]] = {
         **{f"dd {' '.join(flags)}": _dd(memory, raw, flags) for flags in dd_flags},
@@ -81,6 +85,8 @@ def _bandwidth(folder: Path, tensors: dict[str, Tensor], rounds: int) -> list[Ro
         "ours": ours,
     }
     write_s = _timed(writes, rounds, lambda: raw.unlink(missing_ok=True))
+    raw.unlink(missing_ok=True)
+    _dd(memory, raw, ())()  # the file that dd reads
     memory.unlink()
     found = store.latest()
     assert found is not None
@@ -90,7 +96,9 @@ def _bandwidth(folder: Path, tensors: dict[str, Tensor], rounds: int) -> list[Ro
         "dd iflag=direct": _dd(raw, null, ("iflag=direct",)),
         "dd": _dd(raw, null, ()),
         "torch.load": lambda: torch.load(pickle),
-        "DCP": lambda: _quietly(lambda: dcp.load(into, storage_reader=dcp.FileSystemReader(shards), no_dist=True)),
+        "DCP": lambda: _quietly(
+            lambda: state_dict_loader.load(into, storage_reader=filesystem.FileSystemReader(shards), no_dist=True)
+        ),
         "ours": found.load,
     }
     read_s = _timed(reads, rounds, lambda: _drop_caches(folder))
@@ -212,7 +220,11 @@ def _byte(descriptor: int, at: int) -> int:
 
 def _dd(source: Path, target: Path, flags: tuple[str, ...]) -> Callable[[], None]:
     command = ["dd", f"if={source}", f"of={target}", "bs=4M", *flags]
-    return lambda: subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S) and None
+
+    def copy() -> None:
+        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
+
+    return copy
 
 
 def _file_in_memory(folder: Path, size: int) -> Path:

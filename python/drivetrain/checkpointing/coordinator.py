@@ -43,7 +43,7 @@ class Coordinator:
         """
         if not dist.is_initialized():
             raise ValueError("torch.distributed has no process group: call init_process_group() first")
-        group = group or dist.group.WORLD
+        group = group or dist.distributed_c10d._get_default_group()
         store = dist.distributed_c10d._world.pg_map[group][1]
         return cls(store, dist.get_rank(group), dist.get_world_size(group))
 

@@ -16,7 +16,7 @@ from .layout import CHUNK_BYTES, MANIFEST, STEP, Entry, decode_header
 from .manifest import JSON, Manifest, Record, hexadecimal, unseal
 
 _logger = logging.getLogger("drivetrain")
-_READ_THREADS = 4
+_READ_THREADS = min(4, len(os.sched_getaffinity(0)))
 _LONGEST_READ_S = 1800.0
 
 

@@ -85,9 +85,9 @@ class Writer:
         """Tells the other ranks that this one cannot take part in save number `index`."""
         message = {"step": step, "error": f"rank {self._rank}: {error}"}
         if self._rank == 0:
-            self._tell(f"{index}/begin", message)
+            self._tell_failure(f"{index}/begin", message)
         else:
-            self._tell(f"{index}/part/{self._rank}", message)
+            self._tell_failure(f"{index}/part/{self._rank}", message)
 
     def _lead(self, index: int, save: Save) -> Path:
         final = self._directory / step_name(save.step)
@@ -104,7 +104,7 @@ class Writer:
             disk.publish(temporary, final)
         except BaseException as error:
             self._discard(temporary, save)
-            self._tell(key, {"step": save.step, "error": f"rank 0: {describe(error)}"})
+            self._tell_failure(key, {"step": save.step, "error": f"rank 0: {describe(error)}"})
             raise
         self._tell(key, {"step": save.step, "folder": final.name})
         return final
@@ -124,7 +124,7 @@ class Writer:
             if temporary is not None:
                 self._discard_part(temporary, save)
             if key:
-                self._tell(key, {"step": save.step, "error": f"rank {self._rank}: {describe(error)}"})
+                self._tell_failure(key, {"step": save.step, "error": f"rank {self._rank}: {describe(error)}"})
             raise
         final: Path = self._directory / end["folder"]
         return final
@@ -197,6 +197,13 @@ class Writer:
     def _tell(self, key: str, message: dict[str, Any]) -> None:
         if self._coordinator is not None:
             self._coordinator.tell(key, message)
+
+    def _tell_failure(self, key: str, message: dict[str, Any]) -> None:
+        """Tells the other ranks why they wait in vain. A store that fails as well must not hide the first error."""
+        try:
+            self._tell(key, message)
+        except CheckpointError as error:
+            _logger.warning("the other ranks were not told about a failed save: %s", error)
 
     def _forget(self, key: str) -> None:
         if self._coordinator is not None:

@@ -19,7 +19,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 # The suite runs in two processes, one file at a time, because many tests wait or use one thread. ARGS="..." runs in one.
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-fake-cuda fake-cuda-defects faults compare accuracy bench gpu-check gpu-wheels gpu-table
+.PHONY: help train test test-fake-cuda fake-cuda-defects faults crashes compare accuracy bench gpu-check gpu-wheels gpu-table
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
 
@@ -53,6 +53,9 @@ fake-cuda-defects: ## put known defects back one at a time, and check that the s
 
 faults: $(STAMPS)/built ## run 100 rounds of every fault: ranks that die, stop, skip a step, bring another model (an hour)
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
+
+crashes: $(STAMPS)/built ## kill saves of checkpoints, cut the power and flip bits, 1,000 rounds of each (ten minutes)
+	PYTHONPATH=tests $(PYTHON) -m checkpoint_crashes $(ARGS)
 
 bench: $(STAMPS)/built ## print the speed and memory tables of the documentation (half an hour; ARGS=optim: one table)
 	$(PYTHON) -m drivetrain bench $(ARGS)

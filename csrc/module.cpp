@@ -11,6 +11,7 @@
 #include "base/heap.h"
 #include "budget/budget.h"
 #include "checkpoint/checkpoint.h"
+#include "checkpointing/checkpointing.h"
 #include "ddp/ddp.h"
 #include "grad/grad.h"
 #include "optim/optim.h"
@@ -65,6 +66,7 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
   drivetrain::checkpoint::register_checkpoint(m);
+  drivetrain::checkpointing::register_checkpointing(m);
   drivetrain::budget::register_recorder(m);
   drivetrain::budget::register_solver(m);
   drivetrain::saved_tensors::register_pack(m);

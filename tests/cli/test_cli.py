@@ -47,7 +47,9 @@ def _cli(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess
     return _python("-m", "drivetrain", *arguments, cwd=cwd, **environ)
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("bench",), ("doctor",), ("env",), ("completion",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [(), ("run",), ("bench",), ("ckpt",), ("doctor",), ("env",), ("completion",)], ids=" ".join
+)
 def test_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])

@@ -14,5 +14,6 @@ void test_step_kernels();
 void test_conversions();
 void test_solver();
 void test_packing();
+void test_checkpointing();
 
 }  // namespace drivetrain

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "topic",
         nargs="?",
         default="all",
-        choices=["optim", "accumulate", "activations", "ddp", "comm", "gpu", "ablation", "all"],
-        help="the topic to measure (default: all, which is every CPU topic except ablation)",
+        choices=["optim", "accumulate", "activations", "ddp", "comm", "checkpoint", "gpu", "ablation", "all"],
+        help="the topic to measure (default: all, which is every CPU topic except ablation and checkpoint)",
     )
     parser.add_argument("--only", metavar="NAME", help="for topic gpu: run this measurement only")
     parser.add_argument(
@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for topic gpu: run tiny sizes on the CPU, as a test without meaningful figures",
     )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="for topic checkpoint: measure the disk of this folder (default: of temporary files)",
+    )
+    parser.add_argument("--gib", type=float, default=1.0, help="for topic checkpoint: size of the model (default: 1)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
@@ -39,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import ablation, accumulate, activations, comm, ddp, gpu, optim
+    from . import ablation, accumulate, activations, checkpoint, comm, ddp, gpu, optim
     from .measure import Row, print_table
 
     if args.topic == "gpu":
@@ -63,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
             results[topic] = activations.run(rounds=args.rounds)
             title = f"Activation budgets, and {activations.REGIONS} checkpointed regions, CPU time of one thread"
             print_table(title, results[topic])
+        elif topic == "checkpoint":
+            results[topic] = checkpoint.run(args.directory, min(args.rounds, 7), args.gib)
+            print_table(
+                "Checkpoints of one process on this disk; the first column of figures is the other side", results[topic]
+            )
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])

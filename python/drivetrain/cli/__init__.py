@@ -1,4 +1,4 @@
-"""Implements the command line `drivetrain run | bench | doctor | env | completion` (also `python -m drivetrain`)."""
+"""Implements `drivetrain run | bench | ckpt | doctor | env | completion` (also `python -m drivetrain`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, cast
 _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
+    "ckpt": ("drivetrain.cli.ckpt", "list, verify, show, export and clean up checkpoints"),
     "doctor": ("drivetrain.cli.doctor", "check torch, CUDA, NCCL, the build and the process group"),
     "env": ("drivetrain.cli.environment", "print versions and settings for a bug report"),
     "completion": ("drivetrain.cli.completion", "print a script that completes commands in a shell"),

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ddp import hang_reports
-from ..ddp.distributed import checked_weight
+from ..ddp.distributed import DistributedDataParallel, checked_weight
 from ..ddp.lookup import wrapper_in
 from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
 from ..optim.in_backward import StepInBackward
+from ..wrapped import unwrapped
 from .clip_grad import clip_grad_norm_
 
 _NOTHING = torch.zeros(())  # a loss of weight 0
@@ -69,13 +70,6 @@ def accumulate(
     return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
 
 
-def _unwrapped(given: Any, name: str, kind: type[Any]) -> Any:
-    """Removes a framework's wrappers, which hold the original in an attribute and step on their own schedule."""
-    while isinstance(inner := getattr(given, name, None), kind):
-        given = inner
-    return given
-
-
 class _Announcement(NamedTuple):
     """The running all-reduce that announces a window, and its tensor, which must stay alive."""
 
@@ -108,12 +102,12 @@ class Window:
                     f"scaler is None, but optimizer[{index}] is a {type(one).__name__} with a GradScaler: pass "
                     "scaler=accelerator.scaler, which accumulate() then uses."
                 )
-        self._optimizers = [_unwrapped(one, "optimizer", torch.optim.Optimizer) for one in given]
+        self._optimizers = [unwrapped(one, "optimizer", torch.optim.Optimizer) for one in given]
         self._ddp = wrapper_in(model, "drivetrain.accumulate()")
         self._steps = steps
         self._scaler = scaler
         # A framework's scheduler steps only after the framework's own optimizer step.
-        self._scheduler = _unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
+        self._scheduler = unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
         self._scheduler_steps: int | None = None  # the scheduler's step count at the last check
         self._max_grad_norm = max_grad_norm
         self._entered = self._is_open = False
@@ -125,11 +119,31 @@ class Window:
         self._weight = 0.0  # weight of this rank's micro-batches in the current window
         self._begun: _Announcement | None = None  # the all-reduce that announced the window to the other ranks
         self._seen: tuple[Tensor, Tensor | None, int] | None = None  # parameter, gradient, its version
+        self._restored: dict[str, Any] | None = None  # the state with which the block begins
 
     @property
     def micro_steps(self) -> int:
         """The number of backward passes in the current window."""
         return self._micro_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the current window as plain numbers. The gradients collected so far are in `.grad`."""
+        return {
+            "micro_steps": self._micro_steps,
+            "weight": self._weight,
+            "is_announced": self._begun is not None,
+            "forward_sync": self._ddp is None or bool(self._ddp.require_forward_param_sync),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lets the block begin inside of a window. Restore the gradients collected so far into `.grad` as well.
+
+        Raises:
+            RuntimeError: The block has begun.
+        """
+        if self._entered:
+            raise RuntimeError("load_state_dict() was called inside of the window's block: call it before.")
+        self._restored = dict(state_dict)
 
     # ---- The block.
 
@@ -137,7 +151,9 @@ class Window:
         if self._entered:
             raise RuntimeError("this window was used before: call drivetrain.accumulate() for every with block.")
         self._check_in_backward()
-        if _holds_anything([param.grad for param in self._params() if param.grad is not None]):
+        if self._restored is None and _holds_anything(
+            [param.grad for param in self._params() if param.grad is not None]
+        ):
             raise RuntimeError(
                 "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
                 "the with block."
@@ -149,6 +165,8 @@ class Window:
             self._sync_before = self._ddp.require_backward_grad_sync
             self._handles.append(self._ddp.register_forward_pre_hook(self._begin_at_forward))
         self._begin()
+        if self._restored is not None:
+            self._continue(self._restored)
         return self
 
     def __exit__(
@@ -243,6 +261,29 @@ class Window:
             # forward.
             self._ddp.require_forward_param_sync = True
         self._begin_anew()
+
+    def _continue(self, state: dict[str, Any]) -> None:
+        """Continues inside of a window."""
+        self._restored = None
+        self._micro_steps, self._weight = state["micro_steps"], state["weight"]
+        if self._ddp is not None:
+            self._ddp.require_forward_param_sync = state["forward_sync"]
+            self._ddp.require_backward_grad_sync = False
+            self._count_restored(self._ddp)
+            if state["is_announced"]:
+                self._announce()
+        self._expect_next()
+
+    def _count_restored(self, ddp: DistributedDataParallel) -> None:
+        """Gives the restored gradients their weight. The reducer takes weights for gradients that are yet to come."""
+        params = self._reduced_params()
+        grads = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        ddp.reducer.begin_weighted(self._weight)
+        ddp.reducer.end_weighted(failed=False)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
     def _drop(self) -> None:
         """Drops the collected gradients. The window goes on for the other ranks."""

@@ -1,0 +1,182 @@
+// Binds the checkpoint writer and reader to Python, and passes tensors to them.
+#include "checkpointing/checkpointing.h"
+
+#include <ATen/core/Tensor.h>
+#include <fcntl.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/torch_text.h"
+#include "checkpointing/crc32c.h"
+#include "checkpointing/file.h"
+#include "checkpointing/reader.h"
+#include "checkpointing/slab.h"
+#include "checkpointing/snapshot.h"
+
+namespace py = pybind11;
+
+namespace drivetrain::checkpointing {
+namespace {
+
+constexpr double kSliceS = 0.1;  // between two looks for signals, such as Ctrl-C
+
+[[noreturn]] void raise_os_error(const FileError& error) {
+  errno = error.code();
+  PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path().c_str());
+  throw py::error_already_set();
+}
+
+// Calls `wait` with short timeouts, without the GIL, until it returns something true or the time is over.
+template <class Wait>
+auto wait_in_slices(double timeout_s, const Wait& wait) {
+  for (;; timeout_s -= kSliceS) {
+    const auto found = [&] {
+      const py::gil_scoped_release no_gil;
+      return wait(std::clamp(timeout_s, 0.0, kSliceS));
+    }();
+    if (found || timeout_s <= kSliceS) return found;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+void check_cpu(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg()) {
+    throw UserError(text("tensors contains one on ", tensor.device().str(),
+                         ", expected strided CPU tensors that are no lazy conjugates or negatives"));
+  }
+}
+
+Source source_of(const at::Tensor& tensor) {
+  check_cpu(tensor);
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  std::vector<int64_t> strides = tensor.strides().vec();
+  for (int64_t& stride : strides) stride *= item;
+  return {StridedBytes(tensor.const_data_ptr(), item, tensor.sizes().vec(), strides),
+          std::make_shared<const at::Tensor>(tensor)};
+}
+
+std::shared_ptr<Snapshot> make_snapshot(Slab& slab, const std::string& header, const std::vector<at::Tensor>& tensors,
+                                        int num_threads, int nice) {
+  std::vector<Source> sources;
+  sources.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) sources.push_back(source_of(tensor));
+  try {
+    return std::make_shared<Snapshot>(slab, header, std::move(sources), ThreadSettings{num_threads, nice});
+  } catch (const FileError& error) {
+    raise_os_error(error);
+  }
+}
+
+void write(Snapshot& snapshot, const std::string& path, bool direct, int num_threads, int nice) {
+  try {
+    const py::gil_scoped_release no_gil;
+    snapshot.write(path, direct, {num_threads, nice});
+    return;
+  } catch (const FileError& error) {
+    raise_os_error(error);
+  }
+}
+
+bool wait_written(const Snapshot& snapshot, double timeout_s) {
+  try {
+    return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_written(slice_s); });
+  } catch (const FileError& error) {
+    raise_os_error(error);
+  }
+}
+
+std::optional<double> copy_seconds(const Snapshot& snapshot) {
+  const double seconds = snapshot.copy_seconds();
+  return seconds < 0 ? std::nullopt : std::optional(seconds);
+}
+
+std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
+    std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
+    const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
+  if (begins.size() != tensors.size() || (!expected.empty() && expected.size() != chunks.size())) {
+    throw UserError(text("begins has ", begins.size(), " members and expected ", expected.size(), ", expected ",
+                         tensors.size(), ", and none or ", chunks.size()));
+  }
+  std::vector<Target> targets;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_cpu(tensors[i]);
+    if (!tensors[i].is_contiguous()) throw UserError("tensors contains a strided view, expected contiguous tensors");
+    if (tensors[i].numel() == 0) continue;
+    targets.push_back({begins[i], tensors[i].mutable_data_ptr(), static_cast<int64_t>(tensors[i].nbytes()),
+                       std::make_shared<const at::Tensor>(tensors[i])});
+  }
+  std::sort(targets.begin(), targets.end(), [](const Target& a, const Target& b) { return a.begin < b.begin; });
+  try {
+    const auto reader = [&] {
+      const py::gil_scoped_release no_gil;
+      return std::make_unique<Reader>(
+          ReadJob{std::move(path), file_bytes, std::move(chunks), std::move(expected), std::move(targets)},
+          num_threads);
+    }();
+    const auto bad = wait_in_slices(timeout_s, [&](double slice_s) { return reader->wait(slice_s); });
+    if (!bad) return std::nullopt;
+    std::vector<std::pair<int64_t, uint32_t>> found;
+    for (const BadChunk& chunk : *bad) found.emplace_back(chunk.chunk, chunk.checksum);
+    return found;
+  } catch (const FileError& error) {
+    raise_os_error(error);
+  }
+}
+
+// Swaps two paths in one step. Returns false where the file system cannot.
+bool exchange_paths(const std::string& first, const std::string& second) {
+  if (::renameat2(AT_FDCWD, first.c_str(), AT_FDCWD, second.c_str(), RENAME_EXCHANGE) == 0) return true;
+  if (errno == EINVAL || errno == ENOSYS) return false;
+  raise_os_error(FileError("renameat2", second, errno));
+}
+
+}  // namespace
+
+void register_checkpointing(py::module_& m) {
+  m.def(
+      "crc32c",
+      [](const py::bytes& data, uint32_t checksum) {
+        const std::string_view bytes = data;
+        const py::gil_scoped_release no_gil;
+        return crc32c(checksum, bytes.data(), static_cast<int64_t>(bytes.size()));
+      },
+      py::arg("data"), py::arg("checksum") = 0);
+  m.def("exchange_paths", &exchange_paths, py::arg("first"), py::arg("second"));
+  m.def("read_chunks", &read_chunks, py::arg("path"), py::arg("file_bytes"), py::arg("chunks"), py::arg("expected"),
+        py::arg("begins"), py::arg("tensors"), py::arg("num_threads"), py::arg("timeout_s"));
+  py::class_<Slab, std::shared_ptr<Slab>>(m, "Slab").def(py::init<>()).def_property_readonly("nbytes", &Slab::nbytes);
+  py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
+      .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"), py::arg("num_threads"),
+           py::arg("nice"))
+      .def_property_readonly("nbytes", &Snapshot::nbytes)
+      .def_property_readonly("copy_seconds", &copy_seconds)
+      .def("is_copied", &Snapshot::is_copied, py::arg("index"))
+      .def(
+          "wait_copied",
+          [](const Snapshot& snapshot, const std::vector<size_t>& indices, double timeout_s) {
+            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_copied(indices, slice_s); });
+          },
+          py::arg("indices"), py::arg("timeout_s"))
+      .def("write", &write, py::arg("path"), py::arg("direct"), py::arg("num_threads"), py::arg("nice"))
+      .def("wait_written", &wait_written, py::arg("timeout_s"))
+      .def("abandon", &Snapshot::abandon)
+      .def(
+          "wait_released",
+          [](const Snapshot& snapshot, double timeout_s) {
+            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_released(slice_s); });
+          },
+          py::arg("timeout_s"))
+      .def("checksums", &Snapshot::checksums);
+}
+
+}  // namespace drivetrain::checkpointing

@@ -1,0 +1,272 @@
+// Copies tensors chunk by chunk with their checksums, and writes the chunks in order as they become ready.
+#include "checkpointing/snapshot.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include "base/check.h"
+#include "checkpointing/crc32c.h"
+#include "checkpointing/file.h"
+
+namespace drivetrain::checkpointing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kChunksPerWrite = 2;
+
+// A part of the file: the header or a tensor.
+struct Piece {
+  int64_t begin, end;
+  Source source;
+  std::atomic<int64_t> chunks_left;
+
+  Piece(int64_t at, Source from)
+      : begin(at), end(at + from.bytes.size()), source(std::move(from)), chunks_left(num_chunks()) {}
+
+  int64_t num_chunks() const { return begin == end ? 0 : (end - 1) / kChunkBytes - begin / kChunkBytes + 1; }
+};
+
+}  // namespace
+
+struct Snapshot::State {
+  std::string header;
+  std::vector<std::unique_ptr<Piece>> pieces;  // the header and the sources, in the order of the file
+  int64_t nbytes = 0;
+  int64_t num_chunks = 0;
+  std::shared_ptr<Pages> pages;
+  std::vector<uint32_t> checksums;
+  Clock::time_point began = Clock::now();
+
+  std::atomic<int64_t> next_to_copy{0}, next_to_write{0};
+  std::atomic<bool> is_abandoned{false};
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  // The mutex guards the rest.
+  std::vector<bool> piece_is_copied, chunk_is_copied;
+  int64_t chunks_copied = 0, pieces_left = 0;
+  double copy_seconds = -1;
+  int writers = 0;
+  bool is_written = false;
+  std::unique_ptr<OutputFile> file;
+  std::exception_ptr error;
+
+  void copy_chunks();
+  void copy_chunk(int64_t chunk);
+  void end_piece(size_t index);
+  void write_chunks();
+  bool wait_for_chunks(int64_t begin, int64_t end);
+  void end_writer();
+  void release_if_idle();  // with the mutex
+  void fail(std::exception_ptr why);
+};
+
+void Snapshot::State::copy_chunks() {
+  for (int64_t chunk; (chunk = next_to_copy.fetch_add(1)) < num_chunks;) copy_chunk(chunk);
+}
+
+void Snapshot::State::copy_chunk(int64_t chunk) {
+  const int64_t first = chunk * kChunkBytes, last = std::min(first + kChunkBytes, nbytes);
+  uint32_t checksum = 0;
+  const auto after = [](int64_t at, const std::unique_ptr<Piece>& piece) { return at < piece->end; };
+  auto piece = std::upper_bound(pieces.begin(), pieces.end(), first, after);
+  std::vector<size_t> ended;
+  for (; piece != pieces.end() && (*piece)->begin < last; ++piece) {
+    Piece& part = **piece;
+    const int64_t begin = std::max(first, part.begin), end = std::min(last, part.end);
+    if (begin >= end) continue;
+    unsigned char* to = pages->begin() + begin;
+    const StridedBytes& from = part.source.bytes;
+    if (from.is_contiguous()) {
+      checksum = copy_crc32c(checksum, to, from.first() + (begin - part.begin), end - begin);
+    } else {
+      from.copy(to, begin - part.begin, end - part.begin);
+      checksum = crc32c(checksum, to, end - begin);
+    }
+    if (part.chunks_left.fetch_sub(1) == 1) ended.push_back(piece - pieces.begin());
+  }
+  checksums[chunk] = checksum;
+  for (const size_t index : ended) end_piece(index);
+  const std::lock_guard lock(mutex);
+  chunk_is_copied[chunk] = true;
+  if (++chunks_copied == num_chunks) release_if_idle();
+  changed.notify_all();
+}
+
+void Snapshot::State::end_piece(size_t index) {
+  pieces[index]->source.owner.reset();
+  const std::lock_guard lock(mutex);
+  piece_is_copied[index] = true;
+  if (--pieces_left == 0) copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  changed.notify_all();
+}
+
+// Returns false if the snapshot fails meanwhile.
+bool Snapshot::State::wait_for_chunks(int64_t begin, int64_t end) {
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [&] {
+    if (error || is_abandoned) return true;
+    return std::all_of(chunk_is_copied.begin() + begin, chunk_is_copied.begin() + end, [](bool is) { return is; });
+  });
+  return !error && !is_abandoned;
+}
+
+void Snapshot::State::write_chunks() {
+  try {
+    for (int64_t begin; (begin = next_to_write.fetch_add(kChunksPerWrite)) < num_chunks;) {
+      const int64_t end = std::min(begin + kChunksPerWrite, num_chunks);
+      if (!wait_for_chunks(begin, end)) break;
+      const int64_t first = begin * kChunkBytes, last = std::min(end * kChunkBytes, nbytes);
+      file->write(first, pages->begin() + first, last - first);
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  end_writer();
+}
+
+// Gives the memory back once no thread uses it and none will.
+void Snapshot::State::release_if_idle() {
+  if (chunks_copied == num_chunks && writers == 0 && (is_written || error || is_abandoned)) pages.reset();
+}
+
+// The last writer makes the file durable.
+void Snapshot::State::end_writer() {
+  {
+    const std::lock_guard lock(mutex);
+    if (writers > 1) {
+      --writers;
+      return;
+    }
+  }
+  bool is_durable = false;
+  try {
+    if (!error && !is_abandoned) {  // no other thread changes it anymore
+      file->finish();
+      is_durable = true;
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  file.reset();
+  const std::lock_guard lock(mutex);
+  writers = 0;
+  is_written = is_durable;
+  release_if_idle();
+  changed.notify_all();
+}
+
+void Snapshot::State::fail(std::exception_ptr why) {
+  const std::lock_guard lock(mutex);
+  if (!error) error = std::move(why);
+  changed.notify_all();
+}
+
+Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads)
+    : state_(std::make_shared<State>()) {
+  State& state = *state_;
+  DT_INVARIANT(header.size() % kBlockBytes == 0 && !header.empty());
+  state.header = header;
+  const auto size = static_cast<int64_t>(header.size());
+  state.pieces.reserve(sources.size() + 1);
+  state.pieces.push_back(
+      std::make_unique<Piece>(0, Source{StridedBytes(state.header.data(), 1, {size}, {1}), nullptr}));
+  for (Source& source : sources) {
+    const int64_t at = state.pieces.back()->end;
+    state.pieces.push_back(std::make_unique<Piece>(at, std::move(source)));
+  }
+  state.nbytes = state.pieces.back()->end;
+  state.num_chunks = (state.nbytes + kChunkBytes - 1) / kChunkBytes;
+  state.checksums.resize(state.num_chunks);
+  state.chunk_is_copied.resize(state.num_chunks);
+  state.piece_is_copied.resize(state.pieces.size());
+  for (size_t i = 0; i < state.pieces.size(); ++i) {
+    Piece& piece = *state.pieces[i];
+    if (piece.num_chunks() > 0) {
+      ++state.pieces_left;
+    } else {
+      state.piece_is_copied[i] = true;
+      piece.source.owner.reset();
+    }
+  }
+  const int64_t padded = (state.nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  state.pages = slab.lend(padded);
+  std::memset(state.pages->begin() + state.nbytes, 0, padded - state.nbytes);
+  threads.count = static_cast<int>(std::min<int64_t>(threads.count, state.num_chunks));
+  if (start_threads("dt-ckpt-copy", threads, [state = state_] { state->copy_chunks(); }) == 0) {
+    throw FileError("pthread_create", "a snapshot", EAGAIN);
+  }
+}
+
+Snapshot::~Snapshot() { abandon(); }
+
+void Snapshot::abandon() {
+  state_->is_abandoned = true;
+  const std::lock_guard lock(state_->mutex);
+  state_->release_if_idle();
+  state_->changed.notify_all();
+}
+
+bool Snapshot::wait_released(double timeout_s) const {
+  std::unique_lock lock(state_->mutex);
+  return state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return !state_->pages; });
+}
+
+int64_t Snapshot::nbytes() const { return state_->nbytes; }
+
+bool Snapshot::is_copied(size_t source) const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->piece_is_copied.at(source + 1);
+}
+
+bool Snapshot::wait_copied(const std::vector<size_t>& sources, double timeout_s) const {
+  std::unique_lock lock(state_->mutex);
+  return state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] {
+    return std::all_of(sources.begin(), sources.end(), [&](size_t i) { return state_->piece_is_copied.at(i + 1); });
+  });
+}
+
+double Snapshot::copy_seconds() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->copy_seconds;
+}
+
+void Snapshot::write(const std::string& path, bool direct, ThreadSettings threads) {
+  State& state = *state_;
+  DT_INVARIANT(!state.file && !state.is_written);
+  auto file = std::make_unique<OutputFile>(path, state.nbytes, direct);
+  const int64_t units = (state.num_chunks + kChunksPerWrite - 1) / kChunksPerWrite;
+  threads.count = static_cast<int>(std::min<int64_t>(threads.count, units));
+  {
+    const std::lock_guard lock(state.mutex);
+    state.file = std::move(file);
+    state.writers = threads.count;
+  }
+  const int started = start_threads("dt-ckpt-write", threads, [state = state_] { state->write_chunks(); });
+  if (started == 0) state.fail(std::make_exception_ptr(FileError("pthread_create", path, EAGAIN)));
+  for (int i = started; i < threads.count; ++i) state.end_writer();
+}
+
+bool Snapshot::wait_written(double timeout_s) const {
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                           [&] { return state_->is_written || state_->error; });
+  if (state_->error) std::rethrow_exception(state_->error);
+  return state_->is_written;
+}
+
+std::vector<uint32_t> Snapshot::checksums() const {
+  const std::lock_guard lock(state_->mutex);
+  DT_INVARIANT(state_->chunks_copied == state_->num_chunks);
+  return state_->checksums;
+}
+
+}  // namespace drivetrain::checkpointing

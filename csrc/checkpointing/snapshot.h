@@ -1,0 +1,58 @@
+// Declares a snapshot: tensors are copied into a slab that has the layout of their file, and written from there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpointing/slab.h"
+#include "checkpointing/strided_bytes.h"
+#include "checkpointing/threads.h"
+
+namespace drivetrain::checkpointing {
+
+constexpr int64_t kChunkBytes = 4 << 20;  // each chunk of a file has its own checksum
+
+struct Source {
+  StridedBytes bytes;
+  std::shared_ptr<const void> owner;  // released once the bytes are copied
+};
+
+// Copies and writes in threads of its own, which nobody joins: a disk that never answers must not stop the process from
+// ending. The threads and this object share the state. Thread-safe.
+class Snapshot {
+ public:
+  // Starts to copy the header and the sources, one after another. The header has a multiple of kBlockBytes bytes.
+  Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads);
+  ~Snapshot();
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
+
+  int64_t nbytes() const;
+  bool is_copied(size_t source) const;
+  // Returns false if the sources are not copied in time.
+  bool wait_copied(const std::vector<size_t>& sources, double timeout_s) const;
+  // Seconds from the construction until the last source was copied; negative before.
+  double copy_seconds() const;
+
+  // Starts to write into a new file, once. It may be called before all sources are copied.
+  void write(const std::string& path, bool direct, ThreadSettings threads);
+  // Returns true once the file's contents are durable, and false if that takes longer. Throws FileError.
+  bool wait_written(double timeout_s) const;
+
+  // Stops a write that is under way, and gives the memory back as soon as no thread uses it.
+  void abandon();
+
+  // Returns false if the memory is not given back in time.
+  bool wait_released(double timeout_s) const;
+
+  // The CRC32C of each chunk of the file, once all sources are copied.
+  std::vector<uint32_t> checksums() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace drivetrain::checkpointing

@@ -1,0 +1,41 @@
+// Starts niced threads that nobody joins.
+#include "checkpointing/threads.h"
+
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <thread>
+
+namespace drivetrain::checkpointing {
+namespace {
+
+void lower_priority(int nice) {
+  const auto self = static_cast<id_t>(::syscall(SYS_gettid));
+  errno = 0;
+  const int now = ::getpriority(PRIO_PROCESS, self);
+  if (errno == 0) ::setpriority(PRIO_PROCESS, self, std::min(19, now + nice));
+}
+
+}  // namespace
+
+int start_threads(const char* name, ThreadSettings settings, const std::function<void()>& work) {
+  for (int i = 0; i < settings.count; ++i) {
+    try {
+      std::thread([=] {
+        ::pthread_setname_np(::pthread_self(), name);
+        lower_priority(settings.nice);
+        work();
+      }).detach();
+    } catch (const std::system_error&) {
+      return i;
+    }
+  }
+  return settings.count;
+}
+
+}  // namespace drivetrain::checkpointing

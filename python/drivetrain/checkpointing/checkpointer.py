@@ -1,0 +1,446 @@
+"""`Checkpointer`: saves the whole training state in the background, resumes it exactly, and leaves on preemption."""
+
+import datetime
+import logging
+import math
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..grad.accumulate import Window
+from . import environment
+from .errors import CheckpointError
+from .interval import Interval, seconds_of
+from .load import Checkpoint
+from .loader import Stateful, position_of
+from .metadata import Source
+from .preemption import Notices, Preempted
+from .ranks import Flags, Ranks
+from .restore import load_newest
+from .saver import Saver
+from .state import FORMAT, TrainingState
+from .store import Store
+
+_logger = logging.getLogger("drivetrain")
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+_UNEQUAL = (
+    "a rank has left the loop, and another one goes on: every rank must call Checkpointer.step() equally often, as "
+    "with drivetrain.data.ResumableSampler or torch's DistributedSampler"
+)
+
+
+class Checkpointer:
+    """Saves the training state while the training goes on, and continues it after a crash or a preemption.
+
+    ::
+
+        ckpt = Checkpointer("runs/gpt", model=model, optimizer=optimizer, data=loader, every="5min")
+        with ckpt:                           # restores the newest complete checkpoint, if there is one
+            for batch in loader:             # continues with the next batch of the epoch
+                ...
+                ckpt.step()                  # saves when due; leaves the loop on preemption
+
+    On as many ranks as before, the training continues with the same bits of parameters and losses, as far as its
+    operations are deterministic. On another number of ranks it continues with the same samples, and warns.
+
+    On preemption all ranks save the step that they have just made, and `step()` raises an exception that no `except
+    Exception` catches. With an exit code the process then ends with it; without one the program continues after the
+    block. Signals are noticed from the construction on and take effect at the next `step()`, or at the end of
+    `__enter__`. A second signal of a kind, 2 seconds or more after the first, takes its original effect.
+
+    Args:
+        directory: Where checkpoints are; all ranks must see it. Or a `Store`, which the block then leaves open.
+        model: The module, in a DistributedDataParallel of torch or drivetrain or without one. Each rank saves its share
+            of a wrapper's parameters, and all of its buffers and of modules without a wrapper.
+        optimizer: The optimizer, or several.
+        scheduler: The learning-rate scheduler, or several.
+        scaler: The GradScaler.
+        data: The DataLoader of the loop, or several. One over an IterableDataset must be torchdata's
+            StatefulDataLoader. With drivetrain.data.ResumableSampler a position is restored at once; with another
+            sampler the indices of consumed batches are drawn again. Do not iterate over it before the block.
+        window: What `drivetrain.accumulate` returned. Enter it inside of the block. For a new window per epoch, set the
+            attribute `window` to each.
+        generators: Random generators that the training uses beside the default ones of Python, NumPy and torch:
+            torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random.
+        extra: Other objects with state_dict() and load_state_dict(), by name. Each rank saves its own.
+        config: Settings of the run. A restart with others warns and names the differences.
+        every: Time or steps between saves: "5min", "30s", "100 steps", 100, a timedelta, "auto", or None for saves by
+            `save()`, on preemption and at the end only. "auto" follows Daly's formula from the measured cost of a save
+            and `mtbf`; see `interval.daly_interval`.
+        keep: Number of checkpoints to keep; None keeps all.
+        mtbf: Mean time between failures, for "auto", as a duration like "4h".
+        snapshot: "background" copies parameters and optimizer states under the next forward and backward passes, and
+            the optimizer's step waits for the copy. "blocking" copies in `step()`: for scripts that change parameters
+            elsewhere. Tensors on GPUs are copied in `step()`.
+        on_error: "raise" raises a CheckpointError in the next `step()` of every rank after a save has failed. "log"
+            writes it to the log and goes on.
+        signals: Signals that announce a preemption, such as (SIGTERM, SIGUSR1) under SLURM.
+        preemption_file: A path whose existence announces a preemption.
+        cloud: "aws", "gcp" or "azure" asks the metadata service every 5 seconds; or an object with a method notice().
+        grace: Time between the announcement and the end. A save that takes longer warns.
+        exit_code: Exit code of the process after a preemption, 0 to 255; None continues after the block.
+        timeout: Limit in seconds on every wait for a disk or another rank.
+
+    Raises:
+        TypeError: An argument has another type than expected, or the position of `data` cannot be saved.
+        ValueError: An argument is out of its range.
+        NotImplementedError: The model or an optimizer is sharded over ranks.
+        RuntimeError: A launcher has started several ranks, and no process group is initialized.
+
+    Attributes:
+        restored: The checkpoint that the block began with, or None.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Store,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        window: Window | None = None,
+        generators: Sequence[Any] = (),
+        extra: Mapping[str, Stateful] | None = None,
+        config: Mapping[str, Any] | None = None,
+        every: str | int | datetime.timedelta | None = "5min",
+        keep: int | None = 3,
+        mtbf: str | float | datetime.timedelta = "4h",
+        snapshot: str = "background",
+        on_error: str = "raise",
+        signals: Iterable[int] = (signal.SIGTERM,),
+        preemption_file: str | os.PathLike[str] | None = None,
+        cloud: str | Source | None = None,
+        grace: str | float | datetime.timedelta = "30s",
+        exit_code: int | None = EXIT_CODE,
+        timeout: float = 1800.0,
+    ) -> None:
+        for name, value, known in (
+            ("snapshot", snapshot, ("background", "blocking")),
+            ("on_error", on_error, ("raise", "log")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}")
+        if exit_code is not None and not 0 <= exit_code <= 255:
+            raise ValueError(f"exit_code is {exit_code}, expected 0 to 255, or None to continue after the block")
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"timeout is {timeout}, expected a finite number of seconds above 0")
+        self.restored: Checkpoint | None = None
+        self._every = Interval.of(every, mtbf)
+        self._grace = seconds_of(grace, "grace")
+        self._exit_code, self._on_error, self._timeout = exit_code, on_error, timeout
+        self._notices = Notices(signals, preemption_file, cloud)
+        self._ranks = Ranks(timeout)
+        self._position = position_of(data)
+        self._state = TrainingState(
+            model=model,
+            optimizers=_as_list(optimizer),
+            schedulers=_as_list(scheduler),
+            scaler=scaler,
+            position=self._position,
+            window=window,
+            generators=generators,
+            extra=extra or {},
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
+        self._description = environment.describe(config, self._ranks.world_size)
+        self._owns_store = not isinstance(directory, Store)
+        self._directory, self._keep, self._is_background = directory, keep, snapshot == "background"
+        self._saver: Saver | None = None  # inside of the block
+        self._store: Store | None = None
+        self._steps = 0
+        self._saved_steps = 0  # at the last save that began
+        self._elapsed = 0.0  # seconds inside of earlier blocks
+        self._entered_at: float | None = None
+        self._has_warned_of_grace = False
+        self._notices.open()
+
+    @property
+    def steps(self) -> int:
+        """The number of calls of `step()`, over all restarts."""
+        return self._steps
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch of `data` under way, from 0: loop over `range(ckpt.epoch, epochs)`."""
+        return self._position.epoch
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds inside of the block, over all restarts, up to the restored checkpoint for each."""
+        return self._elapsed + (0.0 if self._entered_at is None else time.monotonic() - self._entered_at)
+
+    @property
+    def preempted(self) -> str | None:
+        """What announced a preemption on this rank, or None."""
+        return self._notices.reason
+
+    @property
+    def window(self) -> Window | None:
+        """The accumulation window; set it to each new one."""
+        return self._state.window
+
+    @window.setter
+    def window(self, window: Window) -> None:
+        self._state.give_window(window)
+
+    # ---- The block.
+
+    def __enter__(self) -> "Checkpointer":
+        if self._saver is not None:
+            raise RuntimeError("this Checkpointer is in a with block already")
+        try:
+            self._store = self._directory if isinstance(self._directory, Store) else self._new_store()
+            self._saver = Saver(self._store, self._state, self._is_background, self._timeout)
+            self._notices.open()
+            self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
+            self._state.open()
+            self._restore(self._store)
+            self._saver.open()
+            self._entered_at = time.monotonic()
+            leaving = self._ranks.exchange(self._flags()).leave
+            if leaving and self._exit_code is not None:
+                raise Preempted(self._exit_code)
+            self._ranks.start(self._flags())
+        except BaseException:
+            self._close(is_orderly=False)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        is_preempted = isinstance(error, Preempted)
+        saver = self._open_saver()
+        try:
+            if kind is None:
+                self._finish(saver)
+            elif not is_preempted:
+                saver.wait()
+                self._report(saver)
+        finally:
+            self._close(is_orderly=kind is None or is_preempted)
+        return is_preempted and self._exit_code is None
+
+    def step(self) -> None:
+        """Counts a step, and saves if a save is due. Call it at the end of each pass of the loop, on every rank.
+
+        It costs one all-reduce of 56 bytes over gloo, which runs under the next step and which no rank waits for.
+        Time-based saves and preemption therefore take effect one step after rank 0's clock or the first notice.
+
+        Raises:
+            CheckpointError: A save has failed on some rank, and `on_error` is "raise". The last good checkpoint stays.
+            TypeError: A value of the state has no encoding; the message names it.
+            RuntimeError: The call is outside of the block, or another rank has ended or does not call step().
+        """
+        saver = self._open_saver()
+        is_alone = self._ranks.world_size == 1
+        agreed = None if is_alone else self._ranks.result()
+        self._steps += 1
+        self._poll(saver)
+        agreed = agreed or self._flags()
+        if agreed.ended:
+            raise RuntimeError(_UNEQUAL)
+        if agreed.failed:
+            self._raise_failure(saver)
+        if agreed.leave:
+            self._leave(saver)
+        since = self._steps - self._saved_steps
+        if not agreed.busy and (agreed.due or (self._every.steps is not None and self._every.is_due(since, 0.0))):
+            saver.wait()  # no rank was busy; this returns at once
+            self._begin_save(saver)
+        if not is_alone:
+            self._ranks.start(self._flags())
+
+    def save(self) -> Checkpoint:
+        """Saves the state of this moment under the number of the last step, and waits until it is durable.
+
+        Every rank must call it. Call it where `step()` could stand.
+
+        Raises:
+            CheckpointError: The save has failed. The last good checkpoint stays.
+            TypeError: A value of the state has no encoding; the message names it.
+            RuntimeError: The call is outside of the block.
+        """
+        saver = self._open_saver()
+        saver.wait()
+        self._begin_save(saver)
+        saver.wait()
+        if saver.error is not None:
+            raise saver.error
+        self._adapt(saver)
+        assert saver.checkpoint is not None
+        return saver.checkpoint
+
+    # ---- Parts of a step.
+
+    def _flags(self) -> Flags:
+        saver = self._open_saver()
+        since, seconds = self._steps - self._saved_steps, time.monotonic() - saver.began_at
+        is_due = self._ranks.rank == 0 and self._every.steps is None and self._every.is_due(since, seconds)
+        return Flags(
+            leave=int(self._notices.check() is not None),
+            due=int(is_due),
+            busy=int(saver.is_busy),
+            running=1,
+            failed=int(saver.error is not None and self._on_error == "raise"),
+        )
+
+    def _begin_save(self, saver: Saver) -> None:
+        self._saved_steps = self._steps
+        header = {
+            "format": FORMAT,
+            "rank": self._ranks.rank,
+            "steps": self._steps,
+            "elapsed": self.elapsed,
+            "saved_at": time.time(),
+            **{f"run_{name}": value for name, value in self._description.items()},
+        }
+        saver.begin(self._steps, header)
+        self._report(saver)
+
+    def _poll(self, saver: Saver) -> None:
+        if saver.poll():
+            self._report(saver)
+            self._adapt(saver)
+
+    def _report(self, saver: Saver) -> None:
+        """Logs why a save has failed, where no exception will tell."""
+        if saver.error is not None and self._on_error == "log":
+            _logger.error("the training goes on without this checkpoint: %s", saver.error)
+            saver.error = None
+
+    def _adapt(self, saver: Saver) -> None:
+        """Learns from the costs of a save that has ended."""
+        if saver.duration is None or saver.error is not None:
+            return
+        self._every.measured(saver.stall, saver.duration)
+        if saver.duration > self._grace and not self._has_warned_of_grace:
+            self._has_warned_of_grace = True
+            _logger.warning(
+                "a save of %.1f MiB took %.1f s (%.1f MiB/s), and the grace period is %.0f s: the save on a preemption "
+                "would not complete. Choose a faster disk, or an earlier notice.",
+                saver.nbytes / 2**20,
+                saver.duration,
+                saver.nbytes / 2**20 / saver.duration,
+                self._grace,
+            )
+
+    def _raise_failure(self, saver: Saver) -> None:
+        error, saver.error = saver.error, None
+        if error is None:
+            error = CheckpointError(f"the save of step {saver.begun_step} failed on another rank, whose error says why")
+        self._ranks.start(self._flags())  # A script that catches the error may go on.
+        raise error
+
+    def _leave(self, saver: Saver) -> None:
+        """Saves the last step, unless it is saved, and leaves the loop."""
+        saver.wait()
+        if not self._ranks.all_true(saver.saved_step == self._steps and saver.begun_step == self._steps):
+            self._begin_save(saver)
+            saver.wait()
+        if saver.error is not None:
+            if self._on_error == "raise":
+                raise saver.error
+            self._report(saver)
+        _logger.info("leaving after step %d: %s", self._steps, self._notices.reason or "another rank was told to end")
+        raise Preempted(self._exit_code)
+
+    def _finish(self, saver: Saver) -> None:
+        """Saves the end of the training."""
+        is_alone = self._ranks.world_size == 1
+        if not is_alone and (self._ranks.result().ended or self._ranks.exchange(Flags(ended=1)).running):
+            raise RuntimeError(_UNEQUAL)
+        saver.wait()
+        self._report(saver)
+        if not self._ranks.all_true(saver.saved_step == saver.begun_step == self._steps):
+            self._begin_save(saver)
+            saver.wait()
+        if saver.error is not None:
+            if self._on_error == "raise":
+                raise saver.error
+            self._report(saver)
+
+    def _restore(self, store: Store) -> None:
+        loaded = load_newest(store, self._ranks)
+        if loaded is None:
+            return
+        checkpoint, state, tensors = loaded
+        is_same_world = checkpoint.world_size == self._ranks.world_size
+        self._state.restore(state, tensors, is_same_world)
+        self._steps = self._saved_steps = state["steps"]
+        self._elapsed = state["elapsed"]
+        self.restored = checkpoint
+        if self._saver is not None:
+            self._saver.begun_step = self._saver.saved_step = checkpoint.step
+        if self._ranks.rank == 0:
+            self._warn(checkpoint, state, is_same_world)
+
+    def _warn(self, checkpoint: Checkpoint, state: Any, is_same_world: bool) -> None:
+        if not is_same_world:
+            warnings.warn(
+                f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on "
+                f"{self._ranks.world_size}: the samples are the same, each once per epoch, but the bits of parameters "
+                "and losses will not be those of an uninterrupted run"
+                + (
+                    ", and the gradients of its unfinished accumulation window are dropped"
+                    if self._state.has_collected_gradients(state)
+                    else ""
+                ),
+                stacklevel=4,
+            )
+        saved = {name: state[f"run_{name}"] for name in self._description}
+        found = [text for text in environment.differences(saved, self._description) if "world_size" not in text]
+        if found:
+            warnings.warn(
+                f"{checkpoint.path} was saved by another configuration: {'; '.join(found)}. Its optimizer and "
+                "scheduler states are restored as they were.",
+                stacklevel=4,
+            )
+
+    def _new_store(self) -> Store:
+        assert not isinstance(self._directory, Store)
+        return Store(
+            self._directory,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            keep=self._keep,
+            timeout=self._timeout,
+        )
+
+    def _open_saver(self) -> Saver:
+        if self._saver is None:
+            raise RuntimeError("the Checkpointer is used outside of its block: use 'with ckpt:' around the loop")
+        return self._saver
+
+    def _close(self, is_orderly: bool) -> None:
+        saver, self._saver = self._saver, None
+        self._elapsed, self._entered_at = self.elapsed, None
+        if saver is not None:
+            saver.close()
+        self._state.close()
+        self._notices.close()
+        self._ranks.drop()
+        store, self._store = self._store, None
+        if store is not None and self._owns_store:
+            try:
+                store.close(self._timeout)
+            except CheckpointError as error:
+                if is_orderly:
+                    raise
+                _logger.error("%s", error)
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,95 @@
+"""Passes short messages about a save between ranks, through the store of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import CheckpointError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 50e-3
+
+
+class Coordinator:
+    """Wraps a TCPStore, FileStore or HashStore. It polls, because a blocking call would block the store's other users.
+
+    Args:
+        store: The store that all ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+        prefix: Prefix of all keys.
+
+    Every rank must construct its coordinators in the same order: a number in the keys separates them.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, prefix: str = "drivetrain/checkpoint") -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        # A restart in place may reuse the store: keys of the last coordinator must not answer this one.
+        self._prefix = f"{prefix}/{store.add(f'{prefix}/count/{rank}', 1)}/"
+
+    @classmethod
+    def from_process_group(cls, group: dist.ProcessGroup | None = None) -> Coordinator:
+        """Makes the coordinator of a process group; None is the default one.
+
+        Raises:
+            ValueError: The process group is not initialized.
+        """
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed has no process group: call init_process_group() first")
+        group = group or dist.distributed_c10d._get_default_group()
+        store = dist.distributed_c10d._world.pg_map[group][1]
+        return cls(store, dist.get_rank(group), dist.get_world_size(group))
+
+    def tell(self, key: str, message: dict[str, Any]) -> None:
+        """Publishes a message under a key.
+
+        Raises:
+            CheckpointError: The store does not answer.
+        """
+        try:
+            self._store.set(self._prefix + key, json.dumps(message))
+        except Exception as error:  # c10d raises several types
+            raise self._unreachable(key, error) from error
+
+    def ask(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
+        """Waits for the message under a key and returns it.
+
+        Raises:
+            CheckpointError: It did not come within `timeout_s`, or the store does not answer. `what` describes it.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                if self._store.check([self._prefix + key]):
+                    message: dict[str, Any] = json.loads(self._store.get(self._prefix + key))
+                    return message
+            except Exception as error:  # c10d raises several types
+                raise self._unreachable(key, error) from error
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"rank {self.rank} waited {timeout_s:g} s for {what}, and it did not come. "
+                    "Check whether that rank is alive, or raise `timeout`."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def forget(self, key: str) -> None:
+        """Deletes the message under a key, if there is one, so that the store does not grow."""
+        try:
+            self._store.delete_key(self._prefix + key)
+        except Exception as error:  # c10d raises several types
+            raise self._unreachable(key, error) from error
+
+    def _unreachable(self, key: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"rank {self.rank} cannot reach the store of torch.distributed for {key!r}: {error}. "
+            "The process that hosts it may have ended."
+        )

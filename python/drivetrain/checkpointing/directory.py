@@ -1,0 +1,184 @@
+"""Makes changes of a checkpoint directory durable, locks it, and removes what crashed saves left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from .._C import exchange_paths
+from .errors import CheckpointError
+from .layout import LEFTOVER, LOCK, is_known, temporary_name
+
+_logger = logging.getLogger("drivetrain")
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(folder: Path) -> None:
+    """Makes a folder with its parents, all durable."""
+    if folder.is_dir():
+        return
+    make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):  # another rank was faster
+        folder.mkdir()
+    sync_folder(folder.parent)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a new file and makes its contents durable; its name is durable after `sync_folder`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Gives a complete folder its name, in one step and durably. An older checkpoint of that step is replaced."""
+    if final.exists():
+        # After the exchange, the temporary name holds the old checkpoint, and whatever removes leftovers removes it.
+        if not exchange_paths(os.fspath(temporary), os.fspath(final)):
+            retire(final)
+            temporary.rename(final)
+    else:
+        temporary.rename(final)
+    sync_folder(final.parent)
+    if temporary.exists():
+        remove_files(temporary)
+
+
+def retire(final: Path) -> Path:
+    """Renames a checkpoint so that it is none anymore, durably, before its files are deleted one by one."""
+    step = int(final.name.removeprefix("step-"))
+    trash = final.with_name(temporary_name(step, "trash"))
+    final.rename(trash)
+    sync_folder(final.parent)
+    return trash
+
+
+def remove_files(folder: Path) -> bool:
+    """Deletes a leftover with the files that this package wrote. Keeps the folder if it holds anything else.
+
+    Returns:
+        Whether the folder is gone.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
+    entries = sorted(folder.iterdir())
+    strange = [entry.name for entry in entries if entry.is_symlink() or not entry.is_file() or not is_known(entry.name)]
+    if strange:
+        _logger.warning("%s is kept, because it holds files that no checkpoint has: %s", folder, ", ".join(strange))
+        return False
+    for entry in entries:
+        entry.unlink()
+    folder.rmdir()
+    return True
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """Returns the folders of saves that did not finish and of checkpoints whose deletion did not."""
+    return sorted(
+        entry
+        for entry in directory.iterdir()
+        if LEFTOVER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+    )
+
+
+class Lock:
+    """Holds a directory for one process with flock. The kernel releases it when the process ends, however it ends.
+
+    Args:
+        directory: The directory.
+        timeout_s: A process that is being killed may still hold the lock: wait that long for it.
+
+    Raises:
+        CheckpointError: Another process, or another store of this process, holds the directory.
+        OSError: The lock file cannot be made.
+    """
+
+    def __init__(self, directory: Path, timeout_s: float = 0) -> None:
+        path = directory / LOCK
+        self._descriptor = -1  # for __del__, if open() raises
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take(path, time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        _locks.add(self)
+
+    def close(self) -> None:
+        """Releases the directory."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _take(self, path: Path, deadline: float) -> None:
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
+                    return
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise CheckpointError(
+                        f"{path.parent} is in use by {self._holder()}: "
+                        "give each run its own directory, or end that run."
+                    ) from None
+                time.sleep(0.05)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(os.pread(self._descriptor, 4096, 0))
+            return f"process {holder['pid']} of host {holder['host']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+
+def _release_in_child() -> None:
+    """Closes inherited locks: a worker that outlives its parent must not hold the directory."""
+    for lock in list(_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, timeout_s: float = 0) -> Iterator[None]:
+    """Holds the directory in the block. See `Lock`."""
+    lock = Lock(directory, timeout_s)
+    try:
+        yield
+    finally:
+        lock.close()

@@ -1,0 +1,219 @@
+"""Encodes training state as JSON values and named tensors, and decodes it, without pickle.
+
+JSON has no tuples, sets, bytes, infinities or keys other than text. An object with one key that begins with "$" stands
+for such a value: {"$tuple": [1, 2]}. The table `_DECODERS` lists all of them.
+"""
+
+import base64
+import collections
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them
+
+_INLINE_BYTES = 64  # CPU tensors up to this size, such as step counters, are part of the JSON value
+_MAX_DEPTH = 100
+_INT64 = range(-(2**63), 2**63)
+_ITEMS = {"$set": set, "$frozenset": frozenset, "$tuple": tuple, "$size": torch.Size}
+_PAIRS = {"$dict": dict, "$ordered": collections.OrderedDict, "$counter": collections.Counter}
+_ITEM_MARKS: dict[type, str] = {kind: mark for mark, kind in _ITEMS.items()}
+_PAIR_MARKS: dict[type, str] = {kind: mark for mark, kind in _PAIRS.items()}
+
+
+class Encoder:
+    """Encodes values and collects their tensors under names that say where they come from.
+
+    Args:
+        is_own: Returns whether a tensor has other values on each rank. Its name then begins with `own_prefix`.
+        own_prefix: Such as "rank3/", so that names of ranks differ.
+
+    Attributes:
+        tensors: The collected tensors by name, contiguous and detached. They share memory with the encoded ones where
+            those are contiguous.
+    """
+
+    def __init__(self, is_own: Callable[[Tensor], bool], own_prefix: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._is_own, self._own_prefix = is_own, own_prefix
+        self._names: dict[tuple[Any, ...], str] = {}  # tied tensors are saved once
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> JSON:
+        """Returns `value` as JSON, with references to tensors.
+
+        Args:
+            value: None, bool, int, float, complex, str, bytes, a dense tensor, a torch dtype or device, a NumPy scalar
+                or array of numbers, or lists, tuples, sets, dicts, OrderedDicts, Counters and deques of them.
+            path: The place of the value in the state, for names and messages.
+            depth: The number of containers around the value.
+
+        Raises:
+            TypeError: The value or one inside of it has no encoding. The message names its place.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if value in _INT64 else {"$int": str(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if depth > _MAX_DEPTH:
+            raise TypeError(f"{path} is nested more than {_MAX_DEPTH} levels deep, or contains itself")
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+
+        def inner(items: Sequence[Any]) -> list[JSON]:
+            return [self.encode(item, f"{path}/{index}", depth + 1) for index, item in enumerate(items)]
+
+        def pairs(items: Mapping[Any, Any]) -> list[JSON]:
+            return [
+                [self.encode(key, f"a key of {path}", depth + 1), self.encode(item, f"{path}/{key}", depth + 1)]
+                for key, item in items.items()
+            ]
+
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
+        if kind is list:
+            return inner(value)
+        if kind in _ITEM_MARKS:
+            return {_ITEM_MARKS[kind]: inner(list(value))}
+        if kind in _PAIR_MARKS:
+            return {_PAIR_MARKS[kind]: pairs(value)}
+        if kind is collections.deque:
+            return {"$deque": [inner(list(value)), value.maxlen]}
+        if kind in (bytes, bytearray):
+            return {"$bytes": _text(value)}
+        if kind is complex:
+            return {"$complex": [self.encode(value.real, path), self.encode(value.imag, path)]}
+        if kind is torch.dtype:
+            return {"$dtype": _dtype_name(value)}
+        if kind is torch.device:
+            return {"$device": str(value)}
+        if (encoded := _encode_numpy(value)) is not None:
+            return encoded
+        raise TypeError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint has no encoding for: expected "
+            "numbers, text, bytes, tensors, NumPy arrays, or lists, tuples, sets and dicts of them. Convert it in "
+            "state_dict() and back in load_state_dict()."
+        )
+
+    def _tensor(self, value: Tensor, path: str) -> JSON:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            what = "quantized" if value.is_quantized else f"of layout {value.layout} on {value.device}"
+            raise TypeError(f"{path} is a tensor {what}, expected a dense tensor with values")
+        if hasattr(value, "to_local"):
+            raise NotImplementedError(
+                f"{path} is a DTensor. Checkpointer saves plain tensors; use torch.distributed.checkpoint for sharded "
+                "models."
+            )
+        value = value.detach().resolve_conj().resolve_neg()
+        if value.device.type == "cpu" and value.nbytes <= _INLINE_BYTES:
+            raw = bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()) if value.numel() else b""
+            return {"$small": [_dtype_name(value.dtype), list(value.shape), _text(raw)]}
+        key = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        name = self._names.get(key) if value.numel() else None
+        if name is None:
+            name = self._own_prefix + path if self._is_own(value) else path
+            while name in self.tensors:  # A key may contain the separator.
+                name += "~"
+            self._names[key] = name
+            self.tensors[name] = value.contiguous()
+        # empty_like keeps the strides of tensors without gaps and overlaps only.
+        is_permuted = not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
+        return {"$tensor": name, "stride": list(value.stride())} if is_permuted else {"$tensor": name}
+
+
+def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns what `Encoder.encode` was given. Tensors are on the CPU; a name may occur twice and is then shared.
+
+    Raises:
+        KeyError: A tensor is not among `tensors`.
+        ValueError: The value has a mark that this version does not know.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    mark = next(iter(value), "")
+    if not mark.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    content = value[mark]
+    if mark == "$tensor":
+        found = tensors[content]
+        if "stride" not in value:
+            return found
+        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
+    if mark in _ITEMS:
+        return _ITEMS[mark](decode(content, tensors))
+    if mark in _PAIRS:
+        return _PAIRS[mark]({decode(key, tensors): decode(item, tensors) for key, item in content})
+    if mark == "$deque":
+        return collections.deque(decode(content[0], tensors), content[1])
+    if mark not in _DECODERS:
+        raise ValueError(f"the state has the mark {mark!r}, which this drivetrain does not know: upgrade drivetrain")
+    return _DECODERS[mark](content)
+
+
+def references(value: JSON) -> Iterator[str]:
+    """Yields the names of all tensors that an encoded value refers to."""
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+    elif isinstance(value, dict):
+        if "$tensor" in value:
+            yield value["$tensor"]
+        else:
+            for item in value.values():
+                yield from references(item)
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _small(content: JSON) -> Tensor:
+    name, shape, text = content
+    raw = bytearray(base64.b64decode(text))
+    dtype = getattr(torch, name)
+    return (
+        torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    )
+
+
+def _encode_numpy(value: Any) -> JSON:
+    """Returns a NumPy scalar or array of numbers as JSON; None for everything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or type(value).__module__ != "numpy" or not isinstance(value, numpy.generic | numpy.ndarray):
+        return None
+    if value.dtype.kind not in "biufc":
+        return None
+    mark = "$ndarray" if isinstance(value, numpy.ndarray) else "$scalar"
+    return {mark: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+
+
+def _decode_numpy(content: JSON) -> Any:
+    import numpy
+
+    dtype, shape, text = content
+    return numpy.frombuffer(base64.b64decode(text), dtype=dtype).reshape(shape).copy()
+
+
+_DECODERS: dict[str, Callable[[JSON], Any]] = {
+    "$int": int,
+    "$float": float,
+    "$bytes": base64.b64decode,
+    "$complex": lambda parts: complex(decode(parts[0], {}), decode(parts[1], {})),
+    "$dtype": lambda name: getattr(torch, name),
+    "$device": torch.device,
+    "$small": _small,
+    "$ndarray": _decode_numpy,
+    "$scalar": lambda content: _decode_numpy(content)[()],
+}

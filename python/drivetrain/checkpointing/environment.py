@@ -1,0 +1,53 @@
+"""Describes what the bits of a training depend on beside its state, and names what differs after a restart."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from .encoding import JSON, Encoder
+
+
+def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSON]:
+    """Returns the user's configuration, the environment, and a hash of both, as JSON.
+
+    Raises:
+        TypeError: A value of `config` has no encoding, or a tensor is larger than 64 bytes.
+    """
+    encoder = Encoder(lambda _: False, "")
+    encoded = encoder.encode(dict(config or {}), "config")
+    if encoder.tensors:
+        raise TypeError(f"{next(iter(encoder.tensors))} is a tensor, expected numbers, text and containers of them")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    values = {
+        "config": encoded,
+        "environment": {
+            "world_size": world_size,
+            "torch": str(torch.__version__),
+            "drivetrain": version("drivetrain"),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "DRIVETRAIN_ISA": os.environ.get("DRIVETRAIN_ISA", ""),
+        },
+    }
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return {**values, "config_hash": digest}
+
+
+def differences(saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
+    """Returns a text per entry that differs between two results of `describe`, such as "config.lr: 0.1, was 0.2"."""
+    if saved["config_hash"] == now["config_hash"]:
+        return []
+    found = []
+    for part in ("config", "environment"):
+        for name in sorted(saved[part].keys() | now[part].keys()):
+            before, after = saved[part].get(name, "absent"), now[part].get(name, "absent")
+            if before != after:
+                found.append(f"{part}.{name}: {after}, was {before}")
+    return found

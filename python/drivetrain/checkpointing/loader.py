@@ -1,0 +1,405 @@
+"""Saves and restores the position in the training data, so that a loop continues with the next batch of the epoch."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from ..data import ResumableSampler
+from . import rng
+
+_STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
+_KEY = "_drivetrain_position"  # an attribute of loaders that are counted
+_END, _TAKEN = object(), object()
+_IN_USE = "data is used by another Checkpointer: leave its with block first"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Has a state that can be saved and restored."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Position:
+    """The position in data that the training does not iterate over, or that has no state: nothing is saved."""
+
+    epoch = 0
+
+    def open(self) -> None:
+        """Begins to count batches."""
+
+    def close(self) -> None:
+        """Ends counting, and gives the loader back as it was."""
+
+    def state(self) -> Any:
+        """Returns the position, for `Encoder.encode`."""
+        return None
+
+    def check(self, state: Any, is_same_world: bool) -> None:
+        """Raises ValueError if `restore` could not continue at `state`. Nothing changes."""
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        """Lets the next iteration continue at a position that `state` returned."""
+
+
+def position_of(data: Any) -> Position:
+    """Returns how to save the position in `data`, the argument of Checkpointer.
+
+    Raises:
+        TypeError: The position in `data` cannot be saved. The message says what to use.
+    """
+    if data is None:
+        return Position()
+    if isinstance(data, list | tuple):
+        return _Several([position_of(one) for one in data])
+    if isinstance(data, ResumableSampler):
+        raise TypeError("data is a ResumableSampler, expected its DataLoader, which knows what the training consumed")
+    if isinstance(data, DataLoader):
+        if hasattr(data, _KEY):
+            raise RuntimeError(_IN_USE)
+        if hasattr(data, "base_dataloader"):  # It has a state_dict() that does not restore the order of a shuffle.
+            raise TypeError(
+                f"data is Accelerate's {type(data).__name__}, which fetches ahead: leave the loader out of "
+                "accelerator.prepare(), and give it drivetrain.data.ResumableSampler, which splits samples over ranks"
+            )
+        if isinstance(data, Stateful):
+            return _StatefulLoader(data)
+        if isinstance(data.dataset, IterableDataset):
+            raise TypeError(
+                f"data is a DataLoader over the IterableDataset {type(data.dataset).__name__}, whose position it "
+                f"cannot tell: use {_STATEFUL}, and give the dataset state_dict() and load_state_dict()"
+            )
+        if type(data).__iter__ is not DataLoader.__iter__:
+            raise TypeError(
+                f"data is a {type(data).__name__}, which iterates in a way of its own and may fetch ahead: pass a "
+                f"DataLoader or {_STATEFUL}"
+            )
+        return _Loader(data)
+    if isinstance(data, Stateful):
+        return _Direct(data)
+    raise TypeError(
+        f"data is a {type(data).__name__}, expected a DataLoader, {_STATEFUL}, or an object with state_dict() and "
+        "load_state_dict()"
+    )
+
+
+class _Direct(Position):
+    def __init__(self, data: Stateful) -> None:
+        self._data = data
+
+    def state(self) -> Any:
+        return self._data.state_dict()
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        self._data.load_state_dict(state)
+
+
+class _Several(Position):
+    def __init__(self, positions: list[Position]) -> None:
+        self._positions = positions
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        return self._positions[0].epoch if self._positions else 0
+
+    def open(self) -> None:
+        for position in self._positions:
+            position.open()
+
+    def close(self) -> None:
+        for position in self._positions:
+            position.close()
+
+    def state(self) -> Any:
+        return [position.state() for position in self._positions]
+
+    def check(self, state: Any, is_same_world: bool) -> None:
+        if not isinstance(state, list) or len(state) != len(self._positions):
+            found = len(state) if isinstance(state, list) else 1
+            raise ValueError(f"data has {len(self._positions)} loaders, expected {found} as in the checkpoint")
+        for position, one in zip(self._positions, state, strict=True):
+            position.check(one, is_same_world)
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        for position, one in zip(self._positions, state, strict=True):
+            position.restore(one, is_same_world)
+
+
+class _Counted(Position):
+    """Counts the batches that a loop takes from a DataLoader.
+
+    A `for` loop looks `__iter__` up in the class, so the loader gets a subclass of its class for the time of counting.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._loader = loader
+        self._class: type | None = None
+        self._count = -1  # of the epochs that have begun, less one
+        self._is_next = False  # the next iteration is that of the next epoch, after a restored end of an epoch
+        self.batches = 0  # taken in the iteration under way
+        self.is_exhausted = False  # the iteration under way has ended
+        self._start: Any = None  # random states at its beginning; None: there is none
+        self._workers_start: Any = None  # those at the start of persistent workers, which later iterations reuse
+        self._is_reuse = False  # the iteration under way reuses workers
+        self._resumed: Any = None  # the state with which the next iteration continues
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        return max(0, self._count + self._is_next)
+
+    def open(self) -> None:
+        if hasattr(self._loader, _KEY):
+            raise RuntimeError(_IN_USE)
+        self._class = type(self._loader)
+        members = {"__iter__": lambda loader: getattr(loader, _KEY).begin(), "__module__": self._class.__module__}
+        setattr(self._loader, _KEY, self)
+        self._loader.__class__ = type(self._class.__name__, (self._class,), members)
+
+    def close(self) -> None:
+        if self._class is not None:
+            self._loader.__class__ = self._class
+            delattr(self._loader, _KEY)
+            self._class = None
+
+    def begin(self) -> Iterator[Any]:
+        """Begins an iteration over the loader; its own `__iter__` comes here."""
+        resumed, self._resumed = self._resumed, None
+        self.batches, self.is_exhausted, self._is_next = 0, False, False
+        if resumed is None or resumed["start"] is None:
+            self._count += 1
+            self._start = self._streams()
+            self._is_reuse = self._workers_start is not None
+            if self._is_persistent() and not self._is_reuse:
+                self._workers_start = self._start
+            return _Batches(self._iterate(), self)
+        # An iteration draws its seeds when it begins. They are drawn again from the states of that time, and the
+        # states go on where the checkpoint found them.
+        now = rng.capture_host()
+        self._start, self._is_reuse = resumed["start"], resumed["is_reuse"]
+        self._workers_start = resumed["workers_start"]
+        self._set_streams(self._workers_start or self._start)
+        batches = _Batches(self._iterate_from(resumed), self)
+        rng.restore_host(now)
+        return batches
+
+    def state(self) -> Any:
+        return {
+            "epoch": self._count,
+            "is_exhausted": self.is_exhausted,
+            "start": self._start,
+            "workers_start": self._workers_start,
+            "is_reuse": self._is_reuse,
+        }
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        self._count = state["epoch"]
+        self.batches, self.is_exhausted, self._start = 0, state["is_exhausted"], state["start"]
+        self._resumed = state
+
+    def _iterate(self) -> Iterator[Any]:
+        assert self._class is not None
+        iterator: Iterator[Any] = self._class.__iter__(self._loader)  # type: ignore[attr-defined]
+        return iterator
+
+    def _iterate_from(self, state: Any) -> Iterator[Any]:
+        return self._iterate()
+
+    def _is_persistent(self) -> bool:
+        return self._loader.persistent_workers and self._loader.num_workers > 0
+
+    def _own_generators(self) -> list[Any]:
+        return []
+
+    def _streams(self) -> Any:
+        return rng.capture_host() | {"own": [rng.state_of(one) for one in self._own_generators()]}
+
+    def _set_streams(self, state: Any) -> None:
+        for generator, words in zip(self._own_generators(), state["own"], strict=True):
+            rng.set_state(generator, words)
+        rng.restore_host(state)
+
+
+class _StatefulLoader(_Counted):
+    """A loader that saves its own position, such as torchdata's."""
+
+    def state(self) -> Any:
+        before = rng.capture_host()
+        state = self._loader.state_dict()  # type: ignore[attr-defined]
+        rng.restore_host(before)  # A loader without an iteration begins one, which draws seeds.
+        return super().state() | {"loader": state}
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        super().restore(state, is_same_world)
+        self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        if state["is_exhausted"]:  # torchdata then begins the next epoch instead of an empty rest of this one.
+            self._resumed, self._is_next = None, True
+
+
+class _Loader(_Counted):
+    """A plain DataLoader over a map-style dataset.
+
+    With a ResumableSampler the position is restored at once. Any other sampler is asked for the indices of the epoch
+    again, from the same random states, and those of consumed batches are dropped. No sample is loaded twice.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        super().__init__(loader)
+        batch_sampler = loader.batch_sampler
+        sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
+        is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
+        self._sampler: Any = sampler
+        self._resumable = sampler if is_plain and isinstance(sampler, ResumableSampler) else None
+        self._batch_size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", 1)
+        self._begun_epoch = getattr(sampler, "epoch", None)
+        self._skipped = 0  # batches that the iteration under way left out at its beginning
+
+    def state(self) -> Any:
+        epoch = getattr(self._sampler, "epoch", None)
+        common = super().state() | {"sampler_epoch": epoch}
+        if epoch != self._begun_epoch:  # set_epoch() was called since; the next iteration draws its own seeds.
+            common["start"] = None
+        if self._resumable is None:
+            return common | {"batches": self._skipped + self.batches if common["start"] is not None else 0}
+        drawn = self._resumable._drawn
+        consumed = drawn if self.is_exhausted else min(self.batches * self._batch_size, drawn)
+        return common | {"sampler": self._resumable.state_dict(consumed)}
+
+    def check(self, state: Any, is_same_world: bool) -> None:
+        if ("sampler" in state) != (self._resumable is not None):
+            has, lacks = ("a", "none") if "sampler" in state else ("no", "one")
+            raise ValueError(f"data has {lacks}, but the checkpoint is of a loader with {has} ResumableSampler")
+        if not is_same_world and self._resumable is None and state["start"] is not None:
+            raise ValueError(
+                "data has a sampler that cannot continue at another number of ranks: use "
+                "drivetrain.data.ResumableSampler, or continue on as many ranks as saved the checkpoint"
+            )
+        generators = len(state["start"]["own"]) if state["start"] is not None else 0
+        if state["start"] is not None and generators != len(self._own_generators()):
+            raise ValueError(
+                f"data has {len(self._own_generators())} generators of its own, expected {generators} as in the "
+                "checkpoint"
+            )
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        super().restore(state, is_same_world)
+        self._skipped = 0
+        if self._resumable is not None:
+            self._resumable.load_state_dict(state["sampler"])
+        else:
+            self._skipped = state["batches"]
+            if state["sampler_epoch"] is not None and hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(state["sampler_epoch"])
+        self._begun_epoch = getattr(self._sampler, "epoch", None)
+
+    def begin(self) -> Iterator[Any]:
+        self._begun_epoch = getattr(self._sampler, "epoch", None)
+        if self._resumed is None:
+            self._skipped = 0
+        return super().begin()
+
+    def _iterate_from(self, state: Any) -> Iterator[Any]:
+        name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
+        original = getattr(self._loader, name)
+        # An iteration over running workers drew no seed for them before its sampler drew.
+        before = functools.partial(self._set_streams, self._start) if self._is_reuse else None
+        skipping = _Skipping(original, state.get("batches", 0), before)
+        # DataLoader refuses to replace its sampler, because an iteration under way would not see it. None is.
+        object.__setattr__(self._loader, name, skipping)
+        try:
+            iterator = self._iterate()
+            skipping.prime()
+        finally:
+            object.__setattr__(self._loader, name, original)
+        return iterator
+
+    def _own_generators(self) -> list[Any]:
+        found = [getattr(self._loader, "generator", None), getattr(self._sampler, "generator", None)]
+        return list({id(one): one for one in found if one is not None}.values())
+
+
+class _Batches:
+    """Iterates over a loader's batches and counts those that it hands out."""
+
+    def __init__(self, batches: Iterator[Any], counted: _Counted) -> None:
+        self._batches, self._counted = batches, counted
+
+    def __iter__(self) -> "_Batches":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._counted.is_exhausted = True
+            raise
+        self._counted.batches += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+class _Skipping:
+    """A sampler whose first used iteration leaves out the first `count` elements.
+
+    DataLoader with workers makes an iterator that it drops. So one begins with its first element, or with `prime`, and
+    calls `before` then.
+    """
+
+    def __init__(self, sampler: Iterable[Any], count: int, before: Callable[[], None] | None) -> None:
+        self._sampler, self._count, self._before = sampler, count, before
+        self._has_begun = False
+        self._last: _Skipped | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._has_begun:
+            return iter(self._sampler)
+        self._last = _Skipped(self)
+        return self._last
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+    def begin(self) -> Iterator[Any]:
+        """Returns the sampler's iterator at the first element that is not left out."""
+        self._has_begun = True
+        if self._before is not None:
+            self._before()
+        elements = iter(self._sampler)
+        for _ in range(self._count):
+            next(elements, None)
+        return elements
+
+    def prime(self) -> None:
+        """Begins now, so that the sampler draws its random numbers now."""
+        if self._last is not None:
+            self._last.prime()
+
+
+class _Skipped:
+    def __init__(self, skipping: _Skipping) -> None:
+        self._skipping = skipping
+        self._elements: Iterator[Any] | None = None
+        self._first: Any = _TAKEN
+
+    def __iter__(self) -> "_Skipped":
+        return self
+
+    def prime(self) -> Iterator[Any]:
+        if self._elements is None:
+            self._elements = self._skipping.begin()
+            self._first = next(self._elements, _END)
+        return self._elements
+
+    def __next__(self) -> Any:
+        elements = self.prime()
+        first, self._first = self._first, _TAKEN
+        if first is _END:
+            raise StopIteration
+        return next(elements) if first is _TAKEN else first

@@ -1,0 +1,96 @@
+"""Notices that the machine will be taken away: by a signal, a file, or the cloud's metadata service."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .metadata import Poller, Source, source_of
+
+_logger = logging.getLogger("drivetrain")
+_SAME_NOTICE_SECONDS = 2.0  # launchers and schedulers both deliver one notice, so two signals may be one
+_FILE_CHECK_SECONDS = 1.0
+
+
+class Preempted(SystemExit):
+    """Leaves the loop after the last step was saved. Nothing should catch it but `with Checkpointer(...)`."""
+
+
+class Notices:
+    """Collects notices from all sources until it is closed.
+
+    Args:
+        signals: Signals to handle. A second one of a kind, 2 seconds or more after the first, takes the effect that it
+            had before.
+        file: A path whose existence is a notice, or None.
+        cloud: "aws", "gcp" or "azure", a `Source`, or None.
+
+    Attributes:
+        reason: What was noticed, or None.
+    """
+
+    def __init__(self, signals: Iterable[int], file: str | os.PathLike[str] | None, cloud: str | Source | None) -> None:
+        self.reason: str | None = None
+        self._signals = [signal.Signals(number) for number in signals]
+        self._file = None if file is None else Path(file)
+        self._file_checked = -_FILE_CHECK_SECONDS
+        self._source = None if cloud is None else source_of(cloud)
+        self._poller: Poller | None = None
+        self._originals: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._noticed_at: dict[tuple[int, int], float] = {}  # by process and signal
+
+    def open(self) -> None:
+        """Handles the signals, and begins to poll. A second call has no effect."""
+        if self._originals:
+            return
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            names = ", ".join(number.name for number in self._signals)
+            _logger.warning(
+                "Checkpointer is not in the main thread, where Python handles %s: they take no effect", names
+            )
+        else:
+            for number in self._signals:
+                self._originals[number] = signal.signal(number, self._on_signal)
+        if self._source is not None and self._poller is None:
+            self._poller = Poller(self._source)
+
+    def close(self) -> None:
+        """Restores the original signal handlers and ends polling."""
+        for number, original in self._originals.items():
+            if signal.getsignal(number) == self._on_signal:  # otherwise the script has replaced it since
+                signal.signal(number, signal.SIG_DFL if original is None else original)
+        self._originals = {}
+        if self._poller is not None:
+            self._poller.close()
+            self._poller = None
+
+    def check(self) -> str | None:
+        """Returns the reason to leave, or None. Looks for the file once per second."""
+        if self.reason is None and self._poller is not None:
+            self.reason = self._poller.reason
+        if self.reason is None and self._file is not None:
+            now = time.monotonic()
+            if now - self._file_checked >= _FILE_CHECK_SECONDS:
+                self._file_checked = now
+                if self._file.exists():
+                    self.reason = f"the file {self._file} exists"
+        return self.reason
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        first = self._noticed_at.setdefault((os.getpid(), number), now)
+        # Schedulers signal whole process groups. A forked worker of a DataLoader outlives that, because the last steps
+        # need its batches, and ends at the next signal.
+        patience = _SAME_NOTICE_SECONDS if os.getpid() == self._pid else 0.0
+        if first == now or now - first < patience:
+            self.reason = self.reason or signal.Signals(number).name
+            return
+        original = self._originals[number]
+        signal.signal(number, signal.SIG_DFL if original is None else original)
+        os.kill(os.getpid(), number)

@@ -1,0 +1,102 @@
+"""Lets ranks agree on what to do at a step, with one small all-reduce per step that no rank waits for."""
+
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Flags(NamedTuple):
+    """What ranks tell each other; the largest value of each wins."""
+
+    leave: int = 0  # this rank was told to end
+    due: int = 0  # a save is due by the clock of rank 0
+    busy: int = 0  # the last save is under way
+    failed: int = 0  # the last save has failed
+    running: int = 0  # this rank is in its loop
+    ended: int = 0  # this rank has left its loop
+    number: int = 0  # any number
+
+
+class Ranks:
+    """Exchanges flags over a gloo group of its own, so that it never reorders the collectives of the training.
+
+    Every rank calls the same methods in the same order. The all-reduce of one step runs while the next step computes;
+    its result is read at the end of that step. A rank waits only for ranks that are a whole step behind.
+
+    Args:
+        timeout: Seconds after which a wait for another rank raises.
+
+    Raises:
+        RuntimeError: A launcher has started several ranks, and no process group is initialized.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        is_grouped = dist.is_available() and dist.is_initialized()
+        if not is_grouped and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and no process group is initialized: call "
+                "torch.distributed.init_process_group() before Checkpointer()"
+            )
+        self.rank = dist.get_rank() if is_grouped else 0
+        self.world_size = dist.get_world_size() if is_grouped else 1
+        self._timeout = timedelta(seconds=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout) if self.world_size > 1 else None
+        self._running: tuple[Any, torch.Tensor] | None = None
+
+    def start(self, flags: Flags) -> None:
+        """Begins an exchange. The next call must be `result`."""
+        values = torch.tensor(flags, dtype=torch.int64, device="cpu")
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._running = work, values
+
+    def result(self) -> Flags:
+        """Returns the largest flags of all ranks from the exchange under way; waits for ranks that are a step behind.
+
+        Raises:
+            RuntimeError: A rank has ended, or did not come in time.
+        """
+        assert self._running is not None, "no exchange is under way"
+        (work, values), self._running = self._running, None
+        if work is not None:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {self.rank} waited at Checkpointer.step() for the other ranks, and one has ended or did not "
+                    f"come within {self._timeout}: every rank must call step() equally often. {error}"
+                ) from error
+        return Flags(*values.tolist())
+
+    def exchange(self, flags: Flags) -> Flags:
+        """Returns the largest flags of all ranks, and waits for them."""
+        self.start(flags)
+        return self.result()
+
+    def all_true(self, value: bool) -> bool:
+        """Returns whether `value` is true on all ranks, and waits for them."""
+        return not self.exchange(Flags(failed=int(not value))).failed
+
+    def any_true(self, value: bool) -> bool:
+        """Returns whether `value` is true on any rank, and waits for them."""
+        return bool(self.exchange(Flags(busy=int(value))).busy)
+
+    def agree(self, value: int) -> tuple[int, int]:
+        """Returns the smallest and the largest `value` of all ranks, and waits for them. Values are 0 or more."""
+        largest = self.exchange(Flags(number=value)).number
+        return -self.exchange(Flags(number=-value)).number, largest
+
+    def drop(self) -> None:
+        """Forgets the exchange under way, which another rank may not join any more."""
+        self._running = None
+
+    def close(self) -> None:
+        """Ends the group, as far as no exchange is under way."""
+        self._running = None
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None

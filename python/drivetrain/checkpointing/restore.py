@@ -1,0 +1,117 @@
+"""Finds the newest checkpoint that all ranks can read, and reads it with a progress bar."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
+
+from .encoding import JSON
+from .errors import CheckpointError
+from .load import Checkpoint
+from .ranks import Ranks
+from .state import names_of
+from .store import Store
+
+_logger = logging.getLogger("drivetrain")
+_BYTES_AT_ONCE = 256 << 20
+_SHOWN_FROM_BYTES = 1 << 30  # smaller checkpoints load before a bar could help
+
+
+def load_newest(store: Store, ranks: Ranks) -> tuple[Checkpoint, JSON, dict[str, Tensor]] | None:
+    """Loads the newest checkpoint whose checksums hold on every rank.
+
+    Returns:
+        The checkpoint, this rank's state and the tensors that it refers to; None if no checkpoint exists. If the number
+        of ranks has changed, rank r gets the state of rank r modulo the saved number.
+
+    Raises:
+        CheckpointError: Checkpoints exist and none can be read, or ranks see different directories.
+    """
+    found = {checkpoint.serial: checkpoint for checkpoint in store.checkpoints()}
+    if not ranks.any_true(bool(found)):
+        return None
+    failure: CheckpointError | None = None
+    bound = max(found, default=0) + 1
+    while True:
+        mine = max((serial for serial in found if serial < bound), default=0)
+        lowest, highest = ranks.agree(mine)
+        if lowest == 0:
+            if failure is not None:
+                raise failure
+            raise CheckpointError(
+                f"{store.directory} has checkpoints that rank {ranks.rank} or another rank cannot read: all ranks must "
+                "see the same directory. `drivetrain ckpt verify` says which files are damaged."
+            )
+        if lowest != highest:
+            bound = lowest + 1
+            continue
+        checkpoint, loaded = found[mine], None
+        try:
+            loaded = _load(checkpoint, ranks.rank)
+        except CheckpointError as error:
+            failure = error
+        if ranks.all_true(loaded is not None):
+            assert loaded is not None
+            return checkpoint, *loaded
+        failure = failure or CheckpointError(f"{checkpoint.path} cannot be read by another rank, whose log says why")
+        _logger.warning("a checkpoint is passed over: %s", failure)
+        bound = mine
+
+
+def _load(checkpoint: Checkpoint, rank: int) -> tuple[JSON, dict[str, Tensor]]:
+    state = checkpoint.state(rank % checkpoint.world_size)
+    needed = set(names_of(state))
+    shapes, dtypes = checkpoint.shapes(), checkpoint.dtypes()
+    if lacking := sorted(needed - shapes.keys()):
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {lacking[0]!r}, which its state refers to")
+    sizes = {name: shapes[name].numel() * dtypes[name].itemsize for name in shapes if name in needed}
+    tensors: dict[str, Tensor] = {}
+    with _progress(checkpoint, sum(sizes.values()), rank) as bar:
+        for names in _groups(sizes):
+            tensors.update(checkpoint.load(names))
+            if bar is not None:
+                bar.update(bar.task_ids[0], advance=sum(sizes[name] for name in names))
+    return state, tensors
+
+
+def _groups(sizes: dict[str, int]) -> Iterator[Sequence[str]]:
+    """Yields the names in their order, in groups of some hundred MiB."""
+    group: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        group.append(name)
+        total += size
+        if total >= _BYTES_AT_ONCE:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
+@contextmanager
+def _progress(checkpoint: Checkpoint, total: int, rank: int) -> Iterator[Progress | None]:
+    """Shows a bar on the terminal of rank 0 for a long load; without a terminal the log tells its begin and end."""
+    if rank != 0 or total < _SHOWN_FROM_BYTES:
+        yield None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        began = time.monotonic()
+        _logger.info("loading %.1f GiB from %s", total / 2**30, checkpoint.path)
+        yield None
+        _logger.info("loaded %s in %.1f s", checkpoint.path, time.monotonic() - began)
+        return
+    columns = (
+        "loading {task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        bar.add_task(checkpoint.path.name, total=total)
+        yield bar

@@ -1,0 +1,125 @@
+"""Captures and restores the states of random number generators: Python's, NumPy's, torch's, and a user's own."""
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Generators = Sequence[Any]  # torch.Generator, numpy.random.Generator, numpy.random.RandomState or random.Random
+
+
+def check(generators: Generators) -> None:
+    """Raises TypeError if an element of `generators` is of a kind whose state is unknown."""
+    for index, generator in enumerate(generators):
+        _state_of(generator, f"generators[{index}]")
+
+
+def capture(generators: Generators = ()) -> dict[str, Any]:
+    """Returns the states of all generators, for `Encoder.encode`.
+
+    The default generators are Python's `random`, NumPy's if NumPy is imported, torch's on the CPU, and torch's on every
+    CUDA device if CUDA is initialized.
+    """
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return capture_host() | {
+        "cuda": [_bytes(state) for state in torch.cuda.get_rng_state_all()] if has_cuda else [],
+        "generators": [_state_of(generator, "generators") for generator in generators],
+    }
+
+
+def capture_host() -> dict[str, Any]:
+    """Returns the states of the default generators on the CPU."""
+    numpy = sys.modules.get("numpy")
+    return {
+        "python": _python_state(random.getstate()),
+        "numpy": None if numpy is None else numpy.random.get_state(legacy=False),
+        "torch": _bytes(torch.get_rng_state()),
+    }
+
+
+def restore(state: dict[str, Any], generators: Generators = ()) -> None:
+    """Restores what `capture` returned.
+
+    Raises:
+        ValueError: The numbers of CUDA devices or of generators differ from those at the capture. Nothing is restored.
+    """
+    saved, devices = state["cuda"], torch.cuda.device_count() if state["cuda"] else 0
+    if len(saved) > devices:
+        raise ValueError(
+            f"the checkpoint has random states of {len(saved)} CUDA devices and this process sees {devices}: make as "
+            "many visible, or pass generators of your own"
+        )
+    if len(state["generators"]) != len(generators):
+        raise ValueError(
+            f"generators has {len(generators)} elements, expected {len(state['generators'])} as in the checkpoint"
+        )
+    for generator, saved_state in zip(generators, state["generators"], strict=True):
+        set_state(generator, saved_state)
+    for device, words in enumerate(saved):
+        torch.cuda.set_rng_state(_tensor(words), device)
+    restore_host(state)
+
+
+def restore_host(state: dict[str, Any]) -> None:
+    """Restores what `capture_host` returned."""
+    random.setstate(_python_tuple(state["python"]))
+    if state["numpy"] is not None:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(_tensor(state["torch"]))
+
+
+def state_of(generator: Any) -> Any:
+    """Returns the state of one generator, for `Encoder.encode`."""
+    return _state_of(generator, "generator")
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Restores what `state_of` returned into a generator of the same kind."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_tensor(state))
+    elif isinstance(generator, random.Random):
+        generator.setstate(_python_tuple(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _state_of(generator: Any, name: str) -> Any:
+    if isinstance(generator, torch.Generator):
+        return _bytes(generator.get_state())
+    if isinstance(generator, random.Random):
+        return _python_state(generator.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    if numpy is not None and isinstance(generator, numpy.random.RandomState):
+        return generator.get_state(legacy=False)
+    raise TypeError(
+        f"{name} is a {type(generator).__name__}, expected a torch.Generator, numpy.random.Generator, "
+        "numpy.random.RandomState or random.Random"
+    )
+
+
+def _python_state(state: Any) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": b"".join(word.to_bytes(4, "little") for word in words), "gauss": gauss}
+
+
+def _python_tuple(state: dict[str, Any]) -> tuple[Any, ...]:
+    words = state["words"]
+    values = tuple(int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4))
+    return state["version"], values, state["gauss"]
+
+
+def _bytes(state: Tensor) -> bytes:
+    return bytes(state.tolist())
+
+
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

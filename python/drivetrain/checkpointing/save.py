@@ -1,0 +1,164 @@
+"""Follows one save: when its tensors may change again, and whether it has succeeded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from .._C import Slab, Snapshot
+from .errors import CheckpointError
+from .layout import encode_header, plain
+from .load import Checkpoint
+from .manifest import JSON
+
+LONGEST_WAIT_S = 600.0
+_RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next save says so
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a new safetensors file and waits until its contents are durable.
+
+    Raises:
+        CheckpointError: That took too long.
+        OSError: The file exists or cannot be written.
+    """
+    save = Save(0, tensors, None)
+    save._begin_copy(Slab(), 1, 0)
+    assert save._snapshot is not None
+    save._snapshot.write(str(path), True, 1, 0)
+    if not save._snapshot.wait_written(LONGEST_WAIT_S):
+        raise CheckpointError(f"{path} was not written within {LONGEST_WAIT_S:g} s: the disk is slow. Check it.")
+
+
+class Save:
+    """A save that copies and writes in the background.
+
+    Attributes:
+        step: The step that is saved.
+        nbytes: Bytes of this rank's file, header included.
+        copy_s: Seconds from `Store.save` until the last tensor was copied; None before.
+        write_s: Seconds from `Store.save` until this rank's file was durable; None before.
+    """
+
+    def __init__(self, step: int, tensors: Mapping[str, Tensor], state: JSON) -> None:
+        kept = {name: plain(tensor) for name, tensor in tensors.items()}
+        self.step = step
+        self.write_s: float | None = None
+        self._began = time.monotonic()
+        self._state = state
+        self._header, self._order = encode_header(kept)
+        self._indices = {name: index for index, name in enumerate(self._order)}
+        self._tensors: list[Tensor] | None = [kept[name] for name in self._order]
+        self._snapshot: Snapshot | None = None
+        self._copy_began, self._ended = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._path: Path | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._discarded: str | None = None  # why the save must not complete
+        self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else "under way"
+        return f"<Save of step {self.step}: {state}>"
+
+    @property
+    def copy_s(self) -> float | None:
+        """Seconds from `Store.save` until the last tensor was copied; None before."""
+        return self._snapshot.copy_seconds if self._snapshot else None
+
+    def copied(self, name: str) -> bool:
+        """Returns whether the tensor of this name may change again.
+
+        Raises:
+            KeyError: The save has no such tensor.
+        """
+        index = self._index_of(name)
+        return self._ended.is_set() or (self._snapshot is not None and self._snapshot.is_copied(index))
+
+    def wait_copied(self, timeout: float = LONGEST_WAIT_S, *, names: Iterable[str] | None = None) -> None:
+        """Waits until tensors may change again.
+
+        Args:
+            timeout: Seconds to wait.
+            names: Names of the tensors; None waits for all.
+
+        Raises:
+            CheckpointError: They were not copied in time.
+            KeyError: The save has no such tensor.
+        """
+        indices: Sequence[int] = range(len(self._order)) if names is None else [self._index_of(name) for name in names]
+        deadline = time.monotonic() + timeout
+        began = self._copy_began.wait(timeout)
+        if self._snapshot is not None:
+            began = self._snapshot.wait_copied(list(indices), max(0.0, deadline - time.monotonic()))
+        if not began:
+            raise CheckpointError(
+                f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
+                "or the machine is overloaded. Save less often, or raise `timeout`."
+            )
+
+    def discard_unless_copied(self, names: Iterable[str], reason: str) -> bool:
+        """Makes the save fail with `reason` unless these tensors are copied; returns whether it will.
+
+        Raises:
+            KeyError: The save has no such tensor.
+        """
+        self._discarded = reason  # before the look: a copy that ends in between then fails too
+        if all(self.copied(name) for name in names):
+            self._discarded = None
+        return self._discarded is not None
+
+    def done(self) -> bool:
+        """Returns whether the save has succeeded or failed."""
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """Returns why the save failed; None if it succeeded or is under way."""
+        return self._error
+
+    def result(self, timeout: float = LONGEST_WAIT_S) -> Checkpoint:
+        """Waits until the checkpoint is complete and durable on every rank, and returns it.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            CheckpointError: The save failed, and the message says why; or it did not end in time.
+        """
+        if not self._ended.wait(timeout):
+            raise CheckpointError(f"step {self.step} was not saved within {timeout:g} s: it is still being written")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint(self._path)
+        return self._checkpoint
+
+    # The store calls the rest.
+
+    def _begin_copy(self, slab: Slab, num_threads: int, nice: int) -> None:
+        assert self._tensors is not None
+        try:
+            self._snapshot = Snapshot(slab, self._header, self._tensors, num_threads, nice)
+        finally:
+            self._tensors = None  # the snapshot keeps each tensor until it is copied
+            self._copy_began.set()
+
+    def _end(self, path: Path | None, error: BaseException | None) -> None:
+        self._path, self._error = path, error
+        if error is not None and self._snapshot is not None:
+            self._snapshot.abandon()
+            self._snapshot.wait_released(_RELEASE_S)  # the next save needs the memory
+        self._tensors = None
+        self._copy_began.set()
+        self._ended.set()
+
+    def _index_of(self, name: str) -> int:
+        try:
+            return self._indices[name]
+        except KeyError:
+            raise KeyError(f"name is {name!r}, expected a tensor of the save of step {self.step}") from None

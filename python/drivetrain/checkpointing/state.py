@@ -1,0 +1,336 @@
+"""Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ..grad.accumulate import Window
+from ..optim.base import FusedOptimizer
+from ..optim.sharded import is_dtensor
+from ..wrapped import unwrapped
+from . import rng
+from .encoding import JSON, Encoder, decode, references
+from .gradients import Gradients
+from .load import Checkpoint
+from .loader import Position, Stateful
+
+FORMAT = 1  # of the JSON state
+
+
+class Snapshot(NamedTuple):
+    """What one rank saves.
+
+    Attributes:
+        tensors: Tensors by name, on their devices, sharing memory with the training's.
+        state: All other values, as JSON with references to tensors of all ranks.
+        steady: Names of tensors that only a step of a followed optimizer changes.
+    """
+
+    tensors: dict[str, Tensor]
+    state: JSON
+    steady: set[str]
+
+
+class TrainingState:
+    """The objects of a training and the ways to capture and restore their states.
+
+    Args:
+        model, optimizers, schedulers, scaler, window, generators, extra: As Checkpointer's.
+        position: The position in the data.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Raises:
+        TypeError: An object has no state_dict() and load_state_dict(), or another type than expected.
+        NotImplementedError: The model or an optimizer is sharded over ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+        scaler: Any,
+        position: Position,
+        window: Window | None,
+        generators: rng.Generators,
+        extra: Mapping[str, Stateful],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
+        for index, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"optimizer[{index}] is a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+        others = {**{f"scheduler[{index}]": one for index, one in enumerate(schedulers)}, "scaler": scaler}
+        for name, one in {**others, **{f"extra[{key!r}]": value for key, value in extra.items()}}.items():
+            if one is not None and not isinstance(one, Stateful):
+                raise TypeError(f"{name} is a {type(one).__name__}, expected state_dict() and load_state_dict()")
+        rng.check(generators)
+        self.wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
+        self.model = _bare(model)
+        self.optimizers = [unwrapped(one, "optimizer", torch.optim.Optimizer) for one in optimizers]
+        self.window = window
+        self._window_state: Any = None  # restored, for a window that is not there yet
+        self._schedulers, self._scaler, self._position = list(schedulers), scaler, position
+        self._generators, self._extra = list(generators), dict(extra)
+        self._rank, self._world_size = rank, world_size
+        self._gradients = [Gradients(optimizer) for optimizer in self.optimizers]
+        self._refuse_sharded()
+
+    def open(self) -> None:
+        """Begins to follow the data and the optimizers."""
+        self._position.open()
+        for gradients in self._gradients:
+            gradients.open()
+
+    def close(self) -> None:
+        """Ends following."""
+        self._position.close()
+        for gradients in self._gradients:
+            gradients.close()
+
+    def capture(self, header: Mapping[str, JSON], with_data: bool = True) -> Snapshot:
+        """Returns the state of this moment.
+
+        Args:
+            header: Entries to store beside the state, such as the step.
+            with_data: False leaves out the position in the data, for which some loaders start workers.
+
+        Raises:
+            TypeError: A value has no encoding; the message names its place.
+        """
+        replicated = self._replicated()
+        encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, self._own_prefix())
+        values: dict[str, Any] = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scheduler": [scheduler.state_dict() for scheduler in self._schedulers],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "gradients": [gradients.state() for gradients in self._gradients],
+            "window": None if self.window is None else self.window.state_dict(),
+            "forward_sync": [bool(wrapper.require_forward_param_sync) for wrapper in self.wrappers],
+            "extra": {name: one.state_dict() for name, one in self._extra.items()},
+            "data": self._position.state() if with_data else None,
+            "rng": rng.capture(self._generators),  # last: nothing above may draw from it afterwards
+        }
+        state = {**header, **{name: encoder.encode(value, name) for name, value in values.items()}}
+        steady = self._steady()
+        mine = self._share(encoder.tensors)
+        return Snapshot(mine, state, {name for name, tensor in mine.items() if _key(tensor) in steady})
+
+    def restore(self, state: JSON, tensors: Mapping[str, Tensor], is_same_world: bool) -> None:
+        """Restores what `capture` returned on this rank, or on another one if the number of ranks has changed.
+
+        Raises:
+            ValueError: The state is of another model, optimizer, or data. Nothing has changed then.
+        """
+        if state.get("format") != FORMAT:
+            raise ValueError(f"the checkpoint's state has format {state.get('format')!r}, expected {FORMAT}")
+        names = ("model", "optimizer", "scheduler", "scaler", "gradients", "window", "extra", "data", "rng")
+        values = {name: decode(state[name], tensors) for name in names}
+        self._check(values, is_same_world)
+        self.model.load_state_dict(values["model"])
+        for optimizer, saved in zip(self.optimizers, values["optimizer"], strict=True):
+            _load_optimizer(optimizer, saved)
+        for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(values["scaler"])
+        for name, one in self._extra.items():
+            one.load_state_dict(values["extra"][name])
+        if is_same_world:
+            self._restore_window(state, values)
+        self._position.restore(values["data"], is_same_world)
+        if is_same_world or state["rank"] == self._rank:
+            rng.restore(values["rng"], self._generators)
+
+    def give_window(self, window: Window) -> None:
+        """Takes a window for the ones to come, and restores what a checkpoint held about it."""
+        self.window = window
+        if self._window_state is not None:
+            window.load_state_dict(self._window_state)
+            self._window_state = None
+
+    def has_collected_gradients(self, state: JSON) -> bool:
+        """Returns whether an encoded state was captured inside of an accumulation window."""
+        return any(state["gradients"])
+
+    def _restore_window(self, state: JSON, values: dict[str, Any]) -> None:
+        for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
+            gradients.restore(saved)
+        for wrapper, is_due in zip(self.wrappers, state["forward_sync"], strict=False):
+            wrapper.require_forward_param_sync = is_due
+        self._window_state = values["window"]
+        if self.window is not None and self._window_state is not None:
+            self.give_window(self.window)
+
+    def _check(self, values: dict[str, Any], is_same_world: bool) -> None:
+        ours = self.model.state_dict()
+        _check_names("model", ours, values["model"])
+        for name, saved in values["model"].items():
+            here = ours[name]
+            if isinstance(here, Tensor) and not is_lazy(here) and _form(here) != _form(saved):
+                raise ValueError(f"model has {name!r} as {_form(here)}, expected {_form(saved)} as in the checkpoint")
+        for name, here in (("optimizer", self.optimizers), ("scheduler", self._schedulers)):
+            if len(here) != len(values[name]):
+                raise ValueError(f"{name} has {len(here)} elements, expected {len(values[name])} as in the checkpoint")
+        if (self._scaler is None) != (values["scaler"] is None):
+            expected = "none" if values["scaler"] is None else "one"
+            raise ValueError(f"scaler is {self._scaler!r}, expected {expected} as in the checkpoint")
+        _check_names("extra", self._extra, values["extra"])
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, values["optimizer"], strict=True)):
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            expected_sizes = [len(group["params"]) for group in saved["param_groups"]]
+            if sizes != expected_sizes:
+                raise ValueError(
+                    f"optimizer[{index}] has groups of {sizes} parameters, expected {expected_sizes} as in the "
+                    "checkpoint"
+                )
+        for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
+            gradients.check(saved)
+        self._position.check(values["data"], is_same_world)
+
+    def _own_prefix(self) -> str:
+        return f"rank{self._rank}/" if self._world_size > 1 else ""
+
+    def _replicated(self) -> set[Any] | None:
+        """Returns the memory of tensors that are equal on all ranks; None: there is one rank."""
+        if self._world_size == 1:
+            return None
+        params = [
+            param
+            for wrapper in self.wrappers
+            for name, param in wrapper.module.named_parameters()
+            if name not in wrapper.parameters_to_ignore and wrapper.process_group.size() == self._world_size
+        ]
+        return _memory_of(params, self.optimizers)
+
+    def _steady(self) -> set[Any]:
+        """Returns the memory that only steps of optimizers change, whose hooks wait for copies."""
+        followed = [optimizer for optimizer in self.optimizers if changes_in_step_only(optimizer)]
+        params = [param for one in followed for group in one.param_groups for param in group["params"]]
+        return _memory_of(params, followed)
+
+    def _share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns this rank's own tensors and its share of the replicated ones."""
+        if self._world_size == 1:
+            return tensors
+        prefix = self._own_prefix()
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not name.startswith(prefix)}
+        owners = split(sizes, self._world_size)
+        return {name: tensor for name, tensor in tensors.items() if owners.get(name, self._rank) == self._rank}
+
+    def _refuse_sharded(self) -> None:
+        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if is_dtensor(value):
+                raise NotImplementedError(
+                    f"model has {name!r} as a DTensor: Checkpointer saves plain and replicated models; use "
+                    "torch.distributed.checkpoint for sharded ones"
+                )
+        for index, optimizer in enumerate(self.optimizers):
+            if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+                raise NotImplementedError(
+                    f"optimizer[{index}] is a ZeroRedundancyOptimizer, which splits its state over ranks: expected one "
+                    "with the whole state on each rank"
+                )
+
+
+def changes_in_step_only(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether parameters and states change only in `step()`, whose hooks run before it."""
+    if isinstance(optimizer, FusedOptimizer) and optimizer.in_backward is not None:
+        return False
+    # Others may swap or average parameters between steps. A replay of a CUDA graph calls no hook.
+    is_known = isinstance(optimizer, FusedOptimizer) or type(optimizer).__module__.startswith("torch.optim.")
+    return is_known and not any(group.get("capturable") for group in optimizer.param_groups)
+
+
+def split(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Returns the rank that saves each name, so that ranks save about as many bytes.
+
+    The largest go first, each to the rank with the fewest bytes so far. Every rank computes the same result.
+    """
+    loads = [0] * world_size
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        owners[name] = owner
+        loads[owner] += sizes[name]
+    return owners
+
+
+def state_dicts(checkpoint: Checkpoint, rank: int = 0) -> dict[str, Any] | None:
+    """Returns the state dicts that a Checkpointer saved, as one rank has them; None if something else saved them.
+
+    Returns:
+        "model" is the module's state dict, "optimizer" and "scheduler" are lists of state dicts, and "scaler" is the
+        GradScaler's or None. Tensors are on the CPU.
+
+    Raises:
+        CheckpointError: A checksum does not hold, or a file cannot be read.
+    """
+    state = checkpoint.state(rank)
+    if not isinstance(state, dict) or state.get("format") != FORMAT or "model" not in state:
+        return None
+    parts = {name: state[name] for name in ("model", "optimizer", "scheduler", "scaler")}
+    tensors = checkpoint.load(names_of(list(parts.values())))
+    return {name: decode(part, tensors) for name, part in parts.items()}
+
+
+def names_of(state: JSON) -> list[str]:
+    """Returns the names of all tensors that a captured state refers to."""
+    return list(dict.fromkeys(references(state)))
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Returns the model inside of DistributedDataParallel and torch.compile, whose names need no prefix."""
+    while True:
+        if isinstance(model, TorchDistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _memory_of(params: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> set[Any]:
+    """Returns the memory of parameters and of their states in optimizers."""
+    found = set()
+    for param in params:
+        found.add(_key(param))
+        for optimizer in optimizers:
+            values = optimizer.state.get(param, {})
+            found |= {_key(value) for value in values.values() if isinstance(value, Tensor)}
+    return found
+
+
+def _key(tensor: Tensor) -> Any:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _form(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    if missing := sorted(saved.keys() - ours.keys()):
+        raise ValueError(f"{what} has no {missing[0]!r}, which is in the checkpoint ({len(missing)} such names)")
+    if extra := sorted(ours.keys() - saved.keys()):
+        raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Loads a state dict; every state keeps the dtype in which it was saved, where torch casts to the parameter's."""
+    optimizer.load_state_dict(saved)
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            for name, value in saved["state"].get(key, {}).items():
+                loaded = optimizer.state[param].get(name)
+                if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                    optimizer.state[param][name] = value.to(loaded.device, copy=True)

@@ -1,0 +1,268 @@
+"""Stores checkpoints of tensors and JSON values in a directory, in the background and safe against crashes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .._C import Slab
+from . import directory as disk
+from .coordinator import Coordinator
+from .errors import CheckpointError, Fault
+from .layout import check_tensors
+from .load import Checkpoint, complete_checkpoints
+from .manifest import JSON, copy_json
+from .save import LONGEST_WAIT_S, Save
+from .writer import Writer, describe
+
+__all__ = ["Checkpoint", "CheckpointError", "Coordinator", "Fault", "Save", "Store"]
+
+_logger = logging.getLogger("drivetrain")
+
+
+class Store:
+    """Keeps checkpoints in a directory.
+
+    A save is complete or absent, whatever ends the process or the machine: the files are made durable before the
+    folder gets its name. Only one job at a time may use a directory. Readers need no store: see `Checkpoint`.
+
+    Args:
+        directory: Where the checkpoints are. All ranks must see it. It is made if it does not exist.
+        rank: This rank. Rank 0 completes the checkpoints and deletes old ones.
+        world_size: Number of ranks. Every rank saves the same steps in the same order.
+        coordinator: Passes messages between ranks. None uses the default process group if `world_size` is not 1.
+        keep: Number of checkpoints to keep; None keeps all. Older ones are deleted once a newer one is complete.
+        timeout: Limit in seconds on every wait for a disk or for another rank.
+        num_threads: Threads that copy tensors.
+        nice: Added to the niceness of the threads that copy and write.
+        lock_timeout: Seconds to wait for a process that holds the directory, such as one that is being killed.
+
+    Raises:
+        CheckpointError: Another process uses the directory.
+        ValueError: An argument is out of range, or ranks have no coordinator.
+
+    A directory that cannot be made or written raises no error here. Each save then fails with the reason.
+
+    Attributes:
+        directory: The directory.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        coordinator: Coordinator | None = None,
+        keep: int | None = 3,
+        timeout: float = LONGEST_WAIT_S,
+        num_threads: int = 1,
+        nice: int = 10,
+        lock_timeout: float = 5.0,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}, expected at least 1, or None to keep all")
+        if timeout <= 0:
+            raise ValueError(f"timeout is {timeout}, expected more than 0 seconds")
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}, expected at least 1")
+        if coordinator is None and world_size > 1:
+            if not dist.is_initialized() or dist.get_world_size() != world_size:
+                raise ValueError(
+                    f"coordinator is None and world_size {world_size}: pass a Coordinator, or call "
+                    "init_process_group() with as many ranks first"
+                )
+            coordinator = Coordinator.from_process_group()
+        if coordinator is not None and (coordinator.rank, coordinator.world_size) != (rank, world_size):
+            raise ValueError(
+                f"coordinator is of rank {coordinator.rank} of {coordinator.world_size}, "
+                f"expected rank {rank} of {world_size}"
+            )
+        self.directory = Path(directory).absolute()
+        self.rank = rank
+        self.world_size = world_size
+        self._keep = keep
+        self._num_threads = num_threads
+        self._nice = nice
+        self._lock_timeout_s = lock_timeout
+        self._writer = Writer(self.directory, rank, world_size, coordinator, nice, timeout, self._next_serial)
+        self._slab = Slab()
+        self._guard = threading.Lock()
+        self._queue: deque[tuple[int, Save]] = deque()
+        self._is_draining = False
+        self._thread: threading.Thread | None = None
+        self._count = 0
+        self._is_closed = False
+        self._lock: disk.Lock | None = None
+        self._identity: tuple[int, int] | None = None
+        try:
+            disk.make_folders(self.directory)
+            self._prepare()
+        except OSError as error:
+            _logger.warning("checkpoints cannot be written to %s: %s", self.directory, describe(error))
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of host memory that hold snapshots: those of this rank's largest save so far."""
+        return self._slab.nbytes
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: JSON) -> Save:
+        """Starts to save and returns at once. A save that is still being written delays the copies of the next one.
+
+        Args:
+            step: At least 0, and the same on every rank. A checkpoint of the same step is replaced.
+            tensors: CPU tensors by name. They must not change until `Save.wait_copied` returns.
+            state: Anything that JSON represents. It is copied before this returns.
+
+        Raises:
+            TypeError: `tensors` or `state` has a member of another type; the message names it.
+            ValueError: `step` is negative, or a tensor is not on the CPU.
+            CheckpointError: The store is closed.
+        """
+        if self._is_closed:
+            raise CheckpointError(f"the store of {self.directory} is closed: open a new one")
+        index, self._count = self._count, self._count + 1
+        try:
+            if step < 0:
+                raise ValueError(f"step is {step}, expected at least 0")
+            check_tensors(tensors)
+            save = Save(step, tensors, copy_json(state))
+        except (TypeError, ValueError) as error:
+            self._writer.refuse(index, step, error)
+            raise
+        with self._guard:
+            if all(earlier.done() for _, earlier in self._queue):
+                self._begin_copy(save)
+            self._queue.append((index, save))
+            if not self._is_draining:
+                self._is_draining = True
+                # The interpreter waits for this thread when it exits, so that the last save completes.
+                self._thread = threading.Thread(target=self._drain, name="drivetrain-checkpoint")
+                self._thread.start()
+        return save
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Returns the complete checkpoints whose metadata holds, oldest first.
+
+        Raises:
+            CheckpointError: The directory cannot be read.
+        """
+        return complete_checkpoints(self.directory)
+
+    def latest(self) -> Checkpoint | None:
+        """Returns the newest complete checkpoint whose metadata holds; None if there is none.
+
+        The log says why newer ones are passed over. `Checkpoint.load` verifies the tensors.
+
+        Raises:
+            CheckpointError: The directory cannot be read.
+        """
+        complete = self.checkpoints()
+        return complete[-1] if complete else None
+
+    def close(self, timeout: float = LONGEST_WAIT_S) -> None:
+        """Waits until all saves have ended, and lets another process use the directory.
+
+        Raises:
+            CheckpointError: A save did not end in time. The directory stays locked.
+        """
+        self._is_closed = True
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+            if thread.is_alive():
+                raise CheckpointError(
+                    f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written"
+                )
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _drain(self) -> None:
+        """Writes the saves of the queue in order; runs in a thread of its own until the queue is empty."""
+        while True:
+            with self._guard:
+                if not self._queue:
+                    self._is_draining = False
+                    return
+                index, save = self._queue[0]
+            path, error = None, None
+            try:
+                path = self._write(index, save)
+            except BaseException as caught:
+                error = caught
+            save._end(path, error)
+            if path is not None and self.rank == 0:
+                self._delete_old()
+            with self._guard:
+                self._queue.popleft()
+
+    def _write(self, index: int, save: Save) -> Path:
+        try:
+            if not save._copy_began.is_set():
+                self._begin_copy(save)
+            if save._snapshot is None:
+                assert save._error is not None
+                raise save._error
+            self._prepare()
+        except Exception as error:
+            self._writer.refuse(index, save.step, CheckpointError(describe(error)))
+            raise CheckpointError(
+                f"step {save.step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
+            ) from error
+        return self._writer.write(index, save)
+
+    def _begin_copy(self, save: Save) -> None:
+        try:
+            save._begin_copy(self._slab, self._num_threads, self._nice)
+        except (MemoryError, OSError, RuntimeError) as error:
+            save._error = error
+
+    def _prepare(self) -> None:
+        """Locks the directory on rank 0 if it is not locked, or if another one was mounted in its place."""
+        found = self.directory.stat()
+        identity = (found.st_dev, found.st_ino)
+        if self.rank != 0 or (self._lock is not None and identity == self._identity):
+            return
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        self._lock = disk.Lock(self.directory, self._lock_timeout_s)
+        self._identity = identity
+        for folder in disk.leftovers(self.directory):
+            self._remove(folder)
+
+    def _next_serial(self) -> int:
+        return max((checkpoint.serial for checkpoint in complete_checkpoints(self.directory)), default=0) + 1
+
+    def _delete_old(self) -> None:
+        if self._keep is None:
+            return
+        try:
+            for checkpoint in self.checkpoints()[: -self._keep]:
+                self._remove(disk.retire(checkpoint.path))
+        except (CheckpointError, OSError) as error:
+            _logger.warning("an old checkpoint in %s was not deleted: %s", self.directory, error)
+
+    def _remove(self, folder: Path) -> None:
+        try:
+            disk.remove_files(folder)
+        except OSError as error:
+            _logger.warning("%s was not deleted: %s", folder, describe(error))

@@ -1,0 +1,258 @@
+"""Writes one save: this rank's file and record, and on rank 0 the manifest that completes the checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .._C import Snapshot, crc32c
+from . import directory as disk
+from .coordinator import Coordinator
+from .errors import CheckpointError
+from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
+from .manifest import Manifest, Part, Record, hexadecimal, seal
+from .save import Save
+
+_logger = logging.getLogger("drivetrain")
+_VISIBLE_S = 30.0  # a network file system may show a new name late
+_WRITE_THREADS = 2
+
+_ADVICE = {
+    errno.ENOSPC: "Free space or lower `keep`.",
+    errno.EDQUOT: "Raise the quota or lower `keep`.",
+    errno.EROFS: "Remount the file system writable or choose another directory.",
+    errno.EACCES: "Give this user write permission or choose another directory.",
+    errno.EPERM: "Give this user write permission or choose another directory.",
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`).",
+    errno.ENOENT: "The directory has vanished: check whether it is still mounted.",
+    errno.ESTALE: "The directory has vanished: check whether it is still mounted.",
+    errno.ENOTCONN: "The directory has vanished: check whether it is still mounted.",
+    errno.EIO: "The disk reported an error: check its health, and run `drivetrain ckpt verify`.",
+}
+
+
+class Writer:
+    """Writes saves of one rank into a directory. All ranks write the same saves in the same order.
+
+    Args:
+        directory: The directory.
+        rank: This rank.
+        world_size: Number of ranks.
+        coordinator: Passes messages between ranks; None for one rank.
+        nice: Added to the niceness of the threads that write.
+        timeout_s: Limit on every wait.
+        next_serial: Returns the serial of the next checkpoint. Only rank 0 calls it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        coordinator: Coordinator | None,
+        nice: int,
+        timeout_s: float,
+        next_serial: Callable[[], int],
+    ) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._world_size = world_size
+        self._coordinator = coordinator
+        self._nice = nice
+        self._timeout_s = timeout_s
+        self._next_serial = next_serial
+        self._old_keys: list[str] = []
+
+    def write(self, index: int, save: Save) -> Path:
+        """Writes save number `index` and waits until it is complete on all ranks. Returns the checkpoint's folder.
+
+        Raises:
+            CheckpointError: Any rank failed.
+        """
+        with self._explained(save.step):
+            if self._rank == 0:
+                return self._lead(index, save)
+            return self._follow(index, save)
+
+    def refuse(self, index: int, step: int, error: Exception) -> None:
+        """Tells the other ranks that this one cannot take part in save number `index`."""
+        message = {"step": step, "error": f"rank {self._rank}: {error}"}
+        if self._rank == 0:
+            self._tell_failure(f"{index}/begin", message)
+        else:
+            self._tell_failure(f"{index}/part/{self._rank}", message)
+
+    def _lead(self, index: int, save: Save) -> Path:
+        final = self._directory / step_name(save.step)
+        temporary = self._directory / temporary_name(save.step)
+        key = f"{index}/begin"
+        try:
+            temporary.mkdir()
+            self._tell(key, {"step": save.step, "folder": temporary.name, "host": socket.gethostname()})
+            key = f"{index}/end"
+            parts = [self._write_part(save, temporary), *self._gather(index, save.step, temporary)]
+            manifest = Manifest(self._next_serial(), save.step, self._world_size, time.time(), parts)
+            disk.write_file(temporary / MANIFEST, seal(manifest))
+            disk.sync_folder(temporary)
+            disk.publish(temporary, final)
+        except BaseException as error:
+            self._discard(temporary, save)
+            self._tell_failure(key, {"step": save.step, "error": f"rank 0: {describe(error)}"})
+            raise
+        self._tell(key, {"step": save.step, "folder": final.name})
+        return final
+
+    def _follow(self, index: int, save: Save) -> Path:
+        temporary: Path | None = None
+        key = f"{index}/part/{self._rank}"
+        try:
+            begin = self._ask(f"{index}/begin", save.step, "rank 0 to begin the save")
+            temporary = self._directory / begin["folder"]
+            self._await_visible(temporary, f"rank 0 on host {begin['host']} made")
+            part = self._write_part(save, temporary)
+            self._tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
+            key = ""
+            end = self._ask(f"{index}/end", save.step, "rank 0 to complete the checkpoint")
+        except BaseException as error:
+            if temporary is not None:
+                self._discard_part(temporary, save)
+            if key:
+                self._tell_failure(key, {"step": save.step, "error": f"rank {self._rank}: {describe(error)}"})
+            raise
+        final: Path = self._directory / end["folder"]
+        return final
+
+    def _write_part(self, save: Save, folder: Path) -> Part:
+        snapshot = save._snapshot
+        assert snapshot is not None
+        name = part_name(self._rank, self._world_size, "safetensors")
+        snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, self._nice)
+        if not snapshot.wait_written(self._timeout_s):
+            raise CheckpointError(
+                f"{folder / name} was not written within {self._timeout_s:g} s: the disk is slow or does not answer. "
+                "Check it, or raise `timeout`."
+            )
+        if save._discarded is not None:
+            raise CheckpointError(save._discarded)
+        save.write_s = time.monotonic() - save._began
+        record = self._record(save, snapshot, name)
+        data = seal(record)
+        record_name = part_name(self._rank, self._world_size, "json")
+        disk.write_file(folder / record_name, data)
+        disk.sync_folder(folder)
+        return Part(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
+
+    def _record(self, save: Save, snapshot: Snapshot, name: str) -> Record:
+        return Record(
+            step=save.step,
+            rank=self._rank,
+            world_size=self._world_size,
+            file=name,
+            file_bytes=snapshot.nbytes,
+            header_bytes=len(save._header),
+            header_crc32c=hexadecimal(crc32c(save._header)),
+            chunk_bytes=CHUNK_BYTES,
+            chunks=[hexadecimal(checksum) for checksum in snapshot.checksums()],
+            state=save._state,
+        )
+
+    def _gather(self, index: int, step: int, folder: Path) -> Iterator[Part]:
+        """Yields the parts of the other ranks, after a look at their files, which proves a shared file system."""
+        for rank in range(1, self._world_size):
+            message = self._ask(f"{index}/part/{rank}", step, f"rank {rank} to write its part")
+            host = message.pop("host")
+            del message["step"]
+            part = Part(**message)
+            self._await_visible(folder / part.record, f"rank {rank} on host {host} made")
+            self._await_visible(folder / part.file, f"rank {rank} on host {host} made")
+            found = (folder / part.record).read_bytes(), (folder / part.file).stat().st_size
+            if (hexadecimal(crc32c(found[0])), found[1]) != (part.record_crc32c, part.file_bytes):
+                raise CheckpointError(
+                    f"{folder / part.record} or its tensors differ from what rank {rank} on host {host} wrote: "
+                    "the ranks do not share one file system, or it lost data."
+                )
+            yield part
+        for key in self._old_keys:
+            self._forget(key)
+        parts = [f"{index}/part/{rank}" for rank in range(1, self._world_size)]
+        self._old_keys = [f"{index}/begin", f"{index}/end", *parts]
+
+    def _await_visible(self, path: Path, made_by: str) -> None:
+        deadline = time.monotonic() + min(_VISIBLE_S, self._timeout_s)
+        while not path.exists():
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"rank {self._rank} on host {socket.gethostname()} does not see {path}, which {made_by}: the ranks "
+                    "do not share this file system. Choose a directory that all hosts mount."
+                )
+            time.sleep(0.02)
+
+    def _tell(self, key: str, message: dict[str, Any]) -> None:
+        if self._coordinator is not None:
+            self._coordinator.tell(key, message)
+
+    def _tell_failure(self, key: str, message: dict[str, Any]) -> None:
+        """Tells the other ranks why they wait in vain. A store that fails as well must not hide the first error."""
+        try:
+            self._tell(key, message)
+        except CheckpointError as error:
+            _logger.warning("the other ranks were not told about a failed save: %s", error)
+
+    def _forget(self, key: str) -> None:
+        if self._coordinator is not None:
+            self._coordinator.forget(key)
+
+    def _ask(self, key: str, step: int, what: str) -> dict[str, Any]:
+        assert self._coordinator is not None
+        message = self._coordinator.ask(key, self._timeout_s, what)
+        if message["step"] != step:
+            raise CheckpointError(
+                f"rank {self._rank} saves step {step} while another rank saves step {message['step']}: "
+                "call save() with the same step on every rank."
+            )
+        if "error" in message:
+            raise CheckpointError(message["error"])
+        return message
+
+    def _discard(self, temporary: Path, save: Save) -> None:
+        """Removes what a failed save has written, as far as the disk lets it; the next start tries again."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                disk.remove_files(temporary)
+            except OSError as error:
+                _logger.warning("%s of the failed save of step %d is left: %s", temporary, save.step, error)
+
+    def _discard_part(self, temporary: Path, save: Save) -> None:
+        for suffix in ("safetensors", "json"):
+            path = temporary / part_name(self._rank, self._world_size, suffix)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                _logger.warning("%s of the failed save of step %d is left: %s", path, save.step, error)
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"step {step} was not saved to {self._directory}: {describe(error)} Older checkpoints are unharmed."
+            ) from (error.__cause__ if isinstance(error, CheckpointError) else error)
+
+
+def describe(error: BaseException) -> str:
+    """Returns a sentence about an error, with advice where its error number tells some."""
+    if isinstance(error, OSError) and error.errno is not None:
+        place = f"{error.filename}: " if error.filename else ""
+        name = errno.errorcode.get(error.errno, str(error.errno))
+        return f"{place}{error.strerror} ({name}). {_ADVICE.get(error.errno, '')}".strip()
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).rstrip('.')}."

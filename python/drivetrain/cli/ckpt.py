@@ -1,0 +1,199 @@
+"""Implements `drivetrain ckpt`, which lists, verifies, shows, exports and cleans up checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..checkpointing import Checkpoint
+
+_EXPORT_SUFFIXES = (".pt", ".safetensors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments to its parser."""
+    parser.add_argument("action", choices=["ls", "verify", "show", "export", "gc"], help="what to do")
+    parser.add_argument("directory", type=Path, help="the directory that the run saves to")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="this checkpoint (default: all; show, export: the newest)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="for export: a new file, .pt for torch.load or .safetensors for tensors alone",
+    )
+    parser.add_argument("--rank", type=int, help="for export and show: the tensors of this rank alone")
+    parser.add_argument("--keep", type=int, metavar="N", help="for gc: also delete all but the newest N checkpoints")
+    parser.add_argument(
+        "--damaged", action="store_true", help="for gc: also delete checkpoints that `ls` calls damaged"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the action. Returns 0, or 1 if something is damaged, or 2 if the arguments are wrong."""
+    from ..checkpointing import CheckpointError
+
+    actions = {"ls": _list, "verify": _verify, "show": _show, "export": _export, "gc": _collect}
+    try:
+        return actions[args.action](args)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"drivetrain ckpt {args.action}: {error}", file=sys.stderr)
+        return 2
+
+
+def _list(args: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from ..checkpointing import Checkpoint
+
+    table = Table()
+    for column in ("step", "saved", "ranks", "tensors", "size", "metadata"):
+        table.add_column(column, justify="left" if column in ("saved", "metadata") else "right")
+    errors = []
+    for found in _found(args):
+        if isinstance(found, Checkpoint):
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.created))
+            count = sum(len(found.names(rank)) for rank in range(found.world_size))
+            size = f"{found.nbytes / 2**20:,.1f} MiB"
+            table.add_row(str(found.step), saved, str(found.world_size), str(count), size, "intact")
+        else:
+            errors.append(str(found))
+            table.add_row("?", "", "", "", "", "damaged")
+    _console().print(table)
+    for error in errors:
+        print(f"damaged: {error}", file=sys.stderr)
+    return int(bool(errors))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ..checkpointing import Checkpoint
+
+    is_damaged, count = False, 0
+    for found in _found(args):
+        count += 1
+        if not isinstance(found, Checkpoint):
+            is_damaged = True
+            print(f"damaged: {found}")
+            continue
+        faults = found.verify()
+        is_damaged |= bool(faults)
+        for fault in faults:
+            print(f"damaged: {found.path.name}/{fault}")
+        if not faults:
+            print(f"intact: {found.path.name}, {found.nbytes:,} bytes")
+    if not count:
+        print(f"{args.directory} has no checkpoint")
+    return int(is_damaged)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    checkpoint = _chosen(args)
+    console = _console()
+    console.print(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world_size} ranks", highlight=False)
+    table = Table()
+    for column in ("rank", "tensor", "dtype", "shape"):
+        table.add_column(column, justify="right" if column == "rank" else "left", overflow="fold")
+    ranks = range(checkpoint.world_size) if args.rank is None else [args.rank]
+    for rank in ranks:
+        shapes, dtypes = checkpoint.shapes(rank), checkpoint.dtypes(rank)
+        for name in checkpoint.names(rank):
+            table.add_row(str(rank), name, str(dtypes[name]).removeprefix("torch."), str(list(shapes[name])))
+    console.print(table, markup=False)
+    for rank in ranks:
+        console.print(f"state of rank {rank}: {_shortened(json.dumps(checkpoint.state(rank)))}", markup=False)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..checkpointing.save import write_tensors
+    from ..checkpointing.state import state_dicts
+
+    if args.out is None or args.out.suffix not in _EXPORT_SUFFIXES:
+        raise ValueError(f"--out is {args.out}, expected a file that ends with .pt or .safetensors")
+    if args.out.exists():
+        raise ValueError(f"--out is {args.out}, which exists: choose a new file")
+    checkpoint = _chosen(args)
+    ranks = range(checkpoint.world_size) if args.rank is None else [args.rank]
+    tensors = {}
+    for rank in ranks:
+        for name, tensor in checkpoint.load(rank=rank).items():
+            # Ranks may store parts of the same tensor under one name.
+            tensors[f"rank{rank}.{name}" if name in tensors else name] = tensor
+    partial = args.out.with_name(args.out.name + ".part")
+    if args.out.suffix == ".pt":
+        found = state_dicts(checkpoint, args.rank or 0)
+        if found is None:
+            found = {"tensors": tensors, "states": [checkpoint.state(r) for r in ranks]}
+        torch.save({"step": checkpoint.step, **found}, partial)
+    else:
+        write_tensors(partial, tensors)
+    partial.rename(args.out)
+    print(f"wrote {len(tensors)} tensors of step {checkpoint.step} to {args.out}")
+    return 0
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from ..checkpointing import directory as disk
+    from ..checkpointing.load import DamagedError, complete_checkpoints, find_checkpoints
+
+    if args.keep is not None and args.keep < 1:
+        raise ValueError(f"--keep is {args.keep}, expected at least 1")
+    if not args.directory.is_dir():
+        raise ValueError(f"directory is {args.directory}, which is no directory")
+    with disk.locked(args.directory.absolute()):
+        complete = complete_checkpoints(args.directory)
+        old = [checkpoint.path for checkpoint in complete[: -args.keep]] if args.keep is not None else []
+        found = find_checkpoints(args.directory) if args.damaged else ()
+        damaged = [one.folder for one in found if isinstance(one, DamagedError)]
+        folders = [*disk.leftovers(args.directory), *(disk.retire(path) for path in [*old, *damaged])]
+        removed = [folder for folder in folders if disk.remove_files(folder)]
+    kept = len(folders) - len(removed)
+    print(f"removed {len(removed)} folders" + (f", kept {kept} that hold other files" if kept else ""))
+    return int(kept > 0)
+
+
+def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
+    from ..checkpointing import Checkpoint
+    from ..checkpointing.load import find_checkpoints
+
+    if not args.directory.is_dir():
+        raise ValueError(f"directory is {args.directory}, which is no directory")
+    if args.step is not None:
+        return [_chosen(args)]
+    found: list[Checkpoint | Exception] = list(find_checkpoints(args.directory))
+    return sorted(found, key=lambda one: one.serial if isinstance(one, Checkpoint) else -1)
+
+
+def _chosen(args: argparse.Namespace) -> Checkpoint:
+    from ..checkpointing import Checkpoint
+    from ..checkpointing.layout import step_name
+    from ..checkpointing.load import complete_checkpoints
+
+    if args.step is not None:
+        return Checkpoint(args.directory / step_name(args.step))
+    complete = complete_checkpoints(args.directory)
+    if not complete:
+        raise ValueError(f"directory is {args.directory}, which has no complete checkpoint")
+    return complete[-1]
+
+
+def _shortened(text: str, limit: int = 2000) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)

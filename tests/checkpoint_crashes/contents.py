@@ -1,0 +1,78 @@
+"""Draws the tensors of a save from its number, and checks a directory of checkpoints against what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpointing import Store
+from drivetrain.checkpointing.directory import leftovers
+from drivetrain.checkpointing.load import complete_checkpoints
+
+KEEP = 2
+
+
+def tensors_of(count: int, rank: int = 0) -> dict[str, Tensor]:
+    """Returns the tensors of save number `count`. Every fourth save has more than one chunk of 4 MiB."""
+    draw = torch.Generator().manual_seed(1000 * count + rank)
+    large = (5 << 20) if count % 4 == 0 else 3001
+    return {
+        "weight": torch.randn(33, 17, generator=draw),
+        "moments": torch.randint(0, 256, (large,), generator=draw, dtype=torch.uint8),
+        "half": torch.randn(101, generator=draw).to(torch.bfloat16),
+        "transposed": torch.randn(8, 5, generator=draw).t(),
+        "empty": torch.empty(0, 3),
+        "count": torch.tensor(count),
+    }
+
+
+def step_of(count: int) -> int:
+    """Returns the step of save number `count`. Every fifth save repeats the step before, and replaces it."""
+    return 10 * (count - (count % 5 == 0))
+
+
+def problems_of(directory: Path, acknowledged: int, world_size: int = 1) -> list[str]:
+    """Returns what is wrong with a directory after a crash: unloadable, changed or lost checkpoints.
+
+    Args:
+        directory: The directory.
+        acknowledged: Number of the last save whose `result()` had returned; 0: none.
+        world_size: Number of ranks of each save.
+    """
+    problems, newest = [], 0
+    complete = complete_checkpoints(directory)
+    for checkpoint in complete:
+        faults = checkpoint.verify()
+        if faults:
+            problems.append(f"{checkpoint} is listed and damaged: {faults}")
+            continue
+        for rank in range(world_size):
+            state = checkpoint.state(rank)
+            assert isinstance(state, dict)
+            count = state["count"]
+            assert isinstance(count, int)
+            expected, found = tensors_of(count, rank), checkpoint.load(rank=rank)
+            if found.keys() != expected.keys() or any(not torch.equal(found[k], expected[k]) for k in found):
+                problems.append(f"{checkpoint} of save {count} has other tensors than were saved")
+            if checkpoint.step != step_of(count):
+                problems.append(f"{checkpoint} of save {count} has step {checkpoint.step}")
+            newest = count
+    if newest < acknowledged:
+        problems.append(f"the newest save is {newest}, but {acknowledged} was complete before the crash")
+    return problems
+
+
+def problems_after_restart(directory: Path, acknowledged: int) -> list[str]:
+    """Returns what is wrong, then starts a store there, saves, and looks again."""
+    problems = problems_of(directory, acknowledged)
+    before = {checkpoint.step for checkpoint in complete_checkpoints(directory)}
+    with Store(directory, keep=None, timeout=60) as store:
+        if {checkpoint.step for checkpoint in store.checkpoints()} != before:
+            problems.append("the start removed a complete checkpoint")
+        if left := leftovers(directory):
+            problems.append(f"the start left {[entry.name for entry in left]}")
+        count = acknowledged + 11
+        store.save(step_of(count), tensors_of(count), {"count": count}).result(60)
+    return problems + problems_of(directory, count)

@@ -1,0 +1,196 @@
+"""Tests that no crash loses or damages a complete checkpoint: kills, power cuts, failing disks and flipped bits.
+
+`make crashes` runs many more rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_crashes import harness
+from checkpoint_crashes.contents import problems_after_restart, problems_of, step_of, tensors_of
+from checkpoint_crashes.power import Disk
+from drivetrain.checkpointing import CheckpointError, Store
+
+LIMIT_S = 60
+SEED = random.Random(23).randrange(1_000_000)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.build_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(scope="module")
+def server(shim: Path) -> Iterator[harness.Server]:
+    with harness.Server(shim) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("world_size", "rounds"), [(1, 30), (2, 10)])
+def test_kills_lose_nothing(server: harness.Server, tmp_path: Path, world_size: int, rounds: int) -> None:
+    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + rounds), world_size))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
+    assert sum(killed for _, killed, _ in outcomes) > rounds // 4  # others ended before their drawn call
+
+
+def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path) -> None:
+    directory, calls = harness.record_saves(server, tmp_path, rounds=3)
+    seeds = range(SEED, SEED + 60)
+    assert [(s, problems) for s, problems in harness.cut_rounds(directory, calls, tmp_path, seeds) if problems] == []
+
+
+@pytest.mark.parametrize("lost", ["files", "folders", "manifest"])
+def test_power_cuts_find_a_writer_that_syncs_too_little(server: harness.Server, tmp_path: Path, lost: str) -> None:
+    directory, calls = harness.record_saves(server, tmp_path, rounds=3)
+    dropped = {
+        "files": lambda path: path.endswith((".safetensors", ".json")),
+        "folders": lambda path: not path.endswith((".safetensors", ".json")),
+        "manifest": lambda path: path.endswith("manifest.json"),
+    }[lost]
+    fewer = [call for call in calls if call.kind != "fsync" or not dropped(call.path)]
+    assert len(fewer) < len(calls)
+    disk = Disk(directory)
+    problems, acknowledged = [], 0
+    draw = random.Random(SEED)
+    for index, call in enumerate(fewer):
+        disk.replay(call)
+        acknowledged = call.number if call.kind == "mark" else acknowledged
+        if index % 7 == 0:
+            state = tmp_path / f"state-{index}"
+            disk.write_state(state, draw)
+            problems += problems_of(state, acknowledged)
+    assert problems
+
+
+def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
+    outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + 60))
+    assert [(seed, problems) for seed, problems in outcomes if problems] == []
+
+
+def test_every_failing_call_is_reported_and_harmless(shim: Path, tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "checkpoint_crashes.failures", str(tmp_path / "runs")],
+        env=harness.shim_environment(shim),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout.split()[0]) > 50
+
+
+def test_a_slow_disk_does_not_hold_the_tensors(shim: Path, tmp_path: Path) -> None:
+    program = (
+        "import ctypes, sys, torch; from drivetrain.checkpointing import CheckpointError, Store\n"
+        "shim = ctypes.CDLL(None); shim.shim_arm(sys.argv[1].encode(), b'')\n"
+        "store = Store(sys.argv[1]); shim.shim_delay_writes(1_000_000)\n"
+        "x = torch.ones(3 << 20); save = store.save(1, {'x': x}, None)\n"
+        "save.wait_copied(60); x.zero_(); assert not save.done()\n"
+        "try: save.result(0.01)\n"
+        "except CheckpointError as error: assert 'still being written' in str(error), error\n"
+        "else: raise AssertionError('no error')\n"
+        "assert save.result(60).load()['x'].eq(1).all(); store.close()\n"
+        "short = Store(sys.argv[1], timeout=0.2); shim.shim_delay_writes(1_000_000)\n"
+        "save = short.save(2, {'x': x}, None)\n"
+        "try: save.result(60)\n"
+        "except CheckpointError as error: assert 'within 0.2 s' in str(error), error\n"
+        "else: raise AssertionError('no error')\n"
+        "assert short.latest().step == 1\n"
+    )
+    directory = tmp_path / "slow"
+    directory.mkdir()
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(directory)],
+        env=harness.shim_environment(shim),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_limit_on_file_sizes_is_reported(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.save(1, {"x": torch.ones(8)}, None).result(LIMIT_S)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"EFBIG.*ulimit -f"):
+                store.save(2, {"x": torch.ones(1 << 20)}, None).result(LIMIT_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert store.latest().step == 1
+        assert store.save(3, {"x": torch.ones(1 << 20)}, None).result(LIMIT_S).verify() == []
+
+
+def _mounted(folder: Path, options: str) -> bool:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "drivetrain-test", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, timeout=LIMIT_S).returncode == 0
+
+
+def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    if not _mounted(folder, "size=6m"):
+        pytest.skip("mounting a small disk needs root and the right to mount")
+    try:
+        with Store(folder, keep=1) as store:
+            store.save(1, {"x": torch.ones(1 << 18)}, None).result(LIMIT_S)
+            with pytest.raises(CheckpointError, match=r"ENOSPC.*Free space"):
+                store.save(2, {"x": torch.ones(2 << 20)}, None).result(LIMIT_S)
+            assert store.save(3, {"x": torch.ones(1 << 18)}, None).result(LIMIT_S).verify() == []
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True, timeout=LIMIT_S)
+        with Store(folder) as reader:  # resuming from a read-only directory works
+            latest = reader.latest()
+            assert latest is not None
+            assert latest.step == 3
+            assert latest.load()["x"].numel() == 1 << 18
+            with pytest.raises(CheckpointError, match=r"EROFS.*Remount"):
+                reader.save(4, {}, None).result(LIMIT_S)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=LIMIT_S)
+
+
+def test_a_vanished_directory_is_reported_and_not_made_again(tmp_path: Path) -> None:
+    directory, hidden = tmp_path / "runs", tmp_path / "hidden"
+    with Store(directory) as store:
+        store.save(1, tensors_of(1), {"count": 1}).result(LIMIT_S)
+        directory.rename(hidden)
+        with pytest.raises(CheckpointError, match=r"ENOENT.*mounted"):
+            store.save(2, {}, None).result(LIMIT_S)
+        assert not directory.exists()
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            store.latest()
+        hidden.rename(directory)
+        assert store.save(3, {}, None).result(LIMIT_S).step == 3
+
+
+def test_a_process_that_runs_out_of_memory_for_the_snapshot_goes_on(tmp_path: Path) -> None:
+    x = torch.ones(1)
+    huge = x.expand(1 << 24, 1 << 24)  # a petabyte, of which one element exists
+    with Store(tmp_path) as store:
+        with pytest.raises(CheckpointError, match="MemoryError"):
+            store.save(1, {"huge": huge}, None).result(LIMIT_S)
+        assert store.save(2, {"x": x}, None).result(LIMIT_S).load()["x"] == 1
+
+
+def test_the_checker_finds_lost_and_changed_checkpoints(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.save(step_of(1), tensors_of(1), {"count": 1}).result(LIMIT_S)
+        assert problems_of(tmp_path, 1) == []
+        assert "the newest save is 1, but 2" in problems_of(tmp_path, 2)[0]
+        store.save(step_of(2), tensors_of(3), {"count": 2}).result(LIMIT_S)
+        assert "other tensors" in problems_of(tmp_path, 2)[0]
+    assert problems_after_restart(tmp_path, 2)

@@ -1,0 +1,204 @@
+"""Tests that a loop continues with the next batch: each loader, every place of an epoch, and a second resume."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from drivetrain.checkpointing import rng
+from drivetrain.checkpointing.encoding import Encoder, decode
+from drivetrain.checkpointing.loader import position_of
+from drivetrain.data import ResumableSampler
+
+# torchdata 0.11 sets a vital sign that this torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+LENGTH, BATCH_SIZE, EPOCHS = 11, 3, 3
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+def resumable(**options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(), BATCH_SIZE, sampler=ResumableSampler(LENGTH, num_replicas=1, rank=0), **options)
+
+
+def shuffled(**options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(), BATCH_SIZE, shuffle=True, **options)
+
+
+def with_generator(**options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(4), **options)
+
+
+def with_replacement(**options: Any) -> DataLoader[int]:
+    sampler = RandomSampler(Numbers(), replacement=True, num_samples=40, generator=torch.Generator().manual_seed(4))
+    return DataLoader(Numbers(), BATCH_SIZE, sampler=sampler, **options)
+
+
+def distributed(**options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(), BATCH_SIZE, sampler=DistributedSampler(Numbers(), 1, 0), **options)
+
+
+def own_batches(**options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), BATCH_SIZE, True), **options)
+
+
+def unbatched(**options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(), batch_size=None, sampler=ResumableSampler(LENGTH, num_replicas=1, rank=0), **options)
+
+
+def stateful(**options: Any) -> DataLoader[int]:
+    return StatefulDataLoader(Numbers(), BATCH_SIZE, shuffle=True, **options)
+
+
+LOADERS = [resumable, shuffled, with_generator, with_replacement, distributed, own_batches, unbatched, stateful]
+
+
+def seed() -> None:
+    random.seed(1)
+    torch.manual_seed(1)
+
+
+def follow(
+    loader: DataLoader[Any], position: Any, state: Any = None, stop_after: int | None = None
+) -> tuple[list[Any], Any]:
+    """Runs a loop over epochs, which starts at a saved state and ends after so many batches, with random draws between.
+
+    Returns the batches and draws, and the saved state.
+    """
+    found: list[Any] = []
+    position.open()
+    if state is not None:
+        position.check(state["position"], True)
+        position.restore(state["position"], True)
+        rng.restore(state["rng"])
+    for epoch in range(position.epoch, EPOCHS):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            found.append((epoch, batch.tolist() if isinstance(batch, torch.Tensor) else batch, torch.rand(()).item()))
+            if len(found) == stop_after:
+                encoder = Encoder(lambda _: False, "")
+                text = json.dumps(encoder.encode({"position": position.state(), "rng": rng.capture()}, ""))
+                position.close()
+                return found, decode(json.loads(text), encoder.tensors)
+    position.close()
+    return found, None
+
+
+@pytest.mark.parametrize("make", LOADERS, ids=lambda make: make.__name__)
+def test_every_place_of_every_epoch(make: Any) -> None:
+    seed()
+    loader = make()
+    whole, _ = follow(loader, position_of(loader))
+    for stop in range(1, len(whole) + 1):
+        seed()
+        loader = make()
+        first, state = follow(loader, position_of(loader), stop_after=stop)
+        torch.rand(stop)  # a new process has other random states
+        loader = make()
+        rest, _ = follow(loader, position_of(loader), state)
+        assert first + rest == whole, stop
+
+
+@pytest.mark.parametrize("make", LOADERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_workers_and_a_second_resume(make: Any, options: dict[str, Any]) -> None:
+    seed()
+    loader = make(**options)
+    whole, _ = follow(loader, position_of(loader))
+    seed()
+    found: list[Any] = []
+    state = None
+    for stop in (2, 3, None):
+        loader = make(**options)
+        part, state = follow(loader, position_of(loader), state, stop)
+        found += part
+        torch.rand(5)
+    assert found == whole
+
+
+def test_a_position_of_the_end_of_an_epoch() -> None:
+    loader = resumable()
+    position = position_of(loader)
+    position.open()
+    first = [index for batch in loader for index in batch.tolist()]
+    state = position.state()
+    position.close()
+    loader = resumable()
+    position = position_of(loader)
+    position.open()
+    position.restore(state, True)
+    assert sorted(first) == list(range(LENGTH))
+    assert list(loader) == []
+    assert position.epoch == 0
+    assert sorted(index for batch in loader for index in batch.tolist()) == list(range(LENGTH))
+    assert position.epoch == 1
+    position.close()
+
+
+def test_the_loader_is_given_back_as_it_was() -> None:
+    loader = shuffled()
+    position = position_of(loader)
+    position.open()
+    with pytest.raises(RuntimeError, match="another Checkpointer"):
+        position_of(loader).open()
+    position.close()
+    assert type(loader) is DataLoader
+    assert not any("drivetrain" in name for name in vars(loader))
+
+
+class Ahead(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(Stream()), "torchdata.stateful_dataloader.StatefulDataLoader"),
+        (ResumableSampler(3), "expected its DataLoader"),
+        (Ahead(Numbers()), "may fetch ahead"),
+        ([1, 2], "data is a int"),
+    ],
+    ids=["iterable", "sampler", "own iteration", "list"],
+)
+def test_data_without_a_position_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        position_of(data)
+    assert message in str(raised.value)
+
+
+def test_another_loader_than_in_the_checkpoint_is_refused() -> None:
+    loader = shuffled()
+    position = position_of(loader)
+    position.open()
+    next(iter(loader))
+    state = position.state()
+    position.close()
+    with pytest.raises(ValueError, match="no ResumableSampler"):
+        position_of(resumable()).check(state, True)
+    with pytest.raises(ValueError, match="another number of ranks"):
+        position.check(state, False)
+    with pytest.raises(ValueError, match="generators of its own"):
+        position_of(with_generator()).check(state, True)
+    with pytest.raises(ValueError, match="2 loaders, expected 1"):
+        position_of([shuffled(), shuffled()]).check([state], True)

@@ -1,0 +1,208 @@
+"""Tests that a training which is told to end saves its last step on every rank, and ends with the chosen code."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing.preemption import Notices
+from polling import wait_until
+from resumed_training import Case, errors_of, newest, run, started, steps_of
+
+MOMENTS = 20  # at which a signal is sent, over all cases
+WAIT_S = 60
+
+
+def last_saved(folder: Path) -> int:
+    latest = newest(folder / "checkpoints")
+    return -1 if latest is None else latest.step
+
+
+class Slow:
+    """Passed as `on_step`, makes steps long enough for signals to arrive between them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, _: Checkpointer) -> None:
+        time.sleep(self._seconds)
+
+
+SIGNALED = [
+    Case("alone", every=3, evaluates=True),
+    Case("window", window=4, every=2),
+    Case("workers", workers=2, every=None),
+]
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_a_signal_at_any_moment_leaves_with_the_last_step_saved(moment: int, tmp_path: Path) -> None:
+    rng = random.Random(moment)
+    case = rng.choice(SIGNALED)
+    lines = 0 if moment % 5 == 0 else rng.randrange(1, 30)  # 0: in start-up or right after it
+    with started(case, tmp_path, 10**6, on_step=Slow(0.002)) as (process,):
+        log = tmp_path / "log-0"
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= lines, f"line {lines} of the log")
+        time.sleep(rng.random() * 0.02)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(WAIT_S)
+        assert process.exitcode == 75, errors_of(tmp_path)
+    steps = [line["step"] for line in steps_of(tmp_path)]
+    # The step that leaves raises before it is logged. A signal before the first step may leave without one.
+    assert last_saved(tmp_path) in ({-1, 1} if not steps else {steps[-1] + 1})
+
+
+def test_an_interrupted_run_continues_with_the_same_bits(tmp_path: Path) -> None:
+    case, total = Case("window", window=3, every=None), 60
+    with started(case, tmp_path / "run", total, on_step=Slow(0.005)) as (process,):
+        log = tmp_path / "run" / "log-0"
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 10, "10 steps")
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(WAIT_S)
+        assert process.exitcode == 75
+    left_at = last_saved(tmp_path / "run")
+    run(case, tmp_path / "run", total)
+    run(case, tmp_path / "reference", total)
+    found = steps_of(tmp_path / "run")
+    expected = [line for line in steps_of(tmp_path / "reference") if line["step"] != left_at]  # raised before its line
+    assert found == expected
+
+
+@pytest.mark.parametrize("signaled", [[0], [1], [0, 1]], ids=str)
+def test_ranks_leave_at_the_same_step(signaled: list[int], tmp_path: Path) -> None:
+    case = Case("ours", wrapper="ours", every=5)
+    with started(case, tmp_path, 10**6, world_size=2, on_step=Slow(0.002)) as processes:
+        log = tmp_path / "log-0"
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 7, "7 steps")
+        for rank in signaled:
+            os.kill(processes[rank].pid, signal.SIGTERM)
+        for process in processes:
+            process.join(WAIT_S)
+        assert [process.exitcode for process in processes] == [75, 75], errors_of(tmp_path)
+    last = [steps_of(tmp_path, rank)[-1]["step"] for rank in range(2)]
+    assert last == [last_saved(tmp_path) - 1] * 2
+    total = last[0] + 30
+    run(case, tmp_path, total, world_size=2)
+    run(case, tmp_path / "reference", total, world_size=2)
+    for rank in range(2):
+        expected = [line for line in steps_of(tmp_path / "reference", rank) if line["step"] != last[0] + 1]
+        assert steps_of(tmp_path, rank) == expected
+
+
+# ---- In this process.
+
+
+def make(folder: Path, **options: Any) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Checkpointer]:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Checkpointer(folder, model=model, optimizer=optimizer, every=None, **options)
+
+
+def loop(ckpt: Checkpointer, at: int, what: Any, limit: int = 20) -> None:
+    for step in range(limit):
+        if step == at:
+            what()
+        ckpt.step()
+
+
+def test_without_an_exit_code_the_program_continues_after_the_block(tmp_path: Path) -> None:
+    _, _, ckpt = make(tmp_path, exit_code=None, signals=[signal.SIGUSR1, signal.SIGTERM])
+    with ckpt:
+        loop(ckpt, 4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        pytest.fail("the loop was not left")
+    assert (ckpt.steps, ckpt.preempted) == (5, "SIGUSR1")
+    assert last_saved_in(tmp_path) == 5
+
+
+def last_saved_in(folder: Path) -> int:
+    latest = newest(folder)
+    assert latest is not None
+    return latest.step
+
+
+def test_an_exit_code_passes_handlers_of_exceptions(tmp_path: Path) -> None:
+    _, _, ckpt = make(tmp_path, exit_code=3)
+
+    def train() -> None:
+        with ckpt:
+            for _ in range(20):
+                try:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    ckpt.step()
+                except Exception:
+                    pytest.fail("a handler in the loop caught it")
+
+    with pytest.raises(SystemExit) as raised:
+        train()
+    assert raised.value.code == 3
+
+
+def test_a_file_ends_the_training(tmp_path: Path) -> None:
+    _, _, ckpt = make(tmp_path / "run", exit_code=None, preemption_file=tmp_path / "stop")
+    with ckpt:
+        (tmp_path / "stop").touch()
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            ckpt.step()
+            time.sleep(0.01)
+    assert ckpt.preempted == f"the file {tmp_path / 'stop'} exists"
+    assert last_saved_in(tmp_path / "run") == ckpt.steps
+
+
+def test_a_source_of_the_user_ends_the_training(tmp_path: Path) -> None:
+    class Source:
+        def notice(self) -> str | None:
+            return "the queue is full"
+
+    _, _, ckpt = make(tmp_path, exit_code=None, cloud=Source())
+    with ckpt:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            ckpt.step()
+            time.sleep(0.001)
+    assert ckpt.preempted == "the queue is full"
+
+
+def test_a_signal_before_the_block_leaves_at_its_begin(tmp_path: Path) -> None:
+    _, _, ckpt = make(tmp_path)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as raised, ckpt:
+        pytest.fail("the block has begun")
+    assert raised.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_original_handlers_come_back_and_the_second_signal_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    monkeypatch.setattr("drivetrain.checkpointing.preemption._SAME_NOTICE_SECONDS", 3600.0)
+    notices = Notices([signal.SIGUSR1], None, None)
+    notices.open()
+    for _ in range(2):  # A launcher and a scheduler deliver one notice.
+        signal.raise_signal(signal.SIGUSR1)
+    assert (notices.check(), seen) == ("SIGUSR1", [])
+    monkeypatch.setattr("drivetrain.checkpointing.preemption._SAME_NOTICE_SECONDS", 0.0)
+    signal.raise_signal(signal.SIGUSR1)
+    assert seen == [signal.SIGUSR1]
+    notices.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert seen == [signal.SIGUSR1] * 2
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_the_script_sets_later_stays() -> None:
+    notices = Notices([signal.SIGUSR2], None, None)
+    before = signal.getsignal(signal.SIGUSR2)
+    notices.open()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    notices.close()
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR2, before)

@@ -442,3 +442,9 @@ def test_a_bad_fallback(params: Any, fallback: Any, error: type[Exception], mess
         params = [p.requires_grad_() if isinstance(p, Tensor) else p for p in params]
     with pytest.raises(error, match=message):
         optim.Muon(params, fallback=fallback)
+
+
+def test_a_group_of_a_fallback_that_is_not_there() -> None:
+    matrix, vector = torch.zeros(2, 2).requires_grad_(), torch.zeros(2).requires_grad_()
+    with pytest.raises(ValueError, match="a group has fallback=True, but Muon got no fallback"):
+        optim.Muon([{"params": [matrix]}, {"params": [vector], "fallback": True}])

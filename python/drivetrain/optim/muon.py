@@ -131,8 +131,11 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        if isinstance(param_group, dict) and not param_group.get("fallback"):
-            _check(self.defaults | param_group)
+        if isinstance(param_group, dict):
+            if not param_group.get("fallback"):
+                _check(self.defaults | param_group)
+            elif self._fallback is None:
+                raise ValueError("a group has fallback=True, but Muon got no fallback: pass AdamW's options, or {}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group.get("fallback"):

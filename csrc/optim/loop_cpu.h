@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "formats/multiply_tile_cpu.h"
 #include "formats/tile_cpu.h"
 #include "optim/step.h"
 
@@ -72,13 +73,18 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
   // Tiles help only where values are converted or visited twice.
-  const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
+  const bool is_multiplied = job.grad_factors.count > 0;
+  const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep && !is_multiplied;
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
   for (int64_t i = begin; i < end; i += tile) {
     const int64_t count = end - i < tile ? end - i : tile;
     T* values = load_tile(param.param, i, count, scratch[0]);
     T* grad = load_tile(param.grad, i, count, scratch[1]);
+    if (is_multiplied) {
+      multiply_tile(param.grad.format, job.grad_factors, grad, scratch[1], count);
+      grad = scratch[1];
+    }
     T* state[kMaxStates] = {};
     for (int s = 0; s < Rule::kNumStates; ++s) {
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);

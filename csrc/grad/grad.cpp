@@ -13,6 +13,7 @@
 #include "base/held_function.h"
 #include "base/torch_text.h"
 #include "formats/storage_torch.h"
+#include "grad/deferral.h"
 #include "grad/fuse_wgrad.h"
 #include "grad/main_grads.h"
 #include "grad/norm.h"
@@ -54,6 +55,15 @@ void register_grad(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;  // A hook that holds its mutex never waits for the GIL.
   m.def("has_block_products", &has_block_products);
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
+  m.def("watch_gradients", &watch_gradients, py::arg("params"));
+  py::class_<Deferral, std::shared_ptr<Deferral>>(m, "Deferral")
+      .def("were_finite", &Deferral::were_finite, no_gil())
+      .def("set_finite", &Deferral::set_finite, no_gil());
+  m.def("defer_gradients", &Deferral::make, py::arg("params"), py::arg("inv_scale"));
+  m.def("deferrals_of", &Deferral::of, py::arg("params"), no_gil());
+  m.def("deferred_norm", &Deferral::norm, py::arg("params"), py::arg("deferrals"), no_gil());
+  m.def("multiply_deferred", &Deferral::multiply, py::arg("deferrals"), py::arg("factor"), no_gil());
+  m.def("drop_deferred", &Deferral::drop, py::arg("params"), py::arg("zeroes"));
   // Python hooks on saved tensors may raise, as those of activation checkpointing do. torch's errors must keep torch's
   // types.
   m.def("fused_linear", torch::wrap_pybind_function_no_gil(&fused_linear), py::arg("input"), py::arg("weight"),

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "formats/multiply_tile_cpu.h"
 #include "formats/tile_cpu.h"
 #include "optim/step.h"
 
@@ -82,19 +83,19 @@ inline bool is_all_bfloat16(const ParamJob& param, int num_states) {
 // Updates a parameter whose values, gradient and states are all bfloat16, in whole groups from `begin` on. Returns the
 // first element that it left out, fewer than kGroup before `end`.
 template <class Rule>
-int64_t update_bfloat16(const Rule& rule, const GradScaling& grad_scaling, const ParamJob& param, int64_t begin,
-                        int64_t end) {
+int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   const auto halves = [](const TypedArray& array) { return static_cast<uint16_t*>(array.data); };
-  const float factor = static_cast<float>(grad_scaling.factor);
+  const float factor = static_cast<float>(job.grad_scaling.factor);
   int64_t i = begin;
   for (; i + kGroup <= end; i += kGroup) {
     alignas(64) float values[kGroup], grad[kGroup], state[kMaxStates][kGroup];
     load_bfloat16(halves(param.param) + i, values, kGroup);
     load_bfloat16(halves(param.grad) + i, grad, kGroup);
+    if (job.grad_factors.count > 0) multiply_tile(param.grad.format, job.grad_factors, grad, grad, kGroup);
     for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kGroup);
     Prepared prepared;
     update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kGroup, prepared);
-    leave_grad(grad_scaling, param.grad, i, kGroup, grad);
+    leave_grad(job.grad_scaling, param.grad, i, kGroup, grad);
     store_bfloat16(values, halves(param.param) + i, kGroup);
     for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kGroup);
   }
@@ -109,16 +110,21 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
   // Tiles help only where values are converted or visited twice.
-  const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
+  const bool is_multiplied = job.grad_factors.count > 0;
+  const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep && !is_multiplied;
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
   if constexpr (kHasBFloat16Vectors && std::is_same_v<T, float> && !kCoded) {
-    if (is_all_bfloat16(param, Rule::kNumStates)) begin = update_bfloat16(rule, job.grad_scaling, param, begin, end);
+    if (is_all_bfloat16(param, Rule::kNumStates)) begin = update_bfloat16(rule, job, param, begin, end);
   }
   for (int64_t i = begin; i < end; i += tile) {
     const int64_t count = end - i < tile ? end - i : tile;
     T* values = load_tile(param.param, i, count, scratch[0]);
     T* grad = load_tile(param.grad, i, count, scratch[1]);
+    if (is_multiplied) {
+      multiply_tile(param.grad.format, job.grad_factors, grad, scratch[1], count);
+      grad = scratch[1];
+    }
     T* state[kMaxStates] = {};
     for (int s = 0; s < Rule::kNumStates; ++s) {
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);

@@ -32,11 +32,15 @@ const at::Tensor& contiguous_copy(Batch& batch, const at::Tensor& tensor) {
   return batch.copies.back().copy;
 }
 
+bool is_laid_out_as(const at::Tensor& like, const at::Tensor& value) {
+  const bool same = (like.is_contiguous() && value.is_contiguous()) || like.strides().equals(value.strides());
+  return same && !value.is_conj() && !value.is_neg();
+}
+
 // Returns `value` if it has the layout of `like`, else a copy with that layout, which is written back after the step if
 // asked.
 const at::Tensor& laid_out_as(Batch& batch, const at::Tensor& like, const at::Tensor& value, bool write_back) {
-  const bool same = (like.is_contiguous() && value.is_contiguous()) || like.strides().equals(value.strides());
-  if (same && !value.is_conj() && !value.is_neg()) return value;
+  if (is_laid_out_as(like, value)) return value;
   at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), value.options());
   copy.copy_(value.detach());
   batch.copies.push_back({write_back ? value : at::Tensor(), copy});
@@ -91,7 +95,8 @@ void StepReader::read_other(const Entry& entry) {
   const Group& group = groups_[entry.group];
   const RuleInfo& rule = *group.rule;
   const at::Tensor& param = THPVariable_Unpack(entry.param);
-  const at::Tensor& grad = param.grad();
+  bool is_deferred = false;
+  const at::Tensor& grad = grad::stored_grad(*param.unsafeGetTensorImpl(), is_deferred);
   if (!grad.defined()) return;
   if (param.key_set().has(c10::DispatchKey::Python)) {
     has_wrappers = true;
@@ -123,6 +128,7 @@ void StepReader::read_other(const Entry& entry) {
   }
   Batch& batch = batch_for(entry, param.device(), is_double(param));
   Reading reading;
+  reading.is_deferred = is_deferred;
   reading.in_double = is_double(param);
   reading.device = param.device();
   reading.param = param.unsafeGetTensorImpl();
@@ -144,6 +150,10 @@ void StepReader::read_other(const Entry& entry) {
   if (extra_of(reading.job.param.format)) {
     const at::Tensor& extra = THPVariable_Unpack(values.extra);
     reading.job.param.extra = laid_out_as(batch, walked, extra, /*write_back=*/true).data_ptr();
+  }
+  if (is_deferred && !is_laid_out_as(walked, grad)) {
+    param.grad();  // multiplies the gradient now, because a copy would miss it
+    reading.is_deferred = false;
   }
   reading.job.grad = array_of(laid_out_as(batch, walked, grad, /*write_back=*/writes_grads_));
   for (size_t s = 0; s < rule.states.size(); ++s) {

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "base/plain_keys.h"
 #include "formats/storage_torch.h"
 #include "optim/python_values.h"
 #include "optim/step_reader.h"
@@ -14,14 +15,9 @@ namespace {
 
 constexpr size_t kAhead = 16;  // parameters between the prefetch and the read
 
-// Dispatch keys of plain tensors: no wrapper, not sparse, no lazy conjugation or negation.
-constexpr c10::DispatchKeySet kPlainKeys =
-    c10::DispatchKeySet(c10::DispatchKey::Dense) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-    c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
-
 // Returns the memory of a contiguous plain tensor, else null.
 void* contiguous_memory(const c10::TensorImpl& tensor) {
-  if ((tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0 || !tensor.is_contiguous()) return nullptr;
+  if (!has_plain_keys(tensor) || !tensor.is_contiguous()) return nullptr;
   c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
   if (storage == nullptr || storage->data() == nullptr) return nullptr;
   return static_cast<char*>(storage->mutable_data()) + tensor.storage_offset() * tensor.itemsize();
@@ -129,6 +125,7 @@ void StepReader::read() {
   constexpr int64_t kGrain = 64;  // parameters per thread at least
   at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
+      readings_[i].is_deferred = false;
       if (const int64_t ahead = i + 2 * kAhead; ahead < end) {
         prefetch(entries_[ahead].state);
         prefetch(footprints_[ahead].dict_keys, 3);
@@ -172,7 +169,7 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
   const c10::TensorImpl& param = *param_tensor.unsafeGetTensorImpl();
   reading.dtype = param.dtype().toScalarType();
   if (!THPVariable_CheckExact(entry.param)) return;
-  const at::Tensor& grad_tensor = param.grad();
+  const at::Tensor& grad_tensor = grad::stored_grad(param, reading.is_deferred);
   if (!grad_tensor.defined()) {
     reading.kind = Kind::kNoGradient;
     return;

@@ -66,6 +66,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
   entries_.clear();
   missing = py::list();
   has_wrappers = false;
+  has_deferred = false;
   for (Batch& batch : batches) {
     batch.params.clear();
     batch.written_of.clear();
@@ -89,7 +90,9 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
     if (readings_[i].kind == Kind::kNoGradient) continue;
     const at::Tensor& param = THPVariable_Unpack(entries_[i].param);
     owners.push_back(param.getIntrusivePtr());
-    if (param.grad().defined()) owners.push_back(param.grad().getIntrusivePtr());
+    bool is_deferred = false;
+    const at::Tensor& grad = grad::stored_grad(*param.unsafeGetTensorImpl(), is_deferred);
+    if (grad.defined()) owners.push_back(grad.getIntrusivePtr());
     const StateValues values = state_values(entries_[i]);
     if (values.step != nullptr) owners.push_back(THPVariable_Unpack(values.step).getIntrusivePtr());
     for (PyObject* scalar : values.scalars) {
@@ -186,6 +189,7 @@ void StepReader::check_apart() {
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {
   const Group& group = groups_[entry.group];
+  has_deferred |= reading.is_deferred;
   Batch& batch = batch_for(entry, reading.device, reading.in_double);
   ParamJob job = reading.job;
   for (size_t s = 0; s < group.rule->states.size(); ++s) {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "grad/deferral.h"
 #include "optim/batch.h"
 #include "optim/footprint.h"
 #include "optim/precision.h"
@@ -59,6 +60,7 @@ class StepReader {
   pybind11::list
       missing;  // (parameter, index of its group, label): has a gradient, but states are missing or need conversion
   bool has_wrappers = false;  // a parameter with a gradient is a wrapper (a DTensor), so nothing was done
+  bool has_deferred = false;  // a gradient waits for factors (grad/deferral.h)
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<Written> written;
@@ -106,6 +108,7 @@ class StepReader {
   struct Reading {
     Kind kind = Kind::kOther;
     bool in_double = false;
+    bool is_deferred = false;           // the gradient waits for factors
     at::ScalarType dtype = at::kFloat;  // the parameter's dtype, except for kNoGradient
     at::Device device = at::kCPU;
     ParamJob job = {};

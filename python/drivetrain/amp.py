@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from .optim import sparse
-from .optim.base import FusedOptimizer
+from .optim.base import FusedOptimizer, in_place_of
+from .optim.deferral import defer_unscaling
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -15,6 +16,10 @@ class GradScaler(torch.amp.GradScaler):
     them. This class leaves the search to an optimizer of drivetrain.optim whose parameters share one device. That reads
     each gradient once for the search and for `max_grad_norm`, and writes none. Other optimizers step as under torch's
     class. On CUDA no method waits for the device.
+
+    On the CPU, unscale_() writes no gradient either, if the optimizer is one of drivetrain.optim and nothing else
+    refers to its gradients. The next look at a `.grad` multiplies all of them, or the step does while it reads them.
+    drivetrain.optim.clip_grad_norm_ searches for infs and NaNs in its own read. Results are torch's, to the bit.
 
     Args:
         device: Device type of the gradients, such as "cuda" or "cpu".
@@ -63,6 +68,8 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer unless a gradient overflowed. Optimizers of drivetrain unscale in their step."""
         if not isinstance(optimizer, FusedOptimizer):
             return super().step(optimizer, *args, **kwargs)
+        if self._goes_torchs_way(optimizer):  # before a look at gradients, which would multiply them
+            return super().step(optimizer, *args, **kwargs)
         if optimizer._step_sparse is not None and sparse.has_any(optimizer.param_groups):
             return super().step(optimizer, *args, **kwargs)
         optimizer._announce_scaling(by_our_scaler=True)
@@ -70,6 +77,27 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._announce_scaling()
+
+    def _goes_torchs_way(self, optimizer: FusedOptimizer) -> bool:
+        """Returns whether step() goes torch's way, with unscale_() and a search before optimizer.step().
+
+        That takes no pass more on the CPU, and hooks on steps see what they see under torch. On CUDA it waits for the
+        device.
+        """
+        if not self._enabled or self._scale is None or optimizer.in_backward is not None:
+            return False
+        return self._scale.device.type == "cpu" or type(self) in in_place_of
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Replaces the pass of unscale_() where gradients can wait for the step."""
+        if isinstance(optimizer, FusedOptimizer) and not allow_fp16:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            flags = defer_unscaling(params, inv_scale, found_inf)
+            if flags is not None:
+                return flags
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Replaces the search of torch's step(), which runs unless unscale_() has run."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from drivetrain import amp as _amp
 from drivetrain import optim as _optim
 from drivetrain.ddp import distributed as _ddp
 from drivetrain.optim import base as _base
@@ -16,10 +17,10 @@ from drivetrain.optim import base as _base
 
 @dataclass(frozen=True)
 class _Swap:
-    """One of torch's classes, our replacement, and the torch modules whose public names we rebind."""
+    """One of torch's classes or functions, our replacement, and the torch modules whose public names we rebind."""
 
-    original: type
-    ours: type
+    original: object
+    ours: object
     torch_modules: tuple[str, ...]
 
     def may_change(self, module_name: str) -> bool:
@@ -30,7 +31,7 @@ class _Swap:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A module global that is bound to a class: `namespace[alias]` in module `module_name`."""
+    """A module global that is bound to a class or function: `namespace[alias]` in module `module_name`."""
 
     module_name: str
     namespace: dict[str, object]
@@ -62,7 +63,12 @@ _DDP_SWAP = _Swap(
         "torch._dynamo.convert_frame",
     ),
 )
-_OPTIMIZER_SWAPS = _optimizer_swaps()
+# torch.amp.grad_scaler keeps torch's class, because FSDP's scaler derives from that name.
+_SCALER_SWAP = _Swap(torch.amp.GradScaler, _amp.GradScaler, ("torch", "torch.amp"))
+_CLIP_SWAP = _Swap(
+    torch.nn.utils.clip_grad_norm_, _optim.clip_grad_norm_, ("torch.nn.utils", "torch.nn.utils.clip_grad")
+)
+_OPTIMIZER_SWAPS = (*_optimizer_swaps(), _SCALER_SWAP, _CLIP_SWAP)
 
 _rebound: list[tuple[_Holder, _Swap]] = []
 
@@ -82,8 +88,9 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     A second call adds to the first. Its defaults replace those of the same name.
 
     Args:
-        optim: Rebinds the optimizers that drivetrain.optim has, too. Muon and Adafactor need whole matrices: for
-            DTensor parameters they build torch's optimizer instead, with a warning.
+        optim: Rebinds the optimizers that drivetrain.optim has, torch.amp.GradScaler and
+            torch.nn.utils.clip_grad_norm_, too. Muon and Adafactor need whole matrices: for DTensor parameters they
+            build torch's optimizer instead, with a warning.
         **ddp_defaults: Arguments for every DistributedDataParallel whose caller does not pass them.
 
     Returns:
@@ -95,7 +102,13 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     _check_defaults(ddp_defaults)
     _ddp.defaults.update(ddp_defaults)
     if optim:
-        _base.in_place_of.update({swap.ours: swap.original for swap in _OPTIMIZER_SWAPS})
+        _base.in_place_of.update(
+            {
+                swap.ours: swap.original
+                for swap in _OPTIMIZER_SWAPS
+                if isinstance(swap.ours, type) and isinstance(swap.original, type)
+            }
+        )
     names = []
     for swap in (_DDP_SWAP, *(_OPTIMIZER_SWAPS if optim else ())):
         for holder in _holders(swap.original):
@@ -146,8 +159,8 @@ def _check_defaults(ddp_defaults: dict[str, object]) -> None:
             )
 
 
-def _holders(cls: type) -> Iterator[_Holder]:
-    """Finds every global of every imported module that is `cls`, without loading a lazy module.
+def _holders(target: object) -> Iterator[_Holder]:
+    """Finds every global of every imported module that is `target`, without loading a lazy module.
 
     Lazy modules load in `__getattr__` or `__getattribute__`, so that this reads only the instance's own dict. A module
     with two names, as `__main__` is also `__mp_main__`, counts once, under the first.
@@ -162,5 +175,5 @@ def _holders(cls: type) -> Iterator[_Holder]:
             continue
         seen.add(id(namespace))
         for alias, value in list(namespace.items()):
-            if value is cls:
+            if value is target:
                 yield _Holder(module_name, namespace, alias)

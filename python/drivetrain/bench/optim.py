@@ -11,7 +11,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from .. import _C, optim
+from .. import _C, optim, swap
 from ..amp import GradScaler
 from . import family
 from .measure import Row, interleaved, median_interval, ratio_row
@@ -29,6 +29,14 @@ TAILS = (
     ("unscale, clip, AdamW, zero fp32, GPT-2 124M", gpt2_124m(), 1 / 1.6),
     ("unscale, clip, AdamW, zero fp32, ResNet-50", resnet50(), 1 / 2.1),
 )
+# Name, shapes, whether zero_grad() leaves zeros instead of None, and target for torch's lines after backward, unedited,
+# once on torch's classes and once on those that drivetrain.install(optim=True) puts in their place.
+STOCK_TAILS = (
+    ("stock loop, --optim, GPT-2 124M", gpt2_124m(), False, 1 / 1.5),
+    ("stock loop, --optim, ResNet-50", resnet50(), False, 1 / 1.7),
+    ("stock loop, --optim, set_to_none=False, GPT-2 124M", gpt2_124m(), True, 1 / 1.5),
+    ("stock loop, --optim, set_to_none=False, ResNet-50", resnet50(), True, 1 / 1.7),
+)
 MAX_NORM = 1.0
 SCALE = 2.0**10
 
@@ -44,6 +52,8 @@ def run(threads: int, rounds: int) -> list[Row]:
         ]
         for what, shapes, target in track(TAILS, description="tails of a step", transient=True):
             rows.append(_measure_tail(what, shapes, target, rounds))
+        for what, shapes, zeroes, target in track(STOCK_TAILS, description="stock loops", transient=True):
+            rows.append(_measure_stock_tail(what, shapes, zeroes, target, rounds))
         for measure in track(PRECISION_ROWS, description="fewer bits", transient=True):
             rows += measure(rounds)
         return rows + family.run(rounds)
@@ -69,6 +79,28 @@ def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) ->
         torch._foreach_copy_([grad_of(p) for p in (theirs, ours)[which]], scaled)
 
     torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
+    check_same(theirs, ours)
+    return ratio_row(what, torch_s, ours_s, target)
+
+
+def _measure_stock_tail(what: str, shapes: list[Shape], zeroes: bool, target: float, rounds: int) -> Row:
+    theirs, ours = models(shapes)
+    scaled = [grad_of(p) * SCALE for p in theirs]
+    torchs_tail = torch_tail(theirs, zeroes=zeroes)
+    swap.install(optim=True)
+    try:
+        swapped_tail = torch_tail(ours, zeroes=zeroes)
+    finally:
+        swap.uninstall()
+
+    def fill(which: int) -> None:
+        for param, grad in zip((theirs, ours)[which], scaled, strict=True):
+            if param.grad is None:
+                param.grad = grad.clone()
+            else:
+                param.grad.copy_(grad)
+
+    torch_s, ours_s = interleaved((torchs_tail, swapped_tail), rounds, prepare=fill)
     check_same(theirs, ours)
     return ratio_row(what, torch_s, ours_s, target)
 
@@ -227,17 +259,18 @@ PRECISION_ROWS = (
 # ---- Shared helpers.
 
 
-def torch_tail(params: list[Tensor]) -> Callable[[], None]:
-    """Returns a function that runs torch's unscaling, clipping, AdamW and zeroing."""
+def torch_tail(params: list[Tensor], *, zeroes: bool = True) -> Callable[[], None]:
+    """Returns a function that runs unscaling, clipping, AdamW and zeroing by what torch's names mean now."""
+    clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
     optimizer = torch.optim.AdamW(params, fused=True)
     scaler = _ready(torch.amp.GradScaler(params[0].device.type, SCALE), params)
 
     def tail() -> None:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        clip_grad_norm_(params, MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=not zeroes)
 
     return tail
 

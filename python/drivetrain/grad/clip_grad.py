@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from ..optim import deferral
 from ..optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
 from ..optim.sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
 
@@ -42,6 +43,8 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if float(norm_type) == 2.0 and _C.deferrals_of(params):
+        return deferral.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     grads = [param.grad for param in params if param.grad is not None]
     if not grads and any(is_stepped_in_backward(param) for param in params):
         raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")

@@ -14,6 +14,7 @@ from .adamax import Adamax
 from .adamw_schedule_free import AdamWScheduleFree
 from .adopt import ADOPT
 from .asgd import ASGD
+from .deferral import clip_grad_norm_
 from .lamb import LAMB
 from .lion import Lion
 from .muon import Muon
@@ -43,4 +44,5 @@ __all__ = [
     "RMSprop",
     "Rprop",
     "SparseAdam",
+    "clip_grad_norm_",
 ]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from .. import _C
 from .arguments import check_max_grad_norm
@@ -64,11 +65,24 @@ class GradScaling(torch.optim.Optimizer):
         """True if all parameters are on the CPU."""
         return all(param.device.type == "cpu" for group in self.param_groups for param in group["params"])
 
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients as torch does. It drops factors that gradients still wait for (deferral.py).
+
+        Args:
+            set_to_none: Sets gradients to None instead of zeros.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not _C.drop_deferred(params, zeroes=not set_to_none) or set_to_none:
+            super().zero_grad(set_to_none)
+
     def _find_devices(self) -> None:
         """Determines whether all parameters share one device, once per change of the groups, because it visits each
-        one."""
-        self._can_scale_in_step = len({param.device for group in self.param_groups for param in group["params"]}) <= 1
+        one. Lets their gradients wait for factors from now on."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._can_scale_in_step = len({param.device for param in params}) <= 1
         self._announce_scaling()
+        _C.watch_gradients([param for param in params if isinstance(param, Tensor)])
 
     def _announce_scaling(self, *, by_our_scaler: bool = False) -> None:
         """Tells a GradScaler whether the step unscales gradients.

@@ -1,0 +1,43 @@
+// Multiplies one chunk of a gradient: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch
+// header.
+#include "formats/multiply_tile_cpu.h"
+#include "grad/multiply.h"
+
+namespace drivetrain::grad::DRIVETRAIN_ISA {
+namespace {
+
+bool is_finite(const float* values, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, formats::magnitude_bits(values[i]));
+  return largest < formats::kInfinity;
+}
+
+bool is_finite(const double* values, int64_t count) {
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) finite &= values[i] - values[i] == 0;
+  return finite;
+}
+
+template <class T>
+bool multiply_as(const formats::TypedArray& values, int64_t begin, int64_t end, const formats::Factors& factors) {
+  alignas(64) T scratch[formats::kTile];
+  bool finite = true;
+  for (int64_t i = begin; i < end; i += formats::kTile) {
+    const int64_t count = std::min<int64_t>(end - i, formats::kTile);
+    T* const tile = formats::load_tile(values, i, count, scratch);
+    finite &= is_finite(tile, count);
+    if (factors.count == 0) continue;
+    formats::multiply_tile(values.format, factors, tile, tile, count);
+    formats::store_tile(values, i, count, tile);
+  }
+  return finite;
+}
+
+}  // namespace
+
+bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, const formats::Factors& factors) {
+  return values.format == formats::Format::kFloat64 ? multiply_as<double>(values, begin, end, factors)
+                                                    : multiply_as<float>(values, begin, end, factors);
+}
+
+}  // namespace drivetrain::grad::DRIVETRAIN_ISA

@@ -33,7 +33,8 @@ std::recursive_mutex& mutex() {
 }
 
 // Under other versions of torch no gradient waits, because AutogradMeta may have other fields.
-constexpr bool kKnowsTorch = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 13;
+#define DRIVETRAIN_KNOWS_AUTOGRAD_META (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 13)
+constexpr bool kKnowsTorch = DRIVETRAIN_KNOWS_AUTOGRAD_META;
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
@@ -79,8 +80,9 @@ Gradient gradient_of(const at::Tensor& grad) { return {formats::array_of(grad), 
 
 }  // namespace
 
-LazyGrad::LazyGrad(AutogradMeta& former) {
-  static_assert(!kKnowsTorch || sizeof(AutogradMeta) == 184, "torch's AutogradMeta has changed: move its new fields");
+LazyGrad::LazyGrad([[maybe_unused]] AutogradMeta& former) {
+#if DRIVETRAIN_KNOWS_AUTOGRAD_META
+  static_assert(sizeof(AutogradMeta) == 184, "torch's AutogradMeta has changed: move its new fields");
   const std::lock_guard<std::mutex> lock(former.mutex_);
   name_ = std::move(former.name_);
   grad_ = std::move(former.grad_);
@@ -95,6 +97,7 @@ LazyGrad::LazyGrad(AutogradMeta& former) {
   output_nr_ = former.output_nr_;
   grad_dtype_ = former.grad_dtype_;
   allow_grad_dtype_mismatch_ = former.allow_grad_dtype_mismatch_;
+#endif
 }
 
 LazyGrad::~LazyGrad() {

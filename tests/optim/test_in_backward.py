@@ -567,6 +567,25 @@ def test_shared_memory_is_given_back(on_ranks: OnRanks) -> None:
     on_ranks(memory_that_is_given_back)
 
 
+def memory_of_low_precision() -> None:
+    gc.collect()
+    without = mapped_bytes()
+    model = DDP(deep(), transport="shm")
+    before, buffer = mapped_bytes() - without, model.reducer.buffer_bytes()
+    # torch's wrapper calls this for mixed_precision. The rest of that argument needs streams of an accelerator.
+    model.reducer._set_mixed_precision_param_dtype(torch.bfloat16)
+    assert model.reducer.buffer_bytes() <= buffer // 2 + 2**12
+    saved = dist.get_world_size() * (buffer - model.reducer.buffer_bytes())
+    assert mapped_bytes() - without <= before - saved + 2**13
+    del model
+    gc.collect()
+    assert mapped_bytes() == without
+
+
+def test_mixed_precision_leaves_no_buffer_behind(on_ranks: OnRanks) -> None:
+    on_ranks(memory_of_low_precision)
+
+
 def main_gradients_keep_the_buffer() -> None:
     torch.manual_seed(1)
     net = deep().bfloat16()

@@ -33,6 +33,13 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
+# The optimizers in optim that are not torch's own.
+OWN_CLASSES = [
+    name
+    for name, value in vars(optim).items()
+    if isinstance(value, type) and value.__module__.startswith(optim.__name__)
+]
+
 CASES: dict[str, Case] = {
     "adamw": Case(optim.AdamW, torch.optim.AdamW, adam, {"weight_decay": 0.1}),
     "adamw_amsgrad": Case(optim.AdamW, torch.optim.AdamW, adam, {"amsgrad": True, "lr": 0.02}),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain import _C, DistributedDataParallel, optim, parameter_names
 from drivetrain.optim.precision import VERSION, VERSION_NAME
+from optim_cases import OWN_CLASSES
 
 CLASSES = {
     "SGD": (optim.SGD, {"momentum": 0.9}),
@@ -583,11 +584,7 @@ def test_good_input_warns_of_nothing(name: str) -> None:
         optimizer.step()
 
 
-# LBFGS and SparseAdam are torch's own.
-OURS = [name for name in optim.__all__ if getattr(optim, name) is not getattr(torch.optim, name, None)]
-
-
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN_CLASSES)
 def test_constructor_is_explicit(name: str) -> None:
     """The signature, which LightningCLI and Hydra read, has torch's arguments in torch's order, followed by ours."""
     ours = inspect.signature(getattr(optim, name)).parameters
@@ -613,7 +610,7 @@ def test_constructor_is_explicit(name: str) -> None:
     assert {*ours} <= documented
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN_CLASSES)
 def test_group_that_is_no_dict(name: str) -> None:
     param = nn.Parameter(torch.ones(2, 2))
     optimizer = getattr(optim, name)([param])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drivetrain import optim
+from optim_cases import OWN_CLASSES
 
 
 def stepped(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], grad: float = 1.0) -> None:
@@ -92,8 +93,6 @@ def test_lost_updates_follow_the_state() -> None:
     assert optimizer.state[param]["step"] == state["step"] + 1
 
 
-# LBFGS and SparseAdam are torch's own.
-OURS = [name for name in optim.__all__ if getattr(optim, name) is not getattr(torch.optim, name, None)]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"state_bits": 8, "min_8bit_size": 300},
@@ -106,7 +105,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN_CLASSES)
 def test_before_the_first_step_and_after_zero_grad(
     name: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

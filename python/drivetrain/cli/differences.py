@@ -85,6 +85,13 @@ DIFFERENCES: Sequence[Difference] = (
         "It is faster. The update is the same up to its last bits.",
     ),
     Difference(
+        "Memory of a `.grad` between `unscale_()` and `zero_grad()` on the CPU",
+        "Unscaled and clipped.",
+        "Scaled until something looks at a `.grad`. Only an address taken by `.data_ptr()` before, whose tensor nothing "
+        "holds, shows it.",
+        "The step reads gradients once for both factors. `torch.amp.GradScaler` and torch's clipping write at once.",
+    ),
+    Difference(
         "Steps of 16-bit parameters",
         "Round to 16 bits after each operation.",
         "Compute in float32 and round each result once.",

@@ -227,11 +227,22 @@ bool Snapshot::is_copied(size_t source) const {
   return state_->piece_is_copied.at(source + 1);
 }
 
+// Copies, too, because the threads of low priority may get no core for long while others want all of them.
 bool Snapshot::wait_copied(const std::vector<size_t>& sources, double timeout_s) const {
-  std::unique_lock lock(state_->mutex);
-  return state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] {
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const auto are_copied = [&] {
     return std::all_of(sources.begin(), sources.end(), [&](size_t i) { return state_->piece_is_copied.at(i + 1); });
-  });
+  };
+  std::unique_lock lock(state_->mutex);
+  while (!are_copied() && Clock::now() < deadline) {
+    const int64_t chunk = state_->next_to_copy.fetch_add(1);
+    if (chunk >= state_->num_chunks) break;
+    lock.unlock();
+    state_->copy_chunk(chunk);
+    lock.lock();
+  }
+  return state_->changed.wait_until(lock, deadline, are_copied);
 }
 
 double Snapshot::copy_seconds() const {

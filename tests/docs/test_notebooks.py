@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -40,15 +42,20 @@ def test_committed_without_outputs(path: Path) -> None:
 
 
 @pytest.fixture
-def kernel_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes "python3" mean the running interpreter, without the user's Jupyter, IPython or matplotlib settings."""
-    for variable in ("JUPYTER_PATH", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "TMPDIR"):
+    for variable in ("JUPYTER_PATH", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         folder = tmp_path / variable.lower()
         folder.mkdir()
         monkeypatch.setenv(variable, str(folder))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel then selects the inline backend
     write_kernel_spec(tmp_path / "jupyter_path" / "kernels" / "python3")
     assert KernelSpecManager().get_kernel_spec("python3").argv[0] == sys.executable
+    # Workers of a DataLoader open sockets there, and the path of a socket has at most 107 bytes. Under a longer one a
+    # worker's batches get lost, and the loop waits for them forever.
+    with tempfile.TemporaryDirectory(prefix="nb-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
 
 
 @each_notebook

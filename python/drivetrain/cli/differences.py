@@ -87,8 +87,8 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(
         "Memory of a `.grad` between `unscale_()` and `zero_grad()` on the CPU",
         "Unscaled and clipped.",
-        "Scaled until something looks at a `.grad`. Only an address taken by `.data_ptr()` before, whose tensor nothing "
-        "holds, shows it.",
+        "Scaled until something looks at a `.grad`. Only an address taken by `.data_ptr()` before, whose tensor "
+        "nothing holds, shows it.",
         "The step reads gradients once for both factors. `torch.amp.GradScaler` and torch's clipping write at once.",
     ),
     Difference(

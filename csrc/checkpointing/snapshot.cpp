@@ -22,7 +22,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kChunksPerWrite = 2;
 
-// A part of the file: the header or a tensor.
+}  // namespace
+
+// A part of the file: the header or a tensor. Named outside the anonymous namespace, as Snapshot::State has fields of
+// it.
 struct Piece {
   int64_t begin, end;
   Source source;
@@ -33,8 +36,6 @@ struct Piece {
 
   int64_t num_chunks() const { return begin == end ? 0 : (end - 1) / kChunkBytes - begin / kChunkBytes + 1; }
 };
-
-}  // namespace
 
 struct Snapshot::State {
   std::string header;

@@ -1,6 +1,7 @@
 // Decides which gradients can wait, and multiplies those that somebody looks at; see deferral.h.
 #include "grad/deferral.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>

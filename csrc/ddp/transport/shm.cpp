@@ -144,7 +144,6 @@ class ShmComm final : public Comm {
     exchange.several_hosts = several_hosts;
     exchange.link = link_.get();
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
-    spins_ = is_a_core_for_each(cores_);
     exchange.spin = spins_;
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.describe_tag = &describe_tag;
@@ -395,11 +394,13 @@ class ShmComm final : public Comm {
         buffer->base.push_back(local_rank == local_rank_ ? buffer->own->data() : buffer->others.back().data());
       }
     });
-    if (cores_.empty()) {  // the first allocation
+    if (!exchange_) {  // the first allocation
       opened.cores = cores_of_this_thread();
       const std::vector<OutcomeAndCores> all_opened = gather(opened);
       if (!agree(all_opened)) return nullptr;
-      for (int rank : host_) cores_.push_back(all_opened[rank].cores);
+      std::vector<CoreSet> cores;
+      for (int rank : host_) cores.push_back(all_opened[rank].cores);
+      spins_ = is_a_core_for_each(cores);
     } else if (!agree(gather_over_memory<Outcome>(opened))) {
       return nullptr;
     }
@@ -420,9 +421,8 @@ class ShmComm final : public Comm {
   int local_rank_ = 0;
   std::unique_ptr<TorchLink> link_;
   std::vector<PeerProcess> processes_;  // [local ranks]
-  std::vector<CoreSet> cores_;          // which each may use, [local ranks]
-  std::shared_ptr<SharedBuffer>
-      shared_state_;  // the exchange's state, in local rank 0's part, and every rank's staging area
+  // The exchange's state, in local rank 0's part, and every rank's staging area.
+  std::shared_ptr<SharedBuffer> shared_state_;
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::weak_ptr<SharedBuffer>> buffers_;  // exist as long as tensors in them, or operations on these

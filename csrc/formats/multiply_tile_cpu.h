@@ -12,9 +12,9 @@ template <class T>
 void round_tile(Format format, T* values, int64_t count) {
   if constexpr (sizeof(T) == sizeof(float)) {
     if (format == Format::kBFloat16) {
-      for (int64_t i = 0; i < count; ++i) {
-        values[i] = float_from_bfloat16(bfloat16_from_float(values[i]));
-      }
+      uint16_t halves[kTile];
+      store_bfloat16(values, halves, count);
+      load_bfloat16(halves, values, count);
     } else if (format == Format::kFloat16) {
       uint16_t halves[kTile];
       store_float16(values, halves, count);

@@ -69,9 +69,9 @@ void leave_grad(const GradScaling& grad_scaling, const TypedArray& stream, int64
 // Elements that are converted, updated and converted back before the next ones: so few that the processor overlaps
 // conversions with divisions and roots, and enough to fill its vectors.
 #if defined(__AVX512F__)
-constexpr int kGroup = 64;
+constexpr int kBFloat16Group = 64;
 #else
-constexpr int kGroup = 32;
+constexpr int kBFloat16Group = 32;
 #endif
 
 inline bool is_all_bfloat16(const ParamJob& param, int num_states) {
@@ -81,23 +81,23 @@ inline bool is_all_bfloat16(const ParamJob& param, int num_states) {
 }
 
 // Updates a parameter whose values, gradient and states are all bfloat16, in whole groups from `begin` on. Returns the
-// first element that it left out, fewer than kGroup before `end`.
+// first element that it left out, fewer than kBFloat16Group before `end`.
 template <class Rule>
 int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   const auto halves = [](const TypedArray& array) { return static_cast<uint16_t*>(array.data); };
   const float factor = static_cast<float>(job.grad_scaling.factor);
   int64_t i = begin;
-  for (; i + kGroup <= end; i += kGroup) {
-    alignas(64) float values[kGroup], grad[kGroup], state[kMaxStates][kGroup];
-    load_bfloat16(halves(param.param) + i, values, kGroup);
-    load_bfloat16(halves(param.grad) + i, grad, kGroup);
-    if (job.grad_factors.count > 0) multiply_tile(param.grad.format, job.grad_factors, grad, grad, kGroup);
-    for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kGroup);
+  for (; i + kBFloat16Group <= end; i += kBFloat16Group) {
+    alignas(64) float values[kBFloat16Group], grad[kBFloat16Group], state[kMaxStates][kBFloat16Group];
+    load_bfloat16(halves(param.param) + i, values, kBFloat16Group);
+    load_bfloat16(halves(param.grad) + i, grad, kBFloat16Group);
+    if (job.grad_factors.count > 0) multiply_tile(param.grad.format, job.grad_factors, grad, grad, kBFloat16Group);
+    for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kBFloat16Group);
     Prepared prepared;
-    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kGroup, prepared);
-    leave_grad(job.grad_scaling, param.grad, i, kGroup, grad);
-    store_bfloat16(values, halves(param.param) + i, kGroup);
-    for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kGroup);
+    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kBFloat16Group, prepared);
+    leave_grad(job.grad_scaling, param.grad, i, kBFloat16Group, grad);
+    store_bfloat16(values, halves(param.param) + i, kBFloat16Group);
+    for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kBFloat16Group);
   }
   return i;
 }

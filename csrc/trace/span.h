@@ -1,0 +1,44 @@
+// Declares the marks by which native code enters and leaves phases of the traced step. Needs no torch header.
+#pragma once
+
+#include <cstdint>
+
+#include "trace/phases.h"
+
+namespace drivetrain::trace {
+
+bool is_on();
+void begin(Phase phase);
+void end(Phase phase);
+void end_step(int64_t step);  // marks the end of a step, and of all its phases
+
+// Marks its lifetime as a phase.
+class Span {
+ public:
+  explicit Span(Phase phase) : phase_(phase), was_on_(is_on()) {
+    if (was_on_) begin(phase_);
+  }
+  ~Span() {
+    if (was_on_) end(phase_);
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  const Phase phase_;
+  const bool was_on_;
+};
+
+// Adds its lifetime to the recomputation of the step, without records: a step may recompute thousands of tensors.
+class RecomputationTally {
+ public:
+  RecomputationTally();
+  ~RecomputationTally();
+  RecomputationTally(const RecomputationTally&) = delete;
+  RecomputationTally& operator=(const RecomputationTally&) = delete;
+
+ private:
+  int64_t begin_ns_ = 0;  // 0: the trace is off, or an outer tally counts
+};
+
+}  // namespace drivetrain::trace

@@ -23,8 +23,8 @@ namespace drivetrain::formats {
 namespace {
 
 Format state_format(at::ScalarType dtype) {
-  if (!is_block_dtype(dtype)) return *format_of(dtype);
-  return dtype == at::kByte ? Format::kSquared8 : Format::kSigned8;
+  const std::optional<Format> in_blocks = block_format_of(dtype);
+  return in_blocks ? *in_blocks : *format_of(dtype);
 }
 
 // Returns whether both tensors are dense and have their elements in the same memory order.
@@ -40,7 +40,7 @@ Format param_format_with(at::ScalarType param, at::ScalarType extra) {
     const bool is_float16 = format == Format::kFloat16Kahan || format == Format::kFloat16Master;
     if (extra_of(format)->dtype == extra && param == (is_float16 ? at::kHalf : at::kBFloat16)) return format;
   }
-  throw UserTypeError(text("a ", param, " parameter has nothing of ", extra, " beside it."));
+  throw UserTypeError(text("extra is ", extra, ", which no storage format of a ", param, " parameter uses."));
 }
 
 TypedArray array_of(const Stored& stored) {

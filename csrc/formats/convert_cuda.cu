@@ -1,6 +1,7 @@
 // Converts values between storage formats on CUDA; see convert.h. Includes no torch header.
 #include "base/launch_cuda.h"
 #include "formats/convert.h"
+#include "formats/float8.h"
 
 namespace drivetrain::formats {
 namespace {
@@ -26,6 +27,13 @@ __device__ void load_as(const TypedArray& array, int64_t begin, int64_t end, flo
   const auto* data = static_cast<const Value*>(array.data);
   const auto* extra = static_cast<const Extra*>(array.extra);
   for_each_element(begin, end, [&](int k, int64_t i) { values[k] = value_of(data, extra, i); });
+}
+
+template <class Kind>
+__device__ void load_codes(const TypedArray& array, int64_t begin, int64_t end, float (&values)[kPerLane]) {
+  load_as<typename Kind::Code, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+    return decode_any<Kind>(data[i], extra[i / kBlock]);
+  });
 }
 
 __device__ void load(const TypedArray& array, int64_t begin, int64_t end, float (&values)[kPerLane]) {
@@ -56,13 +64,13 @@ __device__ void load(const TypedArray& array, int64_t begin, int64_t end, float 
       return load_as<uint16_t, float>(array, begin, end, values,
                                       [](auto* data, auto* extra, int64_t i) { return master_of(extra[i], data[i]); });
     case Format::kSigned8:
-      return load_as<int8_t, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
-        return decode_any<SignedCode>(data[i], extra[i / kBlock]);
-      });
+      return load_codes<SignedCode>(array, begin, end, values);
     case Format::kSquared8:
-      return load_as<uint8_t, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
-        return decode_any<SquaredCode>(data[i], extra[i / kBlock]);
-      });
+      return load_codes<SquaredCode>(array, begin, end, values);
+    case Format::kSignedFloat8:
+      return load_codes<SignedFloat8>(array, begin, end, values);
+    case Format::kSquaredFloat8:
+      return load_codes<SquaredFloat8>(array, begin, end, values);
     default:
       return load_as<float>(array, begin, end, values, [](auto* data, auto*, int64_t i) { return data[i]; });
   }
@@ -142,6 +150,10 @@ __device__ void store(const TypedArray& array, int64_t begin, int64_t end, const
       return store_block<SignedCode>(array, begin, end, values);
     case Format::kSquared8:
       return store_block<SquaredCode>(array, begin, end, values);
+    case Format::kSignedFloat8:
+      return store_block<SignedFloat8>(array, begin, end, values);
+    case Format::kSquaredFloat8:
+      return store_block<SquaredFloat8>(array, begin, end, values);
     default:
       return store_as<float>(array, begin, end, values,
                              [](auto* data, auto*, int64_t i, float value) { data[i] = value; });

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/wide_cuda.cuh"
+#include "formats/float8.h"
 #include "formats/storage.h"
 
 namespace drivetrain::formats {

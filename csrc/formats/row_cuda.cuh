@@ -67,6 +67,10 @@ struct RawQuads {
         return decode_codes<SignedCode>(q, values);
       case Format::kSquared8:
         return decode_codes<SquaredCode>(q, values);
+      case Format::kSignedFloat8:
+        return decode_codes<SignedFloat8>(q, values);
+      case Format::kSquaredFloat8:
+        return decode_codes<SquaredFloat8>(q, values);
       default:
         break;
     }
@@ -135,6 +139,22 @@ __device__ float load_code(const TypedArray& array, int64_t i) {
   return has_special(scale) ? decode_any<Kind>(code, scale) : Kind::decode(code, Kind::unit_of(scale));
 }
 
+// Loads one element of a plain format.
+template <class T>
+__device__ T load_plain_element(const TypedArray& array, int64_t i) {
+  const auto* halves = static_cast<const uint16_t*>(array.data);
+  switch (array.format) {
+    case Format::kFloat64:
+      return static_cast<T>(static_cast<const double*>(array.data)[i]);
+    case Format::kBFloat16:
+      return static_cast<T>(float_from_bfloat16(halves[i]));
+    case Format::kFloat16:
+      return static_cast<T>(float_from_float16(halves[i]));
+    default:
+      return static_cast<T>(static_cast<const float*>(array.data)[i]);
+  }
+}
+
 // Loads one element of any format except kFactored.
 template <class T>
 __device__ T load_element(const TypedArray& array, int64_t i) {
@@ -159,20 +179,15 @@ __device__ T load_element(const TypedArray& array, int64_t i) {
         return load_code<SignedCode>(array, i);
       case Format::kSquared8:
         return load_code<SquaredCode>(array, i);
+      case Format::kSignedFloat8:
+        return load_code<SignedFloat8>(array, i);
+      case Format::kSquaredFloat8:
+        return load_code<SquaredFloat8>(array, i);
       default:
         break;
     }
   }
-  switch (array.format) {
-    case Format::kFloat64:
-      return static_cast<T>(static_cast<const double*>(array.data)[i]);
-    case Format::kBFloat16:
-      return static_cast<T>(float_from_bfloat16(halves[i]));
-    case Format::kFloat16:
-      return static_cast<T>(float_from_float16(halves[i]));
-    default:
-      return static_cast<T>(static_cast<const float*>(array.data)[i]);
-  }
+  return load_plain_element<T>(array, i);
 }
 
 }  // namespace drivetrain::formats

@@ -46,7 +46,22 @@ struct Extra {
 std::optional<Extra> extra_of(Format param_format);
 constexpr const char* kExtraNames[] = {"param_remainder", "param_compensation", "param_master"};
 
-inline bool is_block_dtype(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
+// Returns the format of a state in blocks by its dtype, or none for other dtypes.
+inline std::optional<Format> block_format_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kChar:
+      return Format::kSigned8;
+    case at::kByte:
+      return Format::kSquared8;
+    case at::kFloat8_e4m3fn:
+      return Format::kSignedFloat8;
+    case at::kFloat8_e5m2:
+      return Format::kSquaredFloat8;
+    default:
+      return std::nullopt;
+  }
+}
+inline bool is_block_dtype(at::ScalarType dtype) { return block_format_of(dtype).has_value(); }
 inline int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
 // Allocates a tensor with the strides of `like`, or a contiguous one if `like` is not dense.

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "formats/compressed_cpu.h"
+#include "formats/float8.h"
 #include "formats/storage.h"
 
 #if defined(__F16C__)
@@ -185,7 +187,7 @@ float store_block(const float* from, uint32_t largest, typename Kind::Code* to, 
     return with_special(scale);
   }
   const float scale = Kind::scale_of(largest), factor = Kind::factor_of(scale);
-  for (int64_t i = 0; i < count; ++i) to[i] = Kind::encode(from[i], factor);
+  for (int64_t i = encode_vectors<Kind>(from, factor, to, count); i < count; ++i) to[i] = Kind::encode(from[i], factor);
   return scale;
 }
 
@@ -198,10 +200,15 @@ void store_prepared(const TypedArray& array, int64_t index, int64_t count, const
 // Stores one block of prepared values. `index` is its first value's, a multiple of kBlock.
 inline void store_prepared(const TypedArray& array, int64_t index, int64_t count, const float* prepared,
                            uint32_t largest) {
-  if (array.format == Format::kSigned8) {
-    store_prepared<SignedCode>(array, index, count, prepared, largest);
-  } else {
-    store_prepared<SquaredCode>(array, index, count, prepared, largest);
+  switch (array.format) {
+    case Format::kSigned8:
+      return store_prepared<SignedCode>(array, index, count, prepared, largest);
+    case Format::kSignedFloat8:
+      return store_prepared<SignedFloat8>(array, index, count, prepared, largest);
+    case Format::kSquaredFloat8:
+      return store_prepared<SquaredFloat8>(array, index, count, prepared, largest);
+    default:
+      return store_prepared<SquaredCode>(array, index, count, prepared, largest);
   }
 }
 
@@ -252,7 +259,8 @@ T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) 
         return scratch;
       case Format::kBFloat16Remainder16: {
         const auto* remainders = static_cast<const int16_t*>(array.extra) + index;
-        for (int64_t i = 0; i < count; ++i) scratch[i] = join(halves[i], remainders[i]);
+        int64_t i = join_vectors(halves, remainders, scratch, count);
+        for (; i < count; ++i) scratch[i] = join(halves[i], remainders[i]);
         return scratch;
       }
       case Format::kBFloat16Remainder8: {
@@ -280,6 +288,12 @@ T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) 
         return scratch;
       case Format::kSquared8:
         load_blocks<SquaredCode>(array, index, count, scratch);
+        return scratch;
+      case Format::kSignedFloat8:
+        load_blocks<SignedFloat8>(array, index, count, scratch);
+        return scratch;
+      case Format::kSquaredFloat8:
+        load_blocks<SquaredFloat8>(array, index, count, scratch);
         return scratch;
       case Format::kFloat32:
       case Format::kFloat64:
@@ -337,7 +351,7 @@ void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* 
         return;
       case Format::kBFloat16Remainder16: {
         auto* remainders = static_cast<int16_t*>(array.extra) + index;
-        for (int64_t i = 0; i < count; ++i) {
+        for (int64_t i = split_vectors(values, halves, remainders, count); i < count; ++i) {
           const Split parts = split(values[i]);
           halves[i] = parts.half;
           remainders[i] = parts.remainder;
@@ -372,6 +386,10 @@ void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* 
         return store_blocks<SignedCode>(array, index, count, values);
       case Format::kSquared8:
         return store_blocks<SquaredCode>(array, index, count, values);
+      case Format::kSignedFloat8:
+        return store_blocks<SignedFloat8>(array, index, count, values);
+      case Format::kSquaredFloat8:
+        return store_blocks<SquaredFloat8>(array, index, count, values);
       case Format::kFloat32:
       case Format::kFloat64:
       case Format::kFactored:

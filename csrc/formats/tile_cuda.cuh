@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "formats/float8.h"
 #include "formats/storage.h"
 
 namespace drivetrain::formats {
@@ -237,6 +238,10 @@ __device__ void load_state(const TypedArray& array, int64_t base, int64_t end, T
         return load_blocks<SignedCode>(array, base, end, values);
       case Format::kSquared8:
         return load_blocks<SquaredCode>(array, base, end, values);
+      case Format::kSignedFloat8:
+        return load_blocks<SignedFloat8>(array, base, end, values);
+      case Format::kSquaredFloat8:
+        return load_blocks<SquaredFloat8>(array, base, end, values);
       default:
         break;
     }
@@ -253,6 +258,10 @@ __device__ void store_state(const TypedArray& array, int64_t base, int64_t end, 
         return store_blocks<SignedCode>(array, base, end, values);
       case Format::kSquared8:
         return store_blocks<SquaredCode>(array, base, end, values);
+      case Format::kSignedFloat8:
+        return store_blocks<SignedFloat8>(array, base, end, values);
+      case Format::kSquaredFloat8:
+        return store_blocks<SquaredFloat8>(array, base, end, values);
       default:
         break;
     }

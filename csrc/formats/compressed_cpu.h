@@ -1,0 +1,243 @@
+// Converts 8-bit states and bfloat16 remainders on the CPU by vector code, with the bits of storage.h. Compilers narrow
+// and widen these values with two to three times as many instructions. Needs no torch header.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "formats/float8.h"
+#include "formats/storage.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace drivetrain::formats {
+inline namespace DRIVETRAIN_ISA {
+
+// Each function below converts whole vectors of elements and returns how many of `count` these are. The caller converts
+// the others. Encoders take prepared finite values.
+
+#if defined(__AVX512F__)
+// Returns roots of finite values in [0, 2^14) that round to the same integers as correctly rounded roots. It needs no
+// square root instruction, whose unit is busy with the rule's roots and divisions. After two corrections the error does
+// not depend on the estimate, which differs between processors: it is 2^-34 relative and one rounding. Smaller values
+// than kLeast round to 0 in any case.
+inline __m512 root_of_code(__m512 values) {
+  constexpr float kLeast = 0x1p-20f;
+  const __m512 estimate = _mm512_rsqrt14_ps(_mm512_max_ps(values, _mm512_set1_ps(kLeast)));
+  const __m512 half = _mm512_mul_ps(estimate, _mm512_set1_ps(0.5f));
+  __m512 root = _mm512_mul_ps(values, estimate);
+  for (int i = 0; i < 2; ++i) root = _mm512_fmadd_ps(_mm512_fnmadd_ps(root, root, values), half, root);
+  return root;
+}
+
+// Rounds finite magnitudes as Number::encode() does.
+template <class Number>
+__m512i float8_numbers(__m512 magnitudes) {
+  const __m512i bits = _mm512_castps_si512(magnitudes);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, Number::kShift), _mm512_set1_epi32(1));
+  constexpr int kHalf = (1 << (Number::kShift - 1)) - 1 - static_cast<int>(Number::kRebias);
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(kHalf)), odd);
+  const __m512 rounding = _mm512_castsi512_ps(_mm512_set1_epi32(Number::kRounding));
+  const __m512i sum = _mm512_castps_si512(_mm512_add_ps(magnitudes, rounding));
+  const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(bits, _mm512_set1_epi32(Number::kSmallestNormal));
+  return _mm512_mask_sub_epi32(_mm512_srli_epi32(rounded, Number::kShift), is_subnormal, sum,
+                               _mm512_set1_epi32(Number::kRounding));
+}
+
+// Each returns the codes of 16 prepared values, one per word.
+inline __m512i codes_of(const float* from, __m512 factor, SignedCode) {
+  const __m512i sign = _mm512_set1_epi32(INT32_MIN), bits = _mm512_loadu_si512(from);
+  const __m512 magnitude = _mm512_castsi512_ps(_mm512_andnot_si512(sign, bits));
+  const __m512 root = root_of_code(_mm512_mul_ps(magnitude, factor));
+  const __m512i with_sign = _mm512_or_si512(_mm512_castps_si512(root), _mm512_and_si512(sign, bits));
+  return _mm512_cvtps_epi32(_mm512_castsi512_ps(with_sign));
+}
+
+inline __m512i codes_of(const float* from, __m512 factor, SquaredCode) {
+  const __m512 roots = _mm512_loadu_ps(from);
+  const __mmask16 is_positive = _mm512_cmp_ps_mask(roots, _mm512_setzero_ps(), _CMP_GT_OQ);
+  const __m512 least = _mm512_maskz_mov_ps(is_positive, _mm512_set1_ps(1));
+  return _mm512_cvtps_epi32(_mm512_max_ps(_mm512_mul_ps(roots, factor), least));
+}
+
+inline __m512i codes_of(const float* from, __m512 factor, SignedFloat8) {
+  const __m512i sign = _mm512_set1_epi32(INT32_MIN), bits = _mm512_loadu_si512(from);
+  const __m512 magnitude = _mm512_castsi512_ps(_mm512_andnot_si512(sign, bits));
+  const __m512i numbers = float8_numbers<SignedFloat8::Number>(_mm512_mul_ps(magnitude, factor));
+  return _mm512_or_si512(numbers, _mm512_srli_epi32(_mm512_and_si512(sign, bits), 24));
+}
+
+inline __m512i codes_of(const float* from, __m512 factor, SquaredFloat8) {
+  const __m512 roots = _mm512_loadu_ps(from);
+  const __mmask16 is_positive = _mm512_cmp_ps_mask(roots, _mm512_setzero_ps(), _CMP_GT_OQ);
+  const __m512i numbers = float8_numbers<SquaredFloat8::Number>(_mm512_mul_ps(roots, _mm512_mul_ps(roots, factor)));
+  return _mm512_max_epi32(numbers, _mm512_maskz_set1_epi32(is_positive, 1));
+}
+
+template <class Kind>
+int64_t encode_vectors(const float* from, float factor, typename Kind::Code* to, int64_t count) {
+  constexpr int kWidth = 16;
+  const __m512 factors = _mm512_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const __m128i codes = _mm512_cvtepi32_epi8(codes_of(from + i, factors, Kind()));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), codes);
+  }
+  return i;
+}
+
+inline int64_t join_vectors(const uint16_t* halves, const int16_t* remainders, float* to, int64_t count) {
+  constexpr int kWidth = 16;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const __m512i half = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + i)));
+    const __m512i remainder =
+        _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + i)));
+    const __mmask16 is_zero = _mm512_testn_epi32_mask(half, _mm512_set1_epi32(0x7fff));
+    const __mmask16 is_stale = _mm512_mask_cmplt_epi32_mask(is_zero, remainder, _mm512_setzero_si512());
+    const __m512i belonging = _mm512_maskz_mov_epi32(static_cast<__mmask16>(~is_stale), remainder);
+    _mm512_storeu_si512(to + i, _mm512_add_epi32(_mm512_slli_epi32(half, 16), belonging));
+  }
+  return i;
+}
+
+inline int64_t split_vectors(const float* from, uint16_t* halves, int16_t* remainders, int64_t count) {
+  constexpr int kWidth = 16;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const __m512 values = _mm512_loadu_ps(from + i);
+    const __m512i bits = _mm512_castps_si512(values);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+    const __m512i half = _mm512_srli_epi32(_mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(kQuiet)), 16);
+    // The remainder is the last half of the bits, because the first half has zeros there.
+    const __m256i remainder = _mm512_maskz_cvtepi32_epi16(static_cast<__mmask16>(~is_nan), bits);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + i), _mm512_cvtepi32_epi16(half));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + i), remainder);
+  }
+  return i;
+}
+#elif defined(__AVX2__)
+// See the version for AVX-512; the relative error before the last rounding is 2^-33.
+inline __m256 root_of_code(__m256 values) {
+  constexpr float kLeast = 0x1p-20f;
+  const __m256 estimate = _mm256_rsqrt_ps(_mm256_max_ps(values, _mm256_set1_ps(kLeast)));
+  const __m256 half = _mm256_mul_ps(estimate, _mm256_set1_ps(0.5f));
+  __m256 root = _mm256_mul_ps(values, estimate);
+  for (int i = 0; i < 2; ++i) root = _mm256_fmadd_ps(_mm256_fnmadd_ps(root, root, values), half, root);
+  return root;
+}
+
+// Rounds finite magnitudes as Number::encode() does.
+template <class Number>
+__m256i float8_numbers(__m256 magnitudes) {
+  const __m256i bits = _mm256_castps_si256(magnitudes);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, Number::kShift), _mm256_set1_epi32(1));
+  constexpr int kHalf = (1 << (Number::kShift - 1)) - 1 - static_cast<int>(Number::kRebias);
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(kHalf)), odd);
+  const __m256i rounding = _mm256_set1_epi32(Number::kRounding);
+  const __m256i sum = _mm256_castps_si256(_mm256_add_ps(magnitudes, _mm256_castsi256_ps(rounding)));
+  const __m256i is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(Number::kSmallestNormal), bits);
+  return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, Number::kShift), _mm256_sub_epi32(sum, rounding), is_subnormal);
+}
+
+// Each returns the codes of 8 prepared values, one per word.
+inline __m256i codes_of(const float* from, __m256 factor, SignedCode) {
+  const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN));
+  const __m256 values = _mm256_loadu_ps(from);
+  const __m256 root = root_of_code(_mm256_mul_ps(_mm256_andnot_ps(sign, values), factor));
+  return _mm256_cvtps_epi32(_mm256_or_ps(root, _mm256_and_ps(sign, values)));
+}
+
+inline __m256i codes_of(const float* from, __m256 factor, SquaredCode) {
+  const __m256 roots = _mm256_loadu_ps(from);
+  const __m256 is_positive = _mm256_cmp_ps(roots, _mm256_setzero_ps(), _CMP_GT_OQ);
+  return _mm256_cvtps_epi32(_mm256_max_ps(_mm256_mul_ps(roots, factor), _mm256_and_ps(is_positive, _mm256_set1_ps(1))));
+}
+
+inline __m256i codes_of(const float* from, __m256 factor, SignedFloat8) {
+  const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN)), values = _mm256_loadu_ps(from);
+  const __m256i numbers = float8_numbers<SignedFloat8::Number>(_mm256_mul_ps(_mm256_andnot_ps(sign, values), factor));
+  return _mm256_or_si256(numbers, _mm256_srli_epi32(_mm256_castps_si256(_mm256_and_ps(sign, values)), 24));
+}
+
+inline __m256i codes_of(const float* from, __m256 factor, SquaredFloat8) {
+  const __m256 roots = _mm256_loadu_ps(from);
+  const __m256 is_positive = _mm256_cmp_ps(roots, _mm256_setzero_ps(), _CMP_GT_OQ);
+  const __m256i numbers = float8_numbers<SquaredFloat8::Number>(_mm256_mul_ps(roots, _mm256_mul_ps(roots, factor)));
+  return _mm256_max_epi32(numbers, _mm256_srli_epi32(_mm256_castps_si256(is_positive), 31));
+}
+
+template <class Kind>
+int64_t encode_vectors(const float* from, float factor, typename Kind::Code* to, int64_t count) {
+  constexpr int kWidth = 32;
+  const __m256 factors = _mm256_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const auto words = [&](int at) {
+      return _mm256_packs_epi32(codes_of(from + i + at, factors, Kind()), codes_of(from + i + at + 8, factors, Kind()));
+    };
+    const __m256i first = words(0), second = words(16);
+    constexpr bool kIsSigned = std::is_signed_v<typename Kind::Code>;
+    const __m256i bytes = kIsSigned ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second);
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // The packing interleaves halves of operands.
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_permutevar8x32_epi32(bytes, in_order));
+  }
+  return i;
+}
+
+inline int64_t join_vectors(const uint16_t* halves, const int16_t* remainders, float* to, int64_t count) {
+  constexpr int kWidth = 8;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const __m256i half = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i)));
+    const __m256i remainder = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + i)));
+    const __m256i magnitude = _mm256_and_si256(half, _mm256_set1_epi32(0x7fff));
+    const __m256i is_zero = _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256());
+    const __m256i is_stale = _mm256_and_si256(is_zero, _mm256_srai_epi32(remainder, 31));
+    const __m256i bits = _mm256_add_epi32(_mm256_slli_epi32(half, 16), _mm256_andnot_si256(is_stale, remainder));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), bits);
+  }
+  return i;
+}
+
+inline int64_t split_vectors(const float* from, uint16_t* halves, int16_t* remainders, int64_t count) {
+  constexpr int kWidth = 16;
+  const auto half_words = [](__m256 values) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(kQuiet));
+    const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+    const __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), is_nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+  };
+  // The remainder is the last half of the bits, because the first half has zeros there.
+  const auto remainder_words = [](__m256 values) {
+    const __m256 is_number = _mm256_cmp_ps(values, values, _CMP_ORD_Q);
+    const __m256i bits = _mm256_castps_si256(_mm256_and_ps(values, is_number));
+    return _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+  };
+  constexpr int kInOrder = 0b11011000;  // packus interleaves the halves of its operands
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const __m256 first = _mm256_loadu_ps(from + i), second = _mm256_loadu_ps(from + i + 8);
+    const __m256i half = _mm256_packus_epi32(half_words(first), half_words(second));
+    const __m256i remainder = _mm256_packus_epi32(remainder_words(first), remainder_words(second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + i), _mm256_permute4x64_epi64(half, kInOrder));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + i), _mm256_permute4x64_epi64(remainder, kInOrder));
+  }
+  return i;
+}
+#else
+template <class Kind>
+int64_t encode_vectors(const float*, float, typename Kind::Code*, int64_t) {
+  return 0;
+}
+inline int64_t join_vectors(const uint16_t*, const int16_t*, float*, int64_t) { return 0; }
+inline int64_t split_vectors(const float*, uint16_t*, int16_t*, int64_t) { return 0; }
+#endif
+
+}  // namespace DRIVETRAIN_ISA
+}  // namespace drivetrain::formats

@@ -1,10 +1,8 @@
-// Decides which gradients can wait, and multiplies those that somebody looks at; see deferral.h.
+// Decides which gradients can wait, and multiplies those that code reads before the step; see deferral.h.
 #include "grad/deferral.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/stack.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,6 +18,7 @@
 #include "base/plain_keys.h"
 #include "formats/storage_torch.h"
 #include "grad/multiply.h"
+#include "grad/torch_norm.h"
 
 namespace drivetrain::grad {
 namespace {
@@ -207,7 +206,7 @@ std::optional<at::Tensor> Deferral::norm(const std::vector<at::Tensor>& params, 
     if (grads.back().scalar_type() != grads.front().scalar_type()) return std::nullopt;
   }
   const at::NoGradGuard no_grad;
-  at::Tensor norms = at::stack(at::_foreach_norm(grads, 2));
+  at::Tensor norms = torch_norms(grads);
   // The bits of the norms of the products, because a power of two changes exponents alone.
   if (factors.count == 1) norms.mul_(factors.values[0]);
   return at::linalg_vector_norm(norms, 2);

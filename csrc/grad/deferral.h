@@ -1,4 +1,4 @@
-// Defers the multiplication of gradients until somebody looks at them, so that a step can do it while it reads them.
+// Defers the multiplication of gradients until code reads them, so that a step can do it in its own pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>

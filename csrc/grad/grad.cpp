@@ -30,8 +30,9 @@ double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
   Gradients impls;
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.is_cpu() || !tensor.is_contiguous() || !formats::format_of(tensor.scalar_type())) {
-      throw UserTypeError(text("sum_of_squares takes contiguous floating tensors on cpu and got ", tensor.scalar_type(),
-                               " of strides ", tensor.strides(), " on ", tensor.device().str()));
+      throw UserTypeError(text("tensors contains a tensor of ", tensor.scalar_type(), " with strides ",
+                               tensor.strides(), " on ", tensor.device().str(),
+                               ", expected contiguous floating tensors on cpu."));
     }
     gradients.push_back({formats::array_of(tensor), formats::real_numel(tensor)});
     impls.push_back(tensor.unsafeGetTensorImpl());

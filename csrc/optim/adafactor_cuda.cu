@@ -254,7 +254,7 @@ __device__ void store_element(const TypedArray& state, int64_t i, T value) {
 // Updates the mean of one row or column in its state.
 template <class T>
 __device__ T take_in(const TypedArray& state, int64_t index, double sum, int64_t count, double fresh) {
-  const T mean = new_mean<T>(load_element<T>(state, index), sum, count, fresh);
+  const T mean = new_mean<T>(load_plain_element<T>(state, index), sum, count, fresh);
   store_element(state, index, mean);
   return mean;
 }

@@ -7,6 +7,11 @@
 namespace drivetrain::optim {
 namespace {
 
+// Spells the option as the user did.
+std::string state_bits_text(const Precision& precision) {
+  return precision.float8 ? "state_bits='fp8'" : text("state_bits=", precision.state_bits);
+}
+
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 }  // namespace
@@ -17,11 +22,11 @@ std::string why_not(const Precision& precision, at::ScalarType dtype) {
   }
   const bool is_wide = c10::toRealValueType(dtype) == at::kDouble;
   if (is_wide && precision.state_bits != 0) {
-    return text("state_bits=", precision.state_bits, " is not for ", dtype,
+    return text(state_bits_text(precision), " is not for ", dtype,
                 " parameters: put them into a group of their own with state_bits=None");
   }
   if (c10::isComplexType(dtype) && precision.state_bits != 0 && precision.state_bits != 32) {
-    return text("state_bits=", precision.state_bits, " needs real parameters, this is ", dtype,
+    return text(state_bits_text(precision), " needs real parameters, this is ", dtype,
                 ": put complex ones into a group of their own with state_bits=None");
   }
   return "";
@@ -62,6 +67,7 @@ std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10:
       // Small and one-dimensional parameters (biases, norms) save nothing and are more sensitive.
       if (kind != StateKind::kMean && kind != StateKind::kSquared) return at::kFloat;
       if (param.dim() < 2 || param.numel() < precision.min_8bit_size) return at::kFloat;
+      if (precision.float8) return kind == StateKind::kSquared ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
       return kind == StateKind::kSquared ? at::kByte : at::kChar;
     default:
       return c10::isComplexType(param.dtype().toScalarType()) ? at::kComplexFloat : at::kFloat;

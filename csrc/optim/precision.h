@@ -19,6 +19,7 @@ enum class Rounding : uint8_t { kNearest, kStochastic, kKahan };
 // A group's options, by the names of the Python classes.
 struct Precision {
   int state_bits = 0;   // 32, 16 or 8; 0 keeps states as they are
+  bool float8 = false;  // 8 bits are float8 numbers instead of codes
   int master_bits = 0;  // 32 or 24 bits of 16-bit parameters; 0 keeps none
   int64_t min_8bit_size = 4096;
   Rounding rounding = Rounding::kNearest;
@@ -46,8 +47,8 @@ enum class StateKind : uint8_t {
 // Returns the sizes of a state of this kind, or none if a parameter of this shape has no such state.
 std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, StateKind kind);
 
-// Returns the dtype that a state of this parameter must have, or none if any floating one will do. int8 and uint8 stand
-// for kSigned8 and kSquared8.
+// Returns the dtype that a state of this parameter must have, or none if any floating one will do. An 8-bit one
+// determines the format (block_format_of).
 std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind);
 
 }  // namespace drivetrain::optim

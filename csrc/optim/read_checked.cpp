@@ -104,8 +104,8 @@ void StepReader::read_other(const Entry& entry) {
   }
   if (const size_t index = &entry - entries_.data(); was_cast(index)) {
     throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but was ", stepped_[index].dtype,
-                             " in the step before: cast it back, or make a new optimizer for it (the state can be "
-                             "taken along with load_state_dict)."));
+                             " in the step before: cast it back, or construct a new optimizer for it and load the "
+                             "state with load_state_dict()."));
   }
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
@@ -116,7 +116,7 @@ void StepReader::read_other(const Entry& entry) {
     throw EnvironmentError(text(label(entry), " is ", param.scalar_type(), " of shape ", param.sizes(), ": ", optimizer,
                                 param.is_complex() ? " does not support complex parameters"
                                                    : " only supports 2D parameters",  // torch's message
-                                ", give it to another optimizer, AdamW say."));
+                                ". Use another optimizer for it, such as AdamW."));
   }
   if (const std::string reason = why_not(group.precision, param.scalar_type()); !reason.empty()) {
     throw UserError(text(label(entry), ": ", reason, "."));
@@ -159,12 +159,14 @@ void StepReader::read_other(const Entry& entry) {
   for (size_t s = 0; s < rule.states.size(); ++s) {
     if (!has_state(*param.unsafeGetTensorImpl(), rule.states[s])) continue;
     TypedArray& stream = reading.job.state[s];
-    if (THPVariable_Check(values.states[s]) && values.scales[s] != nullptr &&
-        is_block_dtype(THPVariable_Unpack(values.states[s]).scalar_type()) &&
+    const std::optional<Format> in_blocks = THPVariable_Check(values.states[s])
+                                                ? block_format_of(THPVariable_Unpack(values.states[s]).scalar_type())
+                                                : std::nullopt;
+    if (in_blocks && values.scales[s] != nullptr &&
         has_place_of(THPVariable_Unpack(values.states[s]), param)) {  // lacks_state() has checked the rest
       stream.data = THPVariable_Unpack(values.states[s]).data_ptr();
       stream.extra = THPVariable_Unpack(values.scales[s]).data_ptr();
-      stream.format = rule.states[s].kind == StateKind::kSquared ? Format::kSquared8 : Format::kSigned8;
+      stream.format = *in_blocks;
       continue;
     }
     const at::Tensor& state = checked_state(entry, param, values.states[s], s);
@@ -187,9 +189,10 @@ void StepReader::check_memory(const Entry& entry, const at::Tensor& tensor, cons
                          "restore it before optimizer.step()."));
   }
   if (has_own_memory(tensor)) return;
-  throw UnsupportedError(text(label(entry), ": ", what,
-                              " is a tensor subclass that wraps others (a DTensor of FSDP or tensor parallelism, say), "
-                              "which drivetrain's optimizers do not support: use torch.optim for it."));
+  throw UnsupportedError(
+      text(label(entry), ": ", what,
+           " is a tensor subclass that wraps others (such as a DTensor of FSDP or tensor parallelism), "
+           "which drivetrain's optimizers do not support: use torch.optim for it."));
 }
 
 void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const {

@@ -217,7 +217,7 @@ void StepReader::read_plain(const Entry& entry, Footprint& footprint, Reading& r
           !read_extra(values.scales[s], param, at::kFloat, num_blocks(param.numel()), stream)) {
         return;
       }
-      stream.format = rule.states[s].kind == StateKind::kSquared ? Format::kSquared8 : Format::kSigned8;
+      stream.format = *block_format_of(*wanted);
       footprint.add(values.scales[s], THPVariable_Unpack(values.scales[s]));
     } else if (!read_contiguous(state, stream)) {
       return;

@@ -34,10 +34,12 @@ Rounding rounding_of(const std::string& name) {
 
 void register_state(py::module_& m) {
   py::class_<Precision>(m, "Precision")
-      .def(py::init([](int state_bits, int master_bits, int64_t min_8bit_size, const std::string& rounding) {
-             return Precision{state_bits, master_bits, min_8bit_size, rounding_of(rounding)};
-           }),
-           py::kw_only(), py::arg("state_bits"), py::arg("master_bits"), py::arg("min_8bit_size"), py::arg("rounding"));
+      .def(py::init(
+               [](int state_bits, bool float8, int master_bits, int64_t min_8bit_size, const std::string& rounding) {
+                 return Precision{state_bits, float8, master_bits, min_8bit_size, rounding_of(rounding)};
+               }),
+           py::kw_only(), py::arg("state_bits"), py::arg("float8"), py::arg("master_bits"), py::arg("min_8bit_size"),
+           py::arg("rounding"));
   // Returns the rule's states by name, each with its kind (precision.h).
   m.def(
       "optim_states",

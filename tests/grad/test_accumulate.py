@@ -100,16 +100,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_big_batches(name: str, scaler: str, clip: float | None) -> None:
     model = make_model()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     batches = make_batches(COUNTS)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.3)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.3)
     if "AdamW" in name:
-        plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    train_on_big_batches(twin, plain, in_windows(batches, 3), clip)
+        plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    train_on_big_batches(reference, plain, in_windows(batches, 3), clip)
     optimizer = OPTIMIZERS[name](model.parameters())
     stepped = train_in_windows(model, optimizer, batches, 3, scaler=SCALERS[scaler](), max_grad_norm=clip)
     assert stepped == [i % 3 == 2 for i in range(len(COUNTS))]
-    assert_same_parameters(model, twin, rtol=1e-4, atol=1e-5)
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
     assert all(param.grad is None or param.grad.count_nonzero() == 0 for param in model.parameters())
     assert getattr(optimizer, "max_grad_norm", None) is None
     assert not hasattr(optimizer, "grad_scale")
@@ -121,8 +121,8 @@ def test_bits_of_a_big_batch_where_arithmetic_is_exact() -> None:
     counts = [3, 1, 8, 4]
     batches = [torch.randint(-8, 9, (count, 4), generator=rng).float() for count in counts]
     for make in (torch.optim.SGD, drivetrain.optim.SGD):
-        model, twin = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
-        for linear in (model, twin):
+        model, reference = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+        for linear in (model, reference):
             nn.init.zeros_(linear.weight)
         optimizer = make(model.parameters(), lr=0.25)
         with drivetrain.accumulate(model, optimizer, steps=4) as window:
@@ -130,53 +130,53 @@ def test_bits_of_a_big_batch_where_arithmetic_is_exact() -> None:
                 # A mean over 3 would round, so that 3 rows take a sum.
                 window.backward(model(x).sum() if len(x) == 3 else model(x).mean(0).sum(), weight=len(x) % 3 or 1)
         weights = [1, 1, 2, 1]
-        losses = [twin(x).sum() if len(x) == 3 else twin(x).mean(0).sum() for x in batches]
+        losses = [reference(x).sum() if len(x) == 3 else reference(x).mean(0).sum() for x in batches]
         total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / 5
         total.backward()
         with torch.no_grad():
-            twin.weight -= 0.25 * twin.weight.grad
-        assert_same_parameters(model, twin, rtol=1e-6, atol=0)
+            reference.weight -= 0.25 * reference.weight.grad
+        assert_same_parameters(model, reference, rtol=1e-6, atol=0)
     # Weights that sum to a power of two give the same bits.
-    model, twin = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
-    for linear in (model, twin):
+    model, reference = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+    for linear in (model, reference):
         nn.init.zeros_(linear.weight)
     everything = torch.randint(-8, 9, (16, 4), generator=rng).float()
     optimizer = drivetrain.optim.SGD(model.parameters(), lr=0.25)
     with drivetrain.accumulate(model, optimizer, steps=3) as window:
         for x in everything.split([8, 4, 4]):
             window.backward(model(x).mean(0).sum(), weight=len(x))
-    twin(everything).mean(0).sum().backward()
+    reference(everything).mean(0).sum().backward()
     with torch.no_grad():
-        twin.weight -= 0.25 * twin.weight.grad
-    assert torch.equal(model.weight, twin.weight)
+        reference.weight -= 0.25 * reference.weight.grad
+    assert torch.equal(model.weight, reference.weight)
 
 
 def test_under_bfloat16_autocast() -> None:
     model = make_model()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     batches = make_batches(COUNTS)
     with torch.autocast("cpu", torch.bfloat16):
         train_in_windows(model, drivetrain.optim.SGD(model.parameters(), lr=0.3), batches, 3)
-        train_on_big_batches(twin, torch.optim.SGD(twin.parameters(), lr=0.3), in_windows(batches, 3), None)
-    assert_same_parameters(model, twin, rtol=2**-6, atol=2**-8)
+        train_on_big_batches(reference, torch.optim.SGD(reference.parameters(), lr=0.3), in_windows(batches, 3), None)
+    assert_same_parameters(model, reference, rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.usefixtures("device")
 def test_without_weights_micro_batches_count_alike() -> None:
     model = make_model()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     batches = make_batches([4, 4, 4, 4, 4])
     with drivetrain.accumulate(model, torch.optim.SGD(model.parameters(), lr=0.3), steps=2) as window:
         for x, targets in batches:
             window.backward(mean_loss(model, x, targets))
-    train_on_big_batches(twin, torch.optim.SGD(twin.parameters(), lr=0.3), in_windows(batches, 2), None)
-    assert_same_parameters(model, twin, rtol=1e-4, atol=1e-6)
+    train_on_big_batches(reference, torch.optim.SGD(reference.parameters(), lr=0.3), in_windows(batches, 2), None)
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("device")
 def test_several_optimizers_and_a_scheduler() -> None:
     model = make_model()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.SGD(model[0].parameters(), lr=0.3),
         drivetrain.optim.SGD(model[2].parameters(), lr=0.3),
@@ -184,8 +184,8 @@ def test_several_optimizers_and_a_scheduler() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
     batches = make_batches([4, 1, 2, 4])
     train_in_windows(model, optimizers, batches, 4, scheduler=scheduler, max_grad_norm=0.1)
-    train_on_big_batches(twin, torch.optim.SGD(twin.parameters(), lr=0.3), [batches], 0.1)
-    assert_same_parameters(model, twin, rtol=1e-4, atol=1e-6)
+    train_on_big_batches(reference, torch.optim.SGD(reference.parameters(), lr=0.3), [batches], 0.1)
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-6)
     assert scheduler.get_last_lr() == pytest.approx([0.03])
 
 
@@ -230,7 +230,7 @@ def test_an_exception_in_the_middle_steps_nothing() -> None:
     def fail(_: Tensor) -> None:
         raise MemoryError("in backward")
 
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with drivetrain.accumulate(model, optimizer, steps=2) as window:
         window.backward(mean_loss(model, *batches[0]), weight=4)
         handle = model[0].weight.register_hook(fail)
@@ -241,8 +241,8 @@ def test_an_exception_in_the_middle_steps_nothing() -> None:
         assert_same_parameters(model, before, rtol=0, atol=0)
         assert not window.backward(mean_loss(model, *batches[1]), weight=4)
         assert window.backward(mean_loss(model, *batches[2]), weight=4)
-    train_on_big_batches(twin, torch.optim.SGD(twin.parameters(), lr=0.3), [batches[1:]], None)
-    assert_same_parameters(model, twin, rtol=1e-4, atol=1e-6)
+    train_on_big_batches(reference, torch.optim.SGD(reference.parameters(), lr=0.3), [batches[1:]], None)
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-6)
 
 
 def test_misuse_is_told() -> None:
@@ -335,16 +335,16 @@ RANK_COUNTS = {
 
 def expected_on_ranks(counts: list[list[int]], steps: int) -> nn.Module:
     """Returns the model of one process that steps on each window's micro-batches of all ranks."""
-    twin = make_model()
+    reference = make_model()
     per_rank = [in_windows(make_batches(c, seed=rank), steps) for rank, c in enumerate(counts)]
     num_windows = max(len(windows) for windows in per_rank)
     joint = [[batch for windows in per_rank if i < len(windows) for batch in windows[i]] for i in range(num_windows)]
-    train_on_big_batches(twin, torch.optim.SGD(twin.parameters(), lr=0.3), joint, None)
-    return twin
+    train_on_big_batches(reference, torch.optim.SGD(reference.parameters(), lr=0.3), joint, None)
+    return reference
 
 
 def windows_on_ranks(counts: list[list[int]], options: dict[str, Any], in_step: bool) -> None:
-    twin = expected_on_ranks(counts, 2)
+    reference = expected_on_ranks(counts, 2)
     model = DDP(make_model(), **SMALL_BUCKETS, **options)
     make = drivetrain.optim.SGD if in_step else torch.optim.SGD
     scaler = drivetrain.amp.GradScaler("cpu", init_scale=64.0) if in_step else None
@@ -355,7 +355,7 @@ def windows_on_ranks(counts: list[list[int]], options: dict[str, Any], in_step: 
     num_windows = max((len(c) + 1) // 2 for c in counts)
     assert scheduler.last_epoch == num_windows
     assert model.reducer.progress().snapshot().step == num_windows + 1  # one reduction each
-    assert_same_parameters(model.module, twin, rtol=1e-4, atol=1e-5)
+    assert_same_parameters(model.module, reference, rtol=1e-4, atol=1e-5)
     assert_equal_on_ranks(list(model.parameters()))
     assert model.require_backward_grad_sync
 
@@ -419,7 +419,7 @@ def test_no_tokens_on_any_rank(on_ranks: OnRanks) -> None:
 
 def with_no_sync() -> None:
     """no_sync() works as ever inside and after accumulate."""
-    twin = expected_on_ranks([[4, 4], [4, 4]], 2)
+    reference = expected_on_ranks([[4, 4], [4, 4]], 2)
     model = DDP(make_model(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     batches = make_batches([4, 4], seed=dist.get_rank())
@@ -428,7 +428,7 @@ def with_no_sync() -> None:
             window.backward(mean_loss(model, *batches[0]), weight=4)
         with model.no_sync():
             window.backward(mean_loss(model, *batches[1]), weight=4)
-    assert_same_parameters(model.module, twin, rtol=1e-4, atol=1e-6)
+    assert_same_parameters(model.module, reference, rtol=1e-4, atol=1e-6)
     with model.no_sync():
         (mean_loss(model, *batches[0]) / 2).backward()
     (mean_loss(model, *batches[1]) / 2).backward()
@@ -442,7 +442,7 @@ def test_no_sync_beside_it(on_ranks: OnRanks) -> None:
 def only_some_are_stepped() -> None:
     """The optimizer has half the model's parameters, one of which the wrapper does not reduce."""
     net = make_model()
-    twin = copy.deepcopy(net)
+    reference = copy.deepcopy(net)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
     model = DDP(net, **SMALL_BUCKETS)
     optimizer = torch.optim.SGD([net[0].weight, net[2].weight], lr=0.3)
@@ -450,15 +450,15 @@ def only_some_are_stepped() -> None:
     train_in_windows(model, optimizer, mine, 2)
     assert_equal_on_ranks([net[0].weight])
     assert all(param.grad is None for param in net.parameters())
-    assert torch.equal(net[0].bias, twin[0].bias)
+    assert torch.equal(net[0].bias, reference[0].bias)
     # The parameter that is not reduced gets this rank's own mean.
     with torch.no_grad():
         before = net[2].weight.clone()
-        twin.load_state_dict(net.state_dict())
+        reference.load_state_dict(net.state_dict())
     x, targets = (torch.cat(parts) for parts in zip(*mine[:2], strict=True))
-    mean_loss(twin, x, targets).backward()
+    mean_loss(reference, x, targets).backward()
     train_in_windows(model, optimizer, mine[:2], 2)
-    torch.testing.assert_close(net[2].weight, before - 0.3 * twin[2].weight.grad)
+    torch.testing.assert_close(net[2].weight, before - 0.3 * reference[2].weight.grad)
 
 
 def nothing_for_what_is_not_reduced() -> None:
@@ -515,8 +515,8 @@ def failing_backward_on_one_rank() -> None:
     """Other ranks' windows continue. This rank's window restarts without the gradients of its first half."""
     rank = dist.get_rank()
     batches = [make_batches([4, 4, 4], seed=rank) for rank in range(2)]
-    twin = make_model()
-    train_on_big_batches(twin, torch.optim.SGD(twin.parameters(), lr=0.3), [batches[0] + batches[1]], None)
+    reference = make_model()
+    train_on_big_batches(reference, torch.optim.SGD(reference.parameters(), lr=0.3), [batches[0] + batches[1]], None)
     model = DDP(make_model(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
@@ -532,7 +532,7 @@ def failing_backward_on_one_rank() -> None:
             handle.remove()
         for x, targets in batches[rank]:
             window.backward(mean_loss(model, x, targets), weight=4)
-    assert_same_parameters(model.module, twin, rtol=1e-4, atol=1e-6)
+    assert_same_parameters(model.module, reference, rtol=1e-4, atol=1e-6)
     assert_equal_on_ranks(list(model.parameters()))
 
 

@@ -61,9 +61,9 @@ def layer(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
 
 
 def fused(module: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(module)
-    drivetrain.fuse_wgrad(twin)
-    return twin
+    result = copy.deepcopy(module)
+    drivetrain.fuse_wgrad(result)
+    return result
 
 
 def wgrad(sent: Tensor, x: Tensor) -> Tensor:
@@ -642,9 +642,9 @@ def test_copies_and_files() -> None:
     file = io.BytesIO()
     torch.save(ours, file)
     file.seek(0)
-    for twin in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
-        assert type(twin[0]) is Linear
-        assert torch.equal(twin[0].weight, ours[0].weight)
+    for loaded in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
+        assert type(loaded[0]) is Linear
+        assert torch.equal(loaded[0].weight, ours[0].weight)
     assert list(ours.state_dict()) == ["0.weight", "0.bias"]
     assert repr(ours[0]) == "Linear(in_features=6, out_features=4, bias=True)"
 

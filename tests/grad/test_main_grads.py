@@ -224,15 +224,15 @@ class CheckpointedTied(Tied):
 @pytest.mark.parametrize("bits", [32, 24])
 def test_tied_weights_and_checkpointing(bits: int) -> None:
     model = CheckpointedTied().bfloat16()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     drivetrain.main_grads(model, bits)
-    totals = [torch.zeros(param.shape) for param in twin.parameters()]
+    totals = [torch.zeros(param.shape) for param in reference.parameters()]
     for k in range(3):
         x = torch.randint(11, (6,))
         model(x).float().square().mean().backward()
-        twin.zero_grad()
-        twin(x).float().square().mean().backward()
-        for i, param in enumerate(twin.parameters()):
+        reference.zero_grad()
+        reference(x).float().square().mean().backward()
+        for i, param in enumerate(reference.parameters()):
             totals[i] = param.grad.float() if k == 0 else added(totals[i], param.grad, bits)
     for param, total in zip(model.parameters(), totals, strict=True):
         assert_bits(drivetrain.float32_grad(param), total)
@@ -271,9 +271,9 @@ def test_layers_that_add_to_the_main_gradient() -> None:
 def test_models_are_freed_and_copied() -> None:
     model = Holder(torch.ones(5, dtype=torch.bfloat16))
     drivetrain.main_grads(model)
-    twin = copy.deepcopy(model)
-    twin.send(torch.ones(5).bfloat16())
-    assert twin.param.grad.dtype == torch.bfloat16
+    reference = copy.deepcopy(model)
+    reference.send(torch.ones(5).bfloat16())
+    assert reference.param.grad.dtype == torch.bfloat16
     drivetrain.main_grads(copy.deepcopy(model))
     param, graph = weakref.ref(model.param), (model.param * 2).sum()
     del model
@@ -310,33 +310,33 @@ def test_bad_arguments() -> None:
 def test_steps_and_windows(bits: int, zero_grads_in_step: bool) -> None:
     """Compares a bfloat16 model with a copy of it whose micro-gradients are summed in plain torch."""
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2)).bfloat16()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     drivetrain.main_grads(model, bits)
     options: dict[str, Any] = {"lr": 0.01, "max_grad_norm": 0.5, "master_bits": 32, "state_bits": 32}
     ours = drivetrain.optim.AdamW(model.parameters(), zero_grads_in_step=zero_grads_in_step, **options)
-    plain = drivetrain.optim.AdamW(twin.parameters(), **options)
+    plain = drivetrain.optim.AdamW(reference.parameters(), **options)
     for _ in range(3):
         batches = [torch.randn(5, 7).bfloat16() for _ in range(4)]
         with drivetrain.accumulate(model, ours, steps=4) as window:
             for x in batches:
                 window.backward(model(x).float().square().mean(), weight=4)
-        totals = [torch.zeros(param.shape) for param in twin.parameters()]
+        totals = [torch.zeros(param.shape) for param in reference.parameters()]
         for k, x in enumerate(batches):
-            twin.zero_grad()
-            (twin(x).float().square().mean() * 4).backward()
-            for i, param in enumerate(twin.parameters()):
+            reference.zero_grad()
+            (reference(x).float().square().mean() * 4).backward()
+            for i, param in enumerate(reference.parameters()):
                 totals[i] = param.grad.float() if k == 0 else added(totals[i], param.grad, bits)
-        for param, total in zip(twin.parameters(), totals, strict=True):
+        for param, total in zip(reference.parameters(), totals, strict=True):
             param.grad = None
             if bits == 32:
                 param.grad_dtype = torch.float32
             param.grad = total if bits == 32 else total.bfloat16()
         plain.grad_scale = 16.0
         plain.step()
-        for param in twin.parameters():
+        for param in reference.parameters():
             param.grad = None
             param.grad_dtype = torch.bfloat16
-        for param, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
             if bits == 32:
                 assert_bits(ours.float32_value(param), plain.float32_value(expected))
             else:  # torch rounds ties to even, and drivetrain away from zero.
@@ -348,11 +348,11 @@ def test_steps_and_windows(bits: int, zero_grads_in_step: bool) -> None:
 
 def summed(model: nn.Module, batches: list[Tensor], bits: int) -> list[Tensor]:
     """Returns this rank's own main gradients, computed on a copy of the model."""
-    twin = copy.deepcopy(model)
-    drivetrain.main_grads(twin, bits)
+    reference = copy.deepcopy(model)
+    drivetrain.main_grads(reference, bits)
     for x in batches:
-        twin(x).float().square().mean().backward()
-    return [drivetrain.float32_grad(param) if bits == 32 else param.grad for param in twin.parameters()]
+        reference(x).float().square().mean().backward()
+    return [drivetrain.float32_grad(param) if bits == 32 else param.grad for param in reference.parameters()]
 
 
 def main_grads_on_ranks(bits: int, transport: str) -> None:

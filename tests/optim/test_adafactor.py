@@ -83,20 +83,20 @@ def test_storages_of_fewer_bits(precision: str) -> None:
     optimizer = optim.Adafactor(params, eps=(1e-6, 1e-3), **PRECISIONS[precision])
     for _ in range(3):
         wide = [optimizer.float32_value(p).requires_grad_() for p in params]
-        twin = optim.Adafactor(wide, eps=(1e-6, 1e-3))
+        reference = optim.Adafactor(wide, eps=(1e-6, 1e-3))
         set_grads(params)
         for param, other in zip(params, wide, strict=True):
             other.grad = param.grad.float()
             if param in optimizer.state:
                 kept = {name: value.float().clone() for name, value in optimizer.state[param].items()}
-                twin.state[other] = {name: kept[name] for name in kept if not name.startswith("param_")}
+                reference.state[other] = {name: kept[name] for name in kept if not name.startswith("param_")}
         optimizer.step()
-        twin.step()
+        reference.step()
         for param, other in zip(params, wide, strict=True):
             now, expected = optimizer.float32_value(param), other.detach()
             steps = {"master_24": 2**-15, "kahan": 2**-14}.get(precision, 2**-7)
             assert ((now - expected).abs() <= expected.abs() * steps + 1e-8).all()
-            for name, value in twin.state[other].items():
+            for name, value in reference.state[other].items():
                 mine = optimizer.state[param][name]
                 torch.testing.assert_close(mine, value.to(mine.dtype), rtol=2**-7, atol=0)
     bits = PRECISIONS[precision].get("state_bits")
@@ -116,24 +116,24 @@ def test_other_strides(layout: str, zero: bool) -> None:
         param = values.to(memory_format=torch.channels_last)
     else:
         param = torch.stack([values, values], -1)[..., 0] if layout == "holes" else values.clone()
-    twin = values.clone().requires_grad_()
+    reference = values.clone().requires_grad_()
     param = param.detach().requires_grad_()
     ours = optim.Adafactor([param], zero_grads_in_step=zero)
-    theirs = torch.optim.Adafactor([twin])
+    theirs = torch.optim.Adafactor([reference])
     for _ in range(3):
-        twin.grad = torch.randn(values.shape)
-        param.grad = twin.grad.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+        reference.grad = torch.randn(values.shape)
+        param.grad = reference.grad.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
         ours.step()
         theirs.step()
         assert param.grad.any() != zero
-    assert_same([param], [twin], rtol=1e-5, atol=1e-6)
+    assert_same([param], [reference], rtol=1e-5, atol=1e-6)
     state = ours.state[param]
     state["row_var"] = torch.stack([state["row_var"]] * 2, -1)[..., 0]  # A step writes a state with holes in place.
-    twin.grad = torch.randn(values.shape)
-    param.grad = twin.grad.clone()
+    reference.grad = torch.randn(values.shape)
+    param.grad = reference.grad.clone()
     ours.step()
     theirs.step()
-    torch.testing.assert_close(state["row_var"], theirs.state[twin]["row_var"])
+    torch.testing.assert_close(state["row_var"], theirs.state[reference]["row_var"])
 
 
 def test_empty_parameters_and_those_without_gradient() -> None:
@@ -151,12 +151,12 @@ def test_empty_parameters_and_those_without_gradient() -> None:
 
 def test_the_floor_counts_where_a_gradient_is_zero() -> None:
     for shape in ((4, 6), (5,)):
-        param, twin = torch.ones(shape).requires_grad_(), torch.ones(shape).requires_grad_()
-        param.grad, twin.grad = torch.zeros(shape), torch.zeros(shape)
-        param.grad[0] = twin.grad[0] = 1.0
+        param, reference = torch.ones(shape).requires_grad_(), torch.ones(shape).requires_grad_()
+        param.grad, reference.grad = torch.zeros(shape), torch.zeros(shape)
+        param.grad[0] = reference.grad[0] = 1.0
         optim.Adafactor([param]).step()
-        torch.optim.Adafactor([twin]).step()
-        assert_same([param], [twin], rtol=1e-6, atol=1e-7)
+        torch.optim.Adafactor([reference]).step()
+        assert_same([param], [reference], rtol=1e-6, atol=1e-7)
 
 
 def test_state_goes_to_torch_and_back() -> None:

@@ -48,7 +48,7 @@ def adamw(params: list[Tensor]) -> optim.AdamW:
     return optim.AdamW(params, lr=0.01, weight_decay=0.1)
 
 
-def twins(
+def references(
     dtype: torch.dtype = torch.float32, make: Callable[[list[Tensor]], Any] = adamw, **scaler: Any
 ) -> tuple[Loop, Loop]:
     params = make_params(dtype)
@@ -118,7 +118,7 @@ one_pass = pytest.mark.parametrize("which", [*OPTIMIZERS][:7])
 @pytest.mark.parametrize("which", OPTIMIZERS)
 @pytest.mark.parametrize("max_norm", [0.5, 1e4, None])
 def test_the_stock_loop_has_torchs_bits(which: str, dtype: torch.dtype, max_norm: float | None, isa: str) -> None:
-    ours, theirs = twins(dtype, OPTIMIZERS[which])
+    ours, theirs = references(dtype, OPTIMIZERS[which])
     for step in range(5):
         set_scaled_grads(ours, theirs, bad=(math.inf, math.nan)[step % 2] if step in (1, 3) else None)
 
@@ -142,7 +142,7 @@ def test_the_stock_loop_has_torchs_bits(which: str, dtype: torch.dtype, max_norm
 @one_pass
 @pytest.mark.parametrize("scaled", [True, False])
 def test_no_gradient_is_written(which: str, scaled: bool) -> None:
-    ours, _ = twins(make=OPTIMIZERS[which])
+    ours, _ = references(make=OPTIMIZERS[which])
     for _ in range(2):
         set_scaled_grads(ours)
         grads = [param.grad.clone() for param in ours.params]
@@ -164,7 +164,7 @@ def test_no_gradient_is_written(which: str, scaled: bool) -> None:
 
 
 def test_one_read_serves_the_norm_and_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, _ = twins()
+    ours, _ = references()
     set_scaled_grads(ours)
     ours.scaler.unscale_(ours.optimizer)
     ours.clip(ours.params, 1.0)
@@ -182,7 +182,7 @@ def test_one_read_serves_the_norm_and_the_search(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("max_norm", [0.5, 1e4])
 def test_clipping_without_a_scaler_has_torchs_bits(dtype: torch.dtype, max_norm: float) -> None:
-    ours, theirs = twins(dtype, init_scale=1.0)
+    ours, theirs = references(dtype, init_scale=1.0)
     for _ in range(3):
         set_scaled_grads(ours, theirs)
         both(ours, theirs, lambda loop: loop.clip(iter(loop.params), max_norm))
@@ -204,6 +204,46 @@ def test_every_thread_count_has_torchs_norm() -> None:
             both(ours, theirs, lambda loop: loop.clip(loop.params, 1.0))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_on_many_threads_have_torchs_bits(dtype: torch.dtype) -> None:
+    """Each thread computes norms of its own. torch's function computes them one after the other."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        sizes = [1, 7, 300_001, 64, 0, 1031, 100_000, 17]
+        params = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+        ours, theirs = Loop(True, params, adamw), Loop(False, copy.deepcopy(params), adamw)
+        for _ in range(5):
+            set_scaled_grads(ours, theirs)
+            both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
+            both(ours, theirs, lambda loop: loop.clip(loop.params, 1.0))
+            assert ours.is_waiting()
+            both(ours, theirs, lambda loop: loop.scaler.step(loop.optimizer))
+            both(ours, theirs, lambda loop: loop.scaler.update())
+            assert_same_bits(ours, theirs)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_many_gradients_are_zeroed_to_their_ends(offset: int) -> None:
+    """More than 32 MiB are zeroed past the cache, in whole lines of it."""
+    params = [torch.ones(size).requires_grad_() for size in (9_000_001, 5, 70_003)]
+    optimizer, scaler = adamw(params), GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        memory = torch.ones(param.numel() + offset)
+        # Unlike a slice, the gradient is no view. Once the loop is over, it alone refers to its memory.
+        param.grad = torch.empty(0).set_(memory, offset, param.shape, (1,))
+    del memory
+    scaler.unscale_(optimizer)
+    assert _C.deferrals_of(params)
+    optimizer.zero_grad(set_to_none=False)
+    for param in params:
+        assert param.grad is not None
+        assert not param.grad.any()
 
 
 # ---- Whoever looks sees what torch shows.
@@ -288,7 +328,7 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("when", ["after unscale_", "after clip", "after step", "after two"])
 def test_whoever_looks_sees_torchs_gradient(look: str, when: str) -> None:
-    ours, theirs = twins()
+    ours, theirs = references()
     for _ in range(2):
         set_scaled_grads(ours, theirs)
         both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
@@ -307,7 +347,7 @@ def test_whoever_looks_sees_torchs_gradient(look: str, when: str) -> None:
 
 
 def test_hooks_on_steps_see_torchs_gradients() -> None:
-    ours, theirs = twins()
+    ours, theirs = references()
     seen: dict[bool, list[Any]] = {True: [], False: []}
     for loop in (ours, theirs):
         for register in (loop.optimizer.register_step_pre_hook, loop.optimizer.register_step_post_hook):
@@ -335,7 +375,7 @@ def test_a_dispatch_mode_sees_torchs_gradients() -> None:
                 self.norms += [float(each) for each in (result if isinstance(result, (list, tuple)) else [result])]
             return result
 
-    ours, theirs = twins()
+    ours, theirs = references()
     set_scaled_grads(ours, theirs)
     seen = []
     for loop in (ours, theirs):
@@ -387,7 +427,7 @@ class Keyed:
 @pytest.mark.parametrize("hold", HOLDS)
 def test_whoever_holds_a_gradient_sees_it_multiplied(hold: str) -> None:
     take, look = HOLDS[hold]
-    ours, theirs = twins()
+    ours, theirs = references()
     set_scaled_grads(ours, theirs)
     held = {loop.defers: take(loop.params[-1]) for loop in (ours, theirs)}
     both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
@@ -402,7 +442,7 @@ def test_whoever_holds_a_gradient_sees_it_multiplied(hold: str) -> None:
 
 
 def test_gradients_in_foreign_memory_do_not_wait() -> None:
-    ours, _ = twins()
+    ours, _ = references()
     set_scaled_grads(ours)
     memory = np.full((3, 700), SCALE, dtype=np.float32)
     ours.params[-1].grad = torch.from_numpy(memory)
@@ -411,7 +451,7 @@ def test_gradients_in_foreign_memory_do_not_wait() -> None:
 
 
 def test_gradients_in_one_buffer_do_not_wait() -> None:
-    ours, _ = twins()
+    ours, _ = references()
     buffer = torch.full((sum(param.numel() for param in ours.params),), SCALE)
     for param, part in zip(ours.params, buffer.split([param.numel() for param in ours.params]), strict=True):
         param.grad = part.view_as(param)
@@ -431,7 +471,7 @@ def test_gradients_in_one_buffer_do_not_wait() -> None:
     ids=["sparse", "expanded", "transposed", "strided"],
 )
 def test_unusual_gradients_have_torchs_bits(grad: Callable[[Tensor], Tensor]) -> None:
-    ours, theirs = twins(make=lambda params: optim.SGD(params, lr=0.1))
+    ours, theirs = references(make=lambda params: optim.SGD(params, lr=0.1))
     for _ in range(2):
         for loop in (ours, theirs):
             for param in loop.params:
@@ -534,7 +574,7 @@ def test_clipping_is_torchs(norm_type: float, foreach: bool | None, error_if_non
 
 @pytest.mark.parametrize("scale", [1000.0, 0.5, 2.0**-3, 1.0, 2.0**40])
 def test_any_scale_has_torchs_bits(scale: float) -> None:
-    ours, theirs = twins(init_scale=scale)
+    ours, theirs = references(init_scale=scale)
     for _ in range(3):
         set_scaled_grads(ours, theirs)
         both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
@@ -619,7 +659,7 @@ def with_grad() -> Tensor:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_any_order_does_what_torch_does(order: str, bad: float | None) -> None:
-    ours, theirs = twins()
+    ours, theirs = references()
     set_scaled_grads(ours, theirs, bad=bad)
     for act in ORDERS[order]:
         both(ours, theirs, act)
@@ -647,7 +687,7 @@ ACTS: dict[str, Callable[[Loop], Any]] = {
 @given(st.lists(st.sampled_from([*ACTS]), min_size=3, max_size=14))
 def test_any_sequence_does_what_torch_does(acts: list[str]) -> None:
     torch.manual_seed(0)
-    ours, theirs = twins(make=lambda params: optim.SGD(params, lr=0.01, momentum=0.5))
+    ours, theirs = references(make=lambda params: optim.SGD(params, lr=0.01, momentum=0.5))
     both(ours, theirs, ACTS["backward"])
     for act in acts:
         both(ours, theirs, ACTS[act])
@@ -655,7 +695,7 @@ def test_any_sequence_does_what_torch_does(acts: list[str]) -> None:
 
 
 def test_a_freed_parameter_leaves_the_others_waiting() -> None:
-    ours, _ = twins()
+    ours, _ = references()
     set_scaled_grads(ours, bad=math.inf)
     ours.scaler.unscale_(ours.optimizer)
     freed = weakref.ref(ours.params[-1])
@@ -670,7 +710,7 @@ def test_a_freed_parameter_leaves_the_others_waiting() -> None:
 
 
 def test_a_copied_optimizer_has_torchs_bits() -> None:
-    ours, theirs = twins()
+    ours, theirs = references()
     for loop in (ours, theirs):
         loop.optimizer = copy.deepcopy(loop.optimizer)
         loop.params = loop.optimizer.param_groups[0]["params"]
@@ -683,7 +723,7 @@ def test_a_copied_optimizer_has_torchs_bits() -> None:
 
 def test_readers_on_many_threads_see_one_multiplication() -> None:
     for _ in range(20):
-        ours, theirs = twins()
+        ours, theirs = references()
         set_scaled_grads(ours, theirs)
         both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
         barrier, seen = threading.Barrier(4), []

@@ -308,17 +308,17 @@ def _partial_gradients() -> None:
     mesh = mesh_of(2)
     for placement in (Replicate(), Shard(0)):
         param = nn.Parameter(distribute_tensor(values((4, 3), 0), mesh, [placement]))
-        twin = nn.Parameter(values((4, 3), 0))
+        reference = nn.Parameter(values((4, 3), 0))
         local = values((4, 3), 1) * (dist.get_rank() + 1)
         param.grad = DTensor.from_local(local, mesh, [Partial()])
-        twin.grad = values((4, 3), 1) * 3
-        for one in (param, twin):
+        reference.grad = values((4, 3), 1) * 3
+        for one in (param, reference):
             optimizer = optim.AdamW([one], lr=0.1, max_grad_norm=1.0)
             optimizer.step()
             assert optimizer.grad_norm == pytest.approx(3 * values((4, 3), 1).norm().item(), rel=1e-6)
         assert isinstance(param.grad, DTensor)
         assert param.grad.placements == (placement,)
-        torch.testing.assert_close(whole(param), twin.data)
+        torch.testing.assert_close(whole(param), reference.data)
         param.grad = DTensor.from_local(local, mesh, [Partial()])
         norm = drivetrain.clip_grad_norm_([param], 1.0)
         assert norm.item() == pytest.approx(3 * values((4, 3), 1).norm().item(), rel=1e-6)
@@ -423,16 +423,16 @@ def _installed() -> None:
     try:
         params = make(mesh, [Shard(0)])
         partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
-        twin = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+        reference = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
         with pytest.warns(UserWarning, match="torch.optim.SGD stays torch's own class: parameter 0 of.*placements"):
             optimizer = torch.optim.SGD(param for param in [partial])
         assert type(optimizer) is torchs
         calls = []
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
-        for param, sgd in ((partial, optimizer), (twin, torchs([twin]))):
+        for param, sgd in ((partial, optimizer), (reference, torchs([reference]))):
             param.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
             sgd.step()
-        assert_equal([partial], [twin])
+        assert_equal([partial], [reference])
         assert calls == [1]
         assert type(torch.optim.Adafactor(params)) is optim.Adafactor
         assert type(torch.optim.Muon(params[:2])) is optim.Muon
@@ -620,17 +620,17 @@ def _deepcopy() -> None:
     set_grads(params, 0)
     optimizer.step()
     clones = copy.deepcopy(params)
-    twin = optim.AdamW(clones, state_bits=8, min_8bit_size=1)
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    reference = optim.AdamW(clones, state_bits=8, min_8bit_size=1)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for one in (params, clones):
         set_grads(one, 1)
     optimizer.step()
-    twin.step()
+    reference.step()
     for a, b in zip(clones, params, strict=True):
         torch.testing.assert_close(whole(a), whole(b), rtol=1e-6, atol=1e-7)
         for entry, codes in optimizer.state[b].items():
             if entry.endswith("_codes"):
-                assert torch.equal(codes, twin.state[a][entry])
+                assert torch.equal(codes, reference.state[a][entry])
     saved = optimizer.torch_state_dict()
     assert all(isinstance(entry["exp_avg"], DTensor) for entry in saved["state"].values())
 
@@ -724,7 +724,7 @@ def _two_dimensional() -> None:
 
     ours, theirs = make_net(), make_net()
     optimizer = optim.AdamW(ours.parameters(), lr=1e-2, max_grad_norm=0.1)
-    twin = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for step in range(3):
         inputs = values((4, 64), 10 * step + mesh.get_local_rank("dp"))
         for net in (ours, theirs):
@@ -733,13 +733,13 @@ def _two_dimensional() -> None:
         expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
         assert isinstance(expected, DTensor)
         optimizer.step()
-        twin.step()
+        reference.step()
         assert optimizer.grad_norm == pytest.approx(expected.full_tensor().item(), rel=1e-5)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(whole(a), whole(b))
         state = optimizer.state[a]["exp_avg"]
         assert (state.placements, state.shape) == (a.placements, a.shape)  # type: ignore[attr-defined]
-        torch.testing.assert_close(whole(state), whole(twin.state[b]["exp_avg"]))
+        torch.testing.assert_close(whole(state), whole(reference.state[b]["exp_avg"]))
 
 
 def test_fully_shard_over_a_tensor_parallel_plan(on_four_ranks: Run) -> None:

@@ -34,15 +34,15 @@ def test_a_parameter_is_stepped_alike_in_any_company() -> None:
     assert_same(alone, together, rtol=0, atol=0)
 
 
-def test_large_parameters_match_the_twin() -> None:
+def test_large_parameters_match_the_reference() -> None:
     params = make_params(shapes=SHAPES)
-    twins = copies(params)
-    ours, twin = optim.LAMB(params, lr=0.1), LAMB(twins, lr=0.1)
+    references = copies(params)
+    ours, reference = optim.LAMB(params, lr=0.1), LAMB(references, lr=0.1)
     for _ in range(3):
-        set_grads(params, twins)
+        set_grads(params, references)
         ours.step()
-        twin.step()
-    assert_same(params, twins, rtol=1e-5, atol=1e-5)
+        reference.step()
+    assert_same(params, references, rtol=1e-5, atol=1e-5)
 
 
 def test_a_step_is_as_long_as_the_parameter() -> None:
@@ -77,28 +77,29 @@ def test_the_clipped_ratio_shortens_but_never_lengthens() -> None:
 def test_groups_have_their_own_options() -> None:
     matrix, bias = make_params(shapes=[(8, 8), (8,)])
     groups: list[dict[str, Any]] = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0, "lr": 0.5}]
-    twins = copies([matrix, bias])
+    references = copies([matrix, bias])
     ours = optim.LAMB(groups, lr=0.1)
-    twin = LAMB(
-        [{"params": twins[:1], "weight_decay": 0.01}, {"params": twins[1:], "weight_decay": 0.0, "lr": 0.5}], 0.1
+    reference = LAMB(
+        [{"params": references[:1], "weight_decay": 0.01}, {"params": references[1:], "weight_decay": 0.0, "lr": 0.5}],
+        0.1,
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(ours, 0.5)
-    twin_scheduler = torch.optim.lr_scheduler.ExponentialLR(twin, 0.5)
+    reference_scheduler = torch.optim.lr_scheduler.ExponentialLR(reference, 0.5)
     for _ in range(3):
-        set_grads([matrix, bias], twins)
-        for each in (ours, twin, scheduler, twin_scheduler):
+        set_grads([matrix, bias], references)
+        for each in (ours, reference, scheduler, reference_scheduler):
             each.step()
-    assert_same([matrix, bias], twins, rtol=1e-5, atol=1e-6)
+    assert_same([matrix, bias], references, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_parameters_are_pairs_of_real_ones(dtype: torch.dtype) -> None:
     param = torch.randn(5, 7, dtype=dtype).requires_grad_()
-    twin = torch.view_as_real(param.detach()).clone().requires_grad_()
-    for own in (param, twin):
+    reference = torch.view_as_real(param.detach()).clone().requires_grad_()
+    for own in (param, reference):
         own.grad = torch.full_like(own, 0.5 + 0.5j if own.is_complex() else 0.5)
         optim.LAMB([own], lr=0.1).step()
-    torch.testing.assert_close(torch.view_as_real(param.detach()), twin.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(torch.view_as_real(param.detach()), reference.detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

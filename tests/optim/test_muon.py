@@ -50,9 +50,9 @@ def test_matches_the_plain_reference(which: str, isa: str) -> None:
     params = make_params(shapes=[shape for shape in SHAPES if 0 not in shape])
     set_grads(params)
     before = copies(params)
-    twins = [muon(p.detach().double(), p.grad.double(), {}, **OPTIONS[which]) for p in params]
+    references = [muon(p.detach().double(), p.grad.double(), {}, **OPTIONS[which]) for p in params]
     optim.Muon(params, **OPTIONS[which]).step()
-    assert_updates_agree(params, twins, before, 0.05)
+    assert_updates_agree(params, references, before, 0.05)
 
 
 def test_16_bit_parameters_match_torch() -> None:
@@ -94,17 +94,17 @@ def test_many_matrices_are_cut_into_batches() -> None:
 @pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
 def test_other_strides(layout: str, precision: dict[str, Any], adjust_lr_fn: str | None) -> None:
     values = torch.randn(20, 90)
-    twin = values.clone().requires_grad_()
+    reference = values.clone().requires_grad_()
     param = values.t().contiguous().t() if layout == "transposed" else torch.stack([values, values], -1)[..., 0]
     param = param.detach().requires_grad_()
     assert not param.is_contiguous()
-    optimizers = [optim.Muon([p], adjust_lr_fn=adjust_lr_fn, **precision) for p in (param, twin)]
+    optimizers = [optim.Muon([p], adjust_lr_fn=adjust_lr_fn, **precision) for p in (param, reference)]
     for _ in range(3):
         grad = torch.randn(20, 90)
-        param.grad, twin.grad = grad.t().contiguous().t(), grad
+        param.grad, reference.grad = grad.t().contiguous().t(), grad
         for optimizer in optimizers:
             optimizer.step()
-    assert_updates_agree([param], [twin], [values], 0.1 if precision else 0.03)
+    assert_updates_agree([param], [reference], [values], 0.1 if precision else 0.03)
 
 
 def test_the_momentum_has_the_same_bits_everywhere() -> None:
@@ -341,19 +341,19 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("precision", [{}, {"state_bits": 8, "min_8bit_size": 0}])
 def test_the_fallback_is_adamw(precision: dict[str, Any]) -> None:
     """One optimizer gives the bits of the two that users write by hand."""
-    model, twin = small_model(), small_model()
+    model, reference = small_model(), small_model()
     one = optim.Muon(groups_of(model), lr=0.01, fallback=FALLBACK | precision)
-    matrices = [p for p in twin.parameters() if p.ndim == 2 and p is not twin[0].weight]
-    vectors = [p for p in twin.parameters() if p.ndim != 2]
+    matrices = [p for p in reference.parameters() if p.ndim == 2 and p is not reference[0].weight]
+    vectors = [p for p in reference.parameters() if p.ndim != 2]
     adamw = optim.AdamW(
-        [{"params": vectors}, {"params": [twin[0].weight], "weight_decay": 0.0}], **FALLBACK, **precision
+        [{"params": vectors}, {"params": [reference[0].weight], "weight_decay": 0.0}], **FALLBACK, **precision
     )
     train(model, [one])
-    train(twin, [optim.Muon(matrices, lr=0.01), adamw])
-    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+    train(reference, [optim.Muon(matrices, lr=0.01), adamw])
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(param, other)
     assert [group["fallback"] for group in one.param_groups] == [False, True, True]
-    assert one.state[model[0].weight].keys() == adamw.state[twin[0].weight].keys()
+    assert one.state[model[0].weight].keys() == adamw.state[reference[0].weight].keys()
 
 
 def test_the_fallback_takes_named_parameters_and_reports_its_states() -> None:
@@ -375,12 +375,12 @@ def test_a_fallback_is_saved(way: str, amsgrad: bool) -> None:
     optimizer = optim.Muon(model.parameters(), fallback={**FALLBACK, "amsgrad": amsgrad})
     train(model, [optimizer])
     if way == "state_dict":
-        twin = copy.deepcopy(model)
-        other = optim.Muon(twin.parameters(), fallback={})
+        reference = copy.deepcopy(model)
+        other = optim.Muon(reference.parameters(), fallback={})
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(model, [optimizer])
-        train(twin, [other])
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        train(reference, [other])
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
         return
     other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
     other.add_param_group({"params": [torch.zeros(2, 2).requires_grad_(), torch.zeros(2).requires_grad_()]})
@@ -414,14 +414,14 @@ def test_groups_that_join_and_one_norm_for_all() -> None:
 def test_no_matrix_at_all() -> None:
     param = torch.zeros(3).requires_grad_()
     optimizer = optim.Muon([param], fallback=FALLBACK)
-    twin = torch.zeros(3).requires_grad_()
-    other = optim.AdamW([twin], **FALLBACK)
+    reference = torch.zeros(3).requires_grad_()
+    other = optim.AdamW([reference], **FALLBACK)
     for _ in range(2):
         param.grad = torch.randn(3)
-        twin.grad = param.grad.clone()
+        reference.grad = param.grad.clone()
         optimizer.step()
         other.step()
-    assert torch.equal(param, twin)
+    assert torch.equal(param, reference)
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ class TestBadInput:
         with FakeTensorMode():
             fake = torch.ones(3, requires_grad=True)
             fake.grad = torch.ones(3)
-        with pytest.raises(NotImplementedError, match="'p': it is a tensor subclass that wraps others"):
+        with pytest.raises(NotImplementedError, match="'p' is a tensor subclass that wraps others"):
             optim.SGD([("p", fake)]).step()
 
     @pytest.mark.parametrize("freed", ["it", "its gradient", "its state"])
@@ -481,11 +481,13 @@ def test_cuda_gives_the_cpus_bits(case: str, dtype: torch.dtype) -> None:
 def test_public_names() -> None:
     names = {"DistributedDataParallel", "__version__", "amp", "clip_grad_norm_", "install", "optim", "uninstall"}
     assert set(drivetrain.__all__) == names | {
+        "Monitor",
         "accumulate",
         "activation_budget",
         "checkpoint",
         "data",
         "float32_grad",
         "fuse_wgrad",
+        "plan",
         "main_grads",
     }

@@ -150,17 +150,17 @@ def test_numbers_in_tensors_on_the_device_are_read() -> None:
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, drivetrain.amp.GradScaler])
 def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) -> None:
     params = on_gpu(make_params())
-    twins = copies(params)
-    ours, theirs = optim.AdamW(params, fused=True), torch.optim.AdamW(twins, fused=True)
-    scaler, twin_scaler = (
+    references = copies(params)
+    ours, theirs = optim.AdamW(params, fused=True), torch.optim.AdamW(references, fused=True)
+    scaler, reference_scaler = (
         cls(DEVICE, init_scale=8.0, growth_interval=2) for cls in (scaler_class, torch.amp.GradScaler)
     )
-    for each in (scaler, twin_scaler):
+    for each in (scaler, reference_scaler):
         each.scale(torch.ones((), device=DEVICE))
 
     def step(overflows: bool) -> None:
-        set_grads(params, twins)
-        for some in (params, twins):
+        set_grads(params, references)
+        for some in (params, references):
             for param in some:
                 param.grad.mul_(8.0)
             if overflows:
@@ -168,10 +168,10 @@ def test_a_scaler_does_not_wait_either_and_scales_as_torchs(scaler_class: type) 
         with no_waiting():
             scaler.step(ours)
             scaler.update()
-        twin_scaler.step(theirs)
-        twin_scaler.update()
-        assert scaler.get_scale() == twin_scaler.get_scale()
-        assert_same(params, twins, rtol=3e-6, atol=3e-6)
+        reference_scaler.step(theirs)
+        reference_scaler.update()
+        assert scaler.get_scale() == reference_scaler.get_scale()
+        assert_same(params, references, rtol=3e-6, atol=3e-6)
 
     set_grads(params)
     ours.found_inf = torch.ones((), device=DEVICE)  # This step makes the states.
@@ -335,26 +335,26 @@ def test_a_first_step_is_not_captured() -> None:
 @pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("AdamW", {"fused": True}), ("Adagrad", {})])
 def test_states_go_to_torch_and_back(name: str, options: dict[str, Any]) -> None:
     params = on_gpu(make_params())
-    twins = copies(params)
-    theirs = getattr(torch.optim, name)(twins, **options)
-    set_grads(params, twins)
+    references = copies(params)
+    theirs = getattr(torch.optim, name)(references, **options)
+    set_grads(params, references)
     theirs.step()
     ours = getattr(optim, name)(params)
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     assert all(ours.state[param]["step"].device == param.device for param in params)
     with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            param.copy_(twin)
-    set_grads(params, twins)
+        for param, reference in zip(params, references, strict=True):
+            param.copy_(reference)
+    set_grads(params, references)
     ours.step()
     theirs.step()
-    assert_same(params, twins, rtol=3e-6, atol=3e-6)
+    assert_same(params, references, rtol=3e-6, atol=3e-6)
     assert pickle.loads(pickle.dumps(ours)).state_dict()["state"][0]["step"] == 2
     theirs.load_state_dict(copy.deepcopy(ours.torch_state_dict()))
-    set_grads(params, twins)
+    set_grads(params, references)
     ours.step()
     theirs.step()
-    assert_same(params, twins, rtol=3e-6, atol=3e-6)
+    assert_same(params, references, rtol=3e-6, atol=3e-6)
 
 
 def test_gradients_on_two_devices_have_no_norm_together() -> None:
@@ -362,6 +362,6 @@ def test_gradients_on_two_devices_have_no_norm_together() -> None:
     set_grads(params)
     optimizer = optim.AdamW(params, max_grad_norm=1.0)
     before = copies(params)
-    with pytest.raises(NotImplementedError, match="need all of an optimizer's on one device"):
+    with pytest.raises(NotImplementedError, match="need all gradients of an optimizer on one device"):
         optimizer.step()
     assert_same(params, before, rtol=0, atol=0)

@@ -98,7 +98,7 @@ def make_params(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in SHAPES]
 
 
-def twins(params: list[Tensor]) -> list[Tensor]:
+def references(params: list[Tensor]) -> list[Tensor]:
     return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
 
 
@@ -114,7 +114,7 @@ def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any, list[Tensor],
     """Returns our optimizer and torch's over equal parameters, followed by these parameters."""
     ours, theirs = classes(name)
     params = make_params()
-    torch_params = twins(params)
+    torch_params = references(params)
     return ours(params, *args, **copy.deepcopy(options)), theirs(torch_params, *args, **options), params, torch_params
 
 
@@ -153,7 +153,7 @@ def test_the_same_steps(name: str, index: int, dtype: torch.dtype) -> None:
     if dtype.is_complex and name == "Adafactor":
         return  # test_the_same_errors
     params = make_params(dtype)
-    torch_params = twins(params)
+    torch_params = references(params)
     # foreach=False keeps torch from choosing foreach, which takes no tensors as lr.
     optimizer = ours(params, **options_of(name, index))
     torch_optimizer = theirs(torch_params, **options_of(name, index), foreach=False)
@@ -168,13 +168,13 @@ def test_the_same_steps(name: str, index: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_muon_moves_as_torchs(entry: Any, dtype: torch.dtype) -> None:
     params = make_params(dtype)
-    torch_params = twins(params)
+    torch_params = references(params)
     made = [
         cls(own, **copy.deepcopy(entry.kwargs))
         for cls, own in zip(classes("Muon"), (params, torch_params), strict=True)
     ]
     for _ in range(4):
-        before = twins(torch_params)
+        before = references(torch_params)
         for param, other in zip(params, before, strict=True):
             param.detach().copy_(other.detach())
         steps(1, *made)
@@ -219,7 +219,7 @@ def test_any_layout_of_parameter_and_gradient(name: str, layout: str) -> None:
     ours, theirs = classes(name)
     relay = LAYOUTS[layout]
     start = make_params()
-    torch_params = twins(start)
+    torch_params = references(start)
     params = start if "gradient" in layout else [relay(p.detach()).requires_grad_() for p in start]
     optimizer, torch_optimizer = ours(params), theirs(torch_params)
     for _ in range(3):
@@ -289,7 +289,7 @@ def test_the_same_errors(name: str, index: int) -> None:
 @pytest.mark.parametrize(("name", "options"), CAPTURABLE)
 def test_capturable_changes_nothing(name: str, options: dict[str, Any]) -> None:
     params = make_params()
-    others = twins(params)
+    others = references(params)
     plain = {option: value for option, value in options.items() if option != "capturable"}
     optimizers = [classes(name)[0](params, **copy.deepcopy(options)), classes(name)[0](others, **copy.deepcopy(plain))]
     for _ in range(2):
@@ -402,7 +402,7 @@ def test_sparse_gradients_under_a_scaler(name: str, scaler_class: type[torch.amp
 @every_input
 def test_no_gradients_no_step(name: str, index: int) -> None:
     params = make_params()
-    before = twins(params)
+    before = references(params)
     optimizer = classes(name)[0](params, **options_of(name, index))
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.step()
@@ -415,7 +415,7 @@ def test_zero_gradients_move_what_torch_moves(name: str, index: int) -> None:
     options = options_of(name, index)
     ours, theirs = classes(name)
     params = make_params()
-    before, torch_params = twins(params), twins(params)
+    before, torch_params = references(params), references(params)
     optimizer, torch_optimizer = ours(params, **options_of(name, index)), theirs(torch_params, **options, foreach=False)
     for _ in range(2):
         for param in (*params, *torch_params):
@@ -433,7 +433,7 @@ def test_empty_parameters_and_first_gradients_that_come_late(name: str) -> None:
     params = [torch.empty(0, 3).requires_grad_(), *make_params()]
     if name == "Adafactor":
         del params[0]  # torch's Adafactor divides by the number of elements.
-    torch_params = twins(params)
+    torch_params = references(params)
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     optimizer, torch_optimizer = ours(params, **options), theirs(torch_params, **options, foreach=False)
     for step in range(5):
@@ -456,7 +456,7 @@ def test_empty_parameters_and_first_gradients_that_come_late(name: str) -> None:
 def test_groups_have_their_own_lr_and_weight_decay(name: str) -> None:
     ours, theirs = classes(name)
     params = make_params()
-    torch_params = twins(params)
+    torch_params = references(params)
     made = []
     for cls, (first, second, third) in ((ours, params), (theirs, torch_params)):
         optimizer = cls([{"params": [first]}, {"params": second, "lr": 0.05, "weight_decay": 0.2}], lr=0.01)
@@ -474,7 +474,7 @@ def test_groups_have_their_own_lr_and_weight_decay(name: str) -> None:
 def test_a_tensor_lr_is_read_in_every_step(name: str, lr: Tensor) -> None:
     ours, theirs = classes(name)
     params = make_params()
-    torch_params = twins(params)
+    torch_params = references(params)
     tensor = lr.clone()
     optimizer, torch_optimizer = ours(params, lr=tensor), theirs(torch_params, lr=0.01)
     for factor in (1.0, 2.0, 0.5):
@@ -523,7 +523,7 @@ def test_the_table_has_every_scheduler() -> None:
 def test_schedulers(name: str, scheduler: str, tensor_lr: bool) -> None:
     ours, theirs = classes(name)
     params = make_params()
-    torch_params = twins(params)
+    torch_params = references(params)
     options = {"momentum": 0.5} if name in ("SGD", "RMSprop") else {}
     made = [
         cls(own, lr=torch.tensor(0.01) if tensor_lr else 0.01, **options, foreach=False)
@@ -567,7 +567,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(name: str, index: int) -> 
     optimizer = ours(params, **options_of(name, index))
     steps(3, optimizer)
     assert_same(optimizer.state_dict(), optimizer.state_dict(), {"rtol": 0, "atol": 0})
-    others = twins(params)
+    others = references(params)
     other = ours(others, **options_of(name, index))
     other.load_state_dict(through_a_file(optimizer.state_dict()))
     steps(3, optimizer, other)
@@ -592,7 +592,7 @@ def test_older_state_dicts_load(name: str, index: int) -> None:
     for state in old["state"].values():
         if "step" in state:
             state["step"] = state["step"].item()
-    others = twins(params)
+    others = references(params)
     other = ours(others, **options)
     other.load_state_dict(old)
     steps(3, optimizer, other)
@@ -638,7 +638,7 @@ def test_another_default_dtype(name: str) -> None:
         torch.set_default_dtype(torch.float64)
         ours, theirs = classes(name)
         params = [torch.randn(5, 3).requires_grad_()]
-        torch_params = twins(params)
+        torch_params = references(params)
         optimizer, torch_optimizer = ours(params), theirs(torch_params)
         steps(3, optimizer, torch_optimizer)
         assert_same_dicts(optimizer.state_dict(), torch_optimizer.state_dict(), TOLERANCES[torch.float64])
@@ -748,11 +748,11 @@ def test_parameters_and_state_may_be_swapped_in(name: str) -> None:
     if name == "SGD":
         optimizer.param_groups[0]["momentum"] = torch_optimizer.param_groups[0]["momentum"] = 0.5
     steps(2, optimizer, torch_optimizer)
-    before = [twins(params), copy.deepcopy(optimizer.state_dict())]
+    before = [references(params), copy.deepcopy(optimizer.state_dict())]
     results = []
     for each, own in ((optimizer, params), (torch_optimizer, torch_params)):
         torch.manual_seed(1)
-        others = {str(i): p for i, p in enumerate(twins(own))}
+        others = {str(i): p for i, p in enumerate(references(own))}
         state = copy.deepcopy(each.state_dict())
         with swapped_in(each, others, state):
             steps(1, each)
@@ -800,7 +800,7 @@ def test_parameters_on_several_devices(name: str) -> None:
     params = [
         p.detach().to(device).requires_grad_() for p, device in zip(make_params(), ("cpu", "cuda", "cpu"), strict=True)
     ]
-    torch_params = twins(params)
+    torch_params = references(params)
     optimizer, torch_optimizer = ours(params), theirs(torch_params)
     for _ in range(3):
         for param, torch_param in zip(params, torch_params, strict=True):

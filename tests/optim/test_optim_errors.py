@@ -239,7 +239,7 @@ def test_parameters_that_share_memory(overlap: str) -> None:
     optimizer.step()
 
 
-def test_neighbours_and_interleaved_parameters_are_apart() -> None:
+def test_neighbors_and_interleaved_parameters_are_apart() -> None:
     flat = torch.zeros(40)
     params = [flat[:10], flat[10:20], flat[20::2], flat[21::2], flat[40:]]
     params = [p.detach().requires_grad_() for p in params]
@@ -404,7 +404,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
     "remainder of a dtype that none has": (
         lambda s: s.update(param_remainder=s["param_remainder"].double()),
         TypeError,
-        "a BFloat16 parameter has nothing of Double beside it",
+        "extra is Double, which no storage format of a BFloat16 parameter uses",
     ),
     "no step": (lambda s: s.pop("step"), TypeError, "its state has no tensor 'step'"),
     "a step of two": (lambda s: s.update(step=torch.zeros(2)), TypeError, "its state 'step' is Float of 2 elements"),

@@ -103,16 +103,16 @@ def test_any_layout(which: str, layout: str) -> None:
         param = torch.randn(6, 5, 4, 3).permute(3, 2, 1, 0)
     elif layout == "holes":
         param = torch.randn(3, 4, 5, 12)[..., ::2]
-    twin = param.clone().contiguous().requires_grad_()
+    reference = param.clone().contiguous().requires_grad_()
     param.requires_grad_()
     grad = torch.randn(6, 5, 4, 3).permute(3, 2, 1, 0) if layout == "gradient_transposed" else torch.randn_like(param)
-    param.grad, twin.grad = grad, grad.clone().contiguous()
-    expected_norm = twin.grad.double().norm().item()
+    param.grad, reference.grad = grad, grad.clone().contiguous()
+    expected_norm = reference.grad.double().norm().item()
     optimizer = ours([param], max_grad_norm=0.1, zero_grads_in_step=True, **options)
     optimizer.step()
-    torch.nn.utils.clip_grad_norm_([twin], 0.1)
-    theirs([twin], **options).step()
-    assert_same([param], [twin], rtol=1e-5, atol=1e-6)
+    torch.nn.utils.clip_grad_norm_([reference], 0.1)
+    theirs([reference], **options).step()
+    assert_same([param], [reference], rtol=1e-5, atol=1e-6)
     assert param.grad is grad
     assert not grad.any()
     assert optimizer.grad_norm == pytest.approx(expected_norm, rel=1e-12)
@@ -157,13 +157,13 @@ def test_large_and_tiny_gradients_neither_overflow_nor_vanish() -> None:
 def test_clip_grad_norm_is_torchs(dtype: torch.dtype, max_norm: float, norm_type: float) -> None:
     sizes = (0, 1, 513, 40_000) if norm_type < math.inf else (1, 513)  # torch has no infinity norm of an empty tensor.
     params = [torch.randn(size, dtype=dtype).requires_grad_() for size in sizes]
-    twins, untouched = copies(params), torch.randn(3).requires_grad_()
-    set_grads(params, twins)
+    references, untouched = copies(params), torch.randn(3).requires_grad_()
+    set_grads(params, references)
     ours = drivetrain.clip_grad_norm_(iter([*params, untouched]), max_norm, norm_type)
-    theirs = torch.nn.utils.clip_grad_norm_(twins, max_norm, norm_type)
+    theirs = torch.nn.utils.clip_grad_norm_(references, max_norm, norm_type)
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=0)
-    assert_same([p.grad for p in params], [p.grad for p in twins], rtol=tolerance, atol=1e-6)
+    assert_same([p.grad for p in params], [p.grad for p in references], rtol=tolerance, atol=1e-6)
 
 
 def test_clip_grad_norm_writes_only_what_it_clips() -> None:
@@ -178,15 +178,15 @@ def test_clip_grad_norm_writes_only_what_it_clips() -> None:
 
 @on_devices
 def test_clip_grad_norm_of_what_is_not_finite() -> None:
-    param, twin = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    param, reference = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     for bad in (math.inf, math.nan):
-        param.grad, twin.grad = torch.tensor([1.0, bad, 2.0]), torch.tensor([1.0, bad, 2.0])
+        param.grad, reference.grad = torch.tensor([1.0, bad, 2.0]), torch.tensor([1.0, bad, 2.0])
         with pytest.raises(RuntimeError, match="non-finite"):
             drivetrain.clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
-        assert_same([param.grad], [twin.grad], equal_nan=True)
+        assert_same([param.grad], [reference.grad], equal_nan=True)
         drivetrain.clip_grad_norm_(param, 1.0)
-        torch.nn.utils.clip_grad_norm_(twin, 1.0)
-        assert_same([param.grad], [twin.grad], equal_nan=True)
+        torch.nn.utils.clip_grad_norm_(reference, 1.0)
+        assert_same([param.grad], [reference.grad], equal_nan=True)
     assert drivetrain.clip_grad_norm_([], 1.0).item() == 0.0
 
 
@@ -279,14 +279,14 @@ def test_under_a_grad_scaler(which: str, scaler_class: type, unscale_first: bool
 
 
 def test_a_users_own_grad_scale_is_multiplied_in(device: str) -> None:
-    param, twin = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    ours, theirs = optim.SGD([param], lr=1.0), torch.optim.SGD([twin], lr=1.0, fused=True)
-    for optimizer, own in ((ours, param), (theirs, twin)):
+    param, reference = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    ours, theirs = optim.SGD([param], lr=1.0), torch.optim.SGD([reference], lr=1.0, fused=True)
+    for optimizer, own in ((ours, param), (theirs, reference)):
         scaler = torch.amp.GradScaler(device, init_scale=8.0)
         scaler.scale(own.sum()).backward()
         optimizer.grad_scale = torch.tensor(3.0)
         scaler.step(optimizer)
-    assert_same([param], [twin], rtol=1e-6, atol=0)
+    assert_same([param], [reference], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
@@ -375,7 +375,7 @@ class MegatronScale:
 @pytest.mark.parametrize("min_scale", [0.0, 2.0])
 @pytest.mark.parametrize("saved", ["not", "state_dict", "pickle"])
 def test_the_scales_course(hysteresis: int, min_scale: float, saved: str, device: str) -> None:
-    twin = MegatronScale(16.0, 2, min_scale, hysteresis)
+    reference = MegatronScale(16.0, 2, min_scale, hysteresis)
     options: dict[str, Any] = {"growth_interval": 2, "min_scale": min_scale, "hysteresis": hysteresis}
     scaler = GradScaler(device, 16.0, **options)
     param = torch.ones(1, requires_grad=True)
@@ -386,8 +386,8 @@ def test_the_scales_course(hysteresis: int, min_scale: float, saved: str, device
         param.grad = torch.full((1,), math.inf if overflow else 1.0)
         scaler.step(optimizer)
         scaler.update()
-        twin.update(overflow)
-        assert scaler.get_scale() == twin.scale, step
+        reference.update(overflow)
+        assert scaler.get_scale() == reference.scale, step
         if saved == "state_dict":
             state = scaler.state_dict()
             scaler = GradScaler(device)

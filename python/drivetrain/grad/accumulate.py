@@ -224,7 +224,7 @@ class Window:
                 self._ddp.backward(loss, weight, **kwargs)
             elif weight > 0:
                 with self._stepping_in_backward(weight, is_last):
-                    (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+                    (loss * weight).backward(**kwargs)
             self._micro_steps += 1
             self._weight += weight
             if is_last:

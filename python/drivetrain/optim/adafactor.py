@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from . import sharded
 from .base import FusedOptimizer, learning_rate
 from .mesh_sums import smallest_part
+from .precision import StateBits
 
 
 class Adafactor(FusedOptimizer, torch.optim.Adafactor):
@@ -43,10 +44,10 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
-            uses.
+        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
+            dtype that torch uses.
         master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
@@ -67,7 +68,7 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",

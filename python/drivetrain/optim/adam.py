@@ -6,21 +6,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, learning_rate
+from .base import FusedOptimizer, hypers
+from .precision import StateBits
 
 
 def adam_hypers(group: dict[str, Any]) -> dict[str, float | Tensor]:
     """Returns a group's numbers by the names that Adam's rule reads."""
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": learning_rate(group),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "decoupled_weight_decay": group["decoupled_weight_decay"],
-        "maximize": group["maximize"],
-    }
+    return hypers(group, "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
 
 class Adam(FusedOptimizer, torch.optim.Adam):
@@ -47,10 +39,10 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
-            uses.
+        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
+            dtype that torch uses.
         master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
@@ -75,7 +67,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
@@ -130,10 +122,10 @@ class AdamW(Adam, torch.optim.AdamW):
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
-            uses.
+        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
+            dtype that torch uses.
         master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
@@ -157,7 +149,7 @@ class AdamW(Adam, torch.optim.AdamW):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",

@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 from .. import _C
 from . import precision, sharded
 from .arguments import check_arguments
-from .base import FusedOptimizer, learning_rate
+from .base import FusedOptimizer, hypers
+from .precision import StateBits
 
 
 class AdamWScheduleFree(FusedOptimizer):
@@ -38,10 +39,10 @@ class AdamWScheduleFree(FusedOptimizer):
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
-            uses.
+        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
+            dtype that torch uses.
         master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
@@ -65,7 +66,7 @@ class AdamWScheduleFree(FusedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
@@ -130,22 +131,11 @@ class AdamWScheduleFree(FusedOptimizer):
         return "adamw_schedule_free"
 
     def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        if beta1 == 0:
+        if group["betas"][0] == 0:
             raise ValueError("betas[0] is 0, expected a number above 0 and below 1: the average follows from it")
         if not group["train_mode"]:
             raise RuntimeError("the optimizer is in evaluation mode: call its train() before it steps")
-        return {
-            "lr": learning_rate(group),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "warmup_steps": group["warmup_steps"],
-            "r": group["r"],
-            "weight_lr_power": group["weight_lr_power"],
-            "maximize": group["maximize"],
-        }
+        return hypers(group, "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
 
     def _starts_as_parameter(self, name: str) -> bool:
         return name == "z"

@@ -13,11 +13,11 @@ from .. import _C
 from . import precision, sharded
 from .arguments import refuse_unsupported
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
-from .native_step import learning_rate
+from .native_step import hypers, learning_rate
 from .report import Counts, Report, report_of
 from .state_dicts import StateDicts
 
-__all__ = ["FusedOptimizer", "constructed", "in_place_of", "learning_rate"]
+__all__ = ["FusedOptimizer", "constructed", "hypers", "in_place_of", "learning_rate"]
 
 # drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
 in_place_of: dict[type, type] = {}
@@ -56,9 +56,9 @@ class FusedOptimizer(StateDicts):
     Four arguments choose storage formats. Each may also be a key of a parameter group and may change between steps. The
     arithmetic stays in float32.
 
-    * state_bits: 32 (float32), 16 (bfloat16) or 8 (blocks of 256 values with a float32 scale each). None keeps the
-      parameter's dtype, as torch does. Parameters of one dimension or fewer than `min_8bit_size` elements keep float32
-      instead of 8 bits.
+    * state_bits: 32 (float32), 16 (bfloat16), 8 (codes) or "fp8" (e4m3, and e5m2 for means of squares). 8-bit values
+      share a float32 scale per block of 256. None keeps the parameter's dtype, as torch does. Parameters of one
+      dimension or fewer than `min_8bit_size` elements keep float32 instead of 8 bits.
     * master_bits: Keeps 32 or 24 bits of 16-bit parameters; None keeps their 16 bits. A bfloat16 parameter holds the
       leading half of its float32 value, rounded with ties away from zero. The state keeps the remainder in
       `param_remainder`: int16, which loses nothing, or int8. A float16 parameter is a copy of a float32 tensor in the
@@ -85,7 +85,7 @@ class FusedOptimizer(StateDicts):
         *args: Any,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: precision.StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",

@@ -51,7 +51,7 @@ class FoundInf(dict[torch.device, Tensor]):
 
 @_disable_dynamo
 def defer_unscaling(params: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> FoundInf | None:
-    """Multiplies the gradients by the inverse scale once somebody looks at them.
+    """Multiplies the gradients by the inverse scale once code reads them.
 
     Args:
         params: All parameters of one optimizer.

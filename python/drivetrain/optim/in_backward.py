@@ -77,10 +77,7 @@ class StepInBackward:
         self._handles: list[Any] = []
         if self._ddp is None:
             on_gradient = functools.partial(_on_gradient, weakref.ref(self))
-            self._handles = [
-                param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-                for param in self._names
-            ]
+            self._handles = [param.register_post_accumulate_grad_hook(on_gradient) for param in self._names]
         else:
             self._ddp.reducer.add_on_reduced(self._on_reduced)
         for param in self._names:

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 from . import muon_fallback
 from .adam import adam_hypers
 from .base import FusedOptimizer, constructed, learning_rate
+from .precision import StateBits
 
 
 class Muon(FusedOptimizer, torch.optim.Muon):
@@ -48,10 +49,10 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
-            uses.
+        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
+            dtype that torch uses.
         master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
@@ -78,7 +79,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         fallback: dict[str, Any] | None = None,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",

@@ -250,6 +250,17 @@ def learning_rate(group: dict[str, Any]) -> float | Tensor:
     return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
+def hypers(group: dict[str, Any], *names: str) -> dict[str, float | Tensor]:
+    """Returns the group's learning rate and its entries `names` for the native rule. "betas" gives beta1 and beta2."""
+    numbers: dict[str, float | Tensor] = {"lr": learning_rate(group)}
+    for name in names:
+        if name == "betas":
+            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
+        else:
+            numbers[name] = group[name]
+    return numbers
+
+
 def counter_device(param: Any) -> torch.device:
     """Returns the device of a parameter's step counter: the parameter's on CUDA, else the CPU."""
     return param.device if isinstance(param, Tensor) and param.is_cuda else torch.device("cpu")

@@ -1,12 +1,13 @@
 """Storage formats of parameters and states: checks a group's options, and creates and converts states."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from .. import _C
 
 Group = dict[str, Any]
+StateBits = Literal[32, 16, 8, "fp8"]
 
 EXTRA_NAMES = _C.optim_extra_names()
 # Entries of a parameter's state that are tensors of one element: its step counter, and the scalars of some rules.
@@ -19,7 +20,7 @@ VERSION_NAME = "storage_version"
 NAMES = {*DEFAULTS, VERSION_NAME}
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "state_bits": (None, 32, 16, 8),
+    "state_bits": (None, 32, 16, 8, "fp8"),
     "master_bits": (None, 32, 24),
     "rounding": ("nearest", "stochastic", "kahan"),
 }
@@ -43,7 +44,7 @@ def check(group: Group, where: str = "") -> None:
         )
 
 
-_NOTHING_ASKED = _C.Precision(state_bits=0, master_bits=0, min_8bit_size=0, rounding="nearest")
+_NOTHING_ASKED = _C.Precision(state_bits=0, float8=False, master_bits=0, min_8bit_size=0, rounding="nearest")
 
 
 def of(group: Group) -> _C.Precision:
@@ -56,8 +57,10 @@ def of(group: Group) -> _C.Precision:
         return _NOTHING_ASKED
     check(group)
     options = DEFAULTS | group
+    is_float8 = options["state_bits"] == "fp8"
     return _C.Precision(
-        state_bits=options["state_bits"] or 0,
+        state_bits=8 if is_float8 else options["state_bits"] or 0,
+        float8=is_float8,
         master_bits=options["master_bits"] or 0,
         min_8bit_size=options["min_8bit_size"],
         rounding=options["rounding"],

@@ -128,7 +128,7 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
         else:
             entries["gradients"] = _size(grad)
         there = {name: _size(entry) for name, entry in state.items()}
-        made = _states_of_step(optimizer, param, group)
+        made = states_of_step(optimizer, param, group)
         expected |= {name for name, size in made.items() if there.get(name) != size}
         entries |= made
         for name, size in entries.items():
@@ -177,7 +177,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[
         yield label, sharded.local_part(param), grad, group, state
 
 
-def _states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
+def states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
     """Computes the bytes of each state after the next step has created or converted it."""
     asked = precision.of(group)
     sizes = {}

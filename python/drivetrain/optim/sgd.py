@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from .base import FusedOptimizer, learning_rate
+from .base import FusedOptimizer, hypers
+from .precision import StateBits
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
@@ -30,10 +31,10 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
             neither.
         zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16) or 8-bit codes (8). None keeps the dtype that torch
-            uses.
+        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
+            dtype that torch uses.
         master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where `state_bits` is 8.
+        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
         rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
@@ -56,7 +57,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         zero_grads_in_step: bool = False,
-        state_bits: int | None = None,
+        state_bits: StateBits | None = None,
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
@@ -93,11 +94,4 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         return "sgd_momentum" if group["momentum"] else "sgd"
 
     def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return {
-            "lr": learning_rate(group),
-            "momentum": group["momentum"],
-            "dampening": group["dampening"],
-            "weight_decay": group["weight_decay"],
-            "nesterov": group["nesterov"],
-            "maximize": group["maximize"],
-        }
+        return hypers(group, "momentum", "dampening", "weight_decay", "nesterov", "maximize")

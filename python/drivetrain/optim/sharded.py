@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from . import precision
+from . import precision, wrappers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +65,7 @@ def as_shard_of(param: "DTensor", local: Tensor) -> Tensor:
 _FACTORS = {"row_var": -1, "col_var": -2}
 
 
-def _placements_of(param: "DTensor", name: str) -> tuple["Placement", ...]:
+def state_placements(param: "DTensor", name: str) -> tuple["Placement", ...]:
     """Returns a state's placements: the parameter's, but replicated where they split the reduced dimension."""
     from torch.distributed.tensor import Replicate
 
@@ -82,7 +82,7 @@ def _as_factor_of(param: "DTensor", name: str, local: Tensor) -> Tensor:
     shape = list(param.shape)
     shape[_FACTORS[name]] = 1
     strides = torch.empty(shape, device="meta").stride()
-    placements = _placements_of(param, name)
+    placements = state_placements(param, name)
     return DTensor.from_local(
         local, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
@@ -116,7 +116,7 @@ def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") ->
         return value
     if found.mesh != wanted.mesh:
         raise ValueError(f"{what} is on {found.mesh}, but its parameter on {wanted.mesh}")
-    placements = _placements_of(param, state)
+    placements = state_placements(param, state)
     if found.placements == placements or (value.shape != param.shape and state not in _FACTORS):
         return value
     return value.redistribute(placements=placements)
@@ -144,6 +144,9 @@ Gathers = Callable[["DTensor", Group], bool]  # whether the group's rule needs t
 
 def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     """Returns why an optimizer cannot step the parameter, or None if it can."""
+    local = local_part(param)
+    if wrappers.wraps_others(local) and not wrappers.is_fake(local):
+        return wrappers.why_not(param, local)
     if not is_dtensor(param):
         return None
     where = f"is a DTensor with placements {tuple(param.placements)}"
@@ -429,11 +432,8 @@ def label_of(group: Group, index: int, place: int) -> str:
 def _refuse_wrappers(groups: list[Group]) -> None:
     for index, group in enumerate(groups):
         for place, param in enumerate(group["params"]):
-            if param.grad is not None and torch._C._dispatch_keys(param).has(torch._C.DispatchKey.Python):
-                raise NotImplementedError(
-                    f"{label_of(group, index, place)}: it is a tensor subclass that wraps others (a "
-                    f"{type(param).__name__}), which drivetrain's optimizers do not support: use torch.optim for it."
-                )
+            if param.grad is not None and wrappers.wraps_others(param):
+                raise NotImplementedError(f"{label_of(group, index, place)} {wrappers.why_not(param, param)}.")
 
 
 def _set_grad(plain: Tensor, grad: Tensor | None) -> None:

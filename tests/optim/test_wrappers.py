@@ -1,0 +1,98 @@
+"""Tests parameters of tensor subclasses: those with memory of their own are stepped, others raise at construction."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import drivetrain
+from drivetrain import optim
+from optim_cases import OWN_CLASSES
+
+
+class Scaled(Tensor):
+    """Stands for a quantized weight: float8 codes and a scale. Other operations see its float32 value."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> "Scaled":
+        return Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, value: Tensor) -> None:
+        self.quantize(value)
+
+    def quantize(self, value: Tensor) -> None:
+        self.scale = value.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+        self.codes = (value / self.scale).to(torch.float8_e4m3fn)
+
+    def value(self) -> Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        result = func(*tree_map_only(Scaled, Scaled.value, args), **tree_map_only(Scaled, Scaled.value, kwargs or {}))
+        if not func._schema.is_mutable or not isinstance(args[0], Scaled):
+            return result
+        args[0].quantize(result)
+        return args[0]
+
+
+class Tagged(nn.Parameter):
+    """Has memory of its own, as subclasses that only carry attributes do."""
+
+
+def scaled() -> nn.Parameter:
+    return nn.Parameter(Scaled(torch.linspace(-1, 1, 12).view(3, 4)))
+
+
+@pytest.mark.parametrize("name", OWN_CLASSES)
+def test_wrapper_raises_at_construction(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"'w' is a tensor subclass that wraps others \(a Scaled\)"):
+        getattr(optim, name)([("w", scaled())])
+
+
+def test_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    plain = nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD([plain], lr=0.5)
+    with pytest.raises(NotImplementedError, match=r"parameter 0 of param_groups\[1\].*Scaled"):
+        optimizer.add_param_group({"params": [scaled()]})
+    plain.grad = torch.ones(3)
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1
+    assert torch.equal(plain.detach(), torch.full((3,), 0.5))
+
+
+def test_installed_classes_stay_torchs_for_wrappers() -> None:
+    torchs = torch.optim.SGD
+    ours, theirs = scaled(), scaled()
+    drivetrain.install(optim=True)
+    try:
+        with pytest.warns(UserWarning, match="torch.optim.SGD stays torch's own class: .*Scaled"):
+            optimizer = torch.optim.SGD([ours], lr=0.5, foreach=False)
+    finally:
+        drivetrain.uninstall()
+    assert type(optimizer) is torchs
+    for param, sgd in ((ours, optimizer), (theirs, torchs([theirs], lr=0.5, foreach=False))):
+        param.grad = torch.ones(3, 4)
+        sgd.step()
+    assert torch.equal(ours.data.value(), theirs.data.value())
+    assert not torch.equal(ours.data.value(), scaled().data.value())
+
+
+@pytest.mark.parametrize("name", [name for name in OWN_CLASSES if hasattr(torch.optim, name)])
+def test_subclass_with_memory_of_its_own_is_stepped(name: str) -> None:
+    start = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = Tagged(start.clone()), Tagged(start.clone())
+    mine, torchs = (getattr(module, name)([p]) for module, p in ((optim, ours), (torch.optim, theirs)))
+    for step in range(3):
+        for param, optimizer in ((ours, mine), (theirs, torchs)):
+            param.grad = torch.randn(3, 4, generator=torch.Generator().manual_seed(1 + step))
+            optimizer.step()
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=2e-5, atol=1e-6)
+    assert type(ours) is Tagged

@@ -15,6 +15,7 @@
 #include "base/hash.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/hooks.h"
+#include "trace/span.h"
 
 namespace py = pybind11;
 
@@ -199,6 +200,7 @@ void Region::recompute() {
   if (!failure_.empty()) throw_checkpoint_error(failure_);
   const std::string written = inputs_->first_written();
   if (!written.empty()) throw_checkpoint_error(input_written(written));
+  const trace::RecomputationTally tally;
   Recomputation::run(*this);
 }
 

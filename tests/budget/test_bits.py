@@ -1,10 +1,12 @@
 """Checks that gradients, outputs and buffers under an activation budget have the bits of the same step without one."""
 
 import copy
+import ctypes
 import importlib
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -75,6 +77,52 @@ def test_bits_whatever_is_forgotten(name: str) -> None:
         with Recording(run.model, recorder):
             assert_same_bits(run.result(), expected)
         assert recorder.live_bytes == 0
+
+
+class PartlyUnseen(nn.Module):
+    """Writes a half of a tensor without a torch operation that shows it, byte by byte what free memory may hold."""
+
+    byte = 0x3F
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        partly = torch.empty_like(x)
+        partly[:, :8] = x[:, :8].sin()
+        partly.detach().numpy()[:, 8:].view("uint8")[:] = self.byte
+        return (x * partly).sum()
+
+
+@contextmanager
+def new_memory_holds(byte: int) -> Iterator[None]:
+    """Lets the allocator fill memory that it returns with a byte."""
+    m_perturb = -6  # from malloc.h
+    libc = ctypes.CDLL("libc.so.6")
+    assert libc.mallopt(m_perturb, byte ^ 0xFF)
+    try:
+        yield
+    finally:
+        libc.mallopt(m_perturb, 0)
+
+
+def test_bits_where_new_memory_holds_what_is_written_unseen() -> None:
+    """Profiles in memory that holds what the model writes there unseen, as memory of an earlier step does."""
+    torch.manual_seed(0)
+    model, x = PartlyUnseen(), torch.randn(4, 16)
+    expected = gradients(model, lambda: model(x).backward())
+    with new_memory_holds(PartlyUnseen.byte):
+        trace, _ = profile(model, lambda: model(x).backward())
+    choose = random.Random(0)
+    for _ in range(30):
+        recorder = any_choice(trace, choose.random(), choose)
+        model.zero_grad()
+        with new_memory_holds(0x40), Recording(model, recorder):
+            found = gradients(model, lambda: model(x).backward())
+        for name, grad in expected.items():
+            assert torch.equal(found[name], grad), name
 
 
 @pytest.mark.parametrize("share", ["70%", "35%"])

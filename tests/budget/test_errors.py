@@ -183,10 +183,10 @@ def test_data_that_is_written_behind_autograds_back() -> None:
         return gradients(model, lambda: model(x).backward())
 
     x = torch.randn(4, 16)
-    twin = Behind(saves_copy=True)
-    expected = run(twin)
+    reference = Behind(saves_copy=True)
+    expected = run(reference)
     model = Behind(saves_copy=False)
-    model.load_state_dict(twin.state_dict())
+    model.load_state_dict(reference.state_dict())
     forget_all(model, lambda: model(x).backward())
     model.zero_grad()
     assert_same_bits(run(model), expected)

@@ -540,7 +540,7 @@ def test_a_pass_that_cannot_begin_is_none(model: Model, step: Step) -> None:
     assert plan.peak_bytes > 0
 
 
-def test_hooks_that_somebody_leaves_behind_stay(model: Model, step: Step) -> None:
+def test_hooks_left_by_other_code_stay(model: Model, step: Step) -> None:
     """Hooks of the user stay as without a budget, and the hooks of the pass below them are removed."""
     plan = drivetrain.activation_budget(model, step, "60%")
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)

@@ -122,7 +122,7 @@ def test_another_graph_by_the_same_names_is_counted() -> None:
         plan.remove()
 
 
-def test_results_that_somebody_keeps_are_no_passes_that_wait() -> None:
+def test_results_that_the_script_keeps_are_no_passes_that_wait() -> None:
     """Both passes of a step find their plans while results of earlier passes are still alive."""
     torch.manual_seed(0)
 

@@ -107,13 +107,13 @@ def test_a_copy_of_the_model_works_without_it(gpt: tuple[nn.Module, Step]) -> No
     model, step = gpt
     expected = gradients(model, step)
     drivetrain.activation_budget(model, step, "50%")
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     ids = torch.randint(50, (2, 24))
-    for one in (twin, model):
+    for one in (reference, model):
         torch.manual_seed(3)
         one.zero_grad()
         one(ids).backward()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert_same_bits(gradients(model, step), expected)
 

@@ -71,8 +71,8 @@ def test_a_pass_in_a_thread_that_has_ended(gpt: tuple[nn.Module, Step]) -> None:
 def under_ddp(ddp: type[nn.Module], steps: int, fits: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(ResNet(), nn.Identity())
-    twin = copy.deepcopy(model)
-    wrapped, plain = ddp(model), ddp(twin)
+    reference = copy.deepcopy(model)
+    wrapped, plain = ddp(model), ddp(reference)
     torch.manual_seed(torch.distributed.get_rank())
     x = torch.randn(4, 3, 12, 12)
     calls = 0
@@ -97,9 +97,9 @@ def under_ddp(ddp: type[nn.Module], steps: int, fits: bool) -> None:
         for one in (wrapped, plain):
             one.zero_grad()
             one(x).backward()
-        for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad), name
-        for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
+        for (name, a), b in zip(model.named_buffers(), reference.buffers(), strict=True):
             assert torch.equal(a, b), name
     assert plan.live_bytes == 0
 
@@ -138,13 +138,13 @@ def a_collective_inside() -> None:
     x = torch.randn(4, 8)
     forget_all(model, lambda: model(x).backward())
     nn.init.normal_(model.down.weight, std=0.1 * (1 + torch.distributed.get_rank()))
-    twin = copy.deepcopy(model)
-    twin._forward_hooks.clear()
-    twin._forward_pre_hooks.clear()
-    for one in (model, twin):
+    reference = copy.deepcopy(model)
+    reference._forward_hooks.clear()
+    reference._forward_pre_hooks.clear()
+    for one in (model, reference):
         one.zero_grad()
         one(x).backward()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 

@@ -12,7 +12,6 @@
 namespace drivetrain::budget {
 namespace {
 
-constexpr uint8_t kGarbage = 0xFF;             // NaN in every floating-point dtype
 constexpr int64_t kSmallestOffload = 1 << 16;  // the start of a copy dominates the time of smaller ones
 
 }  // namespace
@@ -39,6 +38,13 @@ std::unique_ptr<Profile> Profile::make(Purpose purpose, Tape& tape, ValueStore& 
       return std::unique_ptr<Profile>(new BackwardProfile(tape, store, replay, checks, std::move(tracker)));
   }
   return nullptr;
+}
+
+void Profile::fill_with_garbage(const at::Tensor& tensor) {
+  constexpr uint8_t kGarbage = 0xFF;  // NaN in every floating-point dtype
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
+  const at::NoGradGuard no_grad;
+  bytes_of(tensor).fill_(kGarbage);
 }
 
 void Profile::note_take(int32_t value) { uses_.push_back({value, false, tracker_->next_use()}); }
@@ -68,9 +74,7 @@ std::vector<at::Tensor> Profile::reexecute(int32_t index, const std::function<co
     timers_.emplace_back(index, std::move(*timer));
   }
   if (op.traits->returns_garbage) {
-    // The allocator may return the same memory as in the forward pass. Garbage keeps stale contents from looking like
-    // recomputed ones.
-    for (const at::Tensor& result : results) bytes_of(result).fill_(kGarbage);
+    for (const at::Tensor& result : results) fill_with_garbage(result);
   }
   bool is_same = true;
   for (size_t k = 0; k < op.writes.size(); ++k) {

@@ -61,6 +61,10 @@ class Profile {
                                        const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker);
   virtual ~Profile() = default;
 
+  // Fills memory that an operation returned with arbitrary contents. The allocator may return memory of an earlier
+  // step, whose stale contents would look like recomputed ones.
+  static void fill_with_garbage(const at::Tensor& tensor);
+
   void note_save(AutogradSave save) { saves_.push_back(save); }
   // Returns whether to store a replayable value that autograd saves.
   virtual bool stores_saved(Value& value, const at::Tensor& tensor) { return true; }

@@ -240,6 +240,11 @@ std::vector<at::Tensor> Recording::add_results(RecordedOp& op, bool can_recomput
     for_each_tensor(stack[stack.size() - num_returns + i], [&](const at::Tensor& tensor, int32_t element) {
       if (!is_plain(tensor)) return;
       if (known_.count(tensor.storage().unsafeGetStorageImpl()) != 0) return;  // a view
+      // Code that is not seen may write what the memory held in an earlier step. A copy of it would then look complete.
+      // It counts as a write, which must come before the value is added.
+      if (profile_ != nullptr && op.traits->returns_garbage && !op.traits->writes_any) {
+        Profile::fill_with_garbage(tensor);
+      }
       const int32_t value = add_value(tensor, index, can_recompute);
       tape_.values[value].is_uninitialized = op.traits->is_uninitialized;
       op.writes.push_back({value, false, static_cast<int32_t>(i), element});

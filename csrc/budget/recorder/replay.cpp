@@ -11,6 +11,7 @@
 #include "budget/recorder/arguments.h"
 #include "budget/recorder/device_timer.h"
 #include "checkpoint/region.h"
+#include "trace/span.h"
 
 namespace drivetrain::budget {
 namespace {
@@ -62,6 +63,7 @@ bool Replay::is_needed(const RecordedOp& op) const {
 }
 
 void Replay::drop_user(int32_t value) {
+  const trace::RecomputationTally tally;
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
     const int32_t next = todo.back();

@@ -3,19 +3,17 @@
 import contextlib
 import json
 import logging
-import operator
 import os
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _C
+from ..byte_sizes import bytes_of
 from . import progress, table
 from .compiled import CompiledRegions
 from .copies import Copies
@@ -29,11 +27,6 @@ __all__ = ["ActivationPlan", "activation_budget"]
 
 _CORRECTIONS = 2
 _FORMAT = 2
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base ** (power + 1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT")
-}
 _logger = logging.getLogger("drivetrain")
 
 
@@ -145,13 +138,13 @@ def _planned(
     offload: int | str | None,
     lossy: str | None,
 ) -> "ActivationPlan":
-    pool = None if offload is None else _C.OffloadPool(_bytes_of(offload, 0, "offload"))
+    pool = None if offload is None else _C.OffloadPool(bytes_of(offload, 0, "offload"))
     if lossy not in (None, "bfloat16", "int8"):
         raise ValueError(f'lossy is {lossy!r}, expected "bfloat16", "int8" or None')
     if plan is not None:
         made = ActivationPlan._from(model, plan, pool)
         if budget is not None:
-            made._choose(_bytes_of(budget, made.unplanned_bytes))
+            made._choose(bytes_of(budget, made.unplanned_bytes))
         made._install()
         if step_fn is not None:
             made._measure(step_fn)
@@ -160,14 +153,14 @@ def _planned(
         raise ValueError("step_fn is None, expected a function that runs one training step, or plan=")
     if budget is None:
         raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
-    _bytes_of(budget, 1)  # raises before anything runs
+    bytes_of(budget, 1)  # raises before anything runs
     forms = [
         STORAGE_FORMATS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
     ]
     for is_last in (False, True):
         with CompiledRegions(model) as regions:
             trace, peak = profile(model, step_fn, forms, pool)
-            num_bytes = _bytes_of(budget, peak)
+            num_bytes = bytes_of(budget, peak)
             fitted = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, forms, pool, is_short=True))
             fitted.is_estimated |= trace.is_estimated  # the peak comes from `trace`
             trace = fitted
@@ -444,22 +437,3 @@ class ActivationPlan(_C.ActivationScope):
     def _note(self, note: str) -> None:
         self.notes.append(note)
         _logger.info("activation_budget: %s", note)
-
-
-def _bytes_of(budget: int | str, whole: int, name: str = "budget") -> int:
-    expected = 'expected a number of bytes above 0, such as 900_000_000, "900MB" or "9GiB", or a share, such as "50%"'
-    if isinstance(budget, bool) or not isinstance(budget, SupportsIndex | str):
-        raise TypeError(f"{name} is {budget!r}, {expected}")
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", budget)
-        unit = match[2] if match else None
-        if match is None or (unit != "%" and unit not in _UNITS):
-            raise ValueError(f"{name} is {budget!r}, {expected}")
-        num_bytes = float(match[1]) * (whole / 100 if unit == "%" else _UNITS[str(unit)])
-        if num_bytes <= 0:
-            raise ValueError(f"{name} is {budget!r}, {expected}")
-        return min(max(int(num_bytes), 1), sys.maxsize)
-    num_bytes = operator.index(budget)
-    if num_bytes <= 0:
-        raise ValueError(f"{name} is {budget}, {expected}")
-    return min(num_bytes, sys.maxsize)

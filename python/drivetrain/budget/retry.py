@@ -39,7 +39,7 @@ class Undo:
         grads = [(param, param.grad) for param in model.parameters()]
         self._grads = [(param, grad, None if grad is None else grad.clone()) for param, grad in grads]
         self._states: list[Any] = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             self._states.append(torch.cuda.get_rng_state_all())
 
     def __call__(self) -> None:

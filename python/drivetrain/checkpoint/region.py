@@ -113,7 +113,7 @@ def _debug_is_on() -> bool:
 
 def _under_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the function in the innermost `with torch.device(...)`, or set_default_device(), that is in force now."""
-    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes: list[object] = _get_current_function_mode_stack()
     for mode in reversed(modes):
         if isinstance(mode, DeviceContext):
             return functools.update_wrapper(functools.partial(_call_on, mode.device, function), function)

@@ -2,6 +2,8 @@
 #include "checkpointing/checkpointing.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Storage.h>
 #include <fcntl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -56,22 +58,28 @@ void check_cpu(const at::Tensor& tensor) {
   }
 }
 
+// Keeps a tensor's memory, not the tensor: to drop a tensor that Python knows needs the GIL. The threads of checkpoints
+// would wait for it, and a thread that asks for it while Python shuts down aborts the process.
+std::shared_ptr<const void> memory_of(const at::Tensor& tensor) {
+  return std::make_shared<const c10::Storage>(tensor.storage());
+}
+
 Source source_of(const at::Tensor& tensor) {
   check_cpu(tensor);
   const auto item = static_cast<int64_t>(tensor.element_size());
   std::vector<int64_t> strides = tensor.strides().vec();
   for (int64_t& stride : strides) stride *= item;
-  return {StridedBytes(tensor.const_data_ptr(), item, tensor.sizes().vec(), strides),
-          std::make_shared<const at::Tensor>(tensor)};
+  return {StridedBytes(tensor.const_data_ptr(), item, tensor.sizes().vec(), strides), memory_of(tensor)};
 }
 
 std::shared_ptr<Snapshot> make_snapshot(Slab& slab, const std::string& header, const std::vector<at::Tensor>& tensors,
-                                        int num_threads, int nice) {
+                                        int num_threads, int nice, bool replaces_chunks) {
   std::vector<Source> sources;
   sources.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) sources.push_back(source_of(tensor));
   try {
-    return std::make_shared<Snapshot>(slab, header, std::move(sources), ThreadSettings{num_threads, nice});
+    return std::make_shared<Snapshot>(slab, header, std::move(sources), ThreadSettings{num_threads, nice},
+                                      replaces_chunks);
   } catch (const FileError& error) {
     raise_os_error(error);
   }
@@ -95,6 +103,25 @@ bool wait_written(const Snapshot& snapshot, double timeout_s) {
   }
 }
 
+// Returns the bytes of a chunk, whose memory the tensor keeps; nothing if they are not copied in time.
+std::optional<at::Tensor> chunk_of(const Snapshot& snapshot, int64_t index, double timeout_s) {
+  const auto bytes = wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.chunk(index, slice_s); });
+  if (!bytes) return std::nullopt;
+  return at::from_blob(
+      const_cast<unsigned char*>(bytes.get()), {snapshot.chunk_bytes(index)}, [bytes](void*) {},
+      at::TensorOptions().dtype(at::kByte));
+}
+
+void replace_chunk(Snapshot& snapshot, int64_t index, const at::Tensor& bytes) {
+  check_cpu(bytes);
+  const int64_t expected = snapshot.chunk_bytes(index);
+  if (!bytes.is_contiguous() || static_cast<int64_t>(bytes.nbytes()) < expected) {
+    throw UserError(text("bytes has ", bytes.nbytes(), " bytes, expected contiguous ", expected, " or more"));
+  }
+  const py::gil_scoped_release no_gil;
+  snapshot.replace_chunk(index, bytes.const_data_ptr());
+}
+
 std::optional<double> copy_seconds(const Snapshot& snapshot) {
   const double seconds = snapshot.copy_seconds();
   return seconds < 0 ? std::nullopt : std::optional(seconds);
@@ -104,16 +131,19 @@ std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
     std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
     const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
   if (begins.size() != tensors.size() || (!expected.empty() && expected.size() != chunks.size())) {
-    throw UserError(text("begins has ", begins.size(), " members and expected ", expected.size(), ", expected ",
-                         tensors.size(), ", and none or ", chunks.size()));
+    throw UserError(text("begins has ", begins.size(), " members and expected has ", expected.size(),
+                         ": begins needs one for each of the ", tensors.size(),
+                         " tensors, and expected none or one for "
+                         "each of the ",
+                         chunks.size(), " chunks."));
   }
   std::vector<Target> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_cpu(tensors[i]);
     if (!tensors[i].is_contiguous()) throw UserError("tensors contains a strided view, expected contiguous tensors");
     if (tensors[i].numel() == 0) continue;
-    targets.push_back({begins[i], tensors[i].mutable_data_ptr(), static_cast<int64_t>(tensors[i].nbytes()),
-                       std::make_shared<const at::Tensor>(tensors[i])});
+    targets.push_back(
+        {begins[i], tensors[i].mutable_data_ptr(), static_cast<int64_t>(tensors[i].nbytes()), memory_of(tensors[i])});
   }
   std::sort(targets.begin(), targets.end(), [](const Target& a, const Target& b) { return a.begin < b.begin; });
   try {
@@ -157,8 +187,11 @@ void register_checkpointing(py::module_& m) {
   py::class_<Slab, std::shared_ptr<Slab>>(m, "Slab").def(py::init<>()).def_property_readonly("nbytes", &Slab::nbytes);
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
       .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"), py::arg("num_threads"),
-           py::arg("nice"))
+           py::arg("nice"), py::arg("replaces_chunks") = false)
       .def_property_readonly("nbytes", &Snapshot::nbytes)
+      .def_property_readonly("num_chunks", &Snapshot::num_chunks)
+      .def("chunk", &chunk_of, py::arg("index"), py::arg("timeout_s"))
+      .def("replace_chunk", &replace_chunk, py::arg("index"), py::arg("bytes"))
       .def_property_readonly("copy_seconds", &copy_seconds)
       .def("is_copied", &Snapshot::is_copied, py::arg("index"))
       .def(

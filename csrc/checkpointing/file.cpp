@@ -84,10 +84,14 @@ void OutputFile::finish() {
 
 InputFile::InputFile(std::string path) : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
   if (fd_ < 0) throw FileError("open", path_, errno);
-  ::posix_fadvise(fd_, 0, 0, POSIX_FADV_SEQUENTIAL);  // reads further ahead; only a hint
+  ::posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);  // read_ahead() says what follows; only a hint
 }
 
 InputFile::~InputFile() { ::close(fd_); }
+
+void InputFile::read_ahead(int64_t offset, int64_t size) const {
+  ::posix_fadvise(fd_, offset, size, POSIX_FADV_WILLNEED);  // only a hint
+}
 
 int64_t InputFile::read(int64_t offset, void* bytes, int64_t size) const {
   int64_t done = 0;

@@ -55,6 +55,9 @@ class InputFile {
   // Reads up to `size` bytes and returns their number, which is smaller only at the end of the file.
   int64_t read(int64_t offset, void* bytes, int64_t size) const;
 
+  // Lets the kernel read into the page cache, without waiting.
+  void read_ahead(int64_t offset, int64_t size) const;
+
  private:
   std::string path_;
   int fd_;

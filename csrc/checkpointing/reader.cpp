@@ -18,6 +18,18 @@
 #include "checkpointing/threads.h"
 
 namespace drivetrain::checkpointing {
+namespace {
+
+// Chunks that the kernel is asked to read ahead. Its own guess fails, because threads read chunks in turns.
+constexpr size_t kChunksAhead = 16;
+
+// Returns the first target that ends after `at`.
+std::vector<Target>::const_iterator first_after(const std::vector<Target>& targets, int64_t at) {
+  const auto ends_after = [](int64_t place, const Target& target) { return place < target.begin + target.size; };
+  return std::upper_bound(targets.begin(), targets.end(), at, ends_after);
+}
+
+}  // namespace
 
 struct Reader::State {
   explicit State(ReadJob from) : job(std::move(from)), file(job.path) {}
@@ -36,6 +48,8 @@ struct Reader::State {
 
   void read_chunks();
   void read_chunk(size_t index, unsigned char* buffer);
+  void read_ahead(size_t index) const;
+  unsigned char* place_of(int64_t first, int64_t last) const;
   void scatter(const unsigned char* buffer, int64_t first, int64_t last) const;
   void end_reader();
 };
@@ -57,6 +71,9 @@ void Reader::State::read_chunks() {
 void Reader::State::read_chunk(size_t index, unsigned char* buffer) {
   const int64_t chunk = job.chunks[index];
   const int64_t first = chunk * kChunkBytes, last = std::min(first + kChunkBytes, job.file_bytes);
+  read_ahead(index);
+  unsigned char* const whole = place_of(first, last);
+  if (whole != nullptr) buffer = whole;
   const int64_t found = file.read(first, buffer, last - first);
   if (!job.expected.empty()) {
     const uint32_t checksum = crc32c(0, buffer, found);
@@ -68,13 +85,26 @@ void Reader::State::read_chunk(size_t index, unsigned char* buffer) {
   } else if (found < last - first) {
     throw FileError("pread", job.path, EIO);  // the file became shorter
   }
-  scatter(buffer, first, last);
+  if (whole == nullptr) scatter(buffer, first, last);
+}
+
+// The first chunk asks for all chunks of the window, and each later one for the chunk that enters it.
+void Reader::State::read_ahead(size_t index) const {
+  const size_t end = std::min(index + kChunksAhead, job.chunks.size());
+  for (size_t next = index == 0 ? 1 : end - 1; next < end; ++next) {
+    file.read_ahead(job.chunks[next] * kChunkBytes, kChunkBytes);
+  }
+}
+
+// Returns where the bytes of one target begin if they are all of the range, and null otherwise.
+unsigned char* Reader::State::place_of(int64_t first, int64_t last) const {
+  const auto target = first_after(job.targets, first);
+  if (target == job.targets.end() || target->begin > first || target->begin + target->size < last) return nullptr;
+  return static_cast<unsigned char*>(target->bytes) + (first - target->begin);
 }
 
 void Reader::State::scatter(const unsigned char* buffer, int64_t first, int64_t last) const {
-  const auto after = [](int64_t at, const Target& target) { return at < target.begin + target.size; };
-  for (auto target = std::upper_bound(job.targets.begin(), job.targets.end(), first, after);
-       target != job.targets.end() && target->begin < last; ++target) {
+  for (auto target = first_after(job.targets, first); target != job.targets.end() && target->begin < last; ++target) {
     const int64_t begin = std::max(first, target->begin), end = std::min(last, target->begin + target->size);
     if (begin >= end) continue;
     std::memcpy(static_cast<unsigned char*>(target->bytes) + (begin - target->begin), buffer + (begin - first),

@@ -53,6 +53,7 @@ struct Snapshot::State {
   std::condition_variable changed;
   // The mutex guards the rest.
   std::vector<bool> piece_is_copied, chunk_is_copied;
+  std::vector<bool> chunk_is_replaced;  // empty if none will be
   int64_t chunks_copied = 0, pieces_left = 0;
   double copy_seconds = -1;
   int writers = 0;
@@ -115,7 +116,8 @@ bool Snapshot::State::wait_for_chunks(int64_t begin, int64_t end) {
   std::unique_lock lock(mutex);
   changed.wait(lock, [&] {
     if (error || is_abandoned) return true;
-    return std::all_of(chunk_is_copied.begin() + begin, chunk_is_copied.begin() + end, [](bool is) { return is; });
+    const std::vector<bool>& is_ready = chunk_is_replaced.empty() ? chunk_is_copied : chunk_is_replaced;
+    return std::all_of(is_ready.begin() + begin, is_ready.begin() + end, [](bool is) { return is; });
   });
   return !error && !is_abandoned;
 }
@@ -171,7 +173,8 @@ void Snapshot::State::fail(std::exception_ptr why) {
   changed.notify_all();
 }
 
-Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads)
+Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
+                   bool replaces_chunks)
     : state_(std::make_shared<State>()) {
   State& state = *state_;
   DT_INVARIANT(header.size() % kBlockBytes == 0 && !header.empty());
@@ -188,6 +191,7 @@ Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> so
   state.num_chunks = (state.nbytes + kChunkBytes - 1) / kChunkBytes;
   state.checksums.resize(state.num_chunks);
   state.chunk_is_copied.resize(state.num_chunks);
+  if (replaces_chunks) state.chunk_is_replaced.resize(state.num_chunks);
   state.piece_is_copied.resize(state.pieces.size());
   for (size_t i = 0; i < state.pieces.size(); ++i) {
     Piece& piece = *state.pieces[i];
@@ -222,6 +226,37 @@ bool Snapshot::wait_released(double timeout_s) const {
 }
 
 int64_t Snapshot::nbytes() const { return state_->nbytes; }
+
+int64_t Snapshot::num_chunks() const { return state_->num_chunks; }
+
+int64_t Snapshot::chunk_bytes(int64_t index) const {
+  return std::min(kChunkBytes, state_->nbytes - index * kChunkBytes);
+}
+
+std::shared_ptr<const unsigned char> Snapshot::chunk(int64_t index, double timeout_s) const {
+  DT_INVARIANT(0 <= index && index < state_->num_chunks);
+  std::unique_lock lock(state_->mutex);
+  const bool is_copied = state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                                  [&] { return state_->chunk_is_copied[index] || state_->error; });
+  if (!is_copied || state_->error || !state_->pages) return nullptr;
+  return {state_->pages, state_->pages->begin() + index * kChunkBytes};
+}
+
+void Snapshot::replace_chunk(int64_t index, const void* bytes) {
+  std::shared_ptr<Pages> pages;
+  {
+    const std::lock_guard lock(state_->mutex);
+    DT_INVARIANT(0 <= index && index < static_cast<int64_t>(state_->chunk_is_replaced.size()));
+    DT_INVARIANT(state_->chunk_is_copied[index] && !state_->chunk_is_replaced[index]);
+    pages = state_->pages;
+  }
+  if (!pages) return;  // the snapshot has failed or was abandoned
+  const uint32_t checksum = copy_crc32c(0, pages->begin() + index * kChunkBytes, bytes, chunk_bytes(index));
+  const std::lock_guard lock(state_->mutex);
+  state_->checksums[index] = checksum;
+  state_->chunk_is_replaced[index] = true;
+  state_->changed.notify_all();
+}
 
 bool Snapshot::is_copied(size_t source) const {
   const std::lock_guard lock(state_->mutex);

@@ -24,7 +24,9 @@ struct Source {
 class Snapshot {
  public:
   // Starts to copy the header and the sources, one after another. The header has a multiple of kBlockBytes bytes.
-  Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads);
+  // replaces_chunks: each chunk is written only after replace_chunk() has given its encrypted bytes.
+  Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
+           bool replaces_chunks = false);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
@@ -35,6 +37,14 @@ class Snapshot {
   bool wait_copied(const std::vector<size_t>& sources, double timeout_s) const;
   // Seconds from the construction until the last source was copied; negative before.
   double copy_seconds() const;
+
+  int64_t num_chunks() const;
+  // The bytes of a chunk, once they are copied; the pages live as long as the result. Nothing if they are not copied in
+  // time, or if the snapshot has failed.
+  std::shared_ptr<const unsigned char> chunk(int64_t index, double timeout_s) const;
+  int64_t chunk_bytes(int64_t index) const;
+  // Puts other bytes, as many as it has, in the place of a copied chunk, and lets it be written. Once per chunk.
+  void replace_chunk(int64_t index, const void* bytes);
 
   // Starts to write into a new file, once. It may be called before all sources are copied.
   void write(const std::string& path, bool direct, ThreadSettings threads);
@@ -47,7 +57,7 @@ class Snapshot {
   // Returns false if the memory is not given back in time.
   bool wait_released(double timeout_s) const;
 
-  // The CRC32C of each chunk of the file, once all sources are copied.
+  // The CRC32C of each chunk of the file, once all sources are copied and replaced.
   std::vector<uint32_t> checksums() const;
 
  private:

@@ -1,4 +1,4 @@
-"""Runs many rounds of kills, power cuts and flipped bits with a progress bar: `make crashes`."""
+"""Runs many rounds of kills, power cuts, flipped bits and signals with a progress bar: `make crashes`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import harness
+from checkpoint_crashes import harness, signals
 
 RECORDED_RUNS = 10
+KINDS = [
+    *("kill -9 of one rank", "kill -9 of one of two ranks", "kill -9, encrypted"),
+    *("power cut", "power cut, encrypted", "flipped bit", "SIGTERM"),
+]
+SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, because each starts a training
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make crashes", description="Crashes saves at drawn points.")
     parser.add_argument("--rounds", type=int, default=1000, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the first round, the next have the next ones (default: drawn)")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="this one only; may be repeated")
     parser.add_argument("--directory", type=Path, help="where the checkpoints are written (default: temporary files)")
     arguments = parser.parse_args()
     first = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
@@ -36,6 +42,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name, Progress(console=console) as progress:
         folder = Path(name)
         for kind, rounds in kinds(folder, seeds):
+            if arguments.kind and kind not in arguments.kind:
+                continue
             task = progress.add_task(kind, total=len(seeds))
             begin, crashed, bad, done = time.monotonic(), 0, 0, 0
             for seed, is_crash, problems in rounds:
@@ -56,11 +64,16 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
     with harness.Server(harness.build_shim(folder)) as server:
         yield "kill -9 of one rank", harness.kill_rounds(server, folder, seeds, 1)
         yield "kill -9 of one of two ranks", harness.kill_rounds(server, folder, seeds, 2)
+        yield "kill -9, encrypted", harness.kill_rounds(server, folder, seeds, 1, is_encrypted=True)
         directory, calls = harness.record_saves(server, folder, RECORDED_RUNS)
+        encrypted = harness.record_saves(server, folder, RECORDED_RUNS, is_encrypted=True)
     cuts = harness.cut_rounds(directory, calls, folder, seeds)
     yield "power cut", ((seed, True, problems) for seed, problems in cuts)
+    cuts = harness.cut_rounds(*encrypted, folder, seeds, is_encrypted=True)
+    yield "power cut, encrypted", ((seed, True, problems) for seed, problems in cuts)
     flips = harness.flip_rounds(folder, seeds)
     yield "flipped bit", ((seed, True, problems) for seed, problems in flips)
+    yield "SIGTERM", signals.signal_rounds(folder, seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)])
 
 
 if __name__ == "__main__":

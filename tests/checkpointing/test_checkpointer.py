@@ -540,7 +540,7 @@ def test_other_numbers_of_ranks_continue_with_each_sample_once(
         assert any("the bits of parameters and losses will not be those" in text for text in ranks[0][1])
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     length=st.integers(1, 60),
     batch_size=st.integers(1, 5),

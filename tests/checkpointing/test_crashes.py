@@ -36,17 +36,23 @@ def server(shim: Path) -> Iterator[harness.Server]:
         yield running
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(1, 30), (2, 10)])
-def test_kills_lose_nothing(server: harness.Server, tmp_path: Path, world_size: int, rounds: int) -> None:
-    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + rounds), world_size))
+@pytest.mark.parametrize(
+    ("world_size", "rounds", "is_encrypted"), [(1, 30, False), (2, 10, False), (1, 15, True), (2, 8, True)]
+)
+def test_kills_lose_nothing(
+    server: harness.Server, tmp_path: Path, world_size: int, rounds: int, is_encrypted: bool
+) -> None:
+    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + rounds), world_size, is_encrypted))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
     assert sum(killed for _, killed, _ in outcomes) > rounds // 4  # others ended before their drawn call
 
 
-def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path) -> None:
-    directory, calls = harness.record_saves(server, tmp_path, rounds=3)
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path, is_encrypted: bool) -> None:
+    directory, calls = harness.record_saves(server, tmp_path, 3, is_encrypted)
     seeds = range(SEED, SEED + 60)
-    assert [(s, problems) for s, problems in harness.cut_rounds(directory, calls, tmp_path, seeds) if problems] == []
+    outcomes = harness.cut_rounds(directory, calls, tmp_path, seeds, is_encrypted)
+    assert [(seed, problems) for seed, problems in outcomes if problems] == []
 
 
 @pytest.mark.parametrize("lost", ["files", "folders", "manifest"])

@@ -1,6 +1,22 @@
 """Saves and restores training states: crash-safe checkpoints that are written in the background."""
 
 from .checkpointer import Checkpointer
-from .store import Checkpoint, CheckpointError, Coordinator, Fault, Save, Store
+from .encryption import Encryption
+from .store import Checkpoint, CheckpointError, Coordinator, EncryptionError, Fault, Save, Store
+from .tiers import Ram, Remote
+from .uploader import TierStatus
 
-__all__ = ["Checkpoint", "CheckpointError", "Checkpointer", "Coordinator", "Fault", "Save", "Store"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpointer",
+    "Coordinator",
+    "Encryption",
+    "EncryptionError",
+    "Fault",
+    "Ram",
+    "Remote",
+    "Save",
+    "Store",
+    "TierStatus",
+]

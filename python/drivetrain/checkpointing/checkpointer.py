@@ -8,18 +8,22 @@ import signal
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import phases
 from ..grad.accumulate import Window
 from . import environment
+from .audit import AUDIT
+from .encryption import Encryption
 from .errors import CheckpointError
 from .interval import Interval, seconds_of
 from .load import Checkpoint
-from .loader import Stateful, position_of
+from .loader import Position, Stateful, position_of
 from .metadata import Source
 from .preemption import Notices, Preempted
 from .ranks import Flags, Ranks
@@ -27,6 +31,8 @@ from .restore import load_newest
 from .saver import Saver
 from .state import FORMAT, TrainingState
 from .store import Store
+from .tiers import Ram, Remote, Tiers
+from .uploader import TierStatus
 
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -87,11 +93,16 @@ class Checkpointer:
         grace: Time between the announcement and the end. A save that takes longer warns.
         exit_code: Exit code of the process after a preemption, 0 to 255; None continues after the block.
         timeout: Limit in seconds on every wait for a disk or another rank.
+        encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files.
+        audit: Appends a line of JSON for each save, load and deletion to `audit.jsonl` in the directory, or to the file
+            that is given; False writes none. A `Store` has settings of its own for both.
+        tiers: `Ram()` keeps the newest state in shared memory, which survives the process, and `Remote(url)` uploads
+            checkpoints. The block begins with the newest checkpoint of all tiers and of the directory.
 
     Raises:
         TypeError: An argument has another type than expected, or the position of `data` cannot be saved.
         ValueError: An argument is out of its range.
-        NotImplementedError: The model or an optimizer is sharded over ranks.
+        NotImplementedError: A ZeroRedundancyOptimizer steps in the backward pass.
         RuntimeError: A launcher has started several ranks, and no process group is initialized.
 
     Attributes:
@@ -122,6 +133,9 @@ class Checkpointer:
         grace: str | float | datetime.timedelta = "30s",
         exit_code: int | None = EXIT_CODE,
         timeout: float = 1800.0,
+        encryption: Encryption | None = None,
+        audit: bool | str | os.PathLike[str] = True,
+        tiers: Sequence[Ram | Remote] = (),
     ) -> None:
         for name, value, known in (
             ("snapshot", snapshot, ("background", "blocking")),
@@ -139,6 +153,7 @@ class Checkpointer:
         self._exit_code, self._on_error, self._timeout = exit_code, on_error, timeout
         self._notices = Notices(signals, preemption_file, cloud)
         self._ranks = Ranks(timeout)
+        self._tiers = Tiers(tiers, self._ranks, timeout)
         self._position = position_of(data)
         self._state = TrainingState(
             model=model,
@@ -155,6 +170,7 @@ class Checkpointer:
         self._description = environment.describe(config, self._ranks.world_size)
         self._owns_store = not isinstance(directory, Store)
         self._directory, self._keep, self._is_background = directory, keep, snapshot == "background"
+        self._encryption, self._audit = encryption, audit
         self._saver: Saver | None = None  # inside of the block
         self._store: Store | None = None
         self._steps = 0
@@ -173,6 +189,11 @@ class Checkpointer:
     def epoch(self) -> int:
         """The number of the epoch of `data` under way, from 0: loop over `range(ckpt.epoch, epochs)`."""
         return self._position.epoch
+
+    @property
+    def position(self) -> Position:
+        """The position in `data`, for callbacks of frameworks."""
+        return self._position
 
     @property
     def elapsed(self) -> float:
@@ -199,13 +220,15 @@ class Checkpointer:
         if self._saver is not None:
             raise RuntimeError("this Checkpointer is in a with block already")
         try:
-            self._store = self._directory if isinstance(self._directory, Store) else self._new_store()
-            self._saver = Saver(self._store, self._state, self._is_background, self._timeout)
+            self._store = self._directory if isinstance(self._directory, Store) else self._new_store(None)
+            self._saver = self._new_saver(self._store)
             self._notices.open()
+            self._tiers.open(self._store, self._new_store, self._new_saver)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open()
             self._restore(self._store)
             self._saver.open()
+            self._tiers.start()
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave
             if leaving and self._exit_code is not None:
@@ -242,6 +265,10 @@ class Checkpointer:
             TypeError: A value of the state has no encoding; the message names it.
             RuntimeError: The call is outside of the block, or another rank has ended or does not call step().
         """
+        with phases.span("checkpoint"):
+            self._step()
+
+    def _step(self) -> None:
         saver = self._open_saver()
         is_alone = self._ranks.world_size == 1
         agreed = None if is_alone else self._ranks.result()
@@ -258,8 +285,14 @@ class Checkpointer:
         if not agreed.busy and (agreed.due or (self._every.steps is not None and self._every.is_due(since, 0.0))):
             saver.wait()  # no rank was busy; this returns at once
             self._begin_save(saver)
+        elif self._tiers.is_due(self._steps):
+            self._tiers.step(self._steps, self._header())
         if not is_alone:
             self._ranks.start(self._flags())
+
+    def status(self) -> list[TierStatus]:
+        """Returns what each tier has, uploads now, and failed to upload. Rank 0 knows the remote tiers."""
+        return self._tiers.status()
 
     def save(self) -> Checkpoint:
         """Saves the state of this moment under the number of the last step, and waits until it is durable.
@@ -272,9 +305,10 @@ class Checkpointer:
             RuntimeError: The call is outside of the block.
         """
         saver = self._open_saver()
-        saver.wait()
-        self._begin_save(saver)
-        saver.wait()
+        with phases.span("checkpoint"):
+            saver.wait()
+            self._begin_save(saver)
+            saver.wait()
         if saver.error is not None:
             raise saver.error
         self._adapt(saver)
@@ -297,7 +331,11 @@ class Checkpointer:
 
     def _begin_save(self, saver: Saver) -> None:
         self._saved_steps = self._steps
-        header = {
+        saver.begin(self._steps, self._header())
+        self._report(saver)
+
+    def _header(self) -> dict[str, Any]:
+        return {
             "format": FORMAT,
             "rank": self._ranks.rank,
             "steps": self._steps,
@@ -305,8 +343,6 @@ class Checkpointer:
             "saved_at": time.time(),
             **{f"run_{name}": value for name, value in self._description.items()},
         }
-        saver.begin(self._steps, header)
-        self._report(saver)
 
     def _poll(self, saver: Saver) -> None:
         if saver.poll():
@@ -352,6 +388,8 @@ class Checkpointer:
             if self._on_error == "raise":
                 raise saver.error
             self._report(saver)
+        if saver.error is None and (failure := self._tiers.finish(self._grace)) is not None:
+            _logger.error("not every tier has the last step: %s", failure)
         _logger.info("leaving after step %d: %s", self._steps, self._notices.reason or "another rank was told to end")
         raise Preempted(self._exit_code)
 
@@ -369,9 +407,13 @@ class Checkpointer:
             if self._on_error == "raise":
                 raise saver.error
             self._report(saver)
+        elif (failure := self._tiers.finish(self._timeout)) is not None:
+            if self._on_error == "raise":
+                raise CheckpointError(f"not every tier has the last step: {failure}")
+            _logger.error("not every tier has the last step: %s", failure)
 
     def _restore(self, store: Store) -> None:
-        loaded = load_newest(store, self._ranks)
+        loaded = load_newest(self._tiers.stores(), self._ranks, self._state)
         if loaded is None:
             return
         checkpoint, state, tensors = loaded
@@ -380,7 +422,7 @@ class Checkpointer:
         self._steps = self._saved_steps = state["steps"]
         self._elapsed = state["elapsed"]
         self.restored = checkpoint
-        if self._saver is not None:
+        if self._saver is not None and checkpoint.path.parent == store.directory:
             self._saver.begun_step = self._saver.saved_step = checkpoint.step
         if self._ranks.rank == 0:
             self._warn(checkpoint, state, is_same_world)
@@ -407,15 +449,23 @@ class Checkpointer:
                 stacklevel=4,
             )
 
-    def _new_store(self) -> Store:
-        assert not isinstance(self._directory, Store)
+    def _new_store(self, in_memory: Path | None) -> Store:
+        """Opens the directory, or another one in memory."""
+        directory = in_memory or self._directory
+        assert not isinstance(directory, Store)
+        audit = Path(directory) / AUDIT if self._audit is True else self._audit or None
         return Store(
-            self._directory,
+            directory,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            keep=self._keep,
+            keep=self._keep if in_memory is None else 1,
             timeout=self._timeout,
+            encryption=self._encryption,
+            audit=audit if in_memory is None else None,
         )
+
+    def _new_saver(self, store: Store) -> Saver:
+        return Saver(store, self._state, self._is_background, self._timeout)
 
     def _open_saver(self) -> Saver:
         if self._saver is None:
@@ -424,6 +474,7 @@ class Checkpointer:
 
     def _close(self, is_orderly: bool) -> None:
         saver, self._saver = self._saver, None
+        self._tiers.close(is_orderly and saver is not None and saver.saved_step == self._steps)
         self._elapsed, self._entered_at = self.elapsed, None
         if saver is not None:
             saver.close()

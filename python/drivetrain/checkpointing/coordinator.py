@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ class Coordinator:
             raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
+        self._is_abandoned = threading.Event()
         self._store = store
         # A restart in place may reuse the store: keys of the last coordinator must not answer this one.
         self._prefix = f"{prefix}/{store.add(f'{prefix}/count/{rank}', 1)}/"
@@ -58,11 +60,16 @@ class Coordinator:
         except Exception as error:  # c10d raises several types
             raise self._unreachable(key, error) from error
 
+    def abandon(self) -> None:
+        """Ends all waits with an error: another rank has died."""
+        self._is_abandoned.set()
+
     def ask(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
         """Waits for the message under a key and returns it.
 
         Raises:
-            CheckpointError: It did not come within `timeout_s`, or the store does not answer. `what` describes it.
+            CheckpointError: It did not come within `timeout_s` or before `abandon`, or the store does not answer.
+                `what` describes it.
         """
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
@@ -78,7 +85,8 @@ class Coordinator:
                     f"rank {self.rank} waited {timeout_s:g} s for {what}, and it did not come. "
                     "Check whether that rank is alive, or raise `timeout`."
                 )
-            time.sleep(pause)
+            if self._is_abandoned.wait(pause):
+                raise CheckpointError(f"rank {self.rank} does not wait for {what} any more: the training has ended.")
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def forget(self, key: str) -> None:

@@ -14,10 +14,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..optim.sharded import is_dtensor
+from .shards import KEY, Shard, describe_mesh, part_of
+
 JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them
 
 _INLINE_BYTES = 64  # CPU tensors up to this size, such as step counters, are part of the JSON value
 _MAX_DEPTH = 100
+_PLACED = ("model", "optimizer", "gradients")  # heads of paths at which sharded tensors can be restored
 _INT64 = range(-(2**63), 2**63)
 _ITEMS = {"$set": set, "$frozenset": frozenset, "$tuple": tuple, "$size": torch.Size}
 _PAIRS = {"$dict": dict, "$ordered": collections.OrderedDict, "$counter": collections.Counter}
@@ -34,11 +38,14 @@ class Encoder:
 
     Attributes:
         tensors: The collected tensors by name, contiguous and detached. They share memory with the encoded ones where
-            those are contiguous.
+            those are contiguous. Of a DTensor it is this rank's part, on one rank of those with replicas of it.
+        meshes: The device meshes of DTensors, to which their descriptions refer by index.
     """
 
     def __init__(self, is_own: Callable[[Tensor], bool], own_prefix: str) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.meshes: list[JSON] = []
+        self._taken: set[str] = set()
         self._is_own, self._own_prefix = is_own, own_prefix
         self._names: dict[tuple[Any, ...], str] = {}  # tied tensors are saved once
 
@@ -105,11 +112,8 @@ class Encoder:
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             what = "quantized" if value.is_quantized else f"of layout {value.layout} on {value.device}"
             raise TypeError(f"{path} is a tensor {what}, expected a dense tensor with values")
-        if hasattr(value, "to_local"):
-            raise NotImplementedError(
-                f"{path} is a DTensor. Checkpointer saves plain tensors; use torch.distributed.checkpoint for sharded "
-                "models."
-            )
+        if is_dtensor(value):
+            return self._shard(value, path)
         value = value.detach().resolve_conj().resolve_neg()
         if value.device.type == "cpu" and value.nbytes <= _INLINE_BYTES:
             raw = bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()) if value.numel() else b""
@@ -117,14 +121,47 @@ class Encoder:
         key = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         name = self._names.get(key) if value.numel() else None
         if name is None:
-            name = self._own_prefix + path if self._is_own(value) else path
-            while name in self.tensors:  # A key may contain the separator.
-                name += "~"
+            name = self._new_name(self._own_prefix + path if self._is_own(value) else path)
             self._names[key] = name
             self.tensors[name] = value.contiguous()
         # empty_like keeps the strides of tensors without gaps and overlaps only.
         is_permuted = not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
         return {"$tensor": name, "stride": list(value.stride())} if is_permuted else {"$tensor": name}
+
+    def _shard(self, value: Any, path: str) -> JSON:
+        """Encodes a DTensor by this rank's part and its place in the whole."""
+        if path.split("/")[0] not in _PLACED:
+            raise NotImplementedError(
+                f"{path} is a DTensor, expected DTensors in the model and its optimizers only: return value.to_local() "
+                "in state_dict(), or the whole by value.full_tensor()"
+            )
+        local, offset, owner = part_of(value, path)
+        if (mesh := describe_mesh(value.device_mesh)) not in self.meshes:
+            self.meshes.append(mesh)
+        key = (local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), owner)
+        name = self._names.get(key) if local.numel() else None
+        if name is None:
+            name = self._new_name(f"rank{owner}/{path}" if self._own_prefix else path)
+            self._names[key] = name
+            if self._own_prefix in ("", f"rank{owner}/"):
+                self.tensors[name] = local.contiguous()
+        return {
+            "$shard": {
+                "of": path,
+                "tensor": {"$tensor": name},
+                "shape": list(value.shape),
+                "offset": None if offset is None else list(offset),
+                "local": list(local.shape),
+                "mesh": self.meshes.index(mesh),
+                "placements": [str(place) for place in value.placements],
+            }
+        }
+
+    def _new_name(self, name: str) -> str:
+        while name in self._taken:  # A key may contain the separator.
+            name += "~"
+        self._taken.add(name)
+        return name
 
 
 def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
@@ -147,6 +184,8 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
         if "stride" not in value:
             return found
         return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
+    if mark == "$shard":
+        return Shard(tensors[KEY + content["of"]], tuple(content["shape"]), content["of"])
     if mark in _ITEMS:
         return _ITEMS[mark](decode(content, tensors))
     if mark in _PAIRS:
@@ -159,14 +198,14 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def references(value: JSON) -> Iterator[str]:
-    """Yields the names of all tensors that an encoded value refers to."""
+    """Yields the names of all tensors that an encoded value refers to, but for parts of sharded ones."""
     if isinstance(value, list):
         for item in value:
             yield from references(item)
     elif isinstance(value, dict):
         if "$tensor" in value:
             yield value["$tensor"]
-        else:
+        elif "$shard" not in value:
             for item in value.values():
                 yield from references(item)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..grad import main_grads
+from ..optim.sharded import is_dtensor
 
 
 class Gradients:
@@ -81,6 +82,8 @@ class Gradients:
 
 
 def _is_zero(grad: Tensor) -> bool:
+    if is_dtensor(grad):  # A look at the whole would communicate, and ranks must agree.
+        return False
     return not bool((grad._values() if grad.is_sparse else grad).any())
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import ctypes
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from .errors import CheckpointError, Fault
+from .audit import AuditLog
+from .encryption import TAG_BYTES, Encryption, FileCipher, Place
+from .errors import CheckpointError, EncryptionError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, STEP, Entry, decode_header
-from .manifest import JSON, Manifest, Record, hexadecimal, unseal
+from .manifest import JSON, Manifest, Part, Protection, Record, hexadecimal, unseal
 
 _logger = logging.getLogger("drivetrain")
 _READ_THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -25,9 +33,13 @@ class Checkpoint:
 
     Args:
         path: The checkpoint's folder, such as `runs/gpt/step-0000000100`.
+        encryption: Finds the keys of an encrypted checkpoint. Without it, sizes and checksums of one can be verified,
+            but no name, state or tensor be read.
+        audit: Gets a line for each load.
 
     Raises:
         CheckpointError: The metadata is damaged, or a file is missing or has another size. The message names it.
+        EncryptionError: A key is missing, or the checkpoint is plain and `encryption` does not accept that.
 
     Attributes:
         path: The folder.
@@ -36,16 +48,27 @@ class Checkpoint:
         created: Seconds since the epoch when it was completed.
         serial: Position among the directory's checkpoints. It grows with each save, also after a return to an
             earlier step.
+        key_id: Identifier of the key that encrypts the manifest; None if the checkpoint is plain.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        encryption: Encryption | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
         self.path = Path(path)
-        self._records, self._entries = [], []  # by rank
-        manifest = _read_manifest(self.path)
+        self._encryption, self._audit = encryption, audit
+        self._records: list[Record] = []  # by rank
+        self._entries: list[dict[str, Entry]] = []
+        self._ciphers: list[FileCipher | None] = []
+        manifest = _read_manifest(self.path, encryption)
+        self.key_id = manifest.protection.key_id if manifest.protection is not None else None
         for part in manifest.parts:
-            record = _read_record(self.path, part.record, part.record_bytes, part.record_crc32c)
+            record, entries, cipher = _read_part(self.path, manifest, part, encryption)
             self._records.append(record)
-            self._entries.append(_read_header(self.path, record))
+            self._entries.append(entries)
+            self._ciphers.append(cipher)
         self.step = manifest.step
         self.world_size = manifest.world_size
         self.created = manifest.created
@@ -61,10 +84,12 @@ class Checkpoint:
 
     def state(self, rank: int) -> JSON:
         """Returns the state that this rank passed to `Store.save`."""
+        self._unlocked()
         return self._records[self._checked(rank)].state
 
     def names(self, rank: int | None = None) -> list[str]:
         """Returns the names of the tensors of a rank, in the order of their data; None: of all ranks, each once."""
+        self._unlocked()
         return list(dict.fromkeys(name for of in self._ranks(rank) for name in self._entries[of]))
 
     def shapes(self, rank: int | None = None) -> dict[str, torch.Size]:
@@ -94,6 +119,24 @@ class Checkpoint:
             KeyError: No such tensor exists.
             ValueError: Several ranks stored a tensor of that name, and `rank` is None.
         """
+        try:
+            loaded = self.read(names, rank=rank, verify=verify)
+        except CheckpointError as error:
+            self.record_load(0, str(error))
+            raise
+        self.record_load(sum(tensor.nbytes for tensor in loaded.values()))
+        return loaded
+
+    def record_load(self, nbytes: int, result: str = "ok") -> None:
+        """Appends a load of some bytes to the audit log, if there is one."""
+        if self._audit is not None:
+            self._audit.append("load", self.path, self.step, nbytes, self.key_id, result)
+
+    def read(
+        self, names: Iterable[str] | None = None, *, rank: int | None = None, verify: bool = True
+    ) -> dict[str, Tensor]:
+        """Reads tensors as `load` does, and leaves the line of the audit log to the caller: see `record_load`."""
+        self._unlocked()
         wanted = None if names is None else list(dict.fromkeys(names))
         ranks = self._ranks(rank)
         owners: dict[str, int] = {}
@@ -113,19 +156,19 @@ class Checkpoint:
         return loaded if wanted is None else {name: loaded[name] for name in wanted}
 
     def verify(self) -> list[Fault]:
-        """Reads all files again and compares every checksum.
+        """Reads all files again and compares every checksum, and with keys every authentication tag.
 
         Returns:
             One fault per damaged chunk or file; empty if all bytes are as they were written.
         """
         try:
-            Checkpoint(self.path)
+            Checkpoint(self.path, self._encryption)
         except DamagedError as error:
             return [error.fault]
         faults: list[Fault] = []
         for rank, record in enumerate(self._records):
             try:
-                faults += self._damage(rank, self._read(rank, range(len(record.chunks)), [], True))
+                faults += self._faults(rank, self._read(rank, range(len(record.chunks)), [], True))
             except OSError as error:
                 faults.append(Fault(record.file, (), None, f"it cannot be read: {error}"))
         return faults
@@ -138,7 +181,7 @@ class Checkpoint:
             bad = self._read(rank, chunks, [(entries[name].begin, tensors[name]) for name in names], verify)
         except OSError as error:
             raise CheckpointError(f"{self.path / self._records[rank].file} cannot be read: {error}") from error
-        faults = self._damage(rank, bad)
+        faults = self._faults(rank, bad)
         if faults:
             raise CheckpointError(
                 f"{self.path} is damaged: {'; '.join(map(str, faults[:8]))}. Load an older checkpoint; "
@@ -148,9 +191,37 @@ class Checkpoint:
 
     def _read(
         self, rank: int, chunks: Iterable[int], targets: list[tuple[int, Tensor]], verify: bool
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, str]]:
+        """Reads chunks into targets, given by their first byte in the file. Returns the faulty chunks with problems."""
+        cipher = self._ciphers[rank]
+        if cipher is None:
+            return self._read_stored(rank, list(chunks), targets, verify, _READ_THREADS)
+
+        def read_encrypted(chunk: int) -> list[tuple[int, str]]:
+            record = self._records[rank]
+            begin = chunk * CHUNK_BYTES
+            size = min(CHUNK_BYTES, record.file_bytes - begin)
+            sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8)
+            if bad := self._read_stored(rank, [chunk], [(begin, sealed[:size])], verify, 1):
+                return bad
+            place = Place(record.checkpoint, chunk, record.file_bytes)
+            try:
+                opened = cipher.unseal_chunk(place, sealed, record.tags[chunk])
+            except ValueError as error:
+                return [(chunk, str(error))]
+            for at, tensor in targets:
+                first, last = max(begin, at), min(begin + size, at + tensor.nbytes)
+                if first < last:
+                    ctypes.memmove(tensor.data_ptr() + first - at, opened.data_ptr() + first - begin, last - first)
+            return []
+
+        with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt") as threads:
+            return [problem for bad in threads.map(read_encrypted, chunks) for problem in bad]
+
+    def _read_stored(
+        self, rank: int, chunks: list[int], targets: list[tuple[int, Tensor]], verify: bool, num_threads: int
+    ) -> list[tuple[int, str]]:
         record = self._records[rank]
-        chunks = list(chunks)
         path = self.path / record.file
         bad = _C.read_chunks(
             path=os.fspath(path),
@@ -159,26 +230,33 @@ class Checkpoint:
             expected=[int(record.chunks[chunk], 16) for chunk in chunks] if verify else [],
             begins=[begin for begin, _ in targets],
             tensors=[tensor for _, tensor in targets],
-            num_threads=_READ_THREADS,
+            num_threads=num_threads,
             timeout_s=_LONGEST_READ_S,
         )
         if bad is None:
             raise CheckpointError(
                 f"{path} was not read within {_LONGEST_READ_S:g} s: the disk is slow or does not answer. Check it."
             )
-        return bad
+        return [(chunk, f"its CRC32C is {hexadecimal(found)}, expected {record.chunks[chunk]}") for chunk, found in bad]
 
-    def _damage(self, rank: int, bad: list[tuple[int, int]]) -> list[Fault]:
+    def _faults(self, rank: int, bad: list[tuple[int, str]]) -> list[Fault]:
         record = self._records[rank]
         return [
             Fault(
                 record.file,
                 tuple(name for name, entry in self._entries[rank].items() if chunk in _chunks_of(entry)),
                 chunk,
-                f"its CRC32C is {hexadecimal(found)}, expected {record.chunks[chunk]}",
+                problem,
             )
-            for chunk, found in bad
+            for chunk, problem in bad
         ]
+
+    def _unlocked(self) -> None:
+        if self.key_id is not None and self._encryption is None:
+            raise EncryptionError(
+                f"{self.path} is encrypted with the key {self.key_id}, and no key was given: pass `encryption`, or "
+                "--key-file or --key-env on the command line"
+            )
 
     def _by_name(self, rank: int | None) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
@@ -204,26 +282,31 @@ class DamagedError(CheckpointError):
         self.fault = Fault(file, (), chunk, problem)
 
 
-def find_checkpoints(directory: Path) -> Iterator[Checkpoint | CheckpointError]:
+def find_checkpoints(
+    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
+) -> Iterator[Checkpoint | CheckpointError]:
     """Yields each checkpoint of a directory, or why its metadata cannot be trusted, in the order of steps."""
     for entry in sorted(
         (entry for entry in directory.iterdir() if STEP.fullmatch(entry.name)), key=lambda e: int(e.name[5:])
     ):
         try:
-            yield Checkpoint(entry)
+            yield Checkpoint(entry, encryption, audit)
         except CheckpointError as error:
             yield error
 
 
-def complete_checkpoints(directory: Path) -> list[Checkpoint]:
+def complete_checkpoints(
+    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
+) -> list[Checkpoint]:
     """Returns the checkpoints whose metadata holds, oldest first, and logs why it passes over others.
 
     Raises:
         CheckpointError: The directory cannot be read.
+        EncryptionError: The key of the newest checkpoint is missing, or it is plain although it must not be.
     """
-    complete = []
+    complete: list[Checkpoint] = []
     try:
-        for found in find_checkpoints(directory):
+        for found in find_checkpoints(directory, None, audit):
             if isinstance(found, Checkpoint):
                 complete.append(found)
             else:
@@ -232,7 +315,33 @@ def complete_checkpoints(directory: Path) -> list[Checkpoint]:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."
         ) from error
-    return sorted(complete, key=lambda checkpoint: checkpoint.serial)
+    complete.sort(key=lambda checkpoint: checkpoint.serial)
+    return complete if encryption is None else _opened(complete, encryption, audit)
+
+
+def serials(directory: Path) -> list[int]:
+    """Returns the serials of all manifests in a directory whose checksums hold."""
+    found = []
+    for entry in directory.iterdir():
+        if STEP.fullmatch(entry.name):
+            with contextlib.suppress(CheckpointError):
+                found.append(_read_manifest(entry, None).serial)
+    return found
+
+
+def _opened(locked: list[Checkpoint], encryption: Encryption, audit: AuditLog | None) -> list[Checkpoint]:
+    """Opens checkpoints with their keys. A missing key of the newest must not bring back an older state silently."""
+    opened: list[Checkpoint] = []
+    for checkpoint in reversed(locked):
+        try:
+            opened.append(Checkpoint(checkpoint.path, encryption, audit))
+        except EncryptionError as error:
+            if not opened:
+                raise
+            _logger.warning("a checkpoint is passed over: %s", error)
+        except CheckpointError as error:
+            _logger.warning("a checkpoint is passed over: %s", error)
+    return opened[::-1]
 
 
 def _chunks_of(entry: Entry) -> range:
@@ -247,10 +356,10 @@ def _read_bytes(folder: Path, file: str, size: int | None = None) -> bytes:
         raise DamagedError(folder, file, f"it cannot be read: {error.strerror}") from error
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path, encryption: Encryption | None) -> Manifest:
     data = _read_bytes(folder, MANIFEST)
     try:
-        manifest = unseal(data, Manifest)
+        manifest, _ = unseal(data, Manifest, lambda found: _cipher(folder, found.protection, MANIFEST, encryption))
     except ValueError as error:
         raise DamagedError(folder, MANIFEST, str(error)) from error
     if STEP.fullmatch(folder.name) and int(folder.name[5:]) != manifest.step:
@@ -258,26 +367,70 @@ def _read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _read_record(folder: Path, file: str, size: int, checksum: str) -> Record:
-    data = _read_bytes(folder, file)
-    found = hexadecimal(_C.crc32c(data))
-    if len(data) != size or found != checksum:
-        raise DamagedError(
-            folder, file, f"it has {len(data)} bytes and the CRC32C {found}, expected {size} bytes and {checksum}"
+def _cipher(folder: Path, protection: Protection | None, file: str, encryption: Encryption | None) -> FileCipher | None:
+    """Returns what decrypts a file; None if it is plain, or if only checksums can be compared."""
+    if encryption is None:
+        return None
+    if protection is not None:
+        return FileCipher.of(encryption, protection, file)
+    if not encryption.accept_plain:
+        raise EncryptionError(
+            f"{folder} is not encrypted, and anyone could have written it: pass accept_plain=True to Encryption, or "
+            "--accept-plain on the command line, to read it nevertheless"
         )
+    return None
+
+
+def _read_part(
+    folder: Path, manifest: Manifest, part: Part, encryption: Encryption | None
+) -> tuple[Record, dict[str, Entry], FileCipher | None]:
+    """Reads the record of a rank. Returns it, the tensors of its file, and what decrypts them."""
+    data = _read_bytes(folder, part.record)
+    found = hexadecimal(_C.crc32c(data))
+    if len(data) != part.record_bytes or found != part.record_crc32c:
+        raise DamagedError(
+            folder,
+            part.record,
+            f"it has {len(data)} bytes and the CRC32C {found}, expected {part.record_bytes} bytes and "
+            f"{part.record_crc32c}",
+        )
+    is_encrypted = manifest.protection is not None
+    ciphers: list[FileCipher | None] = []
+
+    def cipher_of(record: Record) -> FileCipher | None:
+        if (record.protection is not None) != is_encrypted or record.file != part.file:
+            raise ValueError("it is not the record that the manifest means")
+        # A plain manifest has been accepted before.
+        ciphers.append(_cipher(folder, record.protection, record.file, encryption) if is_encrypted else None)
+        return ciphers[-1]
+
     try:
-        return unseal(data, Record)
+        record, secret = unseal(data, Record, cipher_of)
+        if record.checkpoint != (manifest.checkpoint if is_encrypted else "") or len(record.tags) != (
+            len(record.chunks) if is_encrypted else 0
+        ):
+            raise ValueError("it belongs to another checkpoint")
+        if secret is not None:
+            hidden = json.loads(secret)
+            record = replace(record, state=hidden["state"])
+            _check_size(folder, record)
+            return record, decode_header(base64.b64decode(hidden["header"])), ciphers[-1]
     except ValueError as error:
-        raise DamagedError(folder, file, str(error)) from error
+        raise DamagedError(folder, part.record, str(error)) from error
+    _check_size(folder, record)
+    return record, {} if is_encrypted else _read_header(folder, record), None
 
 
-def _read_header(folder: Path, record: Record) -> dict[str, Entry]:
+def _check_size(folder: Path, record: Record) -> None:
     try:
         size = (folder / record.file).stat().st_size
     except OSError as error:
         raise DamagedError(folder, record.file, f"it cannot be read: {error.strerror}") from error
     if size != record.file_bytes:
         raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")
+
+
+def _read_header(folder: Path, record: Record) -> dict[str, Entry]:
     header = _read_bytes(folder, record.file, record.header_bytes)
     found = hexadecimal(_C.crc32c(header))
     if found != record.header_crc32c:

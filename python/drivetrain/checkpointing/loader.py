@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ..data import ResumableSampler
+from ..data import Prefetcher, ResumableSampler
 from . import rng
 
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
@@ -27,6 +27,15 @@ class Position:
     """The position in data that the training does not iterate over, or that has no state: nothing is saved."""
 
     epoch = 0
+    is_exhausted = False  # the position is the end of an epoch
+
+    def call_before_fetch(self, call: Callable[[], None]) -> None:
+        """Calls `call` before each batch that the training fetches.
+
+        Raises:
+            TypeError: The position does not see single batches.
+        """
+        raise TypeError("data is no DataLoader, whose batches a callback has to see: pass one")
 
     def open(self) -> None:
         """Begins to count batches."""
@@ -53,6 +62,18 @@ def position_of(data: Any) -> Position:
     """
     if data is None:
         return Position()
+    if isinstance(data, Prefetcher):
+        if not getattr(data.loader, "num_workers", 1):
+            raise TypeError(
+                "data prefetches from a DataLoader with num_workers=0, whose dataset draws its random numbers from "
+                "the training's generators, ahead of it: give the DataLoader num_workers=1 or more"
+            )
+        if isinstance(data.loader, Stateful):
+            raise TypeError(
+                f"data prefetches from a {type(data.loader).__name__}, whose state counts the batches loaded ahead: "
+                "prefetch from a DataLoader with drivetrain.data.ResumableSampler, or pass the loader without prefetch"
+            )
+        return position_of(data.loader)
     if isinstance(data, list | tuple):
         return _Several([position_of(one) for one in data])
     if isinstance(data, ResumableSampler):
@@ -105,6 +126,9 @@ class _Several(Position):
     def epoch(self) -> int:  # type: ignore[override]
         return self._positions[0].epoch if self._positions else 0
 
+    def call_before_fetch(self, call: Callable[[], None]) -> None:
+        self._positions[0].call_before_fetch(call)
+
     def open(self) -> None:
         for position in self._positions:
             position.open()
@@ -145,6 +169,10 @@ class _Counted(Position):
         self._workers_start: Any = None  # those at the start of persistent workers, which later iterations reuse
         self._is_reuse = False  # the iteration under way reuses workers
         self._resumed: Any = None  # the state with which the next iteration continues
+        self._before_fetch: Callable[[], None] | None = None
+
+    def call_before_fetch(self, call: Callable[[], None]) -> None:
+        self._before_fetch = call
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -330,13 +358,31 @@ class _Batches:
         return self
 
     def __next__(self) -> Any:
+        self.begin_fetch()
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._counted.is_exhausted = True
+            self.end_epoch()
             raise
-        self._counted.batches += 1
+        self.count()
         return batch
+
+    def apart(self) -> tuple[Iterator[Any], "_Batches"]:
+        """Returns the iterator without counting, and what counts, for data.prefetch, which takes batches ahead.
+
+        The caller calls `begin_fetch` before the training fetches a batch, and `count` or `end_epoch` after it.
+        """
+        return self._batches, self
+
+    def begin_fetch(self) -> None:
+        if self._counted._before_fetch is not None:
+            self._counted._before_fetch()
+
+    def count(self) -> None:
+        self._counted.batches += 1
+
+    def end_epoch(self) -> None:
+        self._counted.is_exhausted = True
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

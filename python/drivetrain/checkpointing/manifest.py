@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .._C import crc32c
 from .errors import CheckpointError
 
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 
-VERSION = 1
+VERSION = 2  # 1 knows no encryption, and files without it are still of version 1
 _SEAL = re.compile(rb',\n"crc32c":"([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(',\n"crc32c":"01234567"}\n')
+_SECRET = b',\n"secret":"'  # JSON writes no line ends elsewhere
 
 T = TypeVar("T", "Record", "Manifest")
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Says how a record, with its tensor file, or a manifest is encrypted."""
+
+    cipher: str
+    key_id: str
+    salt: str  # hexadecimal digits, drawn for each record and manifest
+
+
+class Cipher(Protocol):
+    """Encrypts a text, and authenticates another one with it."""
+
+    def seal_text(self, secret: bytes, visible: bytes) -> bytes:
+        """Returns the encrypted `secret` with a tag over both."""
+
+    def unseal_text(self, sealed: bytes, visible: bytes) -> bytes:
+        """Returns `secret`. Raises ValueError if a byte of either has changed."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +55,10 @@ class Record:
     header_crc32c: str  # of the file's first `header_bytes`
     chunk_bytes: int
     chunks: list[str]  # CRC32C of each chunk, eight hexadecimal digits
-    state: JSON
+    state: JSON  # None if encrypted
+    checkpoint: str = ""  # identifies the checkpoint of an encrypted record
+    tags: list[str] = dataclasses.field(default_factory=list)  # of the encrypted chunks, in hexadecimal digits
+    protection: Protection | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +81,8 @@ class Manifest:
     world_size: int
     created: float  # seconds since the epoch
     parts: list[Part]
+    checkpoint: str = ""
+    protection: Protection | None = None
 
 
 def hexadecimal(checksum: int) -> str:
@@ -62,21 +90,46 @@ def hexadecimal(checksum: int) -> str:
     return f"{checksum:08x}"
 
 
-def seal(body: Record | Manifest) -> bytes:
-    """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum."""
+def seal(body: Record | Manifest, cipher: Cipher | None = None, secret: bytes = b"") -> bytes:
+    """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum.
+
+    Args:
+        body: What everyone may read.
+        cipher: Encrypts `secret` and authenticates all of `body`; None for plain checkpoints.
+        secret: What is encrypted.
+    """
     kind = type(body).__name__.lower()
-    fields = vars(body) | ({"parts": [vars(part) for part in body.parts]} if isinstance(body, Manifest) else {})
-    text = json.dumps({"drivetrain": kind, "version": VERSION, **fields}, separators=(",", ":"))
+    fields = dict(vars(body))
+    if isinstance(body, Manifest):
+        fields["parts"] = [vars(part) for part in body.parts]
+    if body.protection is not None:
+        fields["protection"] = vars(body.protection)
+    if cipher is None:
+        for name in ("checkpoint", "tags", "protection"):
+            fields.pop(name, None)
+    version = 1 if cipher is None else VERSION
+    text = json.dumps({"drivetrain": kind, "version": version, **fields}, separators=(",", ":"))
     data = text[:-1].encode()
+    if cipher is not None:
+        data += _SECRET + base64.b64encode(cipher.seal_text(secret, data)) + b'"'
     return data + f',\n"crc32c":"{hexadecimal(crc32c(data))}"}}\n'.encode()
 
 
-def unseal(data: bytes, kind: type[T]) -> T:
+def unseal(data: bytes, kind: type[T], cipher_of: Callable[[T], Cipher | None] | None = None) -> tuple[T, bytes | None]:
     """Decodes what `seal` wrote.
 
+    Args:
+        data: The bytes.
+        kind: What they are expected to be.
+        cipher_of: Returns the cipher that decrypts and authenticates the bytes, or None if they are plain. Without it,
+            only the checksum is compared.
+
+    Returns:
+        The record or manifest, and its secret; None if it is plain or was not decrypted.
+
     Raises:
-        ValueError: The checksum does not hold, or the bytes are of another kind.
-        CheckpointError: A newer version wrote the bytes.
+        ValueError: The checksum or the tag does not hold, or the bytes are of another kind.
+        CheckpointError: A newer version wrote the bytes, or `cipher_of` raised it.
     """
     body, end = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     sealed = _SEAL.fullmatch(end)
@@ -85,15 +138,30 @@ def unseal(data: bytes, kind: type[T]) -> T:
     found = hexadecimal(crc32c(body))
     if found.encode() != sealed[1]:
         raise ValueError(f"its CRC32C is {found}, expected {sealed[1].decode()}: its bytes have changed")
+    decoded, secret = _decode(body, kind), None
+    cipher = cipher_of(decoded) if cipher_of is not None else None
+    if cipher is not None:
+        visible, _, encoded = body.rpartition(_SECRET)
+        secret = cipher.unseal_text(base64.b64decode(encoded[:-1]), visible)
+    return decoded, secret
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
     fields: dict[str, Any] = json.loads(body + b"}")
     name, version = fields.pop("drivetrain", None), fields.pop("version", 0)
     if name != kind.__name__.lower():
         raise ValueError(f"it is a {name!r}, expected a {kind.__name__.lower()!r}")
     if version > VERSION:
         raise CheckpointError(f"a {name} has format version {version}, expected at most {VERSION}: update drivetrain")
+    fields.pop("secret", None)
     if "parts" in fields:
         fields["parts"] = [Part(**part) for part in fields["parts"]]
-    return kind(**fields)
+    if "protection" in fields:
+        fields["protection"] = Protection(**fields["protection"])
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"it has other fields than a {name}: {error}") from error
 
 
 def copy_json(value: object, where: str = "state") -> JSON:

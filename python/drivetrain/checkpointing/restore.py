@@ -10,10 +10,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from torch import Tensor
 
 from .encoding import JSON
-from .errors import CheckpointError
+from .errors import CheckpointError, EncryptionError
 from .load import Checkpoint
 from .ranks import Ranks
-from .state import names_of
+from .shards import read_shards
+from .state import TrainingState, names_of
 from .store import Store
 
 _logger = logging.getLogger("drivetrain")
@@ -21,8 +22,15 @@ _BYTES_AT_ONCE = 256 << 20
 _SHOWN_FROM_BYTES = 1 << 30  # smaller checkpoints load before a bar could help
 
 
-def load_newest(store: Store, ranks: Ranks) -> tuple[Checkpoint, JSON, dict[str, Tensor]] | None:
-    """Loads the newest checkpoint whose checksums hold on every rank.
+def load_newest(
+    stores: Sequence[Store], ranks: Ranks, training: TrainingState
+) -> tuple[Checkpoint, JSON, dict[str, Tensor]] | None:
+    """Loads the newest checkpoint of all stores whose checksums hold on every rank.
+
+    Args:
+        stores: The stores, the local one first.
+        ranks: Agrees with the other ranks.
+        training: Says which parts of sharded tensors this rank has.
 
     Returns:
         The checkpoint, this rank's state and the tensors that it refers to; None if no checkpoint exists. If the number
@@ -30,8 +38,9 @@ def load_newest(store: Store, ranks: Ranks) -> tuple[Checkpoint, JSON, dict[str,
 
     Raises:
         CheckpointError: Checkpoints exist and none can be read, or ranks see different directories.
+        EncryptionError: The key of the newest checkpoint is missing.
     """
-    found = {checkpoint.serial: checkpoint for checkpoint in store.checkpoints()}
+    found = {checkpoint.serial: checkpoint for store in stores for checkpoint in store.checkpoints()}
     if not ranks.any_true(bool(found)):
         return None
     failure: CheckpointError | None = None
@@ -43,27 +52,30 @@ def load_newest(store: Store, ranks: Ranks) -> tuple[Checkpoint, JSON, dict[str,
             if failure is not None:
                 raise failure
             raise CheckpointError(
-                f"{store.directory} has checkpoints that rank {ranks.rank} or another rank cannot read: all ranks must "
-                "see the same directory. `drivetrain ckpt verify` says which files are damaged."
+                f"{stores[0].directory} has checkpoints that rank {ranks.rank} or another rank cannot read: all ranks "
+                "must see the same directory. `drivetrain ckpt verify` says which files are damaged."
             )
         if lowest != highest:
             bound = lowest + 1
             continue
         checkpoint, loaded = found[mine], None
         try:
-            loaded = _load(checkpoint, ranks.rank)
+            loaded = _load(checkpoint, ranks.rank, training)
         except CheckpointError as error:
             failure = error
         if ranks.all_true(loaded is not None):
             assert loaded is not None
             return checkpoint, *loaded
+        is_locked = isinstance(failure, EncryptionError)
         failure = failure or CheckpointError(f"{checkpoint.path} cannot be read by another rank, whose log says why")
+        if ranks.any_true(is_locked):
+            raise failure  # a missing key must not bring back an older state silently
         _logger.warning("a checkpoint is passed over: %s", failure)
         bound = mine
 
 
-def _load(checkpoint: Checkpoint, rank: int) -> tuple[JSON, dict[str, Tensor]]:
-    state = checkpoint.state(rank % checkpoint.world_size)
+def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[JSON, dict[str, Tensor]]:
+    state = training.wanted(checkpoint, checkpoint.state(rank % checkpoint.world_size))
     needed = set(names_of(state))
     shapes, dtypes = checkpoint.shapes(), checkpoint.dtypes()
     if lacking := sorted(needed - shapes.keys()):
@@ -72,9 +84,12 @@ def _load(checkpoint: Checkpoint, rank: int) -> tuple[JSON, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     with _progress(checkpoint, sum(sizes.values()), rank) as bar:
         for names in _groups(sizes):
-            tensors.update(checkpoint.load(names))
+            tensors.update(checkpoint.read(names))
             if bar is not None:
                 bar.update(bar.task_ids[0], advance=sum(sizes[name] for name in names))
+    parts = read_shards(checkpoint, state, training.region)
+    tensors |= parts
+    checkpoint.record_load(sum(sizes.values()) + sum(part.nbytes for part in parts.values()))
     return state, tensors
 
 

@@ -23,7 +23,7 @@ def capture(generators: Generators = ()) -> dict[str, Any]:
     The default generators are Python's `random`, NumPy's if NumPy is imported, torch's on the CPU, and torch's on every
     CUDA device if CUDA is initialized.
     """
-    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    has_cuda = torch.cuda.is_initialized()
     return capture_host() | {
         "cuda": [_bytes(state) for state in torch.cuda.get_rng_state_all()] if has_cuda else [],
         "generators": [_state_of(generator, "generators") for generator in generators],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -44,20 +44,23 @@ class Save:
         write_s: Seconds from `Store.save` until this rank's file was durable; None before.
     """
 
-    def __init__(self, step: int, tensors: Mapping[str, Tensor], state: JSON) -> None:
+    def __init__(self, step: int, tensors: Mapping[str, Tensor], state: JSON, is_encrypted: bool = False) -> None:
         kept = {name: plain(tensor) for name, tensor in tensors.items()}
         self.step = step
         self.write_s: float | None = None
         self._began = time.monotonic()
         self._state = state
+        self._is_encrypted = is_encrypted
         self._header, self._order = encode_header(kept)
         self._indices = {name: index for index, name in enumerate(self._order)}
         self._tensors: list[Tensor] | None = [kept[name] for name in self._order]
         self._snapshot: Snapshot | None = None
         self._copy_began, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._key_id: str | None = None  # of the key that encrypts
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
+        self._open: Callable[[Path], Checkpoint] = Checkpoint
         self._discarded: str | None = None  # why the save must not complete
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
 
@@ -135,7 +138,7 @@ class Save:
             raise self._error
         assert self._path is not None
         if self._checkpoint is None:
-            self._checkpoint = Checkpoint(self._path)
+            self._checkpoint = self._open(self._path)
         return self._checkpoint
 
     # The store calls the rest.
@@ -143,7 +146,9 @@ class Save:
     def _begin_copy(self, slab: Slab, num_threads: int, nice: int) -> None:
         assert self._tensors is not None
         try:
-            self._snapshot = Snapshot(slab, self._header, self._tensors, num_threads, nice)
+            self._snapshot = Snapshot(
+                slab, self._header, self._tensors, num_threads, nice, replaces_chunks=self._is_encrypted
+            )
         finally:
             self._tensors = None  # the snapshot keeps each tensor until it is copied
             self._copy_began.set()

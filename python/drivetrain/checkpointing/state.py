@@ -1,5 +1,6 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,16 +10,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from ..grad.accumulate import Window
+from ..optim import precision
 from ..optim.base import FusedOptimizer
-from ..optim.sharded import is_dtensor
+from ..optim.sharded import is_dtensor, local_part, state_placements
 from ..wrapped import unwrapped
-from . import rng
+from . import rng, shards
 from .encoding import JSON, Encoder, decode, references
 from .gradients import Gradients
 from .load import Checkpoint
 from .loader import Position, Stateful
 
 FORMAT = 1  # of the JSON state
+_WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # which torch's state dicts leave out too
 
 
 class Snapshot(NamedTuple):
@@ -46,7 +49,7 @@ class TrainingState:
 
     Raises:
         TypeError: An object has no state_dict() and load_state_dict(), or another type than expected.
-        NotImplementedError: The model or an optimizer is sharded over ranks.
+        NotImplementedError: A ZeroRedundancyOptimizer steps in the backward pass.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class TrainingState:
                 raise TypeError(f"{name} is a {type(one).__name__}, expected state_dict() and load_state_dict()")
         rng.check(generators)
         self.wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
-        self.model = _bare(model)
+        self.model = bare(model)
         self.optimizers = [unwrapped(one, "optimizer", torch.optim.Optimizer) for one in optimizers]
         self.window = window
         self._window_state: Any = None  # restored, for a window that is not there yet
@@ -82,7 +85,7 @@ class TrainingState:
         self._generators, self._extra = list(generators), dict(extra)
         self._rank, self._world_size = rank, world_size
         self._gradients = [Gradients(optimizer) for optimizer in self.optimizers]
-        self._refuse_sharded()
+        self._refuse_overlapped()
 
     def open(self) -> None:
         """Begins to follow the data and the optimizers."""
@@ -106,11 +109,15 @@ class TrainingState:
         Raises:
             TypeError: A value has no encoding; the message names its place.
         """
+        self._refuse_unsharded_gradients()
         replicated = self._replicated()
         encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, self._own_prefix())
         values: dict[str, Any] = {
             "model": dict(self.model.state_dict()),
-            "optimizer": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": [
+                shards.zero_state(optimizer) if shards.is_zero(optimizer) else optimizer.state_dict()
+                for optimizer in self.optimizers
+            ],
             "scheduler": [scheduler.state_dict() for scheduler in self._schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "gradients": [gradients.state() for gradients in self._gradients],
@@ -120,13 +127,21 @@ class TrainingState:
             "data": self._position.state() if with_data else None,
             "rng": rng.capture(self._generators),  # last: nothing above may draw from it afterwards
         }
-        state = {**header, **{name: encoder.encode(value, name) for name, value in values.items()}}
+        names = {"parameters": parameter_names(self.model, self.optimizers)}
+        state = {**header, **names, **{name: encoder.encode(value, name) for name, value in values.items()}}
+        split = [index for index, optimizer in enumerate(self.optimizers) if shards.is_zero(optimizer)]
+        state |= {"meshes": encoder.meshes, "split_optimizers": split}
         steady = self._steady()
         mine = self._share(encoder.tensors)
         return Snapshot(mine, state, {name for name, tensor in mine.items() if _key(tensor) in steady})
 
     def restore(self, state: JSON, tensors: Mapping[str, Tensor], is_same_world: bool) -> None:
         """Restores what `capture` returned on this rank, or on another one if the number of ranks has changed.
+
+        Args:
+            state: The encoded state, as `wanted` returned it.
+            tensors: The tensors that it refers to, and the parts that `region` names by `shards.KEY` and their paths.
+            is_same_world: Whether as many ranks have saved it.
 
         Raises:
             ValueError: The state is of another model, optimizer, or data. Nothing has changed then.
@@ -136,9 +151,13 @@ class TrainingState:
         names = ("model", "optimizer", "scheduler", "scaler", "gradients", "window", "extra", "data", "rng")
         values = {name: decode(state[name], tensors) for name in names}
         self._check(values, is_same_world)
+        self._place(values)
         self.model.load_state_dict(values["model"])
         for optimizer, saved in zip(self.optimizers, values["optimizer"], strict=True):
-            _load_optimizer(optimizer, saved)
+            if shards.is_zero(optimizer):
+                shards.load_zero(optimizer, saved, load_optimizer)
+            else:
+                load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
         if self._scaler is not None:
@@ -227,19 +246,110 @@ class TrainingState:
         owners = split(sizes, self._world_size)
         return {name: tensor for name, tensor in tensors.items() if owners.get(name, self._rank) == self._rank}
 
-    def _refuse_sharded(self) -> None:
-        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if is_dtensor(value):
-                raise NotImplementedError(
-                    f"model has {name!r} as a DTensor: Checkpointer saves plain and replicated models; use "
-                    "torch.distributed.checkpoint for sharded ones"
+    def wanted(self, checkpoint: Checkpoint, state: JSON) -> JSON:
+        """Returns a saved state with the states of all parameters that a ZeroRedundancyOptimizer has on this rank."""
+
+        def numbers(index: int) -> set[int] | None:
+            optimizer = self.optimizers[index] if index < len(self.optimizers) else None
+            return shards.zero_numbers(optimizer) if shards.is_zero(optimizer) else None
+
+        return shards.merged(checkpoint, state, numbers)
+
+    def region(self, path: str, shape: Sequence[int]) -> shards.Region:
+        """Returns the offset and the shape of the part that this rank has of a sharded tensor in the state."""
+        like = self._like(path)
+        if like is None or not is_dtensor(like):
+            return shards.whole_region(path, shape)
+        return shards.region_of(shape, like.device_mesh, self._placements(path, like, shape))
+
+    def _like(self, path: str) -> Tensor | None:
+        """Returns the parameter or buffer to which a tensor of the state belongs; None if there is none."""
+        head, _, rest = path.partition("/")
+        if head == "model":
+            found = self.model.state_dict().get(rest)
+            return found if isinstance(found, Tensor) else None
+        parts = rest.split("/")
+        index, number = int(parts[0]), int(parts[2 if head == "optimizer" else 1])
+        if index >= len(self.optimizers):
+            return None
+        params = [param for group in self.optimizers[index].param_groups for param in group["params"]]
+        return params[number] if number < len(params) else None
+
+    @staticmethod
+    def _placements(path: str, like: Any, shape: Sequence[int]) -> Sequence[Any]:
+        if tuple(shape) == tuple(like.shape):
+            return tuple(like.placements)
+        return state_placements(like, path.rpartition("/")[2])
+
+    def _place(self, values: dict[str, Any]) -> None:
+        """Makes DTensors of the restored parts, and of whole tensors for sharded parameters."""
+        values["model"] = {name: self._placed(value, f"model/{name}") for name, value in values["model"].items()}
+        for index, saved in enumerate(values["optimizer"]):
+            for number, state in saved["state"].items():
+                for name, value in state.items():
+                    state[name] = self._placed(value, f"optimizer/{index}/state/{number}/{name}")
+        values["gradients"] = [
+            [self._placed(grad, f"gradients/{index}/{number}") for number, grad in enumerate(grads)]
+            for index, grads in enumerate(values["gradients"])
+        ]
+
+    def _placed(self, value: Any, path: str) -> Any:
+        if not isinstance(value, shards.Shard | Tensor):
+            return value
+        like = self._like(path)
+        if like is None or not is_dtensor(like):
+            return value.value if isinstance(value, shards.Shard) else value
+        if isinstance(value, Tensor):
+            if precision.is_of_blocks(path.rpartition("/")[2]):
+                raise ValueError(
+                    f"{path} has 8-bit blocks of a whole tensor, and its parameter is a DTensor: export the checkpoint "
+                    "to DCP and import it, or continue without sharding"
                 )
+            if value.shape != like.shape:
+                return value
+            offset, local = self.region(path, value.shape)
+            cut = tuple(slice(at, at + size) for at, size in zip(offset, local, strict=True))
+            value = shards.Shard(value[cut].clone(), tuple(value.shape), path)
+        from torch.distributed.tensor import DTensor
+
+        is_like = value.shape == tuple(like.shape)
+        stride = like.stride() if is_like else torch.empty(value.shape, device="meta").stride()
+        return DTensor.from_local(
+            value.value.to(local_part(like).device),
+            like.device_mesh,
+            self._placements(path, like, value.shape),
+            run_check=False,
+            shape=torch.Size(value.shape),
+            stride=stride,
+        )
+
+    def _refuse_overlapped(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
-            if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            if shards.is_zero(optimizer) and optimizer._overlap_with_ddp:
                 raise NotImplementedError(
-                    f"optimizer[{index}] is a ZeroRedundancyOptimizer, which splits its state over ranks: expected one "
-                    "with the whole state on each rank"
+                    f"optimizer[{index}] is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps in the "
+                    "backward pass: expected overlap_with_ddp=False"
                 )
+
+    def _refuse_unsharded_gradients(self) -> None:
+        """FSDP keeps gradients that it has not reduced where no parameter shows them."""
+        for name, module in self.model.named_modules():
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            # torch 2.11 has one group, and later releases have a list of them.
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            params = [param for group in groups if group is not None for param in group.fsdp_params]
+            if any(_has_unreduced_gradient(param) for param in params):
+                raise NotImplementedError(
+                    f"model has gradients in {name!r} that FSDP has not reduced: call Checkpointer.step() after the "
+                    "optimizer's step only, or accumulate with set_requires_gradient_sync(True)"
+                )
+
+
+def _has_unreduced_gradient(param: Any) -> bool:
+    """Returns whether FSDP keeps a gradient of its parameter, in the dtype of the reduction or of the parameter."""
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
 
 
 def changes_in_step_only(optimizer: torch.optim.Optimizer) -> bool:
@@ -278,9 +388,26 @@ def state_dicts(checkpoint: Checkpoint, rank: int = 0) -> dict[str, Any] | None:
     state = checkpoint.state(rank)
     if not isinstance(state, dict) or state.get("format") != FORMAT or "model" not in state:
         return None
+    state = shards.merged(checkpoint, state, lambda _: None)
     parts = {name: state[name] for name in ("model", "optimizer", "scheduler", "scaler")}
     tensors = checkpoint.load(names_of(list(parts.values())))
-    return {name: decode(part, tensors) for name, part in parts.items()}
+    tensors |= shards.read_shards(checkpoint, parts | {"meshes": state.get("meshes")}, shards.whole_region)
+    return {name: shards.without_shards(decode(part, tensors)) for name, part in parts.items()}
+
+
+def parameter_names(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[str | None]]:
+    """Returns the names of each optimizer's parameters in the order of its groups; None: it is not in the model."""
+    names: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), _WRAPPER_PARTS.sub("", name))
+    return [[names.get(id(param)) for group in one.param_groups for param in group["params"]] for one in optimizers]
+
+
+def saved_parameter_names(checkpoint: Checkpoint, rank: int = 0) -> list[list[str | None]] | None:
+    """Returns what `parameter_names` returned at the save; None for checkpoints of older versions."""
+    state: Any = checkpoint.state(rank)
+    found: list[list[str | None]] | None = state.get("parameters") if isinstance(state, dict) else None
+    return found
 
 
 def names_of(state: JSON) -> list[str]:
@@ -288,7 +415,7 @@ def names_of(state: JSON) -> list[str]:
     return list(dict.fromkeys(references(state)))
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def bare(model: nn.Module) -> nn.Module:
     """Returns the model inside of DistributedDataParallel and torch.compile, whose names need no prefix."""
     while True:
         if isinstance(model, TorchDistributedDataParallel):
@@ -311,10 +438,13 @@ def _memory_of(params: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimi
 
 
 def _key(tensor: Tensor) -> Any:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    local = local_part(tensor)
+    return local.device, local.untyped_storage().data_ptr()
 
 
 def _form(value: Any) -> str:
+    if isinstance(value, shards.Shard):
+        return f"{value.value.dtype} {tuple(value.shape)}"
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -325,7 +455,7 @@ def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -
         raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Loads a state dict; every state keeps the dtype in which it was saved, where torch casts to the parameter's."""
     optimizer.load_state_dict(saved)
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):

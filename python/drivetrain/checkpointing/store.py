@@ -8,23 +8,36 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .._C import Slab
 from . import directory as disk
+from .audit import AuditLog
 from .coordinator import Coordinator
-from .errors import CheckpointError, Fault
-from .layout import check_tensors
-from .load import Checkpoint, complete_checkpoints
+from .encryption import Encryption
+from .errors import CheckpointError, EncryptionError, Fault
+from .layout import check_tensors, step_name
+from .load import Checkpoint, complete_checkpoints, serials
 from .manifest import JSON, copy_json
 from .save import LONGEST_WAIT_S, Save
 from .writer import Writer, describe
 
-__all__ = ["Checkpoint", "CheckpointError", "Coordinator", "Fault", "Save", "Store"]
+__all__ = ["Checkpoint", "CheckpointError", "Coordinator", "EncryptionError", "Fault", "Save", "Store"]
 
 _logger = logging.getLogger("drivetrain")
+
+
+class Observer(Protocol):
+    """Learns about complete checkpoints on rank 0, and may keep them from being deleted."""
+
+    def completed(self, path: Path) -> None:
+        """Is called in the store's thread when a checkpoint is complete."""
+
+    def holds(self, path: Path) -> bool:
+        """Returns whether a checkpoint must stay."""
 
 
 class Store:
@@ -43,6 +56,8 @@ class Store:
         num_threads: Threads that copy tensors.
         nice: Added to the niceness of the threads that copy and write.
         lock_timeout: Seconds to wait for a process that holds the directory, such as one that is being killed.
+        encryption: Encrypts new checkpoints, and decrypts old ones; None writes plain files.
+        audit: A file that gets a line of JSON for each save, load and deletion; None writes none.
 
     Raises:
         CheckpointError: Another process uses the directory.
@@ -68,6 +83,8 @@ class Store:
         num_threads: int = 1,
         nice: int = 10,
         lock_timeout: float = 5.0,
+        encryption: Encryption | None = None,
+        audit: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
@@ -96,7 +113,14 @@ class Store:
         self._num_threads = num_threads
         self._nice = nice
         self._lock_timeout_s = lock_timeout
-        self._writer = Writer(self.directory, rank, world_size, coordinator, nice, timeout, self._next_serial)
+        self._encryption = encryption
+        self._audit = None if audit is None else AuditLog(audit, rank)
+        self._writer = Writer(
+            self.directory, rank, world_size, coordinator, nice, timeout, encryption, self._next_serial
+        )
+        self._coordinator = coordinator
+        self._observer: Observer | None = None
+        self._beside: tuple[Path, ...] = ()
         self._slab = Slab()
         self._guard = threading.Lock()
         self._queue: deque[tuple[int, Save]] = deque()
@@ -143,7 +167,8 @@ class Store:
             if step < 0:
                 raise ValueError(f"step is {step}, expected at least 0")
             check_tensors(tensors)
-            save = Save(step, tensors, copy_json(state))
+            save = Save(step, tensors, copy_json(state), self._encryption is not None)
+            save._open = self._open
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, error)
             raise
@@ -163,8 +188,9 @@ class Store:
 
         Raises:
             CheckpointError: The directory cannot be read.
+            EncryptionError: The key of the newest one is missing, or it is plain although it must not be.
         """
-        return complete_checkpoints(self.directory)
+        return complete_checkpoints(self.directory, self._encryption, self._audit)
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint whose metadata holds; None if there is none.
@@ -195,6 +221,19 @@ class Store:
             self._lock.close()
             self._lock = None
 
+    def abandon(self) -> None:
+        """Makes saves under way fail instead of waiting for other ranks, which may have died."""
+        if self._coordinator is not None:
+            self._coordinator.abandon()
+
+    def follow(self, observer: Observer) -> None:
+        """Tells an observer about complete checkpoints."""
+        self._observer = observer
+
+    def number_beside(self, *directories: Path) -> None:
+        """Makes serials grow over the checkpoints of other directories, too, so that the newest of all is known."""
+        self._beside = directories
+
     def _drain(self) -> None:
         """Writes the saves of the queue in order; runs in a thread of its own until the queue is empty."""
         while True:
@@ -208,6 +247,9 @@ class Store:
                 path = self._write(index, save)
             except BaseException as caught:
                 error = caught
+            self._record_save(save, path, error)
+            if path is not None and self.rank == 0 and self._observer is not None:
+                self._observer.completed(path)
             save._end(path, error)
             if path is not None and self.rank == 0:
                 self._delete_old()
@@ -249,15 +291,30 @@ class Store:
         for folder in disk.leftovers(self.directory):
             self._remove(folder)
 
+    def _open(self, path: Path) -> Checkpoint:
+        return Checkpoint(path, self._encryption, self._audit)
+
+    def _record_save(self, save: Save, path: Path | None, error: BaseException | None) -> None:
+        if self._audit is not None:
+            path = path or self.directory / step_name(save.step)
+            result = "ok" if error is None else str(error)
+            self._audit.append("save", path, save.step, save.nbytes, save._key_id, result)
+
     def _next_serial(self) -> int:
-        return max((checkpoint.serial for checkpoint in complete_checkpoints(self.directory)), default=0) + 1
+        directories = [self.directory, *(one for one in self._beside if one.is_dir())]
+        return max((serial for one in directories for serial in serials(one)), default=0) + 1
 
     def _delete_old(self) -> None:
         if self._keep is None:
             return
         try:
-            for checkpoint in self.checkpoints()[: -self._keep]:
+            # Checkpoints whose keys were dropped are old, too.
+            for checkpoint in complete_checkpoints(self.directory)[: -self._keep]:
+                if self._observer is not None and self._observer.holds(checkpoint.path):
+                    continue
                 self._remove(disk.retire(checkpoint.path))
+                if self._audit is not None:
+                    self._audit.append("delete", checkpoint.path, checkpoint.step, checkpoint.nbytes, checkpoint.key_id)
         except (CheckpointError, OSError) as error:
             _logger.warning("an old checkpoint in %s was not deleted: %s", self.directory, error)
 

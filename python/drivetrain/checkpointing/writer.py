@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .._C import Snapshot, crc32c
 from . import directory as disk
 from .coordinator import Coordinator
+from .encryption import TAG_BYTES, Encryption, FileCipher, Place
 from .errors import CheckpointError
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, Part, Record, hexadecimal, seal
@@ -48,6 +55,7 @@ class Writer:
         coordinator: Passes messages between ranks; None for one rank.
         nice: Added to the niceness of the threads that write.
         timeout_s: Limit on every wait.
+        encryption: Which key encrypts; None writes plain files.
         next_serial: Returns the serial of the next checkpoint. Only rank 0 calls it.
     """
 
@@ -59,6 +67,7 @@ class Writer:
         coordinator: Coordinator | None,
         nice: int,
         timeout_s: float,
+        encryption: Encryption | None,
         next_serial: Callable[[], int],
     ) -> None:
         self._directory = directory
@@ -67,6 +76,7 @@ class Writer:
         self._coordinator = coordinator
         self._nice = nice
         self._timeout_s = timeout_s
+        self._encryption = encryption
         self._next_serial = next_serial
         self._old_keys: list[str] = []
 
@@ -95,11 +105,22 @@ class Writer:
         key = f"{index}/begin"
         try:
             temporary.mkdir()
-            self._tell(key, {"step": save.step, "folder": temporary.name, "host": socket.gethostname()})
+            begin = {"step": save.step, "folder": temporary.name, "host": socket.gethostname()}
+            checkpoint = secrets.token_hex(16)  # identifies the checkpoint in encrypted files
+            self._tell(key, {**begin, "checkpoint": checkpoint})
             key = f"{index}/end"
-            parts = [self._write_part(save, temporary), *self._gather(index, save.step, temporary)]
-            manifest = Manifest(self._next_serial(), save.step, self._world_size, time.time(), parts)
-            disk.write_file(temporary / MANIFEST, seal(manifest))
+            parts = [self._write_part(save, temporary, checkpoint), *self._gather(index, save.step, temporary)]
+            cipher = self._new_cipher(MANIFEST)
+            manifest = Manifest(
+                self._next_serial(),
+                save.step,
+                self._world_size,
+                time.time(),
+                parts,
+                checkpoint,
+                None if cipher is None else cipher.protection,
+            )
+            disk.write_file(temporary / MANIFEST, seal(manifest, cipher))
             disk.sync_folder(temporary)
             disk.publish(temporary, final)
         except BaseException as error:
@@ -116,7 +137,7 @@ class Writer:
             begin = self._ask(f"{index}/begin", save.step, "rank 0 to begin the save")
             temporary = self._directory / begin["folder"]
             self._await_visible(temporary, f"rank 0 on host {begin['host']} made")
-            part = self._write_part(save, temporary)
+            part = self._write_part(save, temporary, begin["checkpoint"])
             self._tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
             key = ""
             end = self._ask(f"{index}/end", save.step, "rank 0 to complete the checkpoint")
@@ -129,11 +150,14 @@ class Writer:
         final: Path = self._directory / end["folder"]
         return final
 
-    def _write_part(self, save: Save, folder: Path) -> Part:
+    def _write_part(self, save: Save, folder: Path, checkpoint: str) -> Part:
         snapshot = save._snapshot
         assert snapshot is not None
         name = part_name(self._rank, self._world_size, "safetensors")
+        cipher = self._new_cipher(name)
         snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, self._nice)
+        save._key_id = None if cipher is None else cipher.protection.key_id
+        tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
         if not snapshot.wait_written(self._timeout_s):
             raise CheckpointError(
                 f"{folder / name} was not written within {self._timeout_s:g} s: the disk is slow or does not answer. "
@@ -143,11 +167,33 @@ class Writer:
             raise CheckpointError(save._discarded)
         save.write_s = time.monotonic() - save._began
         record = self._record(save, snapshot, name)
-        data = seal(record)
+        if cipher is None:
+            data = seal(record)
+        else:
+            secret = {"state": save._state, "header": base64.b64encode(save._header).decode()}
+            hidden = replace(record, checkpoint=checkpoint, tags=tags, protection=cipher.protection)
+            hidden = replace(hidden, state=None, header_crc32c="")
+            data = seal(hidden, cipher, json.dumps(secret).encode())
         record_name = part_name(self._rank, self._world_size, "json")
         disk.write_file(folder / record_name, data)
         disk.sync_folder(folder)
         return Part(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
+
+    def _new_cipher(self, file: str) -> FileCipher | None:
+        return None if self._encryption is None else FileCipher.new(self._encryption, file)
+
+    def _encrypt(self, snapshot: Snapshot, cipher: FileCipher, checkpoint: str) -> list[str]:
+        """Encrypts each chunk once it is copied, and returns the tags. Stops early if the snapshot fails."""
+        deadline = time.monotonic() + self._timeout_s
+        sealed = torch.empty(CHUNK_BYTES + TAG_BYTES, dtype=torch.uint8)
+        tags = []
+        for index in range(snapshot.num_chunks):
+            chunk = snapshot.chunk(index, max(0.0, deadline - time.monotonic()))
+            if chunk is None:
+                break  # waiting for the written file tells why
+            tags.append(cipher.seal_chunk(Place(checkpoint, index, snapshot.nbytes), chunk, sealed))
+            snapshot.replace_chunk(index, sealed)
+        return tags
 
     def _record(self, save: Save, snapshot: Snapshot, name: str) -> Record:
         return Record(

@@ -1,0 +1,306 @@
+"""Encrypts and authenticates checkpoints with AES-256-GCM; the `cryptography` package is imported when used.
+
+Every record, manifest and tensor file has a key of its own, which HKDF-SHA256 (RFC 5869) derives from the user's key, a
+salt of 128 random bits that is drawn for each file of each save, and the file's purpose. A derived key encrypts each
+chunk once, under the nonce that counts the chunks, so that no pair of key and nonce ever repeats.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ctypes
+import hashlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .errors import EncryptionError
+from .layout import CHUNK_BYTES
+from .manifest import Protection
+
+CIPHER = "AES-256-GCM"
+TAG_BYTES = 16
+_KEY_BYTES, _SALT_BYTES, _NONCE_BYTES = 32, 16, 12
+
+KeySource: TypeAlias = Callable[[str | None], "tuple[str, bytes]"]
+
+
+class Encryption:
+    """Says which keys encrypt and decrypt checkpoints. Give one of the first three arguments.
+
+    A text of keys has one key of 32 bytes per word, as base64 or hexadecimal; `#` begins a comment. The first key
+    encrypts, and all decrypt: to rotate keys, put the new one first and keep the old ones as long as checkpoints need
+    them. `openssl rand -base64 32` draws a key. The text is read again for each save.
+
+    Args:
+        key_file: A file with such a text, or with the 32 bytes of one key.
+        key_env: The name of an environment variable with such a text.
+        key: A callable, for example of a key management service. It is called with None to encrypt and returns an
+            identifier and the key's 32 bytes; called with an identifier, it returns the same pair to decrypt. The
+            identifier is stored in the checkpoint; it may be a data key that the service has wrapped.
+        accept_plain: Reads checkpoints that are not encrypted, too. Without it they raise an error, because anyone
+            could have written them.
+
+    Raises:
+        ImportError: The package `cryptography` is not installed.
+        ValueError: Not exactly one of `key_file`, `key_env` and `key` is given.
+    """
+
+    def __init__(
+        self,
+        *,
+        key_file: str | os.PathLike[str] | None = None,
+        key_env: str | None = None,
+        key: KeySource | None = None,
+        accept_plain: bool = False,
+    ) -> None:
+        given = [name for name, value in (("key_file", key_file), ("key_env", key_env), ("key", key)) if value]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given) or 'nothing'} is given, expected one of key_file, key_env and key")
+        try:
+            import cryptography  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "encryption needs the package cryptography: pip install 'drivetrain[encryption]'"
+            ) from error
+        self.accept_plain = accept_plain
+        self._source: KeySource
+        if key is not None:
+            self._source = key
+        elif key_file is not None:
+            self._source = _Text(f"key_file {os.fspath(key_file)}", Path(key_file).read_bytes)
+        else:
+            assert key_env is not None
+            self._source = _Text(f"the environment variable {key_env}", lambda: _variable(key_env))
+        self._known: dict[str, bytes] = {}  # a key management service may be slow, or charge for each call
+
+    def current(self) -> tuple[str, bytes]:
+        """Returns the identifier and the bytes of the key that encrypts now.
+
+        Raises:
+            EncryptionError: The source has no valid key; the message says why, without any part of a key.
+        """
+        return self._ask(None)
+
+    def find(self, key_id: str) -> bytes:
+        """Returns the key with this identifier.
+
+        Raises:
+            EncryptionError: The source has no such key.
+        """
+        if key_id not in self._known:
+            self._known[key_id] = self._ask(key_id)[1]
+        return self._known[key_id]
+
+    def _ask(self, key_id: str | None) -> tuple[str, bytes]:
+        what = "the current key" if key_id is None else f"the key {key_id!r}"
+        try:
+            name, value = self._source(key_id)
+        except EncryptionError:
+            raise
+        except Exception as error:  # a service's client raises errors of its own
+            raise EncryptionError(f"{what} was not found: {type(error).__name__}: {error}") from error
+        if not isinstance(name, str) or not isinstance(value, bytes) or len(value) != _KEY_BYTES:
+            raise EncryptionError(
+                f"key returned a {type(name).__name__} and a {type(value).__name__} for {what}, expected the "
+                f"identifier as a str and a key of {_KEY_BYTES} bytes"
+            )
+        return name, value
+
+
+class Place(NamedTuple):
+    """The place of a chunk: its checkpoint's identifier, its index, and the size of its file in bytes."""
+
+    checkpoint: str
+    chunk: int
+    file_bytes: int
+
+    def text(self, file: str) -> bytes:
+        """Returns what is authenticated with the chunk: no other place has the same."""
+        return f"{self.checkpoint} {file} chunk {self.chunk} of {CHUNK_BYTES} in {self.file_bytes} bytes".encode()
+
+
+class FileCipher:
+    """Encrypts and decrypts the texts and chunks of one rank's files, or the manifest.
+
+    Args:
+        key: The user's key, which the keys of the files derive from.
+        protection: The salt, and the identifier of the key.
+        file: Name of the tensor file that the chunks are of; for a manifest, the manifest's name.
+    """
+
+    def __init__(self, key: bytes, protection: Protection, file: str) -> None:
+        self.protection = protection
+        self._file = file
+        self._text, self._chunks = (_derived(key, protection, f"{kind} {file}") for kind in ("text", "chunks"))
+
+    @classmethod
+    def new(cls, encryption: Encryption, file: str) -> FileCipher:
+        """Draws a salt and takes the current key.
+
+        Raises:
+            EncryptionError: There is no current key.
+        """
+        key_id, key = encryption.current()
+        return cls(key, Protection(CIPHER, key_id, secrets.token_hex(_SALT_BYTES)), file)
+
+    @classmethod
+    def of(cls, encryption: Encryption, protection: Protection, file: str) -> FileCipher:
+        """Returns the cipher of files that exist.
+
+        Raises:
+            EncryptionError: The key is unknown, or a newer drivetrain has chosen another cipher.
+        """
+        if protection.cipher != CIPHER:
+            raise EncryptionError(f"{file} is encrypted with {protection.cipher}, expected {CIPHER}: update drivetrain")
+        return cls(encryption.find(protection.key_id), protection, file)
+
+    def seal_text(self, secret: bytes, visible: bytes) -> bytes:
+        """Encrypts `secret`, and authenticates it with `visible`. Call it once."""
+        sealed: bytes = self._text.encrypt(bytes(_NONCE_BYTES), secret, visible)
+        return sealed
+
+    def unseal_text(self, sealed: bytes, visible: bytes) -> bytes:
+        """Reverses `seal_text`.
+
+        Raises:
+            ValueError: Something has changed, or the key is another one.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            secret: bytes = self._text.decrypt(bytes(_NONCE_BYTES), sealed, visible)
+        except InvalidTag:
+            raise ValueError(_CHANGED) from None
+        return secret
+
+    def seal_chunk(self, place: Place, chunk: Tensor, sealed: Tensor) -> str:
+        """Encrypts a chunk once.
+
+        Args:
+            place: What the chunk belongs to, which is authenticated with it.
+            chunk: Its bytes, uint8, shape (n,).
+            sealed: Receives the encrypted bytes and the tag, uint8, shape (m,) with m >= n + 16.
+
+        Returns:
+            The tag in hexadecimal digits.
+        """
+        size = chunk.numel()
+        into, nonce, visible = sealed[: size + TAG_BYTES], _nonce(place.chunk), place.text(self._file)
+        if hasattr(self._chunks, "encrypt_into"):
+            self._chunks.encrypt_into(nonce, _memory(chunk), visible, _memory(into))
+        else:  # cryptography before 47
+            into.copy_(_bytes_of(self._chunks.encrypt(nonce, _memory(chunk), visible)))
+        return bytes(_memory(sealed[size : size + TAG_BYTES])).hex()
+
+    def unseal_chunk(self, place: Place, sealed: Tensor, tag: str) -> Tensor:
+        """Returns the bytes of a chunk, uint8, shape (n,).
+
+        Args:
+            place: What the chunk belongs to.
+            sealed: The encrypted bytes with room for the tag, uint8, shape (n + 16,).
+            tag: The tag in hexadecimal digits.
+
+        Raises:
+            ValueError: The chunk or its place has changed, or the key is another one.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        size, nonce, visible = sealed.numel() - TAG_BYTES, _nonce(place.chunk), place.text(self._file)
+        sealed[size:].copy_(_bytes_of(bytes.fromhex(tag)))
+        try:
+            if hasattr(self._chunks, "decrypt_into"):
+                chunk = torch.empty(size, dtype=torch.uint8)
+                self._chunks.decrypt_into(nonce, _memory(sealed), visible, _memory(chunk))
+                return chunk
+            return _bytes_of(self._chunks.decrypt(nonce, _memory(sealed), visible))
+        except InvalidTag:
+            raise ValueError(_CHANGED) from None
+
+
+_CHANGED = "its authentication tag does not hold: its bytes were changed or moved, or another key encrypted them"
+
+
+class _Text:
+    """Finds keys in a text.
+
+    Args:
+        where: The text's place, for messages.
+        read: Returns the text.
+    """
+
+    def __init__(self, where: str, read: Callable[[], bytes]) -> None:
+        self._where, self._read = where, read
+
+    def __call__(self, key_id: str | None) -> tuple[str, bytes]:
+        try:
+            keys = self._parsed(self._read())
+        except OSError as error:
+            raise EncryptionError(f"{self._where} cannot be read: {error.strerror}") from error
+        if key_id is None:
+            return next(iter(keys.items()))
+        if key_id not in keys:
+            raise EncryptionError(
+                f"{self._where} has the keys {', '.join(keys)}, expected {key_id}, which encrypted the checkpoint: add "
+                "that key after the first one"
+            )
+        return key_id, keys[key_id]
+
+    def _parsed(self, text: bytes) -> dict[str, bytes]:
+        """Returns the keys by their identifiers, which are hashes of them."""
+        if len(text) == _KEY_BYTES:
+            values = [text]
+        else:
+            words = [word for line in text.splitlines() for word in line.partition(b"#")[0].split()]
+            values = [self._key(number, word) for number, word in enumerate(words, 1)]
+        if not values:
+            raise EncryptionError(f"{self._where} is empty, expected a key of {_KEY_BYTES} bytes")
+        return {hashlib.sha256(b"drivetrain key\0" + value).hexdigest()[:16]: value for value in values}
+
+    def _key(self, number: int, word: bytes) -> bytes:
+        try:
+            is_hexadecimal = len(word) == 2 * _KEY_BYTES
+            value = bytes.fromhex(word.decode()) if is_hexadecimal else base64.b64decode(word, validate=True)
+        except (ValueError, binascii.Error):
+            value = b""
+        if len(value) != _KEY_BYTES:
+            raise EncryptionError(
+                f"{self._where} has {len(word)} characters as key {number}, expected {_KEY_BYTES} bytes as base64 or "
+                "hexadecimal digits: `openssl rand -base64 32` draws a key"
+            )
+        return value
+
+
+def _variable(name: str) -> bytes:
+    value = os.environ.get(name)
+    if value is None:
+        raise EncryptionError(f"the environment variable {name} is not set, expected a key in it")
+    return value.encode()
+
+
+def _derived(key: bytes, protection: Protection, purpose: str) -> Any:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    salt = bytes.fromhex(protection.salt)
+    return AESGCM(HKDF(hashes.SHA256(), _KEY_BYTES, salt, f"drivetrain checkpoint {purpose}".encode()).derive(key))
+
+
+def _nonce(index: int) -> bytes:
+    return index.to_bytes(_NONCE_BYTES, "big")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Returns a buffer over the bytes of a contiguous CPU tensor, which must outlive it."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,343 @@
+"""`CheckpointCallback`: saves and resumes a training of Hugging Face's Trainer."""
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from ..data import ResumableSampler
+from .checkpointer import Checkpointer
+from .encoding import decode
+from .load import complete_checkpoints
+from .ranks import Ranks
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import TrainOutput
+except ImportError as error:
+    raise ImportError(
+        "drivetrain.checkpointing.huggingface needs Hugging Face's Trainer: pip install 'transformers[torch]'"
+    ) from error
+
+_EXTRA = "transformers.Trainer"  # under which the Trainer's own values are saved
+_OWN = ("model", "optimizer", "scheduler", "scaler", "data", "window")
+
+
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves a Trainer's whole state in the background, and continues it with the same bits.
+
+    ::
+
+        trainer = Trainer(model, arguments, train_dataset=dataset)
+        CheckpointCallback("runs/gpt", every="5min").train(trainer)   # in place of trainer.train()
+
+    A `RandomSampler` or `SequentialSampler` of the Trainer is replaced by a `drivetrain.data.ResumableSampler`, seeded
+    by `data_seed` or `seed`: the order differs from that of `trainer.train()`, and every epoch has another one. The
+    Trainer's own `save_strategy` is independent of this; set it to "no" unless you want its files as well.
+
+    Args:
+        directory: Where checkpoints are; all ranks must see it.
+        options: Other arguments of `Checkpointer`, such as `every`, `keep` and `signals`. A step is an optimizer step.
+
+    Raises:
+        TypeError: `options` contains an object that the Trainer has itself, such as `model`.
+        ValueError: `options` contains tiers.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        for name in _OWN:
+            if name in options:
+                raise TypeError(
+                    f"{name} is an argument of CheckpointCallback, which takes it from the Trainer: omit it"
+                )
+        if options.get("tiers"):
+            raise ValueError("tiers are given, expected none: the position of the Trainer is read from the directory")
+        self._directory, self._options = Path(directory), options
+        self._trainer: Trainer | None = None  # inside of train()
+        self._checkpointer: Checkpointer | None = None
+        self._values: _Values | None = None
+        self._batches: _Batches | None = None
+        self._stack: ExitStack | None = None
+        self._is_pending = False  # a step has ended and is not counted yet
+        self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins anew
+
+    def train(self, trainer: Trainer, **arguments: Any) -> TrainOutput | None:
+        """Trains as `trainer.train(**arguments)` does, from the newest complete checkpoint if there is one.
+
+        Returns:
+            What the Trainer returns; None after a preemption with `exit_code=None`.
+
+        Raises:
+            CheckpointError: A save has failed, or no checkpoint can be read.
+            TypeError: The dataset is an IterableDataset, or several ranks use a sampler that cannot be resumed.
+            ValueError: The checkpoint is of another model, number of ranks, batch size or dataset length.
+        """
+        if "resume_from_checkpoint" in arguments:
+            raise TypeError(f"resume_from_checkpoint is given, expected none: the newest in {self._directory} is taken")
+        if trainer.args.ignore_data_skip:
+            raise ValueError("ignore_data_skip is True, expected False: the training continues within its epoch")
+        serial = self._newest()
+        while True:
+            try:
+                return self._train(trainer, serial, arguments)
+            except _OtherCheckpoint as other:  # A newer one was damaged, and the Trainer had its position already.
+                serial = other.serial
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Restores the state, once the Trainer has made all objects."""
+        trainer = self._trainer
+        if trainer is None:
+            raise RuntimeError("trainer.train() was called: call CheckpointCallback.train(trainer) in its place")
+        assert self._batches is not None
+        assert self._stack is not None
+        self._values = _Values(trainer, self._batches.total)
+        options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: self._values}}
+        self._checkpointer = ckpt = Checkpointer(
+            self._directory,
+            model=trainer.model_wrapped,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.lr_scheduler,
+            scaler=trainer.accelerator.scaler,
+            data=self._batches.loader,
+            **options,
+        )
+        ckpt.position.call_before_fetch(self._count)
+        self._stack.enter_context(ckpt)
+        serial = 0 if ckpt.restored is None else ckpt.restored.serial
+        if serial != self._expected:
+            raise _OtherCheckpoint(serial)
+        if ckpt.restored is not None:
+            self._batches.resume(state.global_step, ckpt.position.is_exhausted)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Notes the step, which counts when the Trainer fetches the next batch: after its logging and evaluation."""
+        self._is_pending = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Counts the last step of the training before the Trainer may load its best model."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            is_pending, self._is_pending = self._is_pending, False
+            assert self._batches is not None
+            assert self._checkpointer is not None
+            self._batches.end()
+            if is_pending:
+                self._checkpointer.step()
+                self._checkpointer.save()
+
+    def _count(self) -> None:
+        if self._is_pending:
+            self._is_pending = False
+            assert self._checkpointer is not None
+            self._checkpointer.step()
+
+    def _newest(self) -> int:
+        """Returns the serial of the newest checkpoint that all ranks see; 0: there is none."""
+        found = (
+            complete_checkpoints(self._directory, self._options.get("encryption")) if self._directory.is_dir() else []
+        )
+        ranks = Ranks(self._options.get("timeout", 1800.0))
+        try:
+            return ranks.agree(found[-1].serial if found else 0)[0]
+        finally:
+            ranks.close()
+
+    def _train(self, trainer: Trainer, serial: int, arguments: Mapping[str, Any]) -> TrainOutput | None:
+        self._trainer, self._expected, self._is_pending = trainer, serial, False
+        self._batches = _Batches(_loader_of(trainer), trainer.args.gradient_accumulation_steps)
+        trainer.add_callback(self)
+        try:
+            with (
+                ExitStack() as self._stack,
+                self._position(trainer, serial) as folder,
+                _replaced(trainer, self._batches),
+            ):
+                return trainer.train(resume_from_checkpoint=folder, **arguments)
+        finally:
+            trainer.remove_callback(self)
+            self._trainer = self._checkpointer = self._values = self._batches = self._stack = None
+        return None  # the Checkpointer ended a preemption without an exit code
+
+    @contextmanager
+    def _position(self, trainer: Trainer, serial: int) -> Iterator[str | None]:
+        """Writes the Trainer's position where it looks for one; None: it begins anew."""
+        if not serial:
+            yield None
+            return
+        checkpoint = next(
+            one
+            for one in complete_checkpoints(self._directory, self._options.get("encryption"))
+            if one.serial == serial
+        )
+        state: Any = checkpoint.state(trainer.args.process_index % checkpoint.world_size)
+        saved = state.get("extra", {}).get(_EXTRA) if isinstance(state, dict) else None
+        if saved is None:
+            raise ValueError(f"{checkpoint.path} is of no Trainer: choose another directory")
+        assert self._batches is not None
+        _check(decode(saved, {}), _shape_of(trainer, self._batches.total))
+        with tempfile.TemporaryDirectory(prefix="drivetrain-trainer-") as folder:
+            (Path(folder) / "trainer_state.json").write_text(saved["state"])
+            yield folder
+
+
+class _OtherCheckpoint(BaseException):
+    """A checkpoint was restored whose position the Trainer does not have. No handler in the Trainer catches it."""
+
+    def __init__(self, serial: int) -> None:
+        super().__init__(serial)
+        self.serial = serial
+
+
+class _Values:
+    """The Trainer's own values: its TrainerState, and the loss since it last logged."""
+
+    def __init__(self, trainer: Trainer, total: int) -> None:
+        self._trainer, self._total = trainer, total
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        for one in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(one, ExportableState):
+                trainer.state.stateful_callbacks[type(one).__name__] = one.state()
+        saved = {"state": json.dumps(dataclasses.asdict(trainer.state)), **_shape_of(trainer, self._total)}
+        if hasattr(trainer, "_tr_loss"):
+            saved |= {"loss": float(trainer._tr_loss), "last_logged": trainer._globalstep_last_logged}
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer = self._trainer
+        if "loss" in saved and hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss = torch.tensor(saved["loss"], device=trainer.args.device)
+            trainer._total_loss_scalar = -saved["loss"]  # The mean of this call has no earlier steps.
+            trainer._globalstep_last_logged = saved["last_logged"]
+
+
+class _Batches(IterableDataset):  # type: ignore[type-arg]
+    """Yields the batches of a loader. A resumed epoch begins with a placeholder per batch that the Trainer skips.
+
+    The Trainer skips batches by a loader of its own that it builds from a dataset. This dataset lets it skip without
+    loading anything, while the wrapped loader continues at its restored position.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", accumulation: int) -> None:
+        self.loader = loader
+        self.total = len(loader)
+        self._accumulation = accumulation
+        self._to_skip = self._taken = 0
+        self._iterator: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader.dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self._to_skip = self._to_skip, 0
+        for self._taken in range(1, skipped + 1):
+            yield None
+        self._taken = skipped
+        self._iterator = iter(self.loader)
+        for batch in self._iterator:
+            self._taken += 1
+            yield batch
+
+    def resume(self, steps: int, is_at_end: bool) -> None:
+        """Prepares the next iteration for a Trainer that has made `steps` optimizer steps.
+
+        Args:
+            steps: Over all epochs.
+            is_at_end: The loader was restored at the end of an epoch, of which it would begin with an empty rest.
+        """
+        steps_per_epoch = math.ceil(self.total / self._accumulation)
+        self._to_skip = steps % steps_per_epoch * self._accumulation
+        if is_at_end:
+            next(iter(self.loader), None)
+
+    def end(self) -> None:
+        """Ends an epoch whose batches are all taken, so that its end is saved."""
+        if self._iterator is not None and self._taken == self.total:
+            next(self._iterator, None)
+
+
+class _Loader(DataLoader):  # type: ignore[type-arg]
+    """Passes on batches that are complete already."""
+
+    def __init__(self, batches: _Batches) -> None:
+        # A generator of its own: DataLoader draws a seed per iteration, and a resumed run makes one more.
+        super().__init__(batches, batch_size=None, generator=torch.Generator())
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches.total
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next epoch."""
+        sampler = self._batches.loader.sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def _loader_of(trainer: Trainer) -> "DataLoader[Any]":
+    """Returns the Trainer's DataLoader as it is before Accelerate wraps it, with a sampler that can be resumed."""
+    trainer.accelerator.prepare = lambda loader: loader  # Accelerate's loaders fetch ahead.
+    try:
+        loader: DataLoader[Any] = trainer.get_train_dataloader()
+    finally:
+        del trainer.accelerator.prepare
+    args, dataset = trainer.args, loader.dataset
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(f"train_dataset is the IterableDataset {type(dataset).__name__}, expected a map-style dataset")
+    sampler: Any = loader.sampler
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        sampler = ResumableSampler(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=args.world_size,
+            rank=args.process_index,
+            shuffle=isinstance(sampler, RandomSampler),
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=loader.drop_last,
+        )
+        object.__setattr__(loader, "sampler", sampler)  # DataLoader refuses it, because iterators would not see it.
+        loader.batch_sampler.sampler = sampler  # type: ignore[union-attr]
+    elif args.world_size > 1 and not isinstance(sampler, ResumableSampler):
+        raise TypeError(
+            f"the Trainer's sampler is a {type(sampler).__name__} on {args.world_size} ranks, expected "
+            "train_sampling_strategy 'random' or 'sequential', or a drivetrain.data.ResumableSampler"
+        )
+    return loader
+
+
+@contextmanager
+def _replaced(trainer: Trainer, batches: _Batches) -> Iterator[None]:
+    """Lets the Trainer use `batches`, and leave the model to the Checkpointer, inside of the block."""
+    loader = _Loader(batches)
+    trainer.get_train_dataloader = lambda: loader
+    trainer._load_from_checkpoint = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del trainer.get_train_dataloader, trainer._load_from_checkpoint
+
+
+def _shape_of(trainer: Trainer, total: int) -> dict[str, int]:
+    """Returns what the Trainer's count of steps depends on."""
+    return {
+        "number of ranks": trainer.args.world_size,
+        "batches per epoch": total,
+        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+    }
+
+
+def _check(saved: Mapping[str, Any], ours: Mapping[str, int]) -> None:
+    for name, value in ours.items():
+        if saved[name] != value:
+            raise ValueError(
+                f"{name} is {value}, expected {saved[name]} as in the checkpoint: the Trainer counts its position in "
+                "steps, which would stand for other samples"
+            )

@@ -1,0 +1,164 @@
+"""Uploads complete checkpoints in the background, with retries, and says how far each upload is."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import CheckpointError
+from .layout import STEP
+from .remote import RemoteDirectory
+
+_logger = logging.getLogger("drivetrain")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+
+
+class TierStatus(NamedTuple):
+    """The state of one tier.
+
+    Attributes:
+        tier: Path or URL.
+        newest: Step of the newest complete checkpoint that this run put there; None before.
+        pending: Steps that are being uploaded or wait for it.
+        error: Why the last upload failed or is being repeated; None after a success.
+        failed: Steps whose uploads were given up.
+    """
+
+    tier: str
+    newest: int | None
+    pending: tuple[int, ...]
+    error: str | None
+    failed: tuple[int, ...]
+
+
+class Uploader:
+    """Uploads checkpoints to one remote directory, one at a time. A newer one takes the place of one that waits.
+
+    Its thread ends with the process, as a remote may never answer.
+
+    Args:
+        remote: Makes the remote directory; given a function that repeats calls.
+        url: The URL, for messages.
+        keep: Number of checkpoints to keep there; None keeps all.
+        attempts: How often a call is made before the upload is given up.
+        reads_back: Reads each file back to compare its checksums.
+        changed: Called after each change of `status`, in the uploader's thread.
+    """
+
+    def __init__(
+        self,
+        remote: Callable[[Callable[[str, Callable[[], Any]], Any]], RemoteDirectory],
+        url: str,
+        keep: int | None,
+        attempts: int,
+        reads_back: bool,
+        changed: Callable[[], None],
+    ) -> None:
+        self._url, self._keep, self._attempts, self._reads_back = url, keep, attempts, reads_back
+        self._changed_call = changed
+        self._stop = threading.Event()
+        self._state = threading.Condition()
+        self._current: Path | None = None
+        self._waiting: Path | None = None
+        self._newest: int | None = None
+        self._error: str | None = None
+        self._failed: list[int] = []
+        self._thread: threading.Thread | None = None
+        self.remote = remote(self._attempt)
+
+    def submit(self, folder: Path) -> None:
+        """Uploads a complete checkpoint as soon as the one under way has ended."""
+        with self._state:
+            if self._waiting is not None and self._waiting != folder:
+                _logger.info("%s is not uploaded to %s: a newer one is", self._waiting.name, self._url)
+            self._waiting = folder
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="drivetrain-upload", daemon=True)
+                self._thread.start()
+            self._state.notify_all()
+        self._changed_call()
+
+    def holds(self, folder: Path) -> bool:
+        """Returns whether the local files are still needed."""
+        with self._state:
+            return folder in (self._current, self._waiting)
+
+    def status(self) -> TierStatus:
+        """Returns what is complete, pending and failed."""
+        with self._state:
+            pending = tuple(_step(folder) for folder in (self._current, self._waiting) if folder is not None)
+            return TierStatus(self._url, self._newest, pending, self._error, tuple(self._failed))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until nothing is pending; returns whether that is so in time."""
+        with self._state:
+            return self._state.wait_for(lambda: self._current is None and self._waiting is None, timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread after the call under way, and forgets what is pending."""
+        self._stop.set()
+        with self._state:
+            self._waiting = None
+            self._state.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._waiting is not None or self._stop.is_set())
+                if self._stop.is_set():
+                    return
+                folder, self._waiting = self._waiting, None
+                self._current = folder
+            assert folder is not None
+            error: str | None = None
+            began = time.monotonic()
+            try:
+                self.remote.upload(folder, self._reads_back)
+                _logger.info("uploaded %s to %s in %.1f s", folder.name, self._url, time.monotonic() - began)
+                self._remove_old()
+            except Exception as caught:  # each remote file system raises errors of its own
+                error = f"{type(caught).__name__}: {caught}" if not isinstance(caught, CheckpointError) else str(caught)
+                _logger.error("%s was not uploaded to %s: %s", folder.name, self._url, error)
+            with self._state:
+                self._current, self._error = None, error
+                if error is None:
+                    self._newest = _step(folder)
+                else:
+                    self._failed.append(_step(folder))
+                self._state.notify_all()
+            self._changed_call()
+
+    def _remove_old(self) -> None:
+        try:
+            self.remote.remove_old(self._keep)
+        except Exception as error:
+            _logger.warning("old checkpoints were not deleted from %s: %s", self._url, error)
+
+    def _attempt(self, what: str, call: Callable[[], Any]) -> Any:
+        """Calls again after errors, with pauses that double and vary, so that many runs do not come at once."""
+        pause = _FIRST_PAUSE_S
+        for number in range(1, self._attempts + 1):
+            try:
+                return call()
+            except Exception as error:
+                text = f"attempt {number} of {self._attempts} to {what} failed: {type(error).__name__}: {error}"
+                if number == self._attempts:
+                    raise CheckpointError(text) from error
+                with self._state:
+                    self._error = text
+                _logger.warning("%s; the next one follows in %.1f s", text, pause)
+                if self._stop.wait(pause * random.uniform(0.5, 1.0)):
+                    raise CheckpointError(f"{text}; the training has ended meanwhile") from error
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        raise AssertionError("unreachable")
+
+
+def _step(folder: Path) -> int:
+    found = STEP.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1])

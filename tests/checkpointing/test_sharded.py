@@ -1,0 +1,283 @@
+"""Tests checkpoints of sharded states: FSDP2 and ZeroRedundancyOptimizer, resumed on as many and other ranks."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import drivetrain
+from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing.dcp import export_dcp, import_dcp
+from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.state import state_dicts
+from ranks import RankPool
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
+
+OPTIMIZERS = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "ours": lambda params: drivetrain.optim.AdamW(params, lr=1e-2),
+    "ours 8-bit": lambda params: drivetrain.optim.AdamW(params, lr=1e-2, state_bits=8, min_8bit_size=64),
+    "ours 24-bit master": lambda params: drivetrain.optim.AdamW(params, lr=1e-2, master_bits=24),
+    "factored": lambda params: drivetrain.optim.Adafactor(params, lr=1e-2),
+}
+Saved = list[tuple[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
+    found = {size: RankPool(size, tmp_path_factory.mktemp(f"ranks-{size}")) for size in (2, 4)}
+    yield found
+    for pool in found.values():
+        pool.close()
+
+
+def net(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 31), nn.ReLU(), nn.Linear(31, 3))
+    return model.bfloat16() if "master" in kind else model
+
+
+def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net(kind, seed)
+    if dist.is_initialized():
+        meshes = {"hsdp": (2, dist.get_world_size() // 2)}
+        name, _, how = kind.partition("/")
+        shape = meshes.get(how, (dist.get_world_size(),))
+        names = ("replicate", "shard")[-len(shape) :]
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
+        kind = name
+    return model, OPTIMIZERS[kind](model.parameters())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Takes the same rows on every rank, so that sizes of the world agree."""
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for step in steps:
+        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
+    """Returns all parameters and states as whole tensors, by name."""
+    found = [(name, whole(value)) for name, value in model.state_dict().items()]
+    for number, values in sorted(optimizer.state_dict()["state"].items()):
+        found += [(f"{number}/{name}", whole(value)) for name, value in values.items() if isinstance(value, Tensor)]
+    return found
+
+
+def assert_same_bits(found: Saved, expected: Saved) -> None:
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, a), (_, b) in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype, name
+        assert torch.equal(a, b), name
+
+
+def save(kind: str, folder: Path) -> Saved:
+    """Trains and saves, then trains on to see what an uninterrupted run does. Returns the saved state."""
+    model, optimizer = make(kind, 0)
+    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        train(model, optimizer, range(3))
+        ckpt.step()
+    saved = everything(model, optimizer)
+    torch.save(train(model, optimizer, range(3, 7)), folder / f"expected-{dist.get_rank()}.pt")
+    return saved
+
+
+def resume(kind: str, folder: Path, is_same_world: bool) -> Saved:
+    """Restores into another model, compares what it restores, and goes on."""
+    model, optimizer = make(kind, 1)
+    if kind != "torch" and is_same_world:
+        train(model, optimizer, range(1))  # states of another run must be replaced
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+            assert ckpt.restored is not None
+            assert ckpt.steps in (1, 2)
+            restored = everything(model, optimizer)
+            if is_same_world:
+                expected = torch.load(folder / f"expected-{dist.get_rank()}.pt")
+                assert train(model, optimizer, range(3, 7)) == expected
+            else:
+                ckpt.step()
+    has_warned = any("the bits of parameters and losses will not be those" in str(one.message) for one in found)
+    assert has_warned == (not is_same_world and dist.get_rank() == 0)
+    return restored
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "ours/hsdp"])
+def test_a_sharded_state_continues_with_the_same_bits(kind: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    size = 4 if "hsdp" in kind else 2
+    saved = pools[size].run(save, kind, tmp_path)[0]
+    for found in pools[size].run(resume, kind, tmp_path, True):
+        assert_same_bits(found, saved)
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours 8-bit", "ours 24-bit master", "factored"])
+def test_a_sharded_state_goes_to_other_numbers_of_ranks_and_back(
+    kind: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """The values stay the same bits from 2 ranks to 4 and back, as no step changes them in between."""
+    saved = pools[2].run(save, kind, tmp_path)[0]
+    for found in pools[4].run(resume, kind, tmp_path, False):
+        assert_same_bits(found, saved)
+    for found in pools[2].run(resume, kind, tmp_path, False):
+        assert_same_bits(found, saved)
+
+
+def test_each_rank_writes_its_part_and_says_where_it_belongs(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    saved = dict(pools[2].run(save, "torch", tmp_path)[0])
+    (checkpoint,) = complete_checkpoints(tmp_path / "run")
+    parts = []
+    for rank in range(2):
+        name = f"rank{rank}/model/0.weight"
+        parts.append(load_file(checkpoint.path / f"rank-{rank:05d}-of-00002.safetensors")[name])
+        state = checkpoint.state(rank)
+        described = state["model"]["0.weight"]["$shard"]
+        assert described["offset"] == [16 * rank, 0]
+        assert described["shape"] == [31, 6]
+        assert len(described["placements"]) == 1
+        assert state["meshes"][described["mesh"]]["ranks"] == [0, 1]
+        json.dumps(state)
+    assert [tuple(part.shape) for part in parts] == [(16, 6), (15, 6)]
+    assert torch.equal(torch.cat(parts), saved["0.weight"])
+
+
+def load_with_torch(folder: Path, saved: Saved) -> None:
+    model, optimizer = make("torch", 2)
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same_bits(everything(model, optimizer), saved)
+
+
+def test_a_sharded_checkpoint_is_exported_and_continues_unsharded(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    saved = pools[2].run(save, "torch", tmp_path)[0]
+    (checkpoint,) = complete_checkpoints(tmp_path / "run")
+    export_dcp(checkpoint, tmp_path / "dcp")
+    pools[4].run(load_with_torch, tmp_path / "dcp", saved)
+    found = state_dicts(checkpoint)
+    assert found is not None
+    assert_same_bits(list(found["model"].items()), saved[:4])
+
+    model, optimizer = make("torch", 1)
+    import_dcp(tmp_path / "dcp", model, optimizer)
+    assert_same_bits(everything(model, optimizer), saved)
+    model, optimizer = make("torch", 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, every=None) as ckpt:
+            assert_same_bits(everything(model, optimizer), saved)
+            ckpt.step()
+    assert any("the bits of parameters and losses will not be those" in str(each.message) for each in said)
+    pools[2].run(resume, "torch", tmp_path, False)  # a plain checkpoint is split again
+
+
+def zero_class() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
+    return ZeroRedundancyOptimizer
+
+
+def make_zero(kind: str, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.parallel.DistributedDataParallel(net("", seed))
+    classes = {"torch": torch.optim.AdamW, "ours 8-bit": drivetrain.optim.AdamW}
+    options: dict[str, Any] = {"state_bits": 8, "min_8bit_size": 64} if "8-bit" in kind else {}
+    return model, zero_class()(model.parameters(), classes[kind], lr=1e-2, **options)
+
+
+def zero_everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = dict(model.state_dict())
+    for param, values in optimizer.optim.state.items():
+        number = optimizer._param_to_index[param]
+        found |= {f"{number}/{name}": value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    return found
+
+
+def save_zero(kind: str, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = make_zero(kind, 0)
+    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        train(model, optimizer, range(3))
+        ckpt.step()
+    saved = {name: value.detach().clone() for name, value in zero_everything(model, optimizer).items()}
+    torch.save(train(model, optimizer, range(3, 7)), folder / f"expected-{dist.get_rank()}.pt")
+    return saved
+
+
+def resume_zero(kind: str, folder: Path, is_same_world: bool) -> dict[str, Tensor]:
+    model, optimizer = make_zero(kind, 1)
+    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        restored = {name: value.detach().clone() for name, value in zero_everything(model, optimizer).items()}
+        if is_same_world:
+            assert train(model, optimizer, range(3, 7)) == torch.load(folder / f"expected-{dist.get_rank()}.pt")
+        else:
+            ckpt.step()
+            torch.testing.assert_close(
+                train(model, optimizer, range(3, 7)), torch.load(folder / "expected-0.pt"), rtol=1e-3, atol=1e-5
+            )
+    return restored
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours 8-bit"])
+def test_zero_redundancy_states_are_saved_by_their_ranks(kind: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    parts = pools[2].run(save_zero, kind, tmp_path)
+    saved = parts[0] | parts[1]
+    assert all(any(name not in part for name in saved) for part in parts)
+    for size, is_same_world in ((2, True), (4, False)):
+        (tmp_path / str(size)).mkdir()
+        if size == 4:  # the run on two ranks has saved its end
+            pools[2].run(save_zero, kind, tmp_path / "4")
+        folder = tmp_path if size == 2 else tmp_path / "4"
+        found: dict[str, Tensor] = {}
+        for one in pools[size].run(resume_zero, kind, folder, is_same_world):
+            found |= one
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def overlap() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = zero_class()(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(NotImplementedError, match=r"overlap_with_ddp=True.*expected overlap_with_ddp=False"):
+        Checkpointer("unused", model=model, optimizer=optimizer, signals=())
+
+
+def accumulate_unreduced(folder: Path) -> None:
+    model, optimizer = make("torch", 0)
+    with Checkpointer(folder, model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(NotImplementedError, match="that FSDP has not reduced"):
+            ckpt.save()
+        model.set_requires_gradient_sync(True)
+        train(model, optimizer, range(1))
+
+
+def test_what_cannot_be_saved_says_what_to_do(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    pools[2].run(overlap)
+    pools[2].run(accumulate_unreduced, tmp_path)

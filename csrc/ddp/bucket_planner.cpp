@@ -27,8 +27,8 @@ constexpr const char* kObstacles[] = {
     "the script keeps references to .grad tensors, which must go on showing their parameters' gradients",
 };
 
-const auto kOrder = std::make_shared<const std::string>("the broadcast of the buckets' order");
-const auto kCuts = std::make_shared<const std::string>("the broadcast of the buckets' sizes");
+constexpr const char* kOrder = "the buckets' order";
+constexpr const char* kCuts = "the buckets' sizes";
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());

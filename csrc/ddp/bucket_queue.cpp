@@ -95,14 +95,15 @@ void BucketQueue::reduce(size_t index) {
       seen.offsets.push_back(bucket.sparse ? 0 : parts_.buffer.region(param).offset / bucket.flat.element_size());
       seen.params.push_back(parts_.params[param].tensor);
     }
+    parts_.collectives.announce(Purpose::kHook, "the communication hook of " + *bucket.label, index);
     auto reduce = std::make_unique<HookReduce>(*hook_, seen);
     state.hooked = reduce.get();
     state.reduce = std::move(reduce);
   } else if (parts_.collectives.comm().size() > 1) {
-    if (bucket.tags.defined()) parts_.buffer.tags().write(bucket.tags, parts_.collectives.steps() + 1, index);
-    const at::Tensor flat = as_real(bucket.tags.defined() ? bucket.tagged : bucket.flat);
+    const at::Tensor flat = as_real(bucket.flat);
     try {
-      state.reduce = parts_.collectives.start_bucket(flat, index, scaling_.as_sum || bucket.sparse);
+      const bool as_sum = scaling_.as_sum || bucket.sparse;
+      state.reduce = parts_.collectives.start_bucket(flat, index, as_sum, scaling_.purpose);
     } catch (const std::exception& error) {
       parts_.collectives.fail_step("the all-reduce of " + *bucket.label, error.what());
     }
@@ -121,7 +122,6 @@ bool BucketQueue::is_skipped(size_t bucket) const {
 
 void BucketQueue::wait_for(size_t bucket, PendingReduce& reduce) {
   parts_.collectives.wait(reduce, parts_.buffer.bucket(bucket).label, Progress::after_bucket(bucket));
-  check_tags(bucket);
 }
 
 void BucketQueue::wait_for_rest() {
@@ -130,16 +130,6 @@ void BucketQueue::wait_for_rest() {
     RECORD_FUNCTION("drivetrain::wait", std::vector<c10::IValue>{static_cast<int64_t>(i)});
     wait_for(i, *states_[i].reduce);
   }
-}
-
-void BucketQueue::check_tags(size_t index) const {
-  const Bucket& bucket = parts_.buffer.bucket(index);
-  if (!bucket.tags.defined() || states_[index].hooked != nullptr) return;
-  const Comm& comm = parts_.collectives.comm();
-  const float factor = scaling_.as_sum ? 1 : static_cast<float>(comm.size());  // several hosts may leave means
-  const std::string difference =
-      parts_.buffer.tags().difference(bucket.tags, parts_.collectives.steps() + 1, index, factor, comm);
-  if (!difference.empty()) parts_.collectives.fail_step("the all-reduce of " + *bucket.label, difference);
 }
 
 void drain(PendingReduce* reduce) {

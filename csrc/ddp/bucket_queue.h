@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ddp/collectives.h"
@@ -27,6 +28,7 @@ struct Scaling {
   double before = 1;         // factor for dense gradients on the way into the buffer
   double before_sparse = 1;  // factor for sparse gradients
   bool as_sum = true;        // the transport leaves the sum of dense gradients, else their mean
+  Purpose purpose = Purpose::kBucket;
 };
 
 // Invariant: every rank starts the same buckets in the same order, whatever the order in which its gradients come.
@@ -87,7 +89,7 @@ class BucketQueue {
   bool is_skipped(size_t bucket) const;
   // Returns true if a reduced bucket is final. Else that is known at the end of backward only.
   bool can_hand_over_early() const;
-  // Waits for one bucket and compares its tags. label and position name the wait in reports.
+  // Waits for one bucket. label and position name the wait in reports.
   void wait_for(size_t bucket, PendingReduce& reduce);
   std::unique_ptr<PendingReduce> take_pending(size_t bucket) { return std::move(states_[bucket].reduce); }
   // Waits for the collectives under way in a step that is given up. Another failure then says nothing new.
@@ -110,7 +112,6 @@ class BucketQueue {
 
   void put_in(size_t param);
   void reduce(size_t bucket);
-  void check_tags(size_t bucket) const;
   void take_hook_result(size_t bucket);
   void make_room_for(size_t bucket);
   void hand_over_reduced(size_t waits_for);

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "base/check.h"
 #include "base/transfer.h"
@@ -12,47 +13,101 @@
 
 namespace drivetrain::ddp {
 
-Collectives::Collectives(std::shared_ptr<Comm> comm, std::string wrapper)
-    : comm_(std::move(comm)), wrapper_(std::move(wrapper)) {}
+namespace {
 
-std::unique_ptr<PendingReduce> Collectives::start_bucket(const at::Tensor& flat, size_t index, bool as_sum) {
-  comm_->set_tag(tag_of(steps_ + 1, Purpose::kBucket, index));
+// The time after which a waiting rank learns that others have parted from each other.
+constexpr std::chrono::milliseconds kBetweenLooks(50);
+
+}  // namespace
+
+Collectives::Collectives(std::shared_ptr<Comm> comm, std::string wrapper) : wrapper_(std::move(wrapper)) {
+  set_comm(std::move(comm));
+}
+
+void Collectives::set_comm(std::shared_ptr<Comm> comm) {
+  comm_ = std::move(comm);
+  steps_ = 0;
+  if (comm_->board() != nullptr) wrapper_number_ = comm_->board()->add_wrapper(wrapper_);
+}
+
+void Collectives::show(Purpose purpose, size_t bucket) {
+  const Tag shown = tag(purpose, bucket);
+  comm_->set_tag(shown);
+  if (comm_->board() != nullptr) comm_->board()->show(shown);
+}
+
+void Collectives::promise(const std::vector<std::pair<Purpose, size_t>>& purposes) {
+  if (comm_->board() == nullptr || comm_->board()->has_all_ranks()) return;
+  std::vector<Tag> tags;
+  for (const auto& [purpose, bucket] : purposes) tags.push_back(tag(purpose, bucket));
+  try {
+    comm_->board()->promise(tags);
+  } catch (const std::exception& error) {
+    fail_step("the agreement of the hosts on the step", error.what());
+  }
+}
+
+void Collectives::announce(Purpose purpose, const std::string& what, size_t bucket) {
+  try {
+    show(purpose, bucket);
+  } catch (const std::exception& error) {
+    fail_step(what, error.what());
+  }
+}
+
+std::unique_ptr<PendingReduce> Collectives::start_bucket(const at::Tensor& flat, size_t index, bool as_sum,
+                                                         Purpose purpose) {
+  show(purpose, index);
   return as_sum ? comm_->start_sum(flat) : comm_->start(flat);
 }
 
-std::unique_ptr<PendingReduce> Collectives::start_sum(const at::Tensor& flat, Purpose purpose) {
-  comm_->set_tag(tag_of(steps_ + 1, purpose));
-  return comm_->start_sum(flat);
+std::unique_ptr<PendingReduce> Collectives::start_sum(const at::Tensor& flat, Purpose purpose,
+                                                      const std::string& what) {
+  try {
+    show(purpose);
+    return comm_->start_sum(flat);
+  } catch (const std::exception& error) {
+    fail_step("the all-reduce of " + what, error.what());
+  }
+}
+
+void Collectives::await(PendingReduce& reduce) const {
+  if (comm_->board() == nullptr) {
+    reduce.wait();
+    return;
+  }
+  for (std::chrono::milliseconds waited = kBetweenLooks; !reduce.wait_for(kBetweenLooks); waited += kBetweenLooks) {
+    comm_->board()->check(waited);
+  }
 }
 
 void Collectives::wait(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t position) {
   try {
     const Progress::Wait wait(*progress_, what, position);
-    reduce.wait();
+    await(reduce);
   } catch (const std::exception& error) {
-    if (recovery_.end_hooked_step()) throw;  // the hook's own error keeps its type
+    // A hook's own error keeps its type. After a difference the ranks will not end the other hooks' reductions.
+    if (difference().empty() && recovery_.end_hooked_step()) throw;
     fail_step("the all-reduce of " + *what, error.what());
   }
 }
 
-void Collectives::sum_now(const at::Tensor& flat, const std::string& what) {
+void Collectives::sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose) {
   try {
     const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kGradients);
-    start_sum(flat, Purpose::kPlan)->wait();
+    show(purpose);
+    await(*comm_->start_sum(flat));
   } catch (const std::exception& error) {
     fail("the all-reduce of " + what, error.what());
   }
 }
 
-std::vector<int64_t> Collectives::from_rank_0(const std::vector<int64_t>& values,
-                                              const std::shared_ptr<const std::string>& what, c10::Device device) {
-  const at::Tensor shared = copied_to(at::tensor(values, at::kLong), device);
-  try {
-    const Progress::Wait wait(*progress_, what, Progress::kGradients);
-    comm_->broadcast(shared);
-  } catch (const std::exception& error) {
-    fail(*what, error.what());
-  }
+std::vector<int64_t> Collectives::from_rank_0(const std::vector<int64_t>& values, const std::string& what,
+                                              c10::Device device) {
+  const at::Tensor mine = at::tensor(values, at::kLong);
+  if (comm_->rank() != 0) mine.zero_();
+  const at::Tensor shared = copied_to(mine, device);
+  sum_now(shared, what, Purpose::kFromRank0);
   const at::Tensor on_host = shared.cpu();
   return {on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel()};
 }
@@ -74,11 +129,13 @@ void Collectives::fail_step(std::string what, std::string report) const {
 
 void Collectives::fail(const std::string& what, const std::string& report) const {
   const std::string hang = progress_->report(steps_ + 1), ended = ended_ranks_ ? ended_ranks_() : "";
+  const std::string parted = difference();
+  const bool is_told = report.find(parted) != std::string::npos;
   throw EnvironmentError(text("drivetrain: ", what, " failed in synchronized step ", steps_ + 1,
                               ParameterClaims::has_several_reducers() ? " of " + wrapper_ : "",
                               "; a rank has probably died, hangs or has left out a step: look for the first error in "
                               "the others' logs, and whether they name the same step. The transport reports: ",
-                              report, ended.empty() ? "" : "\n", ended,
+                              report, is_told ? "" : "\n", is_told ? "" : parted, ended.empty() ? "" : "\n", ended,
                               hang.empty() ? "" : "\nThe last report before that: ", hang));
 }
 

@@ -27,35 +27,43 @@ class Collectives {
     std::function<bool()> end_hooked_step;  // where a communication hook reduces: ends the step and returns true
   };
 
-  // wrapper: names the wrapper in messages of processes that have several.
+  // wrapper: names the wrapper in messages of processes that have several. Ranks must construct theirs in the same
+  // order.
   Collectives(std::shared_ptr<Comm> comm, std::string wrapper);
   void set_recovery(Recovery recovery) { recovery_ = std::move(recovery); }
   // ended_ranks: names the ranks whose processes have ended, "" if none is known to; called after a failure.
   void set_ended_ranks(std::function<std::string()> ended_ranks) { ended_ranks_ = std::move(ended_ranks); }
   // Takes another set of ranks and counts steps from 0.
-  void set_comm(std::shared_ptr<Comm> comm) { comm_ = std::move(comm); }
+  void set_comm(std::shared_ptr<Comm> comm);
 
   Comm& comm() const { return *comm_; }
   std::string own_name() const { return comm_->ranks().name(comm_->rank()); }
   const std::shared_ptr<Progress>& progress() const { return progress_; }
   int64_t steps() const { return steps_; }  // finished
   void count_step() { ++steps_; }
-  void restart_count() { steps_ = 0; }
   // Publishes where this rank is in the step under way, as a position of Progress.
   void move_to(int64_t position) { progress_->move_to(steps_ + 1, position); }
 
-  std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum);
-  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose);
+  // Says which collectives of the step come next, so that hosts agree on them while gradients come. Need not be kept.
+  void promise(const std::vector<std::pair<Purpose, size_t>>& purposes);  // with their buckets
+  // Tells the other ranks which collective comes next, where this object does not start it. Abandons the step
+  // and throws if another rank's collective does not belong to it. what: names it in the error.
+  void announce(Purpose purpose, const std::string& what, size_t bucket = 0);
+  // Returns how two ranks have differed in a collective; "": they have not.
+  std::string difference() const { return comm_->board() != nullptr ? comm_->board()->difference() : ""; }
+
+  std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum, Purpose purpose);
+  // Starts a sum beside the buckets. what: names it in errors, which end the step.
+  std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose, const std::string& what);
   // Waits for a collective of the step. what: names it in reports; position: where ranks have started it.
   void wait(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t position);
 
   // The following three communicate at once, where the step's first gradient has come.
 
   // Sums `flat` over ranks, in place.
-  void sum_now(const at::Tensor& flat, const std::string& what);
+  void sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose = Purpose::kPlan);
   // Returns rank 0's values, so that ranks that measured or computed other values agree.
-  std::vector<int64_t> from_rank_0(const std::vector<int64_t>& values, const std::shared_ptr<const std::string>& what,
-                                   c10::Device device);
+  std::vector<int64_t> from_rank_0(const std::vector<int64_t>& values, const std::string& what, c10::Device device);
   // Returns every rank's values on the host: per rank float64 [values.size()]. They travel as tensors of the device,
   // since a process group may take no others.
   std::vector<at::Tensor> gather(const std::vector<double>& values, const std::string& what, c10::Device device);
@@ -66,7 +74,12 @@ class Collectives {
   [[noreturn]] void fail_step(std::string what, std::string report) const;
 
  private:
+  Tag tag(Purpose purpose, size_t bucket) const { return {purpose, steps_ + 1, bucket, wrapper_number_}; }
+  void show(Purpose purpose, size_t bucket = 0);
+  void await(PendingReduce& reduce) const;
+
   std::shared_ptr<Comm> comm_;
+  uint64_t wrapper_number_ = 0;  // on the board
   const std::string wrapper_;
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   Recovery recovery_;

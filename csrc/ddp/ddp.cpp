@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
 #include <memory>
 
 #include "base/check.h"
@@ -14,6 +15,7 @@
 #include "ddp/bucket_plan.h"
 #include "ddp/progress.h"
 #include "ddp/reducer.h"
+#include "ddp/transport/shm_segment.h"
 #include "ddp/transport/transport.h"
 
 namespace py = pybind11;
@@ -122,6 +124,47 @@ std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::str
   return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache, Ranks(std::move(ranks))});
 }
 
+py::bytes address_bytes(const Segment::Address& address) {
+  return {reinterpret_cast<const char*>(&address), sizeof(address)};
+}
+
+// Opens the lines of the ranks of this host. addresses: by rank within the host.
+// ranks: those of the process group on this host. hosts: each host's first rank; empty: hosts compare nothing. between:
+// the process group of these; "" on other ranks.
+std::shared_ptr<TagBoard> make_tag_board(std::shared_ptr<Segment> own, const std::vector<std::string>& addresses,
+                                         int rank, std::vector<uint64_t> ranks, std::vector<std::string> rank_names,
+                                         const std::string& between, std::vector<uint64_t> hosts, double timeout_s) {
+  struct Memory {
+    std::shared_ptr<Segment> own;
+    std::vector<Segment> others;
+  };
+  const auto memory = std::make_shared<Memory>(Memory{own, {}});
+  TagBoard::Options options;
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (static_cast<int>(i) == rank) {
+      options.lines.push_back(own->data());
+      continue;
+    }
+    Segment::Address address;
+    DT_INVARIANT(addresses[i].size() == sizeof(address));
+    std::memcpy(&address, addresses[i].data(), sizeof(address));
+    if (address.bytes != TagBoard::line_bytes()) {
+      throw EnvironmentError(text(rank_names.at(ranks.at(i)), " has no line for a board of tags"));
+    }
+    options.lines.push_back(memory->others.emplace_back(Segment::open(address)).data());
+  }
+  options.rank = rank;
+  options.memory = memory;
+  options.rank_names = std::move(rank_names);
+  options.ranks = std::move(ranks);
+  options.limit = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000));
+  options.do_hosts_agree = !hosts.empty();
+  if (!between.empty()) {
+    options.agreement = std::make_unique<HostAgreement>(make_host_exchange(between), std::move(hosts));
+  }
+  return std::make_shared<TagBoard>(std::move(options));
+}
+
 void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
   if (flat.dim() != 1 || !flat.is_contiguous() || flat.is_complex()) {
     throw UserError(
@@ -201,6 +244,14 @@ void register_reducer(py::module_& m) {
       .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil())
       .def("_reset_state", with_parts(+[](Parts& parts) { parts.reset_state(); }), no_gil())
       .def("_check_reducer_finalized", with_parts(+[](Parts& parts) { parts.check_finalized(); }), no_gil())
+      .def("announce_buffers",
+           with_parts(+[](Parts& parts) { parts.collectives.announce(Purpose::kBuffers, "the broadcast of buffers"); }),
+           no_gil())
+      .def("announce_agreement", with_parts(+[](Parts& parts) {
+             parts.collectives.announce(Purpose::kAgreement, "the agreement on whether to synchronize, in join(),");
+           }),
+           no_gil())
+      .def("difference", with_parts(+[](Parts& parts) { return parts.collectives.difference(); }), no_gil())
       // Settings.
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
@@ -256,6 +307,14 @@ void register_ddp(py::module_& m) {
       .def_readonly("names", &BucketInfo::names)
       .def_readonly("bytes", &BucketInfo::bytes)
       .def_readonly("dtype", &BucketInfo::dtype);
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
+      .def_property_readonly("address", [](const Segment& segment) { return address_bytes(segment.address()); })
+      .def_property_readonly_static("no_address", [](const py::object&) { return address_bytes({}); });
+  py::class_<TagBoard, std::shared_ptr<TagBoard>>(m, "TagBoard")
+      .def_property_readonly("has_all_ranks", &TagBoard::has_all_ranks);
+  m.def("tag_line", [] { return std::make_shared<Segment>(Segment::create(TagBoard::line_bytes())); }, no_gil());
+  m.def("tag_board", &make_tag_board, py::arg("own"), py::arg("addresses"), py::arg("rank"), py::arg("ranks"),
+        py::arg("rank_names"), py::arg("between"), py::arg("hosts"), py::arg("timeout_s"), no_gil());
   py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm")
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("why_not", &Comm::why_not)
@@ -267,6 +326,7 @@ void register_ddp(py::module_& m) {
             return comm.allocate(bytes, c10::Device(device));
           },
           py::arg("bytes"), py::arg("device") = "cpu", no_gil())
+      .def("set_board", &Comm::set_board, py::arg("board").none())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil());
   m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());

@@ -43,15 +43,13 @@ GradBuffer::GradBuffer(const Parameters& params, StepStreams& streams, bool stay
 
 void GradBuffer::build(const std::vector<BucketPlan>& plans, Comm& comm) {
   plans_ = std::vector<BucketPlan>(plans);  // `plans` may be plans_
-  tags_.prepare(comm);
   std::map<std::string, int64_t> bytes, largest;
   for (const BucketPlan& plan : plans_) {
     const Parameter& first = params_[plan.entries[0].param];
     if (first.sparse) continue;
     const std::string device = first.tensor.device().str();
-    const int64_t with_tags = plan.bytes + tag_bytes(plan);
-    bytes[device] += with_tags;
-    largest[device] = std::max(largest[device], with_tags);
+    bytes[device] += plan.bytes;
+    largest[device] = std::max(largest[device], plan.bytes);
   }
   buckets_.clear();
   bytes_ = 0;
@@ -82,15 +80,10 @@ void GradBuffer::lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& 
     }
     const at::ScalarType dtype = grad_dtype(first);
     const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t with_tags = plan.bytes + tag_bytes(plan);
-    if (used + with_tags > device_bytes) used = 0;  // reuses the memory of the first buckets
+    if (used + plan.bytes > device_bytes) used = 0;  // reuses the memory of the first buckets
     bucket.offset = used;
-    bucket.end = bucket.offset + with_tags;
+    bucket.end = bucket.offset + plan.bytes;
     bucket.flat = piece_of(memory, bucket.offset, {numel}, {1}, dtype);
-    if (with_tags > plan.bytes) {
-      bucket.tags = piece_of(memory, bucket.offset + plan.bytes, {tags_.numel()}, {1}, dtype);
-      bucket.tagged = piece_of(memory, bucket.offset, {numel + tags_.numel()}, {1}, dtype);
-    }
     used = bucket.end;
   }
   for (const BucketEntry& entry : plan.entries) {
@@ -115,11 +108,6 @@ void GradBuffer::group_small_buckets() {
 void GradBuffer::free() {
   for (const auto& [device, memory] : memory_) streams_.keep_alive(memory);
   memory_.clear();
-}
-
-int64_t GradBuffer::tag_bytes(const BucketPlan& plan) const {
-  const size_t first = plan.entries[0].param;
-  return tags_.bytes(params_[first].tensor, grad_dtype(first), params_[first].sparse);
 }
 
 std::string GradBuffer::describe(size_t bucket) const {

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "ddp/bucket_plan.h"
-#include "ddp/bucket_tags.h"
 #include "ddp/parameter.h"
 #include "ddp/step_streams.h"
 #include "ddp/transport/transport.h"
@@ -27,10 +26,9 @@ struct Bucket {
   bool sparse = false;                       // has one parameter, whose gradient lies outside the buffer
   bool ends_group = true;                    // small buckets wait for the next one and start together
   int64_t offset = 0;                        // bytes from the buffer's start
-  int64_t end = 0;                           // likewise, behind the tags
+  int64_t end = 0;                           // likewise
   // One-dimensional, padding included, in the parameters' dtype. For a sparse bucket this step's gradient.
   at::Tensor flat;
-  at::Tensor tags, tagged;  // the tags behind flat, and flat with its tags; undefined without tags
 };
 
 struct BucketInfo {
@@ -75,7 +73,6 @@ class GradBuffer {
   const std::vector<Bucket>& buckets() const { return buckets_; }
   Bucket& bucket(size_t index) { return buckets_[index]; }
   const Region& region(size_t param) const { return regions_[param]; }
-  BucketTags& tags() { return tags_; }
   const std::vector<BucketPlan>& plans() const { return plans_; }
   const std::map<std::string, at::Tensor>& memory() const { return memory_; }  // uint8, by device
   int64_t bytes() const { return bytes_; }
@@ -119,7 +116,6 @@ class GradBuffer {
   at::Tensor make_view(size_t param) const;
   const void* address_of(size_t param) const;
   bool contains(const at::Tensor& tensor) const;
-  int64_t tag_bytes(const BucketPlan& plan) const;
 
   const Parameters& params_;
   StepStreams& streams_;
@@ -127,7 +123,6 @@ class GradBuffer {
   std::vector<BucketPlan> plans_;
   std::vector<Bucket> buckets_;
   std::vector<Region> regions_;  // by parameter
-  BucketTags tags_;
   int64_t bytes_ = 0;
 };
 

@@ -2,15 +2,11 @@
 #include "ddp/progress.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
-namespace drivetrain::ddp {
+#include "trace/span.h"
 
-int64_t clock_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
+namespace drivetrain::ddp {
 
 Progress::Snapshot Progress::snapshot() const {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -57,10 +53,12 @@ void Progress::begin_wait(std::shared_ptr<const std::string> what, int64_t neede
   position_ = std::max(position_, needed);
   needed_ = needed;
   since_ns_ = now;
+  if (trace::is_on()) trace::begin(trace::Phase::kCommunication);
 }
 
 void Progress::end_wait() {
   const int64_t now = clock_ns();
+  if (trace::is_on()) trace::end(trace::Phase::kCommunication);
   const std::lock_guard<std::mutex> lock(mutex_);
   awaited_.reset();
   waited_ns_ += now - since_ns_;

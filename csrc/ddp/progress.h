@@ -10,9 +10,9 @@
 #include <optional>
 #include <string>
 
-namespace drivetrain::ddp {
+#include "base/clock.h"
 
-int64_t clock_ns();  // nanoseconds of the monotonic clock
+namespace drivetrain::ddp {
 
 // Adds its lifetime, in nanoseconds, to a sum.
 class Stopwatch {

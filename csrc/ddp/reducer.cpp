@@ -192,6 +192,7 @@ void Reducer::begin_backward() {
   parts_.weights.begin_step();
   parts_.queue.scaling() = parts_.choose_scaling();
   parts_.replicas.begin_step(parts_.uneven.is_joining());
+  parts_.promise_collectives();
   for (size_t index : parts_.used.take_unused()) {
     parts_.gradients[index].without_grad = true;
     mark_ready(index);

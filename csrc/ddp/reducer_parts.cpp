@@ -100,9 +100,8 @@ void ReducerParts::set_mixed_precision(at::ScalarType dtype) {
 }
 
 void ReducerParts::set_comm(std::shared_ptr<Comm> comm) {
-  collectives.restart_count();  // the first step of the new group is measured again
   reset();
-  collectives.set_comm(std::move(comm));
+  collectives.set_comm(std::move(comm));  // the first step of the new group is measured again
   buffer.free();
   planner.start_over();
   queue.reset();
@@ -212,7 +211,9 @@ at::Tensor ReducerParts::free_region(size_t param) {
 Scaling ReducerParts::choose_scaling() const {
   const int64_t size = collectives.comm().size(), divisor = uneven.divisor();
   Scaling scaling;
-  if (!weights.has_weight()) {
+  if (weights.has_weight()) {
+    scaling.purpose = Purpose::kWeightedBucket;
+  } else {
     if (divisor > 0 && divisor != size) {
       scaling.before = 1.0 / static_cast<double>(divisor);
     } else if (collectives.comm().averages()) {
@@ -225,6 +226,18 @@ Scaling ReducerParts::choose_scaling() const {
   }
   if (queue.has_hook()) scaling.before = scaling.before_sparse = 1;  // a hook gets sums, and divides
   return scaling;
+}
+
+void ReducerParts::promise_collectives() {
+  std::vector<std::pair<Purpose, size_t>> purposes;
+  const bool is_reduced = queue.has_hook() || collectives.comm().size() > 1;
+  for (size_t i = 0; is_reduced && i < buffer.buckets().size(); ++i) {
+    purposes.emplace_back(queue.has_hook() ? Purpose::kHook : queue.scaling().purpose, i);
+  }
+  if (used.is_shared()) purposes.emplace_back(Purpose::kUsedMap, 0);
+  if (weights.has_weight()) purposes.emplace_back(Purpose::kWeights, 0);
+  if (replicas.is_due()) purposes.emplace_back(Purpose::kReplicas, 0);
+  collectives.promise(purposes);
 }
 
 void ReducerParts::share_norm() {

@@ -130,6 +130,8 @@ struct ReducerParts {
   // Returns the region where the parameter's next gradient will lie; undefined where autograd must bring it.
   at::Tensor free_region(size_t param);
   Scaling choose_scaling() const;
+  // Lets hosts agree on the collectives of the step that begins.
+  void promise_collectives();
   // Publishes the norm where `.grad` is what the transport left, and nothing else, for every parameter.
   void share_norm();
   // Marks the end of the step for the watchdog, on a device by an event.

@@ -73,7 +73,7 @@ void ReplicaCheck::begin_step(bool is_joining) {
 }
 
 void ReplicaCheck::start() {
-  if (hashes_.defined()) reduce_ = collectives_.start_sum(hashes_, Purpose::kReplicas);
+  if (is_due()) reduce_ = collectives_.start_sum(hashes_, Purpose::kReplicas, *kReplicas);
 }
 
 void ReplicaCheck::wait(int64_t position) {
@@ -94,7 +94,7 @@ void ReplicaCheck::compare(int64_t position) {
   at::Tensor each = at::zeros({ranks, count}, hashes_.options());
   const at::Tensor mine = each.select(0, comm.rank());
   for (int64_t i = 0; i < count; ++i) mine.select(0, i).copy_(hash_of({params_[i].tensor}), /*non_blocking=*/true);
-  collectives_.wait(*collectives_.start_sum(each, Purpose::kReplicas), kParameters, position);
+  collectives_.wait(*collectives_.start_sum(each, Purpose::kReplicas, *kParameters), kParameters, position);
   each = each.cpu();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t* values = each.data_ptr<int64_t>() + i;

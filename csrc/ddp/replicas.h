@@ -27,6 +27,8 @@ class ReplicaCheck {
       : params_(params), collectives_(collectives), every_(every) {}
   // Computes this rank's checksum if a comparison is due. Ranks compare nothing while some have run out of inputs.
   void begin_step(bool is_joining);
+  // Returns true if this step compares.
+  bool is_due() const { return hashes_.defined(); }
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);

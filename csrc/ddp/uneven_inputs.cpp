@@ -42,6 +42,10 @@ std::unique_ptr<PendingReduce> UnevenInputs::reduce_zeros(size_t index, bool as_
   Scaling scaling;
   scaling.as_sum = as_sum || !parts_.collectives.comm().averages();
   parts_.queue.scaling() = scaling;
+  if (index == 0) {  // as the others do, where their backward begins
+    parts_.replicas.begin_step(/*is_joining=*/true);
+    parts_.promise_collectives();
+  }
   parts_.queue.start(index);
   return parts_.queue.take_pending(index);
 }

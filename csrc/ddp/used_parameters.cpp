@@ -87,7 +87,7 @@ void UsedParameters::start() {
   if (!is_shared()) return;
   const at::Device device = params_[0].tensor.device();
   global_ = copied_to(local_, device);
-  reduce_ = collectives_.start_sum(global_, Purpose::kUsedMap);
+  reduce_ = collectives_.start_sum(global_, Purpose::kUsedMap, *kUsedMap);
 }
 
 void UsedParameters::wait(int64_t position) {
@@ -129,7 +129,7 @@ void UsedParameters::shadow(int64_t position) {
   const at::Device device = params_[0].tensor.device();
   const bool repeats = graph_ == Graph::kDynamic && global_.defined();
   at::Tensor used = repeats ? global_.clamp_max(1).to(device) : at::zeros_like(local_, device);
-  collectives_.wait(*collectives_.start_sum(used, Purpose::kUsedMap), kUsedMap, position);
+  collectives_.wait(*collectives_.start_sum(used, Purpose::kUsedMap, *kUsedMap), kUsedMap, position);
   if (graph_ == Graph::kDynamic) {
     global_ = used;
     return;

@@ -148,7 +148,7 @@ void WeightedMean::begin_step() {
 }
 
 void WeightedMean::start() {
-  if (weight_) reduce_ = collectives_.start_sum(sum_, Purpose::kWeights);
+  if (weight_) reduce_ = collectives_.start_sum(sum_, Purpose::kWeights, *kWeights);
 }
 
 void WeightedMean::wait(int64_t position) {

@@ -55,8 +55,8 @@ def train(options: dict[str, Any], set_to_none: bool) -> int:
             optimizer.step()
         assert_equal_grads(ours, theirs)
     assert_equal_on_ranks([p.detach() for p in ours.parameters()])
-    for (name, a), (twin_name, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
-        assert name == twin_name
+    for (name, a), (reference_name, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert name == reference_name
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     return len(ours.reducer.buckets())
 
@@ -226,13 +226,13 @@ def in_one_buffer() -> None:
     torch.save(ours.module.scale.grad, buffer)
     assert buffer.tell() < 4096
     # A gradient that was replaced, by assignment or through .data, is still reduced.
-    twin = copy.deepcopy(ours.module)
+    reference = copy.deepcopy(ours.module)
     ours.module.scale.grad = torch.tensor(2.0)
     ours.module.last.bias.grad.data = torch.ones(3)
-    twin.load_state_dict(ours.module.state_dict())
-    for p, q in zip(ours.module.parameters(), twin.parameters(), strict=True):
+    reference.load_state_dict(ours.module.state_dict())
+    for p, q in zip(ours.module.parameters(), reference.parameters(), strict=True):
         q.grad = p.grad.clone()
-    theirs = TorchDDP(twin)
+    theirs = TorchDDP(reference)
     x = inputs()
     for model in (ours, theirs):
         model(x).sum().backward()
@@ -366,10 +366,25 @@ def test_modules_that_cannot_be_wrapped(on_ranks: OnRanks) -> None:
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(
-        ValueError, match="needs a process group and none is initialized: start the script with torchrun"
-    ):
-        DDP(nn.Linear(2, 2))
+    message = message_of(ValueError, lambda: DDP(nn.Linear(2, 2)))
+    assert "needs a process group and none is initialized" in message
+    assert "start the script with torchrun" in message
+    call = re.search(r"In a single process, as in a notebook, call (torch\S*\(.*?world_size=1\))", message)
+    assert call is not None, message
+    eval(call[1], {"torch": torch})  # the line of the message works as it is written
+    try:
+        model = DDP(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        torch.testing.assert_close(model.module.weight.grad, torch.ones(2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_process_group_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    message = message_of(ValueError, lambda: DDP(nn.Linear(2, 2)))
+    assert "Call torch.distributed.init_process_group() first" in message
+    assert "torchrun" not in message
 
 
 def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from ddp_cases import (
     linear_chain,
     local_grads,
     mean_over_ranks,
-    message_of,
     pair,
 )
 from drivetrain import DistributedDataParallel as DDP
@@ -189,50 +188,6 @@ def reentrant_under_no_sync() -> None:
 
 def test_reentrant_checkpoints_under_no_sync(on_ranks: OnRanks) -> None:
     on_ranks(reentrant_under_no_sync)
-
-
-# ---- Collectives that do not belong together.
-
-
-class Interrupted(RuntimeError):
-    """Raised at the end of one rank's backward."""
-
-
-def interrupt(_: Tensor) -> Tensor:
-    raise Interrupted
-
-
-def a_step_given_up_on_one_rank(dtype: torch.dtype) -> str:
-    """Starts its next buckets, as large as the others', while another rank still has those of the step before."""
-    torch.manual_seed(dist.get_rank())
-    net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4))).to(dtype)
-    model = DDP(net, bucket_cap_mb=1e-6)  # a bucket each
-    for _ in range(3):
-        loss_of(model, inputs().to(dtype)).backward()
-        step(model)
-    loss = loss_of(model, inputs().to(dtype))
-    if dist.get_rank() == 1:
-        handle = net[1].weight.register_hook(interrupt)
-        with pytest.raises(Interrupted):
-            loss.backward()
-        handle.remove()
-        model.reducer._reset_state()
-        model.zero_grad()
-        loss = loss_of(model, inputs().to(dtype))
-    return message_of(RuntimeError, loss.backward)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transport", ["torch", "shm"])
-def test_collectives_that_do_not_belong_together(on_ranks: OnRanks, transport: str, dtype: torch.dtype) -> None:
-    messages = on_ranks(on_transport, transport, a_step_given_up_on_one_rank, dtype)
-    told = [message for message in messages if "the ranks reduce different things" in message]
-    assert told, messages
-    for message in told:
-        assert message.count("step 4") >= 2
-        assert "rank 0" in message
-        assert "rank 1" in message
-    assert all("has failed before" in message for message in messages if message not in told)
 
 
 # ---- Gradients that the script keeps.

@@ -239,6 +239,7 @@ def shared_mappings() -> int:
 
 
 def leaves_nothing() -> None:
+    DDP(nn.Linear(2, 2), report_hang_after=0)  # makes the group's board of tags, which stays
     gc.collect()
     dist.barrier()
     files, mappings = len(entries("/proc/self/fd")), shared_mappings()  # torch.compile's caches keep models of before
@@ -421,7 +422,7 @@ def test_a_rank_that_is_killed_in_mid_step(tmp_path: Path) -> None:
     assert "the all-reduce of bucket" in error
     assert "rank 1 has died" in error
     # The memory has no name and is freed with the last process.
-    assert out.split() == ["/memfd:drivetrain"] * 4
+    assert out.split() == ["/memfd:drivetrain"] * 6  # the shared state, the buffers and the board of tags
 
 
 # ---- Real limits that prevent one rank from sharing memory.
@@ -430,6 +431,7 @@ def test_a_rank_that_is_killed_in_mid_step(tmp_path: Path) -> None:
 def limited(which: int, limit: int, bytes_at_once: int) -> list[str]:
     """Returns the warnings of wrapping while rank 1 has the resource limit. The gradients must still be right."""
     soft, hard = resource.getrlimit(which)
+    DDP(nn.Linear(2, 2), report_hang_after=0)  # makes the group's board of tags, which stays
     gc.collect()
     mapped = shared_mappings()
     net = nn.Linear(bytes_at_once // 4, 1, bias=False)
@@ -541,7 +543,7 @@ NO_EXECUTABLE_FILES = """
     torch.set_num_threads(1)
     child = os.fork()
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[0] + ".store", 2), rank=int(child == 0), world_size=2)
-    print(DDP(torch.nn.Linear(3, 3))._get_ddp_logging_data()["transport"], flush=True)
+    os.write(1, DDP(torch.nn.Linear(3, 3))._get_ddp_logging_data()["transport"].encode() + b"\\n")
     dist.destroy_process_group()
     if child == 0:
         os._exit(0)
@@ -765,6 +767,14 @@ TWO_HOSTS = """
 
     for wire in ({}, {"wire_dtype": torch.bfloat16}):
         train(wire)
+    model = DDP(Products())
+    loss = model(*[torch.ones_like(w) for w in model.module.weights])
+    try:
+        model.backward(loss, weight=2.0 if rank == world - 1 else None)
+    except RuntimeError as error:
+        assert "the ranks start different collectives: " in str(error) and f"rank {world - 1} " in str(error), error
+    else:
+        raise AssertionError("ranks of two hosts summed what does not belong together")
     dist.destroy_process_group()
 """
 

@@ -26,6 +26,7 @@ from ddp_cases import SMALL_BUCKETS, OnRanks, message_of
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
+from drivetrain.frames import stack_of
 from ranks import RankPool
 from warm import WarmScript
 
@@ -634,3 +635,30 @@ def bad_limits() -> None:
 
 def test_bad_limits_are_named(on_ranks: OnRanks) -> None:
     on_ranks(bad_limits)
+
+
+def test_frames_are_read_without_a_collection() -> None:
+    """A destructor that gave up the GIL in a collection let the other thread leave the frame that was being read."""
+    collected_in: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collected_in.append(sys._getframe(1).f_code.co_name)
+
+    def nested(depth: int) -> None:
+        if depth > 0:
+            nested(depth - 1)
+            return
+        innermost = sys._getframe()
+        thresholds = gc.get_threshold()
+        gc.callbacks.append(note)
+        gc.set_threshold(1)
+        try:
+            stack = stack_of(innermost)
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(note)
+        assert len(stack) > 50
+        assert gc.isenabled()
+
+    nested(50)
+    assert "stack_of" not in collected_in

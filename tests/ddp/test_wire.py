@@ -47,7 +47,7 @@ def values_of(rank: int, size: int) -> Tensor:
     return values * torch.pow(10, torch.rand(size, generator=generator) * 16 - 8)
 
 
-def twin(tensors: list[Tensor]) -> Tensor:
+def reference(tensors: list[Tensor]) -> Tensor:
     """Computes the reference: rounds every value, sums in float32 in rank order, and rounds the sum."""
     rounded = [x.bfloat16().float() for x in tensors]
     return sum(rounded[1:], start=rounded[0]).bfloat16().float()
@@ -73,7 +73,7 @@ def all_sums(isa: str) -> list[bytes]:
             flat = tensors[dist.get_rank()].clone()
             comm.all_reduce(flat, mean=False)
             results.append(flat.numpy().tobytes())
-            assert torch.equal(flat, twin(tensors)), f"{size} elements"
+            assert torch.equal(flat, reference(tensors)), f"{size} elements"
             error = (flat.double() - torch.stack(tensors).double().sum(0)).abs()
             assert (error <= bound(tensors)).all(), f"{size} elements"
         assert results[-1] == results[-2]

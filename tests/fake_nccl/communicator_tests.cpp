@@ -55,7 +55,7 @@ Ranks make_ranks(double timeout_s) {
 }
 
 NcclCommunicator::Collective sum_of(const std::shared_ptr<std::vector<float>>& values) {
-  return {values->data(), values->size(), ncclFloat32, ncclSum, values};
+  return {values->data(), values->size(), ncclFloat32, values};
 }
 
 std::shared_ptr<void> registered(NcclCommunicator& communicator, size_t bytes) {
@@ -91,7 +91,7 @@ void test_memory_outlives_communicator() {
     kept[rank] = registered(*ranks[rank], 5000);
     dropped[rank] = registered(*ranks[rank], 7000);
     expect(ranks[rank]->registration() == "registered window", "memory is registered");
-    NcclCommunicator::Collective collective{kept[rank].get(), 1000, ncclFloat32, ncclSum, kept[rank]};
+    NcclCommunicator::Collective collective{kept[rank].get(), 1000, ncclFloat32, kept[rank]};
     std::fill_n(static_cast<float*>(kept[rank].get()), 1000, 1.0f);
     const auto group = ranks[rank]->start({collective}, nullptr);
     dropped[rank].reset();
@@ -107,7 +107,7 @@ void test_teardown_with_a_collective_under_way() {
   Ranks ranks = make_ranks(1);
   on_ranks([&](int rank) {
     const auto memory = registered(*ranks[rank], 400);
-    if (rank == 0) ranks[0]->start({{memory.get(), 100, ncclFloat32, ncclSum, memory}}, nullptr);
+    if (rank == 0) ranks[0]->start({{memory.get(), 100, ncclFloat32, memory}}, nullptr);
   });
   on_ranks([&](int rank) { ranks[rank].reset(); });
 }

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -177,18 +178,24 @@ class WireReduce final : public PendingReduce {
     return true;
   }
 
+  // The process group ends its futures within its timeout.
   void wait() override {
+    while (!wait_for(std::chrono::hours(1))) {
+    }
+  }
+
+  bool wait_for(std::chrono::milliseconds limit) override {
     for (; !transfers_.empty(); transfers_.pop_front()) {
       Transfer& transfer = *transfers_.front();
-      // The process group ends its futures within its timeout.
       while (const auto future = chain_->missing(transfer)) {
-        future->wait();
+        if (!ddp::wait_for(*future, limit)) return false;
         chain_->advance();
       }
       if (!transfer.failure.empty()) throw EnvironmentError(transfer.failure);
-      transfer.back->wait();
+      if (!transfer.back->wait_for(limit)) return false;
       transfer.widen();
     }
+    return true;
   }
 
  private:
@@ -212,7 +219,6 @@ class WireComm final : public Comm {
   int rank() const override { return group_.rank(); }
   std::string name() const override { return group_.name(); }
   at::Tensor allocate(int64_t bytes, c10::Device device) override { return group_.allocate(bytes, device); }
-  void broadcast(const at::Tensor& values) override { group_.broadcast(values); }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided || flat.scalar_type() != at::kFloat || flat.numel() == 0) {

@@ -2,6 +2,7 @@
 #include "ddp/transport/comm_hook.h"
 
 #include "base/check.h"
+#include "ddp/transport/torch_group.h"
 
 namespace drivetrain::ddp {
 
@@ -22,6 +23,12 @@ void HookReduce::wait() {
   if (result_.defined()) return;
   future_->wait();
   result_ = hook_.parseHookResult(future_->value());  // rethrows an error that the future holds
+}
+
+bool HookReduce::wait_for(std::chrono::milliseconds limit) {
+  if (!result_.defined() && !ddp::wait_for(*future_, limit)) return false;
+  wait();
+  return true;
 }
 
 }  // namespace drivetrain::ddp

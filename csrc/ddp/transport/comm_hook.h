@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -28,6 +29,7 @@ class HookReduce final : public PendingReduce {
   // Runs the hook. It may raise, and takes the GIL if it is a Python function.
   HookReduce(c10d::CommHookInterface& hook, const HookBucket& bucket);
   void wait() override;
+  bool wait_for(std::chrono::milliseconds limit) override;
   bool is_done() override { return result_.defined() || future_->completed(); }
   const at::Tensor& result() const { return result_; }
 

@@ -151,7 +151,6 @@ class NcclComm final : public Comm {
     return text("nccl ", api_->version, registration.empty() ? "" : ", ", registration);
   }
   std::string why_not() const override { return why_not_; }
-  bool wants_tags() const override { return false; }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (device != device_) {
@@ -178,11 +177,7 @@ class NcclComm final : public Comm {
       if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
       return sparse_->start_sum(flat);
     }
-    return recording_collective("nccl:all_reduce", tag(), flat, [&] { return hold_back(flat, ncclSum); });
-  }
-
-  void broadcast(const at::Tensor& values) override {
-    recording_collective("nccl:broadcast", tag(), values, [&] { return hold_back(values, std::nullopt); })->wait();
+    return recording_collective("nccl:all_reduce", tag(), flat, [&] { return hold_back(flat); });
   }
 
   void flush() override {
@@ -199,9 +194,7 @@ class NcclComm final : public Comm {
     held_back_.clear();
     if (collectives.empty()) return;
     const c10::DeviceGuard guard(device_);
-    const char* const what = !collectives[0].op        ? "broadcast"
-                             : collectives.size() == 1 ? "allreduce"
-                                                       : "allreduce_coalesced";
+    const char* const what = collectives.size() == 1 ? "allreduce" : "allreduce_coalesced";
     const auto group = recording_launch(*group_, ranks(), what, ++num_launched_, numel, started[0]->dtype,
                                         [&] { return communicator_->start(std::move(collectives), stream()); });
     for (const auto& one : started) one->group = group;
@@ -236,7 +229,7 @@ class NcclComm final : public Comm {
 
   cudaStream_t stream() const { return static_cast<cudaStream_t>(current_stream(device_)); }
 
-  std::unique_ptr<PendingReduce> hold_back(const at::Tensor& flat, std::optional<ncclRedOp_t> op) {
+  std::unique_ptr<PendingReduce> hold_back(const at::Tensor& flat) {
     DT_INVARIANT(flat.is_contiguous());
     if (flat.device() != device_) {
       throw UserError(text("tensor is on ", flat.device().str(), ", expected ", device_.str()));
@@ -245,7 +238,6 @@ class NcclComm final : public Comm {
     collective.values = flat.data_ptr();
     collective.count = static_cast<size_t>(flat.numel());
     collective.type = nccl_type(flat.scalar_type());
-    collective.op = op;
     // Keeps the storage only. Freeing a tensor with a Python object needs the GIL. A thread that asks for the GIL while
     // Python shuts down aborts the process.
     collective.keep = std::make_shared<c10::Storage>(flat.storage());

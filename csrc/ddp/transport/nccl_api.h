@@ -22,8 +22,7 @@ namespace drivetrain::ddp {
   F(ncclGetLastError)       \
   F(ncclGroupStart)         \
   F(ncclGroupEnd)           \
-  F(ncclAllReduce)          \
-  F(ncclBroadcast)
+  F(ncclAllReduce)
 
 // These functions are null where the library is older.
 #define DT_NCCL_OPTIONAL(F) \

@@ -277,15 +277,9 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
   const char* call = "ncclGroupStart";
   for (const Collective& collective : group->collectives()) {
     if (result != ncclSuccess && result != ncclInProgress) break;
-    if (collective.op) {
-      call = "ncclAllReduce";
-      result = api.ncclAllReduce(collective.values, collective.values, collective.count, collective.type,
-                                 *collective.op, handle_->comm, stream_);
-    } else {
-      call = "ncclBroadcast";
-      result = api.ncclBroadcast(collective.values, collective.values, collective.count, collective.type, /*root=*/0,
-                                 handle_->comm, stream_);
-    }
+    call = "ncclAllReduce";
+    result = api.ncclAllReduce(collective.values, collective.values, collective.count, collective.type, ncclSum,
+                               handle_->comm, stream_);
   }
   // Ends the group even after an error: it belongs to the thread, and would take the next communicator's calls.
   const ncclResult_t ended = api.ncclGroupEnd();

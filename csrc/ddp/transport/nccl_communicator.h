@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,12 +35,12 @@ class NcclCommunicator {
     std::chrono::nanoseconds timeout{};
   };
 
+  // An all-reduce that leaves the sum.
   struct Collective {
     void* values = nullptr;
     size_t count = 0;
     ncclDataType_t type = ncclFloat32;
-    std::optional<ncclRedOp_t> op;  // of an all-reduce; none: a broadcast from rank 0
-    std::shared_ptr<void> keep;     // owns the values; released once the collective has ended
+    std::shared_ptr<void> keep;  // owns the values; released once the collective has ended
   };
 
   // A group of collectives that begin and end together.

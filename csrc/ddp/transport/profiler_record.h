@@ -18,11 +18,13 @@ namespace drivetrain::ddp {
 
 // Records the start of a collective of one tensor as a range such as "gloo:all_reduce", the name that torch's tools
 // look for. The range ends with the call, as NCCL's does, so that ranges nest, which NVTX requires. tag: of the
-// collective; those that plan buckets get another name, and do not count as reductions of gradients.
+// collective; those that plan buckets get other names, and do not count as reductions of gradients.
 template <class Body>
-auto recording_collective(const std::string& name, uint64_t tag, const at::Tensor& flat, Body&& body) {
+auto recording_collective(const std::string& name, const Tag& tag, const at::Tensor& flat, Body&& body) {
   if (!at::hasCallbacks()) return body();
-  const std::string title = static_cast<Purpose>(tag & 0xff) == Purpose::kPlan ? "drivetrain::plan" : name;
+  std::string title = tag.purpose == Purpose::kPlan ? "drivetrain::plan" : name;
+  // A sum of rank 0's values and zeros is a broadcast, which torch's class records when it builds its buckets anew.
+  if (tag.purpose == Purpose::kFromRank0) title = name.substr(0, name.find(':')) + ":broadcast";
   const c10::IValue input = flat;
   at::RecordFunction range(at::RecordScope::USER_SCOPE);
   if (range.isActive()) {

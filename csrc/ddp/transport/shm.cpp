@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
@@ -61,10 +60,7 @@ struct Outcome {
   char error[192] = "";
 };
 struct Announcement : Outcome {
-  int64_t pid = 0;
-  int64_t fd = -1;
-  uint64_t nonce = 0;
-  int64_t bytes = 0;
+  Segment::Address address;
 };
 struct OutcomeAndCores : Outcome {
   CoreSet cores;
@@ -106,6 +102,11 @@ class MeanOfSum final : public PendingReduce {
     sum_->wait();
     flat_.div_(size_);
   }
+  bool wait_for(std::chrono::milliseconds limit) override {
+    if (!sum_->wait_for(limit)) return false;
+    wait();
+    return true;
+  }
 
  private:
   std::unique_ptr<PendingReduce> sum_;
@@ -146,7 +147,6 @@ class ShmComm final : public Comm {
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
     exchange.spin = spins_;
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
-    exchange.describe_tag = &describe_tag;
     exchange.is_dead = [this](int local_rank) { return processes_[local_rank].has_ended(); };
     exchange_.emplace(shared_state_->base[0], std::move(exchange));
   }
@@ -165,12 +165,10 @@ class ShmComm final : public Comm {
 
   int size() const override { return torch_->size(); }
   int rank() const override { return torch_->rank(); }
-  void broadcast(const at::Tensor& values) override { torch_->broadcast(values); }
   std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
   std::string why_not() const override { return why_not_; }
   bool averages() const override { return exchange_.has_value(); }
   bool spins() const override { return exchange_ && spins_; }
-  bool wants_tags() const override { return !exchange_ || num_local_ranks() < size(); }
   // Between hosts the process group of the leaders works in the background.
   bool in_background() const override { return !exchange_ || num_local_ranks() < size(); }
 
@@ -234,14 +232,23 @@ class ShmComm final : public Comm {
     ~ShmReduce() override { leave_staging(); }
     bool is_done() override { return comm_.exchange_->is_done(number_); }
     std::optional<double> square_sum() override { return comm_.exchange_->take_square_sum(number_); }
+    bool wait_for(std::chrono::milliseconds limit) override {
+      if (!comm_.exchange_->wait_until(number_, std::chrono::steady_clock::now() + limit)) return false;
+      copy_out();
+      return true;
+    }
     void wait() override {
       comm_.exchange_->wait(number_);
+      copy_out();
+    }
+
+   private:
+    void copy_out() {
       if (!staging_) return;
       std::memcpy(staged_.data_ptr(), comm_.staging(comm_.local_rank_), staged_.nbytes());
       leave_staging();
     }
 
-   private:
     void leave_staging() {
       if (staging_) staging_->is_awaited = false;
       staging_.reset();
@@ -284,8 +291,7 @@ class ShmComm final : public Comm {
     if (flat.layout() != at::kStrided) return nullptr;  // sparse
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
     if (!type || !flat.is_cpu()) return nullptr;
-    ShmExchange::Operation operation = {{},    *type,  flat.numel(), scale, wants_square_sums_ && scale != 1,
-                                        tag(), nullptr};
+    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sums_ && scale != 1};
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
     for (const auto& weak : buffers_) {
@@ -319,21 +325,27 @@ class ShmComm final : public Comm {
   // Returns the values of all ranks. Every rank of the group must call it.
   template <class T>
   std::vector<T> gather(const T& mine) {
-    static_assert(std::is_trivially_copyable_v<T>);
     std::vector<at::Tensor> input = {at::empty({sizeof(T)}, at::kByte)};
     std::memcpy(input[0].data_ptr(), &mine, sizeof(mine));
     std::vector<std::vector<at::Tensor>> outputs(1);
     for (int rank = 0; rank < size(); ++rank) outputs[0].push_back(at::empty_like(input[0]));
     group_->allgather(outputs, input)->wait();
-    std::vector<T> all(size());
-    for (int rank = 0; rank < size(); ++rank) std::memcpy(&all[rank], outputs[0][rank].data_ptr(), sizeof(T));
+    return unpack<T>(outputs[0]);
+  }
+
+  // rows: by rank, sizeof(T) bytes each.
+  template <class T>
+  static std::vector<T> unpack(const std::vector<at::Tensor>& rows) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    std::vector<T> all(rows.size());
+    for (size_t rank = 0; rank < rows.size(); ++rank) std::memcpy(&all[rank], rows[rank].data_ptr(), sizeof(T));
     return all;
   }
 
   // As gather(), through shared memory if all ranks are on this host: the process group takes several times as long.
   template <class T>
   std::vector<T> gather_over_memory(const T& mine) {
-    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(int32_t) == 0);
+    static_assert(sizeof(T) % sizeof(int32_t) == 0);
     constexpr int64_t kWords = sizeof(T) / sizeof(int32_t);
     const bool fits = size() * static_cast<int64_t>(sizeof(T)) <= kStagingBytes;
     if (!exchange_ || num_local_ranks() < size() || !fits) return gather(mine);
@@ -343,9 +355,7 @@ class ShmComm final : public Comm {
     std::unique_ptr<PendingReduce> sum = start_shared(rows.view(-1), 1);
     if (!sum) return gather(mine);
     sum->wait();
-    std::vector<T> all(size());
-    for (int rank = 0; rank < size(); ++rank) std::memcpy(&all[rank], rows[rank].data_ptr(), sizeof(T));
-    return all;
+    return unpack<T>(rows.unbind());
   }
 
   // Returns true if no rank reports an error. Else why_not_ names the rank and its error.
@@ -374,10 +384,7 @@ class ShmComm final : public Comm {
     };
     attempt(mine, [&] {
       buffer->own = std::make_shared<Segment>(Segment::create(bytes));
-      mine.pid = ::getpid();
-      mine.fd = buffer->own->fd();
-      mine.nonce = buffer->own->nonce();
-      mine.bytes = bytes;
+      mine.address = buffer->own->address();
     });
     const std::vector<Announcement> all = gather_over_memory(mine);
     if (!agree(all)) return nullptr;
@@ -385,12 +392,12 @@ class ShmComm final : public Comm {
     attempt(opened, [&] {
       if (processes_.empty()) watch(all);
       for (int local_rank = 0; local_rank < num_local_ranks(); ++local_rank) {
-        const Announcement& other = all[host_[local_rank]];
+        const Segment::Address& other = all[host_[local_rank]].address;
         if (other.bytes != bytes) {
           throw EnvironmentError(
               text("allocates ", bytes, " bytes where ", ranks().name(host_[local_rank]), " allocates ", other.bytes));
         }
-        if (local_rank != local_rank_) buffer->others.push_back(Segment::open(other.pid, other.fd, other.nonce, bytes));
+        if (local_rank != local_rank_) buffer->others.push_back(Segment::open(other));
         buffer->base.push_back(local_rank == local_rank_ ? buffer->own->data() : buffer->others.back().data());
       }
     });
@@ -412,7 +419,7 @@ class ShmComm final : public Comm {
 
   // Comes before their memory is opened: the right nonce in that memory then proves that the process is the same.
   void watch(const std::vector<Announcement>& all) {
-    for (int rank : host_) processes_.emplace_back(all[rank].pid);
+    for (int rank : host_) processes_.emplace_back(all[rank].address.pid);
   }
 
   std::shared_ptr<Comm> torch_;

@@ -62,7 +62,6 @@ struct alignas(64) RankLine {
   std::atomic<uint64_t> published;  // the number of the rank's last operation
   std::atomic<State> state;
   alignas(64) std::atomic<uint64_t> kind[kSlots];  // by slot of the operation, written before it is published
-  std::atomic<uint64_t> tag[kSlots];               // likewise
   Claims claims[kSlots];                           // likewise
 };
 
@@ -136,9 +135,7 @@ bool ShmExchange::is_forked() const { return fork_depth() != creator_; }
 
 void ShmExchange::check_usable() const {
   if (!failure_.empty()) throw EnvironmentError(failure_);
-  if (!is_forked()) return;
-  throw EnvironmentError(text("process ", ::getpid(), " was forked from ", options_.rank_names[options_.rank],
-                              ", and only the process that constructed the wrapper takes part in reductions"));
+  check_not_forked(creator_, options_.rank_names[options_.rank]);
 }
 
 uint64_t ShmExchange::start(Operation operation) {
@@ -157,7 +154,6 @@ uint64_t ShmExchange::start(Operation operation) {
   DT_INVARIANT(num_chunks < int64_t{1} << kCountBits);
   RankLine& line = line_of(block_, options_.rank);
   line.kind[number % kSlots].store(kind_of(operation), std::memory_order_release);
-  line.tag[number % kSlots].store(operation.tag, std::memory_order_release);
   running_.push_back({std::move(operation), number, static_cast<uint32_t>(num_chunks), chunk_numel});
 
   DoneCounts& slot = slot_of(block_, number);
@@ -233,7 +229,7 @@ bool ShmExchange::work(uint32_t max_chunks) {
   try {
     worked = options_.link != nullptr && relay();
   } catch (const std::exception& error) {
-    fail(text("between the hosts: ", error.what()));
+    fail(text("the exchange between hosts failed: ", error.what()));
   }
   const uint64_t published = published_by_all();
   const uint64_t shared = block_.shared.load(std::memory_order_acquire);
@@ -276,24 +272,17 @@ bool ShmExchange::work_on(Running& running, int stage, uint32_t& max_chunks) {
 
 // Comes before any sum: ranks that reduce different tensors would mix their values.
 void ShmExchange::compare_kinds(const Running& running) {
-  const uint64_t mine = kind_of(running.operation), tag = running.operation.tag;
+  const uint64_t mine = kind_of(running.operation);
   for (int rank = 0; rank < options_.size; ++rank) {
     const RankLine& line = line_of(block_, rank);
     const uint64_t theirs = line.kind[running.number % kSlots].load(std::memory_order_acquire);
-    const uint64_t their_tag = line.tag[running.number % kSlots].load(std::memory_order_acquire);
-    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum) && their_tag == tag) continue;
+    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum)) continue;
     if (is_complete(running)) break;  // others have compared and summed; the words belong to a later operation
-    fail(text("the ranks reduce different things: ", options_.rank_names[options_.rank], " ", describe(mine, tag), ", ",
-              options_.rank_names[rank], " ", describe(theirs, their_tag),
-              ". They have taken different ways through the script: another number of backwards, a weight on some "
-              "ranks only, another model"));
+    fail(text("the ranks reduce different tensors: ", options_.rank_names[options_.rank], " reduces ",
+              describe_kind(mine), ", but ", options_.rank_names[rank], " reduces ", describe_kind(theirs),
+              ". Every rank must construct the same model"));
   }
   compared_ = running.number;
-}
-
-std::string ShmExchange::describe(uint64_t kind, uint64_t tag) const {
-  const bool has_tag = tag != 0 && options_.describe_tag;
-  return describe_kind(kind) + (has_tag ? " for " + options_.describe_tag(tag) : "");
 }
 
 // is_usual: this rank computes that chunk in every step.
@@ -345,22 +334,27 @@ bool ShmExchange::relay() {
   return moved;
 }
 
-void ShmExchange::wait(uint64_t number) {
+bool ShmExchange::wait_until(uint64_t number, Clock::time_point deadline) {
   check_usable();
   const auto begin = Clock::now();
   auto next_check = begin + kSleep;
+  if (awaited_ != number) {
+    awaited_ = number;
+    awaited_since_ = begin;
+  }
   for (;;) {
     // Reads the event first, so that any later change ends the sleep.
     const uint32_t event = block_.event.load();
     const bool worked = work(UINT_MAX);
-    if (is_complete(number)) return;
+    if (is_complete(number)) return true;
     if (worked) continue;
     spin_or_sleep(event);
     const auto now = Clock::now();
+    if (now >= deadline) return false;
     if (now < next_check) continue;
     next_check = now + kSleep;
     check_ranks(number);
-    if (now - begin >= options_.timeout) {
+    if (now - awaited_since_ >= options_.timeout) {
       fail(text("not complete within the process group's timeout of ",
                 std::chrono::duration<double>(options_.timeout).count(), " s", missing_ranks(number)));
     }

@@ -51,10 +51,9 @@ class ShmExchange {
     bool several_hosts = false;
     HostLink* link = nullptr;  // for the first rank, where there are several hosts
     std::chrono::nanoseconds timeout{0};
-    bool spin = true;                                   // before it sleeps; useful where every rank has a core
-    std::vector<std::string> rank_names;                // for messages
-    std::function<bool(int)> is_dead;                   // returns true if that rank's process has ended
-    std::function<std::string(uint64_t)> describe_tag;  // for messages
+    bool spin = true;                     // before it sleeps; useful where every rank has a core
+    std::vector<std::string> rank_names;  // for messages
+    std::function<bool(int)> is_dead;     // returns true if that rank's process has ended
   };
 
   struct Operation {
@@ -63,7 +62,6 @@ class ShmExchange {
     int64_t numel = 0;
     double scale = 1;
     bool wants_square_sum = false;           // only for floats within one host
-    uint64_t tag = 0;                        // purpose, step and bucket; equal on all ranks
     std::shared_ptr<void> memory = nullptr;  // keeps the values mapped while this rank takes part
     Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
     int64_t offset = 0;                      // bytes from the start of the residency's memory
@@ -80,7 +78,9 @@ class ShmExchange {
   uint64_t start(Operation operation);
   // Waits until the operation is complete. Throws EnvironmentError, which names the ranks, if one has died or the
   // timeout has passed.
-  void wait(uint64_t number);
+  void wait(uint64_t number) { wait_until(number, std::chrono::steady_clock::time_point::max()); }
+  // Likewise, up to a deadline. Returns true if the operation is complete.
+  bool wait_until(uint64_t number, std::chrono::steady_clock::time_point deadline);
   // Returns true if wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }
   // Returns the sum of squares of a complete result, once, if this rank wanted it and no earlier operation is under
@@ -107,7 +107,6 @@ class ShmExchange {
   uint32_t region_begin(const Running& running, int rank) const;
   bool work_on(Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
-  std::string describe(uint64_t kind, uint64_t tag) const;
   void compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const;
   bool relay();
   void announce();
@@ -121,6 +120,8 @@ class ShmExchange {
   const int last_stage_;
   const uint64_t creator_;  // fork_depth() of the process; a forked child takes no part
   uint64_t started_ = 0;
+  uint64_t awaited_ = 0;  // the last operation that was waited for
+  std::chrono::steady_clock::time_point awaited_since_;
   std::deque<Running> running_;                          // operations not known to be complete, by number
   uint64_t compared_ = 0;                                // the last operation that was compared over ranks
   uint64_t relayed_ = 0;                                 // the last operation that the link has started

@@ -67,6 +67,7 @@ class Mapping {
 
   char* begin() const { return begin_; }
   int fd() const { return file_.get(); }
+  int64_t bytes() const { return bytes_; }
 
   static uint64_t fork_depth() { return fork_depth_.load(std::memory_order_relaxed); }
 
@@ -138,6 +139,12 @@ void Mapping::detach_from_parent() {
 
 uint64_t fork_depth() { return Mapping::fork_depth(); }
 
+void check_not_forked(uint64_t creator, const std::string& rank) {
+  if (fork_depth() == creator) return;
+  throw EnvironmentError(text("process ", ::getpid(), " was forked from ", rank,
+                              ", and only the process that constructed the wrapper takes part in reductions"));
+}
+
 Segment Segment::create(int64_t bytes) {
   Descriptor file = create_file();
   const int64_t all = bytes + kHeaderBytes;
@@ -159,10 +166,10 @@ Segment Segment::create(int64_t bytes) {
   return segment;
 }
 
-Segment Segment::open(int64_t pid, int64_t fd, uint64_t nonce, int64_t bytes) {
-  const std::string path = text("/proc/", pid, "/fd/", fd);
+Segment Segment::open(const Address& address) {
+  const std::string path = text("/proc/", address.pid, "/fd/", address.fd);
   const std::string not_it = text(path, " is not the memory that its process announced");
-  const int64_t all = bytes + kHeaderBytes;
+  const int64_t all = address.bytes + kHeaderBytes;
   Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (file.get() < 0) fail("open of " + path, errno);
   struct stat facts = {};
@@ -172,7 +179,7 @@ Segment Segment::open(int64_t pid, int64_t fd, uint64_t nonce, int64_t bytes) {
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) throw EnvironmentError(text(not_it, ": it is not sealed"));
   Segment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/false));
-  if (segment.nonce() != nonce) throw EnvironmentError(not_it);
+  if (segment.nonce() != address.nonce) throw EnvironmentError(not_it);
   return segment;
 }
 
@@ -181,7 +188,9 @@ Segment::Segment(Segment&& other) noexcept = default;
 Segment::~Segment() = default;
 
 char* Segment::data() const { return mapping_->begin() + kHeaderBytes; }
-int Segment::fd() const { return mapping_->fd(); }
+Segment::Address Segment::address() const {
+  return {::getpid(), mapping_->fd(), nonce(), mapping_->bytes() - kHeaderBytes};
+}
 
 uint64_t Segment::nonce() const {
   uint64_t nonce = 0;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace drivetrain::ddp {
 
@@ -25,6 +26,10 @@ class Descriptor {
 // Returns the number of forks between this process and the one that loaded this library.
 uint64_t fork_depth();
 
+// Throws EnvironmentError in a process that was forked from the one in which fork_depth() returned `creator`. rank: the
+// name of that one.
+void check_not_forked(uint64_t creator, const std::string& rank);
+
 class Mapping;
 
 // A mapped memfd. It has no name, so that nothing is left behind even after SIGKILL, and the size of /dev/shm does not
@@ -36,21 +41,29 @@ class Mapping;
 // opened.
 class Segment {
  public:
+  // Says where another process finds the memory.
+  struct Address {
+    int64_t pid = 0;
+    int64_t fd = -1;
+    uint64_t nonce = 0;  // random; proves that it is the right memory
+    int64_t bytes = 0;
+  };
+
   // Creates zeroed memory of `bytes` bytes.
   static Segment create(int64_t bytes);
-  // Opens the memory that process `pid` of this pid namespace has under the file descriptor `fd` and with this nonce.
-  static Segment open(int64_t pid, int64_t fd, uint64_t nonce, int64_t bytes);
+  // Opens the memory that a process of this pid namespace has created.
+  static Segment open(const Address& address);
 
   ~Segment();
   Segment(Segment&& other) noexcept;
   Segment& operator=(Segment&&) = delete;
 
   char* data() const;
-  uint64_t nonce() const;  // random; proves to a peer that it opened the right memory
-  int fd() const;          // for peers and forked children; only of memory that this process created
+  Address address() const;  // of memory that this process created, for its peers
 
  private:
   explicit Segment(std::unique_ptr<Mapping> mapping);
+  uint64_t nonce() const;
 
   std::unique_ptr<Mapping> mapping_;
 };

@@ -2,11 +2,20 @@
 #include "ddp/transport/torch_group.h"
 
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <iterator>
+#include <mutex>
+#include <new>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <type_traits>
+#include <vector>
 
 namespace drivetrain::ddp {
 namespace {
@@ -14,15 +23,80 @@ namespace {
 // A multiple of the time that gloo usually needs.
 constexpr std::chrono::microseconds kLongestRelease(2000);
 
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// Keeps works that a thread of gloo has not released yet. gloo's thread releases a work shortly after it reports the
+// end, or later on busy cores. As the last owner it would ask for the GIL to free the work's tensors. While Python
+// shuts down that aborts the process ("terminate called without an active exception").
+class UnreleasedWorks {
+ public:
+  // Frees what gloo has released since the last call.
+  void keep(WorkPtr work) {
+    std::vector<WorkPtr> released;  // freed after the mutex, as that may run Python's destructors
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_used = [](const WorkPtr& kept) { return kept.use_count() > 1; };
+    const auto first = std::partition(works_.begin(), works_.end(), is_used);
+    released.assign(std::make_move_iterator(first), std::make_move_iterator(works_.end()));
+    works_.erase(first, works_.end());
+    works_.push_back(std::move(work));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<WorkPtr> works_;
+};
+
+// Outlives the process's static objects, because works must not be freed at its end.
+UnreleasedWorks& unreleased_works() {
+  alignas(UnreleasedWorks) static unsigned char memory[sizeof(UnreleasedWorks)];
+  static UnreleasedWorks& works = *new (memory) UnreleasedWorks;
+  return works;
+}
+
 }  // namespace
+
+bool wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit) {
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_set = false;
+  };
+  if (future.completed()) return true;
+  const auto signal = std::make_shared<Signal>();  // the callback may come after this call
+  future.addCallback([signal](c10::ivalue::Future&) {
+    const std::lock_guard<std::mutex> lock(signal->mutex);
+    signal->is_set = true;
+    signal->changed.notify_all();
+  });
+  std::unique_lock<std::mutex> lock(signal->mutex);
+  return signal->changed.wait_for(lock, limit, [&] { return signal->is_set; });
+}
+
+bool TorchReduce::wait_for(std::chrono::milliseconds limit) {
+  if (is_gloo_) {
+    try {
+      work_->wait(limit);
+    } catch (const std::exception&) {
+      if (!work_->isCompleted()) return false;
+    }
+  }
+  wait();
+  return true;
+}
+
+TorchReduce::~TorchReduce() {
+  if (!is_gloo_ || work_.use_count() <= 1) return;
+  try {
+    unreleased_works().keep(work_);
+  } catch (const std::bad_alloc&) {
+    work_.release();  // its memory is lost; to free it here could abort the process
+  }
+}
 
 void TorchReduce::wait() {
   work_->wait();
   if (!is_gloo_) return;
-  // gloo's thread releases the work shortly after it reports the end. If it is the last owner by then, it asks for the
-  // GIL to free the work's tensors. While Python shuts down that aborts the process ("terminate called without an
-  // active exception"), as it does in about one torch DDP process in twenty on busy cores. This wait lets gloo release
-  // first.
+  // Lets gloo release first, so that the work and its group are freed at their usual time.
   const auto deadline = std::chrono::steady_clock::now() + kLongestRelease;
   while (work_.use_count() > 1 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
 }
@@ -50,11 +124,6 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
   return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
 }
 
-void TorchComm::broadcast(const at::Tensor& values) {
-  std::vector<at::Tensor> tensors = {values};
-  TorchReduce(group_->broadcast(tensors), backend_ == "gloo").wait();
-}
-
 std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at::Tensor sent,
                                                          std::vector<int64_t> received_counts,
                                                          std::vector<int64_t> sent_counts) {
@@ -65,21 +134,69 @@ std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at
   return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
 }
 
-std::string describe_tag(uint64_t tag) {
-  const std::string step = " in synchronized step " + std::to_string(tag >> 24);
-  switch (static_cast<Purpose>(tag & 0xff)) {
-    case Purpose::kBucket:
-      return "bucket " + std::to_string(tag >> 8 & 0xffff) + step;
-    case Purpose::kUsedMap:
-      return "the map of used parameters" + step;
-    case Purpose::kWeights:
-      return "the weights" + step;
-    case Purpose::kReplicas:
-      return "the comparison of replicas" + step;
-    case Purpose::kPlan:
-      return "the planning of buckets" + step;
+namespace {
+
+class TorchExchange final : public HostExchange {
+ public:
+  explicit TorchExchange(const std::string& group_name)
+      : comm_(std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, Ranks())) {}
+
+  // A group that ends waits for what it has under way, and the other hosts need not take part in another round. Their
+  // connections then last until the process ends.
+  ~TorchExchange() override {
+    static std::mutex mutex;
+    static auto& kept = *new std::vector<std::unique_ptr<TorchComm>>;  // outlives the process's static objects
+    if (!last_ || last_->wait_for(std::chrono::milliseconds(0))) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    kept.push_back(std::move(comm_));
   }
-  return "an unknown purpose";
+
+  // Sends each host the message by itself: all arrive after one way over the network, whatever the number of hosts.
+  std::shared_ptr<Round> start(const HostMessage& mine) override {
+    const at::Tensor sent = at::zeros({comm_->size(), kBytes}, at::kByte);
+    for (int host = 0; host < comm_->size(); ++host) {
+      std::memcpy(sent.data_ptr<uint8_t>() + host * kBytes, &mine, sizeof(mine));
+    }
+    const at::Tensor received = at::zeros_like(sent);
+    const std::vector<int64_t> rows(comm_->size(), 1);
+    last_ = std::make_shared<TorchRound>(comm_->start_all_to_all(received, sent, rows, rows), received);
+    return last_;
+  }
+
+ private:
+  static constexpr int64_t kBytes = sizeof(HostMessage);
+  static_assert(std::is_trivially_copyable_v<HostMessage>);
+
+  class TorchRound final : public Round {
+   public:
+    TorchRound(std::unique_ptr<TorchReduce> work, at::Tensor received)
+        : work_(std::move(work)), received_(std::move(received)) {}
+
+    bool wait_for(std::chrono::milliseconds limit) override {
+      if (limit.count() > 0) return work_->wait_for(limit);  // torch takes 0 for no limit
+      return work_->is_done();
+    }
+
+    std::vector<HostMessage> received() const override {
+      work_->wait();
+      std::vector<HostMessage> messages(received_.size(0));
+      std::memcpy(messages.data(), received_.const_data_ptr(), received_.nbytes());
+      return messages;
+    }
+
+   private:
+    const std::unique_ptr<TorchReduce> work_;
+    const at::Tensor received_;
+  };
+
+  std::unique_ptr<TorchComm> comm_;
+  std::shared_ptr<TorchRound> last_;
+};
+
+}  // namespace
+
+std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name) {
+  return std::make_unique<TorchExchange>(group_name);
 }
 
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks) {

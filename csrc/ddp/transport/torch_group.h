@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,12 +15,19 @@
 
 namespace drivetrain::ddp {
 
+// Waits for that long at most. Returns true if the future has completed, with a value or an error.
+bool wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit);
+
 class TorchReduce final : public PendingReduce {
  public:
   TorchReduce(c10::intrusive_ptr<c10d::Work> work, bool is_gloo) : work_(std::move(work)), is_gloo_(is_gloo) {}
+  ~TorchReduce() override;
+  TorchReduce(const TorchReduce&) = delete;
+  TorchReduce& operator=(const TorchReduce&) = delete;
 
   bool is_done() override { return work_->isCompleted(); }
   void wait() override;
+  bool wait_for(std::chrono::milliseconds limit) override;
   // Returns a future that completes, with a value or an error, when the work does or shortly before.
   c10::intrusive_ptr<c10::ivalue::Future> future() const { return work_->getFuture(); }
 
@@ -38,7 +46,6 @@ class TorchComm final : public Comm {
   std::string name() const override { return "torch"; }
   at::Tensor allocate(int64_t bytes, c10::Device device) override;
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
-  void broadcast(const at::Tensor& values) override;
 
   // Starts to send every rank its part of `sent`, and to receive the ranks' parts one behind another in `received`.
   // Both are uint8 [any]; the counts are each rank's bytes, [size].

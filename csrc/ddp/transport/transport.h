@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -10,6 +11,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "ddp/transport/tag_board.h"
 
 namespace drivetrain::ddp {
 
@@ -20,6 +23,12 @@ class PendingReduce {
   // Returns when the result may be used; on CUDA by later work of the current stream. Throws the transport's error
   // within its timeout.
   virtual void wait() = 0;
+  // Waits for about that long at most. Returns true if wait() would return at once. A transport whose wait() does not
+  // hold up the host need not implement it.
+  virtual bool wait_for(std::chrono::milliseconds) {
+    wait();
+    return true;
+  }
   // Returns true if wait() would return, or throw, at once.
   virtual bool is_done() = 0;
   // Returns true if the transport has held it back, so that no other rank has seen it; see Comm::flush().
@@ -27,14 +36,6 @@ class PendingReduce {
   // Returns the sum of squares of a complete result, if want_square_sums() asked for it.
   virtual std::optional<double> square_sum() { return std::nullopt; }
 };
-
-// The purpose of a collective, of which its tag consists with its step and bucket. Tag 0 means unknown. Ranks give the
-// parts of one collective the same tag.
-enum class Purpose : uint8_t { kBucket = 1, kUsedMap, kWeights, kReplicas, kPlan };
-constexpr uint64_t tag_of(int64_t step, Purpose purpose, uint64_t bucket = 0) {
-  return static_cast<uint64_t>(step) << 24 | (bucket & 0xffff) << 8 | static_cast<uint64_t>(purpose);
-}
-std::string describe_tag(uint64_t tag);  // "bucket 3 in synchronized step 7"
 
 // The ranks of a process group as the whole job numbers them.
 class Ranks {
@@ -60,8 +61,11 @@ class Comm {
   // Names the ranks in errors and records.
   const Ranks& ranks() const { return ranks_; }
   // Sets the tag of the collectives that start from now on.
-  void set_tag(uint64_t tag) { tag_ = tag; }
-  uint64_t tag() const { return tag_; }
+  void set_tag(const Tag& tag) { tag_ = tag; }
+  const Tag& tag() const { return tag_; }
+  // Sets the board on which the ranks of this host show their collectives; null: they do not.
+  void set_board(std::shared_ptr<TagBoard> board) { board_ = std::move(board); }
+  TagBoard* board() const { return board_.get(); }
   virtual int size() const = 0;
   virtual int rank() const = 0;
   // Returns what carries the values and, where that is not what was requested, why not.
@@ -72,9 +76,6 @@ class Comm {
   // Returns true if start() leaves the mean over ranks, else it leaves the sum. Fixed once all memory is allocated.
   // NCCL could average too, but would then use neither NVLS nor its symmetric kernels (nccl#1455).
   virtual bool averages() const { return false; }
-  // Returns true if the caller is to send tags behind the values. A transport that compares tags before it sums needs
-  // none, and over NCCL the host does not wait for the values.
-  virtual bool wants_tags() const { return true; }
   // Returns true if a wait for other ranks begins by spinning. It then ends sooner, at the cost of a core.
   virtual bool spins() const { return false; }
   // Returns true if collectives proceed by themselves. Else the ranks' threads execute them in start() and wait().
@@ -90,17 +91,19 @@ class Comm {
   // Begins collectives that the transport has held back to begin them together. A wait for one of them does the same.
   // Every rank must call it between the same starts.
   virtual void flush() {}
-  // Gives every rank rank 0's values, in place, and waits for them.
-  virtual void broadcast(const at::Tensor& values) = 0;
 
  private:
   const Ranks ranks_;
-  uint64_t tag_ = 0;
+  Tag tag_;
+  std::shared_ptr<TagBoard> board_;
 };
 
 // Makes a transport over any torch process group, by the name under which torch registered it, for tensors on that type
 // of device.
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks = Ranks());
+
+// Makes the exchange of tags between the ranks of a gloo process group.
+std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);
 
 // Makes a transport over a gloo process group that sends float32 values as bfloat16 and sums them in float32. Each rank
 // sums its own piece of a tensor in rank order, and all get the same bits. Other types travel unchanged. Every rank

@@ -1,13 +1,13 @@
 """Checks before a module is wrapped: its devices, and that all ranks wrap the same model with the same arguments."""
 
 import hashlib
-from contextlib import nullcontext
+import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .gather import gather_bytes, gather_objects
+from .gather import gather_bytes, gather_objects, on_device
 from .transport import rank_name
 
 
@@ -15,6 +15,22 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the parameters that will be reduced, with their names."""
     ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def check_default_group() -> None:
+    """Raises ValueError with the call that makes the default process group, if there is none."""
+    if dist.is_initialized():
+        return
+    call = "torch.distributed.init_process_group("
+    if "RANK" in os.environ:  # a launcher has described the group
+        cure = f"Call {call}) first, or pass process_group."
+    else:
+        cure = (
+            f"In a single process, as in a notebook, call {call}store=torch.distributed.HashStore(), rank=0, "
+            f"world_size=1) first. For several ranks start the script with torchrun and call {call}). Or pass "
+            "process_group."
+        )
+    raise ValueError(f"DistributedDataParallel needs a process group and none is initialized. {cure}")
 
 
 def check_devices(named_params: list[tuple[str, nn.Parameter]]) -> None:
@@ -47,7 +63,7 @@ def check_same_on_all_ranks(
             mine[f"the gradient of parameter {name!r}"] = str(param.grad_dtype)
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
     device = next((param.device for _, param in named_params), torch.device("cpu"))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         if len(set(gather_bytes(digest, group))) == 1:
             return
         by_rank = gather_objects(mine, group)

@@ -116,7 +116,7 @@ class ControlBlock:
             store.set(self._summary_of(self._host), json.dumps({rank: status_of(one) for rank, one in records}))
             return records
 
-        self._take(self._ask(put) or ())
+        self._take(self.ask(put) or ())
 
     def read(self) -> bool:
         """Reads what has changed, and notes which ranks have published. Returns False if the store does not answer."""
@@ -136,7 +136,7 @@ class ControlBlock:
             ]
             return records + self._records(store, stale), seen
 
-        found = self._ask(get)
+        found = self.ask(get)
         if found is None:
             return False
         records, seen = found
@@ -147,7 +147,7 @@ class ControlBlock:
 
     def fetch(self, ranks: Sequence[int]) -> None:
         """Reads the records of these ranks."""
-        self._take(self._ask(lambda store: self._records(store, ranks)) or ())
+        self._take(self.ask(lambda store: self._records(store, ranks)) or ())
 
     def begin_listening(self) -> None:
         """Counts the silence of every rank from now."""
@@ -213,7 +213,7 @@ class ControlBlock:
         values = dict(zip(found_keys, store.multi_get(found_keys), strict=True)) if found_keys else {}
         return [values.get(key) for key in keys]
 
-    def _ask(self, question: Callable[[Any], R]) -> R | None:
+    def ask(self, question: Callable[[Any], R]) -> R | None:
         """Asks the store in a thread of its own, and returns None if it does not answer in time.
 
         A TCPStore's call waits for a stopped server whatever timeout it gets. While a call waits nothing else is asked.
@@ -275,12 +275,17 @@ def host_name() -> str:
     return this_process()["host"] or socket.gethostname()
 
 
-def _connect(group: dist.ProcessGroup) -> _Connection:
+def connection_to_store(group: dist.ProcessGroup) -> Any:
+    """Returns a connection of its own to the group's store; None if the group has no store.
+
+    A connection carries one call at a time: a rank that waits for a key would block another user's calls.
+    """
     store: Any = dist.distributed_c10d._world.pg_map.get(group, ("", None))[1]
-    if group not in _connections and _tcp_store_in(store) is not None:
-        # A connection carries one call at a time: a rank that waits for a key would block ours.
-        store = store.clone()
-    connection = _connections.get(group, _Connection(store, 0))
+    return store.clone() if _tcp_store_in(store) is not None else store
+
+
+def _connect(group: dist.ProcessGroup) -> _Connection:
+    connection = _connections.get(group) or _Connection(connection_to_store(group), 0)
     _connections[group] = connection._replace(num_blocks=connection.num_blocks + 1)
     return connection
 

@@ -21,12 +21,13 @@ from ..grad import main_grads
 from . import hang_reports
 from . import transport as transports
 from .bucket_plan import BucketPlan, describe_plan, obstacle_to_planning
-from .consistency import check_devices, check_same_on_all_ranks, trained_parameters
+from .consistency import check_default_group, check_devices, check_same_on_all_ranks, trained_parameters
 from .defaults import constructed, defaults, with_defaults
 from .join import BUFFERS, JoinsUnevenInputs
 from .logger import Logger
 from .reducer import Reducer
 from .stragglers import delays
+from .tag_board import show_collectives
 
 __all__ = ["DistributedDataParallel", "checked_weight", "constructed", "defaults"]
 
@@ -153,11 +154,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
         )
         self._report_hang_after = hang_reports.limit_from(report_hang_after)
         check_devices(trained_parameters(module))
-        if process_group is None and device_mesh is None and not dist.is_initialized():
-            raise ValueError(
-                "DistributedDataParallel needs a process group and none is initialized: start the script with "
-                "torchrun and call torch.distributed.init_process_group() first, or pass process_group."
-            )
+        if process_group is None and device_mesh is None:
+            check_default_group()
         if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch refuses lazy ones itself
             arguments = {name: given[name] for name in _SAME_EVERYWHERE}
             arguments |= {
@@ -268,7 +266,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             NotImplementedError: An optimizer runs inside backward, or `mixed_precision` is set.
         """
         if weight is None:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(**kwargs)
             return
         weight = checked_weight(weight)
         if self._join_config.enable:
@@ -277,7 +275,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         failed = True
         try:
             if weight > 0:
-                (loss * weight).backward(**kwargs)  # type: ignore[no-untyped-call]
+                (loss * weight).backward(**kwargs)
             elif self.require_backward_grad_sync:
                 self.reducer.reduce_collected()
             failed = False
@@ -355,6 +353,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         self._why_not_planned = obstacle_to_planning(self, parameters, expect_sparse_gradient)
         wire_dtype = self.__dict__.get("_wire_dtype")
         comm = transports.make_comm(self._transport, self.process_group, parameters[0].device, wire_dtype)
+        show_collectives(comm, self.process_group, parameters[0].device)
         self.reducer = Reducer(
             params=parameters,
             names=names,
@@ -467,7 +466,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
 
 @_disable_dynamo
 def _announce(reducer: Reducer, output: Any) -> None:
-    reducer.announce(list(_find_tensors(output)))  # type: ignore[no-untyped-call]
+    reducer.announce(list(_find_tensors(output)))
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])

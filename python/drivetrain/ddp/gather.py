@@ -1,5 +1,6 @@
 """Collects a value of every rank, with one collective where all ranks' values have the same size."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,11 @@ def cpu_backend(group: dist.ProcessGroup) -> str | None:
         return str(group._get_backend(torch.device("cpu")).name())
     except RuntimeError:
         return None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context in which torch's collectives of objects take place on that device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -50,7 +50,19 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         with waiting(self.reducer.progress(), BUFFERS):
             super()._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
 
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Broadcasts buffers of one rank, after the ranks have compared that all are about to."""
+        if self._has_reducer() and not hasattr(self, "buffer_hook"):  # a hook may communicate otherwise, or not at all
+            self.reducer.announce_buffers()
+        try:
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if self._has_reducer() and (difference := self.reducer.difference()):
+                raise RuntimeError(f"drivetrain: {BUFFERS} has failed: {difference}") from error
+            raise
+
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        self.reducer.announce_agreement()
         with waiting(self.reducer.progress(), "the agreement on whether to synchronize"):
             found: bool | None = super()._check_global_requires_backward_grad_sync(  # type: ignore[no-untyped-call]
                 is_joined_rank

@@ -14,6 +14,7 @@ from torch import nn
 from .. import _C
 from . import transport as transports
 from .hang_reports import HangReporter, waiting
+from .tag_board import show_collectives
 
 # Numbers this process's wrappers from 1. Ranks that wrap the same models in the same order give the same numbers.
 _wrappers = itertools.count(1)
@@ -162,6 +163,7 @@ class Reducer(_C.Reducer):
         self._process_group = process_group
         device = self._params[0].device
         comm = transports.make_comm(self._transport, process_group, device, self._wire_dtype)
+        show_collectives(comm, process_group, device)
         self.set_comm(comm)
         self._report_hangs(comm)
 

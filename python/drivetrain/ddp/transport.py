@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, processes
-from .gather import cpu_backend, gather_bytes, gather_objects
+from .gather import cpu_backend, gather_bytes, gather_objects, on_device
 
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
@@ -97,7 +97,7 @@ def make_comm(
         wire_dtype = None
     hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
     if wire_dtype and group not in _returning:
-        returning = _group_beside(group, list(range(size)))
+        returning = group_beside(group, list(range(size)))
         assert returning is not None
         _returning[group] = returning
     over_group = _comm_over(group, device, _returning[group] if wire_dtype else None)
@@ -110,15 +110,15 @@ def make_comm(
         first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
         # Every module gets its own group: two that are reduced at the same time may be summed within hosts in different
         # orders.
-        leaders = _group_beside(group, first_ranks)
-        leaders_returning = _group_beside(group, first_ranks) if wire_dtype else None
+        leaders = group_beside(group, first_ranks)
+        leaders_returning = group_beside(group, first_ranks) if wire_dtype else None
         over_leaders = _comm_over(leaders, device, leaders_returning) if leaders else None
     return _C.shm_comm(
         process_group=group.group_name,
         hosts=hosts,
         group=over_group,
         leaders=over_leaders,
-        timeout_s=_timeout(group, device).total_seconds(),
+        timeout_s=group_timeout(group, device).total_seconds(),
         ranks=dist.get_process_group_ranks(group),
     )
 
@@ -144,7 +144,7 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
         except RuntimeError as error:
             why_not = str(error)
     # Ranks agree first, so that none waits for a rank that cannot take part.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         reasons = gather_objects(why_not, group)
     for rank, reason in enumerate(reasons):
         if reason:
@@ -152,7 +152,7 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
     return _C.nccl_comm(
         process_group=group.group_name,
         device=str(device),
-        timeout_s=_timeout(group, device).total_seconds(),
+        timeout_s=group_timeout(group, device).total_seconds(),
         fallback=library,
         ranks=dist.get_process_group_ranks(group),
     )
@@ -192,8 +192,7 @@ def _find_hosts(choice: str, group: dist.ProcessGroup, device: torch.device, wir
         return _Hosts([], f"the parameters are on {device}, shared memory is for the CPU")
     if (backend := cpu_backend(group)) != "gloo":
         return _Hosts([], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'")
-    identity = () if choice == "torch" else _host_identity()
-    host = hashlib.sha256(repr(identity).encode()).digest()  # every rank's identity has the same size
+    host = host_digest()
     found = gather_bytes(bytes((CHOICES.index(choice), _WIRE_DTYPES.index(wire_dtype))) + host, group)
     _check_same(group, "transport", [CHOICES[facts[0]] for facts in found], f", or set {VARIABLE} everywhere")
     _check_same(group, "wire_dtype", [_WIRE_DTYPES[facts[1]] for facts in found])
@@ -214,6 +213,11 @@ def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else:
         )
 
 
+def host_digest() -> bytes:
+    """Returns bytes, as many on every rank, that are equal for ranks that can share memory; see `_host_identity`."""
+    return hashlib.sha256(repr(_host_identity()).encode()).digest()
+
+
 def _host_identity() -> tuple[str, ...]:
     """Returns a value that is equal for ranks that can share memory, and differs for others as far as can be detected.
 
@@ -230,13 +234,13 @@ def _host_identity() -> tuple[str, ...]:
     return (boot, *spaces, str(os.getuid()))
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Returns the group's timeout for operations on that type of device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
-def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
+def group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
     """Makes another gloo group of some of the group's ranks; None on the others. Every rank must call it."""
     is_member = dist.get_rank(group) in ranks
     # All ranks of the job take part in making a group, unless the call says that only its own ranks do.
@@ -247,7 +251,7 @@ def _group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGro
     with alike:
         beside = dist.new_group(
             [dist.get_global_rank(group, rank) for rank in ranks],
-            timeout=_timeout(group, torch.device("cpu")),
+            timeout=group_timeout(group, torch.device("cpu")),
             backend="gloo",
             use_local_synchronization=not is_whole_job,
         )

@@ -1,0 +1,41 @@
+// Declares tags, which say what a collective is for. Needs no torch header.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace drivetrain::ddp {
+
+// The purpose of a collective.
+enum class Purpose : uint8_t {
+  kBucket = 1,
+  kWeightedBucket,
+  kHook,
+  kUsedMap,
+  kWeights,
+  kReplicas,
+  kPlan,
+  kFromRank0,
+  kBuffers,
+  kAgreement
+};
+
+// Identifies a collective within a job. Ranks give the parts of one collective the same tag.
+struct Tag {
+  Purpose purpose{};     // 0: unknown
+  int64_t step = 0;      // synchronized, from 1
+  uint64_t bucket = 0;   // of kBucket, kWeightedBucket and kHook
+  uint64_t wrapper = 0;  // counts the wrappers of a process group
+
+  // Packs the tag into a word. Larger numbers lose their high bits.
+  uint64_t word() const;
+  static Tag of(uint64_t word);
+};
+
+std::string describe(const Tag& tag);  // "bucket 3 in synchronized step 7"
+
+// Returns the error of two ranks whose collectives do not belong together. Both are named and described by the caller.
+std::string describe_difference(const std::string& rank, const std::string& what, const std::string& other_rank,
+                                const std::string& other_what);
+
+}  // namespace drivetrain::ddp

@@ -16,6 +16,7 @@
 #include "grad/grad.h"
 #include "optim/optim.h"
 #include "saved_tensors/saved_tensors.h"
+#include "trace/trace.h"
 
 namespace py = pybind11;
 
@@ -71,4 +72,5 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::budget::register_solver(m);
   drivetrain::saved_tensors::register_pack(m);
   drivetrain::saved_tensors::register_offload(m);
+  drivetrain::trace::register_trace(m);
 }

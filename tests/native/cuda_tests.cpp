@@ -434,7 +434,7 @@ const std::vector<Shape> kShapes = {{1, 1, 1},   {70, 3, 3},   {1, 0, 257},   {1
 class Matrices {
  public:
   Matrices(const Layout& layout, const std::vector<Shape>& shapes) {
-    const Format state = layout.state == Format::kSigned8 ? Format::kFloat32 : layout.state;
+    const Format state = formats::has_blocks(layout.state) ? Format::kFloat32 : layout.state;
     for (const Shape& shape : shapes) {
       const int64_t rows = shape.matrices * shape.rows, columns = shape.matrices * shape.columns;
       const int64_t numel = shape.rows > 0 ? rows * shape.columns : columns;

@@ -9,6 +9,7 @@ namespace drivetrain {
 void expect(bool holds, const std::string& what);
 
 void test_shared_memory();
+void test_tag_board();
 void test_cuda_kernels();
 void test_step_kernels();
 void test_conversions();

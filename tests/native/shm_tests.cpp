@@ -140,12 +140,15 @@ void test_sums() {
 void test_segments() {
   ddp::Segment mine = ddp::Segment::create(10000);
   mine.data()[9999] = 7;
-  ddp::Segment same = ddp::Segment::open(::getpid(), mine.fd(), mine.nonce(), 10000);
+  ddp::Segment same = ddp::Segment::open(mine.address());
   expect(same.data()[9999] == 7 && same.data()[0] == 0, "an opened segment is the same memory, zeroed at first");
-  for (auto [nonce, bytes] : {std::pair(mine.nonce() + 1, int64_t{10000}), std::pair(mine.nonce(), int64_t{20000})}) {
+  ddp::Segment::Address other = mine.address(), larger = mine.address();
+  ++other.nonce;
+  larger.bytes = 20000;
+  for (const ddp::Segment::Address& address : {other, larger}) {
     bool threw = false;
     try {
-      ddp::Segment::open(::getpid(), mine.fd(), nonce, bytes);
+      ddp::Segment::open(address);
     } catch (const EnvironmentError&) {
       threw = true;
     }
@@ -155,14 +158,15 @@ void test_segments() {
 
 void test_seals() {
   ddp::Segment mine = ddp::Segment::create(10000);
-  expect(::ftruncate(mine.fd(), 0) != 0 && ::ftruncate(mine.fd(), 1 << 20) != 0, "a segment keeps its size");
+  const int file = static_cast<int>(mine.address().fd);
+  expect(::ftruncate(file, 0) != 0 && ::ftruncate(file, 1 << 20) != 0, "a segment keeps its size");
   const ddp::Descriptor open(::memfd_create("not sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const uint64_t nonce = 7;
   expect(::pwrite(open.get(), &nonce, sizeof(nonce), 0) == sizeof(nonce) && ::ftruncate(open.get(), 20000) == 0,
          "a file that must be refused is made");
   std::string error = "no error";
   try {
-    ddp::Segment::open(::getpid(), open.get(), nonce, 10000);
+    ddp::Segment::open({::getpid(), open.get(), nonce, 10000});
   } catch (const EnvironmentError& thrown) {
     error = thrown.what();
   }
@@ -181,7 +185,7 @@ int status_of_fork(Child&& child) {
 
 void test_forked_segments() {
   ddp::Segment mine = ddp::Segment::create(10000);
-  auto opened = std::make_unique<ddp::Segment>(ddp::Segment::open(::getpid(), mine.fd(), mine.nonce(), 10000));
+  auto opened = std::make_unique<ddp::Segment>(ddp::Segment::open(mine.address()));
   mine.data()[0] = 1;
   const int failed = status_of_fork([&] {
     if (mine.data()[0] != 1) return 1;
@@ -246,7 +250,7 @@ void test_residency() {
   std::vector<ddp::Segment> others;
   std::vector<char*> data;
   for (int i = 0; i < 6; ++i) {
-    others.push_back(ddp::Segment::open(::getpid(), memory.fd(), memory.nonce(), kBytes));
+    others.push_back(ddp::Segment::open(memory.address()));
     data.push_back(others.back().data());
   }
   ddp::Residency residency(data, kBytes);
@@ -488,9 +492,13 @@ void test_exchange_errors() {
     } catch (const EnvironmentError& thrown) {
       error = thrown.what();
     }
-    expect(error.find("rank 1 the mean of 1 float32, rank 0 the sum of 1 float32") != std::string::npos, error);
+    expect(error.find("rank 1 reduces the mean of 1 float32, but rank 0 reduces the sum of 1 float32") !=
+               std::string::npos,
+           error);
     const std::string others = error_of_wait(first, number);
-    expect(others.find("rank 0 the sum of 1 float32, rank 1 the mean of 1 float32") != std::string::npos, others);
+    expect(others.find("rank 0 reduces the sum of 1 float32, but rank 1 reduces the mean of 1 float32") !=
+               std::string::npos,
+           others);
     expect(value == before, "nothing was added up");
   }
 }

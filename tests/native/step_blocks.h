@@ -65,6 +65,8 @@ inline int64_t extra_bytes_of(Format format, int64_t numel) {
       return 4 * numel;
     case Format::kSigned8:
     case Format::kSquared8:
+    case Format::kSignedFloat8:
+    case Format::kSquaredFloat8:
       return (numel + formats::kBlock - 1) / formats::kBlock * 4;
     default:
       return 0;
@@ -104,7 +106,8 @@ inline std::vector<unsigned char> bytes_of(const std::vector<std::vector<Block>>
   return result;
 }
 
-// Names the formats of one step's arrays. kSigned8 as `state` stands for the 8-bit codes that fit each state.
+// Names the formats of one step's arrays. kSigned8 and kSignedFloat8 as `state` stand for the 8-bit formats that fit
+// each state.
 struct Layout {
   const char* name;
   Format param, grad, state;
@@ -119,9 +122,17 @@ inline const std::vector<Layout> kLayouts = {
     {"bfloat16 with compensation", Format::kBFloat16Kahan, Format::kFloat32, Format::kBFloat16},
     {"float16 with compensation", Format::kFloat16Kahan, Format::kFloat16, Format::kFloat32},
     {"float16 with master", Format::kFloat16Master, Format::kFloat16, Format::kSigned8},
+    {"remainder of 16 bits, float8", Format::kBFloat16Remainder16, Format::kBFloat16, Format::kSignedFloat8},
     {"bfloat16 at random", Format::kBFloat16Stochastic, Format::kBFloat16, Format::kSigned8},
     {"float16 at random", Format::kFloat16Stochastic, Format::kFloat16, Format::kFloat16},
 };
+
+// Returns the format of a state under a layout.
+inline Format state_format_of(const Layout& layout, bool is_squared) {
+  if (is_squared && layout.state == Format::kSigned8) return Format::kSquared8;
+  if (is_squared && layout.state == Format::kSignedFloat8) return Format::kSquaredFloat8;
+  return layout.state;
+}
 
 // Describes a rule with its arguments and states.
 struct TestedRule {
@@ -199,13 +210,13 @@ class Params {
  public:
   Params(const TestedRule& rule, const Layout& layout, const std::vector<int64_t>& sizes)
       : rule_(rule), layout_(layout) {
-    const auto state_format = [&](int s) {
-      return layout.state != Format::kSigned8 ? layout.state : rule.squared[s] ? Format::kSquared8 : Format::kSigned8;
-    };
     for (int64_t numel : sizes) {
       std::vector<Block>& mine = blocks_.emplace_back();
       for (int b = 0; b < 2 + rule.num_states; ++b) {
-        mine.emplace_back(b == 0 ? layout.param : b == 1 ? layout.grad : state_format(b - 2), numel, b);
+        mine.emplace_back(b == 0   ? layout.param
+                          : b == 1 ? layout.grad
+                                   : state_format_of(layout, rule.squared[b - 2]),
+                          numel, b);
       }
       optim::ParamJob job = {};
       job.param = mine[0].stream();

@@ -186,8 +186,7 @@ class Tested {
       job.param = add(row.layout.param, 0);
       job.grad = add(row.layout.grad, 1);
       for (int s = 0; s < row.rule.num_states; ++s) {
-        const bool is_squared = row.layout.state == Format::kSigned8 && row.rule.squared[s];
-        job.state[s] = add(is_squared ? Format::kSquared8 : row.layout.state, 2 + s);
+        job.state[s] = add(state_format_of(row.layout, row.rule.squared[s]), 2 + s);
       }
       job.begin = num_blocks(total) * formats::kBlock;
       job.numel = shape.numel;

@@ -1,0 +1,192 @@
+"""The monitor's thread: reads the trace, builds events, and hands them to sinks, the progress line and the advice."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..phases import LABELS
+from .advice import Setup, advise
+from .events import event, step_event
+from .exchange import Exchange
+from .hangs import Hang, HangWatch, Place
+from .progress import Progress
+from .stragglers import Straggler
+from .stream import Event, Stream
+from .summary import Summary
+from .system import System
+
+OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
+_POLL_S, _EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 0.1, 1.0, 5.0, 5.0
+_logger = logging.getLogger("drivetrain")
+
+
+class Collector:
+    """Turns accounts of steps into events, in a thread that the training does not wait for.
+
+    Args:
+        reader: The trace.
+        stream: The sinks.
+        rank: This rank.
+        samples_of: Takes the number of a step and returns its samples.
+        rates_of: Takes samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
+        setup: Facts for advice; the collector reads it anew each time.
+        place: Returns the position in the epoch, for the progress line.
+        system: Measures host and GPU.
+        hangs: Watches the training thread.
+        progress: The progress line; None shows none.
+    """
+
+    def __init__(
+        self,
+        reader: _C.TraceReader,
+        stream: Stream,
+        rank: int,
+        samples_of: Callable[[int], int],
+        rates_of: Callable[[int, int, float], dict[str, float | None]],
+        setup: Setup,
+        place: Callable[[], tuple[int, int]],
+        system: System,
+        hangs: HangWatch,
+        progress: Progress | None,
+    ) -> None:
+        self.summary = Summary()
+        self.advice: dict[str, str] = {}
+        self.straggler: Straggler | None = None
+        self.hang: Hang | None = None
+        self.num_steps = 0
+        self.attributed_s = 0.0  # seconds of all steps with complete accounts
+        self.total_s = 0.0  # seconds of all steps
+        self._reader, self._stream, self._rank = reader, stream, rank
+        self._samples_of, self._rates_of, self._setup, self._place = samples_of, rates_of, setup, place
+        self._system, self._hangs, self._progress = system, hangs, progress
+        self._exchange: Exchange | None = None  # from the time at which several ranks are connected
+        self._has_warned = False
+        self._due = dict.fromkeys(("exchange", "system", "advice"), time.monotonic() + 1.0)
+        self._has_stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="drivetrain-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, and takes what the trace still holds."""
+        self._has_stopped.set()
+        self._thread.join(_EXCHANGE_S + 5.0)
+        self.poll(is_last=True)
+
+    def poll(self, is_last: bool = False) -> None:
+        """Takes all steps that have ended since the last call."""
+        with self._lock:
+            for account in self._reader.read():
+                self._take(account)
+            if is_last or self._is_due("advice", _ADVICE_S):
+                self._advise(is_last)
+            if not is_last and self._is_due("exchange", _EXCHANGE_S):
+                self._compare()
+            if is_last or self._is_due("system", _SYSTEM_S):
+                self._send("system", values=self._system.sample(), dropped=self._stream.dropped())
+            if self._progress is not None:
+                self._progress.show()
+
+    def _work(self) -> None:
+        while not self._has_stopped.wait(_POLL_S):
+            try:
+                self.poll()
+            except Exception:
+                _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
+
+    def _is_due(self, what: str, period_s: float) -> bool:
+        now = time.monotonic()
+        if now < self._due[what]:
+            return False
+        self._due[what] = now + period_s
+        return True
+
+    def _send(self, kind: str, **fields: object) -> None:
+        self._emit(event(kind, self._rank, self.num_steps, **fields))
+
+    def _emit(self, sent: Event) -> None:
+        self.summary.take(sent)
+        self._stream.send(sent)
+
+    def _take(self, account: _C.StepAccount) -> None:
+        if account.step == OUTSIDE:
+            return
+        self.num_steps = account.step
+        if torch.cuda.is_initialized() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "monitor: times are of the host, and CUDA runs behind it: a phase shows when work was enqueued or "
+                "waited for, not when the GPU did it"
+            )
+        samples, seconds = self._samples_of(account.step), account.wall_ns * 1e-9
+        self.total_s += seconds
+        if account.is_complete:
+            self.attributed_s += sum(account.phase_ns) * 1e-9
+        step = step_event(account, self._rank, samples, self._rates_of(account.step, samples, seconds))
+        self._emit(step)
+        if self._exchange is not None and account.is_complete:
+            self._exchange.add(step["phases"])
+        if self._progress is not None:
+            self._progress.take(step, self._place())
+
+    def _advise(self, is_last: bool) -> None:
+        setup = Setup(
+            self._setup.num_workers,
+            self._setup.num_cores,
+            dist.get_world_size() if dist.is_initialized() else 1,
+            self.straggler is not None,
+        )
+        for phase, text in advise(self.summary, setup).items():
+            if phase not in self.advice or (is_last and text != self.advice[phase]):  # the figures of the whole run
+                self._send("advice", phase=phase, text=text)
+            self.advice[phase] = text
+
+    def _compare(self) -> None:
+        """Shows this rank to the others, and takes from them who is slow, and whom a standing rank waits for."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if self._exchange is None and group is not None and dist.get_world_size() > 1:
+            self._exchange = Exchange(group)
+        place = self._hangs.look(self._reader.standing(), self.num_steps + 1)
+        wants_others = self._hangs.wants_others
+        found: Straggler | None = None
+        places: dict[int, Place] = {}
+        if self._exchange is not None:
+            found, places = self._exchange.exchange(place, wants_others)
+        self._hangs.hear(places)
+        if (hang := self._hangs.report(places)) is not None:
+            self._report(hang)
+        if found is not None:
+            self._name(found)
+
+    def _report(self, hang: Hang) -> None:
+        self.hang = hang
+        self._send(
+            "hang",
+            slow_rank=hang.rank,
+            phase=hang.phase,
+            where=hang.where,
+            seconds=hang.seconds,
+            text=hang.text,
+            stack=hang.stack,
+        )
+        _logger.warning("monitor: %s", hang.text)
+
+    def _name(self, found: Straggler) -> None:
+        if self.straggler is None or (found.rank, found.phase) != (self.straggler.rank, self.straggler.phase):
+            text = (
+                f"rank {found.rank} is {found.excess:.0%} slower than the others, which wait for it; it loses the time "
+                f"in: {LABELS[found.phase]}"
+            )
+            self._send("straggler", slow_rank=found.rank, phase=found.phase, excess=found.excess, text=text)
+            _logger.warning("monitor: %s", text)
+        self.straggler = found

@@ -1,0 +1,206 @@
+"""Attaches the trace to a training loop: hooks around forward, backward and the optimizer step, and the batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import _C
+from ..phases import number_of
+
+_DATA, _FORWARD = number_of("data"), number_of("forward")
+_BACKWARD, _OPTIMIZER = number_of("backward"), number_of("optimizer")
+
+
+class Hooks:
+    """Marks the phases of one model and its optimizers while it is attached.
+
+    `torch.autograd.backward`, which `Tensor.backward` calls, is replaced by a function that marks its beginning and end
+    and passes all arguments on. Results do not change. Calls of `torch.autograd.grad`, and code that imported the
+    function itself before, are not marked.
+
+    Args:
+        model: Its calls are the forward passes; None marks none.
+        optimizers: Their `step` calls are marked; None marks those of all optimizers.
+        on_optimizer_step: Called after each `step` of an optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+        on_optimizer_step: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._on_optimizer_step = on_optimizer_step
+        self._handles: list[Any] = []
+        self._plain_backward: Any = None
+        self._marked_backward: Any = None
+
+    def attach(self) -> None:
+        """Registers all hooks."""
+        if self._model is not None:
+            self._handles.append(self._model.register_forward_pre_hook(_begin_forward))
+            # always_call: the phase must end if forward raises.
+            self._handles.append(self._model.register_forward_hook(_end_forward, always_call=True))
+        if self._optimizers is None:
+            self._handles.append(register_optimizer_step_pre_hook(self._begin_optimizer))
+            self._handles.append(register_optimizer_step_post_hook(self._end_optimizer))
+        for optimizer in self._optimizers or ():
+            self._handles.append(optimizer.register_step_pre_hook(self._begin_optimizer))
+            self._handles.append(optimizer.register_step_post_hook(self._end_optimizer))
+        plain = torch.autograd.backward
+
+        @functools.wraps(plain)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            _C.trace_begin(_BACKWARD)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                _C.trace_end(_BACKWARD)
+
+        self._plain_backward, self._marked_backward = plain, backward
+        torch.autograd.backward = backward
+
+    def detach(self) -> None:
+        """Removes all hooks. It leaves a `torch.autograd.backward` that other code has replaced since."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._marked_backward is not None and torch.autograd.backward is self._marked_backward:
+            torch.autograd.backward = self._plain_backward
+
+    def _begin_optimizer(self, *_: Any) -> None:
+        _C.trace_begin(_OPTIMIZER)
+
+    def _end_optimizer(self, *_: Any) -> None:
+        _C.trace_end(_OPTIMIZER)
+        self._on_optimizer_step()
+
+
+def _begin_forward(*_: Any) -> None:
+    _C.trace_begin(_FORWARD)
+
+
+def _end_forward(*_: Any) -> None:
+    _C.trace_end(_FORWARD)
+
+
+class Batches:
+    """Iterates over a loader, and marks the time for which the loop waits for it.
+
+    Args:
+        loader: Any iterable of batches.
+        on_wait: Called before the loop waits for a batch.
+        on_batch: Called with each batch.
+        on_end: Called after the last batch.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        on_wait: Callable[[], None],
+        on_batch: Callable[[Any], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._on_end = on_end
+        self._loader = loader
+        self._on_wait = on_wait
+        self._on_batch = on_batch
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._on_wait()
+        _C.trace_begin(_DATA)  # starting workers counts as waiting for data
+        try:
+            batches = iter(self._loader)
+        finally:
+            _C.trace_end(_DATA)
+        is_first = True
+        while True:
+            if not is_first:
+                self._on_wait()
+            is_first = False
+            _C.trace_begin(_DATA)
+            try:
+                batch = next(batches, _END)
+            finally:
+                _C.trace_end(_DATA)
+            if batch is _END:
+                self._on_end()
+                return
+            self._on_batch(batch)
+            yield batch
+
+
+_END = object()
+
+
+class Iterations:
+    """Iterates over a loader by the `__iter__` of its own class, where another one has taken its place.
+
+    Args:
+        plain: The class's own `__iter__`.
+        loader: The loader.
+    """
+
+    def __init__(self, plain: Callable[[Any], Iterator[Any]], loader: Iterable[Any]) -> None:
+        self._plain, self._loader = plain, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._plain(self._loader)
+
+
+def replace_iterations(loader: Iterable[Any], marked: Callable[[Iterable[Any]], Iterable[Any]]) -> Callable[[], None]:
+    """Lets each `iter(loader)` go through `marked`, also in code that holds the loader already.
+
+    The object gets a subclass of its class, because Python looks `__iter__` up there. `isinstance` holds as before.
+
+    Args:
+        loader: A loader whose class is a Python class.
+        marked: Takes an iterable over the loader, and returns the one to use.
+
+    Returns:
+        A function that gives the loader its own class again.
+    """
+    own = type(loader)
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        return iter(marked(Iterations(own.__iter__, self)))
+
+    subclass = type(own.__name__, (own,), {"__iter__": __iter__, "__module__": own.__module__})
+    # Accelerate's loaders have a __class__ of their own that cannot be set.
+    set_class = object.__dict__["__class__"].__set__
+    set_class(loader, subclass)
+
+    def restore() -> None:
+        if type(loader) is subclass:
+            set_class(loader, own)
+
+    return restore
+
+
+def first_dimension(batch: Any) -> int:
+    """Returns the size of the first dimension of the first tensor in a batch; 0 if there is none.
+
+    Args:
+        batch: A tensor, or tensors in nested lists, tuples, mappings and objects like transformers' BatchEncoding.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if hasattr(batch, "values") and callable(batch.values):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return 0
+    for part in batch:
+        if size := first_dimension(part):
+            return size
+    return 0

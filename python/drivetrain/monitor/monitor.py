@@ -1,0 +1,363 @@
+"""`Monitor`: accounts for the time of every training step, and sends it to files, dashboards and the terminal."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterable, Sequence, Sized
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import _C
+from ..phases import span
+from ..processes import this_process
+from .advice import Setup
+from .collector import OUTSIDE, Collector
+from .events import event
+from .flops import FlopCount, obstacle_to_counting, peak_flops
+from .hangs import LIMIT_S, Hang, HangWatch
+from .hooks import Batches, Hooks, first_dimension
+from .progress import Progress
+from .sinks import make_sinks
+from .stacks import answer_requests
+from .stragglers import Straggler
+from .stream import Sink, Stream
+from .summary import Summary
+from .system import System
+
+_COUNTED_STEP = 2  # the first step also builds buckets and optimizer states
+
+
+class Monitor:
+    """Accounts for the time of every training step, without changing its results.
+
+    ::
+
+        with drivetrain.Monitor(model, optimizer, loader, to=["jsonl:run.jsonl"]) as monitor:
+            for batch in monitor(loader):
+                ...
+        print(monitor.summary())
+
+    A step lasts from the wait for its first batch to the wait for the next one after `optimizer.step()`. Loops without
+    `monitor(loader)` end a step with each `optimizer.step()`. One monitor can be active in a process.
+
+    Args:
+        model: The module whose calls are the forward passes, wrapped or not. None counts the time between a batch and
+            the backward pass as forward.
+        optimizer: The optimizer, or several, whose `step` ends a step. None ends a step with each batch.
+        loader: The loader of the loop, for advice on its workers.
+        flops: "auto" counts the floating-point operations of the second step, which takes longer, for MFU and HFU. A
+            number is taken as those of a sample, without recomputation. None reports neither.
+        peak_flops: Peak FLOP/s of a device, for MFU and HFU. None takes a data sheet's value, where the GPU is known.
+        to: Sinks: "jsonl:FILE", "tensorboard:FOLDER", "prometheus:PORT", "prometheus:HOST:PORT", or
+            `Sink` objects.
+        progress: True shows a progress line on rank 0, and the table at the end; on stderr, or in the notebook.
+        report_hang_after: Seconds after which a rank that stands still is reported, or three times what its phase has
+            taken before, if that is more. 0 reports none.
+        count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
+
+    Raises:
+        TypeError: `to` is a string, or holds something else than strings and sinks.
+        ValueError: A sink's string, `flops`, `peak_flops` or `report_hang_after` is wrong.
+        ImportError: The package of a sink is missing; the message says how to install it.
+        NotImplementedError: The model is on another device than the CPU: times of GPUs are not taken yet.
+        OSError: The port of a sink is taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        loader: Iterable[Any] | None = None,
+        *,
+        flops: str | float | None = "auto",
+        peak_flops: float | None = None,
+        to: Sequence[str | Sink] = (),
+        progress: bool = True,
+        report_hang_after: float = LIMIT_S,
+        count: Callable[[Any], int] | None = None,
+    ) -> None:
+        if not (flops is None or flops == "auto" or (isinstance(flops, int | float) and flops > 0)):
+            raise ValueError(f"flops is {flops!r}, expected 'auto', a number above 0, or None")
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"peak_flops is {peak_flops!r}, expected a number above 0, or None")
+        if not report_hang_after >= 0:
+            raise ValueError(f"report_hang_after is {report_hang_after!r}, expected seconds >= 0, or 0: never")
+        self._device = _device_of(model)
+        if self._device.type != "cpu":
+            raise NotImplementedError(
+                f"Monitor takes the times of the host, and the model is on {self._device}, which runs behind it: its "
+                "times would be wrong. Leave the monitor out there."
+            )
+        self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._model, self._loader = model, loader
+        # None: all optimizers of the process, see ScriptMonitor.
+        self._optimizers: list[torch.optim.Optimizer] | None = [] if optimizer is None else _as_list(optimizer)
+        self._flops, self._peak_flops = flops, peak_flops
+        self._why_not_counted = obstacle_to_counting(model) if model is not None and flops == "auto" else None
+        self._hang_limit_s = report_hang_after
+        self._count = count or first_dimension
+        self._sinks = make_sinks(to, self._rank)
+        self._shows_progress = progress and self._rank == 0
+        self._progress: Progress | None = None
+        self._hooks: Hooks | None = None
+        self._reader: _C.TraceReader | None = None
+        self._stream: Stream | None = None
+        self._collector: Collector | None = None
+        self._num_steps = 0
+        self._num_batches = 0  # since the last step ended
+        self._num_samples = 0
+        self._has_stepped = False
+        self._has_loader = False
+        self._samples: dict[int, int] = {}  # by step, until the collector takes them
+        self._place = (0, 0)
+        self._counting: FlopCount | None = None
+        self._is_counting = False
+        self._flops_per_sample: tuple[float, float] | None = None  # of the model alone, and with recomputation
+
+    # ---- The block.
+
+    def __enter__(self) -> Monitor:
+        if self._collector is not None:
+            raise RuntimeError("this Monitor has been entered before: build a new one")
+        self._reader = _C.TraceReader(copies_batches=False, sees_forwards=self._model is not None)
+        try:
+            self._stream = Stream(self._sinks)
+            self._progress = self._make_progress() if self._shows_progress else None
+            setup = Setup(
+                num_workers=getattr(self._loader, "num_workers", None),
+                num_cores=len(os.sched_getaffinity(0)),
+            )
+            self._collector = Collector(
+                self._reader,
+                self._stream,
+                self._rank,
+                samples_of=lambda step: self._samples.pop(step, 0),
+                rates_of=self._rates,
+                setup=setup,
+                place=lambda: self._place,
+                system=System(self._device),
+                hangs=HangWatch(
+                    self._rank, threading.get_ident(), self._hang_limit_s, is_in_step=lambda: self._num_batches > 0
+                ),
+                progress=self._progress,
+            )
+            self._stream.send(self._run_event())
+            self._hooks = Hooks(self._model, self._optimizers, self._end_optimizer_step)
+            self._hooks.attach()
+            _C.trace_step(OUTSIDE)
+            self._collector.start()
+        except BaseException:
+            self._reader.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._hooks is not None
+        assert self._reader is not None
+        assert self._stream is not None
+        assert self._collector is not None
+        self._end_counting()
+        self._hooks.detach()
+        self._reader.stop()
+        self._collector.stop()
+        summary = self._collector.summary
+        self._stream.send(
+            event(
+                "end",
+                self._rank,
+                self._num_steps,
+                dropped=self._stream.dropped(),
+                refused_records=self._reader.num_refused(),
+                failed=kind is not None,
+            )
+        )
+        self._stream.close()
+        summary.note_dropped(self._stream.dropped())
+        if self._progress is not None:
+            self._progress.close()
+            if summary.num_steps:
+                self._show(summary)
+
+    def __call__(self, loader: Iterable[Any]) -> Batches:
+        """Returns an iterable over the loader that marks the waits for batches.
+
+        Args:
+            loader: Any iterable; an iterator, or a DataLoader of several epochs.
+
+        Raises:
+            RuntimeError: The call is outside of the block.
+        """
+        if self._collector is None:
+            raise RuntimeError("monitor(loader) was called outside of the block: with Monitor(...) as monitor")
+        self._place = (0, len(loader) if isinstance(loader, Sized) else 0)
+        return Batches(loader, self._before_batch, self._take_batch, self._end_batches)
+
+    def phase(self, name: str) -> Any:
+        """Returns a context that attributes its time to a phase, for example "checkpoint".
+
+        Args:
+            name: "data", "copy", "forward", "backward", "communication", "recomputation", "optimizer", "checkpoint" or
+                "host".
+
+        Raises:
+            ValueError: There is no phase of that name.
+        """
+        return span(name)
+
+    # ---- Results.
+
+    def summary(self) -> Summary:
+        """Returns where the time of the steps so far went. It prints as a table, and shows as one in notebooks.
+
+        Raises:
+            RuntimeError: The block has not been entered.
+        """
+        collector = self._entered()
+        if self._reader is not None and _C.trace_is_on():
+            collector.poll()
+        return collector.summary
+
+    @property
+    def advice(self) -> list[str]:
+        """One sentence with cause and cure for each phase that takes more than its share."""
+        return list(self._entered().advice.values())
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that makes the others wait, as rank 0 sees it; None if there is none, and on other ranks."""
+        return self._entered().straggler
+
+    @property
+    def hang(self) -> Hang | None:
+        """The last report that this rank stood still; None if there was none."""
+        return self._entered().hang
+
+    @property
+    def attributed_share(self) -> float:
+        """Share of the time of all steps whose account is complete, 0 to 1."""
+        collector = self._entered()
+        return collector.attributed_s / collector.total_s if collector.total_s else 1.0
+
+    def _entered(self) -> Collector:
+        if self._collector is None:
+            raise RuntimeError("this Monitor has not been entered: use it in a with statement")
+        return self._collector
+
+    # ---- Steps.
+
+    def _before_batch(self) -> None:
+        """Ends the step, if its optimizer step has been made; time without batches belongs to no step."""
+        self._end_counting()
+        if self._num_batches == 0:
+            _C.trace_step(OUTSIDE)
+        elif self._is_step_over():
+            self._end_step()
+        self._has_loader = True
+
+    def _end_batches(self) -> None:
+        """Ends the last step; batches without an optimizer step, as of an evaluation, belong to none."""
+        self._before_batch()
+        if self._num_batches:
+            _C.trace_step(OUTSIDE)
+            self._num_batches = self._num_samples = 0
+
+    def _take_batch(self, batch: Any) -> None:
+        self._num_batches += 1
+        self._num_samples += self._count(batch)
+        self._place = (self._place[0] + 1, self._place[1])
+        if self._flops == "auto" and self._why_not_counted is None and self._num_steps + 1 == _COUNTED_STEP:
+            self._counting = FlopCount() if self._counting is None else self._counting
+            self._counting.__enter__()  # type: ignore[no-untyped-call]
+            self._is_counting = True
+
+    def _end_optimizer_step(self) -> None:
+        self._has_stepped = True
+        if not self._has_loader:
+            self._end_step()
+
+    def _is_step_over(self) -> bool:
+        return self._has_stepped or self._optimizers == []
+
+    def _end_step(self) -> None:
+        self._num_steps += 1
+        self._samples[self._num_steps] = self._num_samples
+        _C.trace_step(self._num_steps)
+        self._num_batches = self._num_samples = 0
+        self._has_stepped = False
+
+    def _end_counting(self) -> None:
+        if self._counting is None or not self._is_counting:
+            return
+        self._counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._is_counting = False
+        if self._is_step_over() and self._num_samples:
+            forward, total = self._counting.forward, self._counting.total
+            # By convention a backward pass takes twice the forward pass's operations. It takes fewer where the inputs
+            # of the first layer need no gradient.
+            model = min(3 * forward, total)
+            self._flops_per_sample = (model / self._num_samples, total / self._num_samples)
+
+    def _rates(self, step: int, samples: int, seconds: float) -> dict[str, float | None]:
+        peak = self._peak_flops or peak_flops(self._device, torch.get_default_dtype())
+        rates: dict[str, float | None] = {"mfu": None, "hfu": None}
+        if self._flops == "auto" and step == _COUNTED_STEP and self._counting is not None:
+            rates["counted_flops"] = True
+        per_sample = self._flops_per_sample
+        if isinstance(self._flops, int | float):
+            per_sample = (float(self._flops), 0.0)
+        if peak and per_sample and samples and seconds:
+            rates["mfu"] = per_sample[0] * samples / seconds / peak
+            if per_sample[1]:
+                rates["hfu"] = per_sample[1] * samples / seconds / peak
+        return rates
+
+    # ---- Reports.
+
+    def _make_progress(self) -> Progress:
+        return Progress()
+
+    def _run_event(self) -> dict[str, Any]:
+        return event(
+            "run",
+            self._rank,
+            0,
+            world_size=self._world_size,
+            host=platform.node(),
+            pid=os.getpid(),
+            process=this_process(),
+            stacks=answer_requests(),
+            device=str(self._device),
+            torch=str(torch.__version__),
+            parameters=sum(p.numel() for p in self._model.parameters()) if self._model is not None else None,
+            flops_not_counted=self._why_not_counted,
+        )
+
+    def _show(self, summary: Summary) -> None:
+        assert self._progress is not None
+        if self._progress.kind == "notebook":
+            importlib.import_module("IPython.display").display(summary)
+            return
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        console.width = console.width if console.is_terminal else 120
+        console.print(summary.table())
+
+
+def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _device_of(model: nn.Module | None) -> torch.device:
+    parameter = next(model.parameters(), None) if model is not None else None
+    return parameter.device if parameter is not None else torch.device("cpu")

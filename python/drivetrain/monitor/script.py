@@ -1,0 +1,48 @@
+"""Monitors a script that nobody edits: `drivetrain run --monitor`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .hooks import Batches, Iterations
+from .monitor import Monitor
+from .progress import Progress
+
+
+class ScriptMonitor(Monitor):
+    """A monitor over all optimizers and DataLoaders of this process, from its entry to the end of the process.
+
+    The time between a batch and the backward pass counts as forward. A step within which another DataLoader runs to its
+    end, such as one for an evaluation, is left out.
+
+    Args:
+        to: Sinks, as for `Monitor`.
+    """
+
+    def __init__(self, to: Sequence[str]) -> None:
+        super().__init__(to=to, flops=None)
+        self._optimizers = None
+        self._process = os.getpid()
+
+    def start(self) -> None:
+        """Begins, and ends when the process does."""
+        self.__enter__()
+        plain = DataLoader.__iter__
+
+        def marked(loader: DataLoader[Any]) -> Iterator[Any]:
+            return iter(Batches(Iterations(plain, loader), self._before_batch, self._take_batch, self._end_batches))
+
+        DataLoader.__iter__ = marked  # type: ignore[method-assign, assignment]
+        atexit.register(self._finish)
+
+    def _finish(self) -> None:
+        if os.getpid() == self._process:  # forked children inherit the call
+            self.__exit__(None, None, None)
+
+    def _make_progress(self) -> Progress:
+        return Progress("lines")  # a live line would disturb the script's own

@@ -1,0 +1,167 @@
+"""Serves the event stream to Prometheus."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import ssl
+import threading
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from ..stream import Event, Sink
+from .requirement import require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOKEN_VARIABLE = "DRIVETRAIN_METRICS_TOKEN"
+_BUCKETS_S = tuple(round(base * 10.0**power, 6) for power in range(-3, 3) for base in (1, 1.8, 3.2, 5.6))
+
+
+class Prometheus(Sink):
+    """Serves metrics of this rank at http://host:port/metrics.
+
+    Every rank listens on a port of its own: `port` plus its local rank. Label values are escaped by prometheus-client.
+
+    Args:
+        port: TCP port of local rank 0, 1 to 65535.
+        host: Address to listen on. The default reaches this machine alone.
+        certfile: File with the TLS certificate; None serves plain HTTP.
+        keyfile: File with its key.
+        token: A request must carry it as `Authorization: Bearer TOKEN`. None takes the environment variable
+            DRIVETRAIN_METRICS_TOKEN, if it is set.
+
+    Raises:
+        ImportError: The package prometheus-client is missing.
+        ValueError: The port is out of range, or only one of `certfile` and `keyfile` is given.
+        OSError: The port is taken.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        *,
+        certfile: str | None = None,
+        keyfile: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        require("prometheus-client", "the sink prometheus", "prometheus_client")
+        if not 1 <= port <= 65535:
+            raise ValueError(f"port is {port}, expected 1 to 65535")
+        if (certfile is None) != (keyfile is None):
+            raise ValueError("certfile and keyfile belong together, and only one of them is given: pass both")
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client.exposition import ThreadingWSGIServer
+
+        self.name = f"prometheus:{port}"
+        self._port, self._host = port + int(os.environ.get("LOCAL_RANK", "0")), host
+        self._registry = CollectorRegistry()
+        self._metrics = _Metrics(self._registry)
+        app = _with_token(make_wsgi_app(self._registry), token or os.environ.get(TOKEN_VARIABLE))
+        # A port that is taken is an error of the script, so that it is bound here and not in the sink's thread.
+        self._server = make_server(self._host, self._port, app, ThreadingWSGIServer, handler_class=_Silent)
+        if certfile is not None:
+            try:
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(certfile, keyfile)
+                self._server.socket = context.wrap_socket(
+                    self._server.socket, server_side=True, do_handshake_on_connect=False
+                )
+            except BaseException:
+                self._server.server_close()
+                raise
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """The address that Prometheus scrapes."""
+        scheme = "https" if isinstance(self._server.socket, ssl.SSLSocket) else "http"
+        return f"{scheme}://{self._host}:{self._port}/metrics"
+
+    def open(self) -> None:
+        """Begins to answer."""
+        self._thread = threading.Thread(target=self._server.serve_forever, name="drivetrain-monitor-http", daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event) -> None:
+        """Updates the metrics."""
+        self._metrics.take(event)
+
+    def close(self) -> None:
+        """Stops answering and frees the port."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread.join(5)
+        self._server.server_close()
+
+
+class _Silent(WSGIRequestHandler):
+    timeout = 10  # seconds for a request, so that an idle connection does not hold a thread
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Writes nothing: a line per scrape would bury the training's output."""
+
+
+def _with_token(app: Callable[..., Any], token: str | None) -> Callable[..., Any]:
+    if token is None:
+        return app
+    expected = f"Bearer {token}".encode()
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
+        if hmac.compare_digest(given, expected):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"a bearer token is required\n"]
+
+    return checked
+
+
+class _Metrics:
+    """The metrics of one rank. Names carry base units, as Prometheus recommends."""
+
+    def __init__(self, registry: Any) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
+            return Gauge(f"drivetrain_{name}", text, ("rank", *labels), registry=registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
+            return Counter(f"drivetrain_{name}", text, ("rank", *labels), registry=registry)
+
+        self._step_seconds = Histogram(
+            "drivetrain_step_seconds", "Wall time of a step", ("rank",), buckets=_BUCKETS_S, registry=registry
+        )
+        self._phase_seconds = counter("phase_seconds", "Seconds in each phase", ("phase",))
+        self._samples = counter("samples", "Samples that steps have consumed")
+        self._last_step = gauge("last_step", "Number of the last step")
+        self._values = {
+            "samples_per_s": gauge("samples_per_second", "Samples per second of the last step"),
+            "mfu": gauge("model_flops_utilization", "Share of the device's peak FLOP/s without recomputation"),
+            "hfu": gauge("hardware_flops_utilization", "Share of the device's peak FLOP/s with recomputation"),
+        }
+        self._system = gauge("system", "Use of the host and the device", ("resource",))
+        self._excess = gauge("straggler_excess_ratio", "Excess of a straggler's step over the others'", ("phase",))
+        self._dropped = gauge("dropped_events", "Events that a sink has not taken", ("sink",))
+
+    def take(self, event: Event) -> None:
+        """Updates the metrics from one event."""
+        rank = str(event["rank"])
+        if event["type"] == "step":
+            self._step_seconds.labels(rank).observe(event["wall_s"])
+            self._last_step.labels(rank).set(event["step"])
+            for phase, seconds in event["phases"].items():
+                self._phase_seconds.labels(rank, phase).inc(seconds)
+            self._samples.labels(rank).inc(event["samples"])
+            for name, metric in self._values.items():
+                if event.get(name) is not None:
+                    metric.labels(rank).set(event[name])
+        elif event["type"] == "system":
+            for name, value in event["values"].items():
+                self._system.labels(rank, name).set(value)
+            for name, count in event["dropped"].items():
+                self._dropped.labels(rank, name).set(count)
+        elif event["type"] == "straggler":
+            self._excess.labels(str(event["slow_rank"]), event["phase"]).set(event["excess"])

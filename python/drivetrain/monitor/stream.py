@@ -1,0 +1,128 @@
+"""The event stream: every sink has its own thread and a bounded queue, so that none delays training or another sink."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+Event = dict[str, Any]
+_logger = logging.getLogger("drivetrain")
+CAPACITY = 4096  # events per sink
+
+
+class Sink(ABC):
+    """Receives the events of a run. All its methods run in one thread of its own and may block or raise."""
+
+    name = "sink"
+    close_s = 5.0  # the limit on waiting for it at the end of the run
+
+    def open(self) -> None:  # noqa: B027
+        """Opens files and connections."""
+
+    @abstractmethod
+    def write(self, event: Event) -> None:
+        """Takes one event of docs/monitoring.md's schema."""
+
+    def close(self) -> None:  # noqa: B027
+        """Flushes and closes."""
+
+
+class _Lane:
+    """One sink with its queue and its thread. It drops events that find the queue full or that the sink refuses."""
+
+    def __init__(self, sink: Sink, capacity: int) -> None:
+        self.sink = sink
+        self.num_dropped = 0
+        self.error: str | None = None  # the first error
+        self._queue: queue.Queue[Event | None] = queue.Queue(capacity)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"drivetrain-monitor-{sink.name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, event: Event) -> None:
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self._drop()
+
+    def close(self, begin: float) -> None:
+        """Waits until the sink has taken what is queued. What is left after its limit counts as dropped.
+
+        Args:
+            begin: When the closing of all sinks began, by the monotonic clock.
+        """
+        deadline = begin + self.sink.close_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
+                break
+            except queue.Full:
+                continue
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._drop(self._queue.qsize())
+            self._note(f"took nothing until the end of the run, within {self.sink.close_s:g} s")
+
+    def _work(self) -> None:
+        is_open = False
+        while (event := self._queue.get()) is not None:
+            try:
+                if not is_open:
+                    self.sink.open()
+                    is_open = True
+                self.sink.write(event)
+            except Exception as error:
+                self._drop()
+                self._note(f"{type(error).__name__}: {error}")
+        if is_open:
+            try:
+                self.sink.close()
+            except Exception as error:
+                self._note(f"{type(error).__name__}: {error}")
+
+    def _drop(self, count: int = 1) -> None:
+        with self._lock:
+            self.num_dropped += count
+
+    def _note(self, error: str) -> None:
+        if self.error is None:
+            self.error = error
+            _logger.warning("monitor: %s drops events, and the training goes on: %s", self.sink.name, error)
+
+
+class Stream:
+    """Hands every event to all sinks without waiting for any.
+
+    Args:
+        sinks: The sinks, opened in their threads.
+        capacity: Events that a sink may be behind before further ones are dropped.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], capacity: int = CAPACITY) -> None:
+        self._lanes = [_Lane(sink, capacity) for sink in sinks]
+
+    def send(self, event: Event) -> None:
+        """Queues an event for every sink."""
+        for lane in self._lanes:
+            lane.offer(event)
+
+    def dropped(self) -> dict[str, int]:
+        """Returns the number of events that each sink has not taken."""
+        return {lane.sink.name: lane.num_dropped for lane in self._lanes}
+
+    def errors(self) -> dict[str, str]:
+        """Returns the first error of every sink that has had one."""
+        return {lane.sink.name: lane.error for lane in self._lanes if lane.error}
+
+    def close(self) -> None:
+        """Ends all sinks. Their limits run at the same time."""
+        begin = time.monotonic()
+        for lane in self._lanes:
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no thread
+                lane.close(begin)

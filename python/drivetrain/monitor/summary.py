@@ -1,0 +1,199 @@
+"""Adds up the steps of a run, and shows where the time went."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..notebook import html_table
+from ..phases import LABELS
+from .events import VERSION
+from .stream import Event
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WARM_UP = 3  # steps that do not count, if there are more: memory is first touched, buckets and workers start
+_STEPS_KEPT = 10_000
+_BAR = 24  # characters
+
+
+@dataclass
+class Summary:
+    """Where the time of a run's steps went.
+
+    Attributes:
+        name: Title of the run.
+        num_steps: Steps that count. The first three do not, nor a step whose FLOPs were counted.
+        wall_s: Their time in seconds.
+        phase_s: Seconds by phase; their sum is `wall_s`.
+        samples: Samples of this rank in these steps.
+        mfu: Model FLOPs utilization of the last step; None if it is not known.
+        hfu: Hardware FLOPs utilization, which counts recomputation.
+    """
+
+    name: str = "run"
+    num_steps: int = 0
+    wall_s: float = 0.0
+    phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LABELS, 0.0))
+    samples: int = 0
+    mfu: float | None = None
+    hfu: float | None = None
+    _walls: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT), repr=False)
+    _num_warm_up: int = field(default=0, repr=False)
+    _texts: dict[tuple[str, str], str] = field(default_factory=dict, repr=False)
+
+    def take(self, event: Event) -> None:
+        """Adds an event of the stream."""
+        if event["type"] == "step" and event["complete"]:
+            if self._num_warm_up < _WARM_UP:
+                self._num_warm_up += 1
+            elif not event.get("counted_flops"):
+                self._add(event)
+        elif event["type"] in ("advice", "straggler", "hang"):
+            self._texts[event["type"], event["phase"]] = event["text"]
+        elif event["type"] == "end":
+            self.note_dropped(event["dropped"])
+
+    def note_dropped(self, dropped: Mapping[str, int]) -> None:
+        """Notes the events that sinks have not taken, by sink."""
+        for sink, count in dropped.items():
+            if count:
+                self._texts["dropped", sink] = f"{sink} dropped {count} events"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was advised, which rank is slow, and what sinks dropped."""
+        return list(self._texts.values())
+
+    def _add(self, event: Event) -> None:
+        self.num_steps += 1
+        self.wall_s += event["wall_s"]
+        self.samples += event["samples"]
+        self._walls.append(event["wall_s"])
+        for phase in LABELS:
+            self.phase_s[phase] += event["phases"][phase]
+        self.mfu, self.hfu = event.get("mfu"), event.get("hfu")
+
+    def share(self, phase: str) -> float:
+        """Returns the share of a phase in the time of the steps, 0 to 1."""
+        return self.phase_s[phase] / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def median_step_s(self) -> float:
+        """Median seconds of a step, of the last 10,000."""
+        return statistics.median(self._walls) if self._walls else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of this rank per second."""
+        return self.samples / self.wall_s if self.wall_s else 0.0
+
+    def heading(self) -> str:
+        """Returns one line with the figures of the whole."""
+        if not self.num_steps:
+            return f"{self.name}: no step counts (the first {_WARM_UP} warm up)"
+        parts = [f"{self.name}: {self.num_steps} steps, median {1e3 * self.median_step_s:.1f} ms"]
+        if self.samples:
+            parts.append(f"{self.samples_per_s:,.0f} samples/s per rank")
+        parts += [f"{name.upper()} {value:.1%}" for name in ("mfu", "hfu") if (value := getattr(self, name))]
+        return ", ".join(parts)
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Returns label, ms per step, share and a bar of every phase that took time."""
+        rows = []
+        for phase, label in LABELS.items():
+            if self.phase_s[phase] > 0:
+                share = self.share(phase)
+                per_step = f"{1e3 * self.phase_s[phase] / self.num_steps:.2f}"
+                rows.append((label, per_step, f"{share:.1%}", "█" * round(_BAR * share)))
+        return rows
+
+    def table(self) -> Table:
+        """Returns the table for a terminal."""
+        from rich.table import Table
+        from rich.text import Text
+
+        # Text: brackets in names are no markup.
+        notes = Text("\n".join(self.notes)) if self.notes else None
+        table = Table(title=Text(self.heading()), title_justify="left", caption=notes, caption_justify="left")
+        for column in ("phase", "ms per step", "share", ""):
+            table.add_column(column, justify="left" if column in ("phase", "") else "right")
+        for row in self.rows():
+            table.add_row(*row)
+        return table
+
+    def __str__(self) -> str:
+        lines = [self.heading()]
+        lines += [f"  {label:<24}{ms:>10} ms {share:>7}  {bar}" for label, ms, share, bar in self.rows()]
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
+
+    def _repr_html_(self) -> str:
+        header = ("phase", "ms per step", "share", "")
+        return html_table([self.heading(), *self.notes], header, self.rows(), has_text_at_the_end=True)
+
+
+def summarize(events: Iterable[Event], name: str = "run") -> Summary:
+    """Adds up events of one rank."""
+    summary = Summary(name)
+    for event in events:
+        summary.take(event)
+    return summary
+
+
+def read_events(path: str | os.PathLike[str]) -> list[Event]:
+    """Reads a JSONL file. A last line without an end, which a run is still writing, is left out.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its events in order.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line is not an event, or has a newer version than this drivetrain reads.
+    """
+    events = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            event = json.loads(line)
+            version = event["v"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: {line[:60]!r} is not an event of drivetrain.Monitor") from None
+        if version > VERSION:
+            raise ValueError(
+                f"{path}, line {number}: version {version} of the schema, and this drivetrain reads up to {VERSION}: "
+                "upgrade drivetrain"
+            )
+        events.append(event)
+    return events
+
+
+def compare(summaries: Sequence[Summary]) -> Table:
+    """Returns a table of milliseconds per step by phase, one column per run, and the ratio of the last to the first."""
+    from rich.table import Table
+
+    table = Table(title="ms per step", title_justify="left")
+    table.add_column("phase")
+    for summary in summaries:
+        table.add_column(summary.name, justify="right")
+    table.add_column("last / first", justify="right")
+
+    def add(label: str, values: list[float], unit: str = "{:.2f}") -> None:
+        ratio = f"{values[-1] / values[0]:.2f}" if values[0] else ""
+        table.add_row(label, *(unit.format(value) for value in values), ratio)
+
+    for phase, label in LABELS.items():
+        if any(summary.phase_s[phase] for summary in summaries):
+            add(label, [1e3 * one.phase_s[phase] / max(one.num_steps, 1) for one in summaries])
+    add("step", [1e3 * one.wall_s / max(one.num_steps, 1) for one in summaries])
+    if all(one.samples for one in summaries):
+        add("samples/s", [one.samples_per_s for one in summaries], "{:,.0f}")
+    return table

@@ -1,0 +1,185 @@
+"""Tests `drivetrain monitor` and `drivetrain run --monitor`, and what a terminal, a file and a notebook show."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import make_batches, make_model, train
+from rich.console import Console
+
+from drivetrain.cli import main
+from drivetrain.monitor import Monitor, read_events, summarize
+from drivetrain.monitor.progress import Progress
+from drivetrain.monitor.summary import Summary
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+assert sys.argv[1:] == ["--epochs", "2"]
+torch.manual_seed(0)
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(60, 8), torch.randn(60, 4))
+train, test = DataLoader(data, batch_size=6, shuffle=True), DataLoader(data, batch_size=30)
+for epoch in range(2):
+    for inputs, targets in train:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for inputs, _ in test:
+            model(inputs)
+print("sum", model.weight.sum().item().hex())
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, to=[f"jsonl:{tmp_path}/a.jsonl"], progress=False) as monitor:
+        train(model, optimizer, monitor(make_batches(20)))
+    return tmp_path / "a.jsonl"
+
+
+def slower(path: Path, factor: float) -> Path:
+    """Writes the same run with a data phase that takes longer."""
+    copy = path.with_name("slower.jsonl")
+    with copy.open("w") as file:
+        for event in read_events(path):
+            if event["type"] == "step":
+                added = factor * event["wall_s"]
+                event["phases"]["data"] += added
+                event["wall_s"] += added
+            file.write(json.dumps(event) + "\n")
+    return copy
+
+
+def test_monitor_prints_the_table(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["monitor", str(recorded)]) == 0
+    shown = capsys.readouterr().out
+    assert "a: 17 steps, median" in shown
+    for label in ("waiting for data", "forward and loss", "backward", "clipping and optimizer", "everything else"):
+        assert label in shown
+    assert "recomputation" not in shown
+
+
+def test_monitor_compares_runs(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["monitor", str(recorded), str(slower(recorded, 2.0))]) == 0
+    shown = capsys.readouterr().out
+    (step,) = [line for line in shown.splitlines() if line.split()[1:2] == ["step"]]
+    assert step.split()[-2] == "3.00"
+
+
+def test_monitor_follows_a_run_to_its_end(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["monitor", "--live", str(recorded)]) == 0
+    assert "a: 17 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_monitor_draws(recorded: Path, suffix: str) -> None:
+    picture = recorded.with_suffix(suffix)
+    assert main(["monitor", str(recorded), str(slower(recorded, 1.0)), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"<?xml" if suffix == ".svg" else b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl"], "No such file"),
+        (["--live", "a.jsonl", "b.jsonl"], "--live takes one file"),
+        (["a.jsonl", "--plot", "a.gif"], "expected a name that ends in .svg or .png"),
+    ],
+)
+def test_monitor_names_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["monitor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def run_script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "drivetrain", "run", *options, str(script), "--epochs", "2"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+
+
+def test_run_monitors_an_unedited_script(tmp_path: Path) -> None:
+    plain, watched = run_script(tmp_path), run_script(tmp_path, "--monitor", "--monitor-to", "jsonl:run.jsonl")
+    assert watched.returncode == plain.returncode == 0, watched.stderr
+    assert watched.stdout == plain.stdout
+    assert "waiting for data" in watched.stderr
+    assert "waiting for data" not in plain.stderr
+    steps = [event for event in read_events(tmp_path / "run.jsonl") if event["type"] == "step"]
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    for step in steps:
+        assert step["complete"]
+        assert step["samples"] == 6
+        assert all(step["phases"][phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
+
+
+def test_run_refuses_a_wrong_sink(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "--monitor-to", "nowhere")
+    assert done.returncode == 2
+    assert "to has 'nowhere', expected one of jsonl:FILE" in done.stderr
+
+
+def step_event(step: int, data_s: float) -> dict[str, Any]:
+    from drivetrain.phases import PHASES
+
+    phases = dict.fromkeys(PHASES, 0.001) | {"data": data_s}
+    wall_s = sum(phases.values())
+    return {"type": "step", "step": step, "wall_s": wall_s, "phases": phases, "samples": 8, "samples_per_s": 8 / wall_s}
+
+
+def test_lines_without_a_terminal() -> None:
+    file = io.StringIO()
+    progress = Progress(file=file)
+    assert progress.kind == "lines"
+    progress.show()
+    progress.take(step_event(1, 0.032), (1, 10))
+    progress.close()
+    assert file.getvalue() == "step 1 (batch 1/10) · 40.0 ms · 200 samples/s · waiting for data 80%, " + (
+        "copy to the device 2%, forward and loss 2%\n"
+    )
+
+
+def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as file:
+        progress = Progress(file=file)
+        assert progress.kind == "live"
+        progress.take(step_event(1, 0.032), (0, 0))
+        progress.close()
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "step 1 · 40.0 ms" in shown
+    assert "\x1b[" in shown
+
+
+def test_a_summary_shows_itself(recorded: Path) -> None:
+    summary = summarize(read_events(recorded), "<b>")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(summarize(read_events(recorded), "[red]").table())
+    assert "[red]: 17 steps" in console.file.getvalue()
+    assert "waiting for data" in str(summary)
+    html = summary._repr_html_()
+    assert "&lt;b&gt;: 17 steps" in html
+    assert "waiting for data" in html
+    assert str(Summary("empty")) == "empty: no step counts (the first 3 warm up)"

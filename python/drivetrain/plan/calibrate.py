@@ -1,0 +1,287 @@
+"""Measures the operations of a traced step on this machine's CPU: their time, and the memory that kernels take."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_unflatten
+
+from .devices import Device, with_figures
+from .timing import op_seconds
+from .trace import Signature, StepTrace, TensorSpec
+from .tracer import trace_steps
+
+_COLD_BYTES = 64 << 20  # arguments take turns over so many bytes, so that caches do not hold them
+_MAX_COPIES = 16
+_LEAST_RUNS = 3
+_MOST_RUNS = 25
+_RUN_S = 0.02  # time for one operation, unless its least number of runs takes longer
+
+
+@dataclass
+class Calibration:
+    """What was measured of a trace's operations, by signature.
+
+    Attributes:
+        seconds: Median time of a call.
+        workspaces: The most bytes that a call holds at a time, results included; 0: no more than these.
+        share: The share of the step's predicted time that is measured.
+        figures: Measured figures of the device: "peak", "memory_bandwidth", "launch_s" and "call_s".
+        correction: The ratio of measured to predicted times of the model's steps.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    workspaces: dict[int, int] = field(default_factory=dict)
+    share: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    correction: float = 1.0
+
+    def device(self, device: Device) -> Device:
+        """Returns the device with the measured figures."""
+        return with_figures(device, self.figures) if self.figures else device
+
+
+def cache_path() -> Path:
+    """Returns the file that keeps measurements of this machine: of its processor, threads and torch."""
+    facts = (_processor(), torch.get_num_threads(), torch.__version__, platform.node())
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "drivetrain" / f"plan-{name}.json"
+
+
+def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Path | None = None) -> Calibration:
+    """Measures the operations of a trace, the most expensive first.
+
+    Args:
+        trace: The steps.
+        device: The table's device of kind "cpu".
+        seconds: The most time that this takes. Operations that are not reached keep their predicted time.
+        cache: A file that keeps measurements for later plans; None: nothing is kept.
+
+    Raises:
+        ValueError: The device is not a CPU.
+        OSError: The cache cannot be written.
+    """
+    if device.kind != "cpu":
+        raise ValueError(f"calibrate measures this machine's CPU, and the plan is for {device.name}: leave it out")
+    deadline = time.monotonic() + seconds
+    kept = _read(cache)
+    if "figures" not in kept:
+        kept["figures"] = _figures()
+    found = Calibration(figures=kept["figures"])
+    measured: dict[str, list[float]] = kept.setdefault("ops", {})
+    predicted = _predicted(trace, found.device(device))
+    whole = sum(predicted.values())
+    reached = 0.0
+    for signature in sorted(predicted, key=lambda index: -predicted[index]):
+        key = _key(trace.signatures[signature])
+        if key not in measured:
+            if time.monotonic() > deadline:
+                continue
+            result = _measure(trace.signatures[signature])
+            measured[key] = [] if result is None else list(result)
+        if measured[key]:
+            found.seconds[signature] = measured[key][0]
+            found.workspaces[signature] = int(measured[key][1])
+            reached += predicted[signature]
+    found.share = reached / whole if whole else 1.0
+    if cache is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        draft = cache.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps(kept))
+        draft.replace(cache)
+    return found
+
+
+def _read(cache: Path | None) -> dict[str, Any]:
+    if cache is None or not cache.exists():
+        return {}
+    try:
+        kept = json.loads(cache.read_text())
+    except ValueError:  # a damaged file is measured anew
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _predicted(trace: StepTrace, device: Device) -> dict[int, float]:
+    predicted: dict[int, float] = {}
+    for op in trace.last_step():
+        if op.signature >= 0:
+            predicted[op.signature] = predicted.get(op.signature, 0.0) + op_seconds(op, device, {})
+    return predicted
+
+
+def _key(signature: Signature) -> str:
+    return hashlib.sha256(f"{signature.op}{signature.arguments}".encode()).hexdigest()[:24]
+
+
+def _measure(signature: Signature) -> tuple[float, int] | None:
+    """Returns the median seconds and the workspace of a call; None if it cannot run on made-up values."""
+    specs = [argument for argument in signature.arguments if isinstance(argument, TensorSpec)]
+    num_bytes = sum(_bytes_of(spec) for spec in specs)
+    copies = max(1, min(_MAX_COPIES, _COLD_BYTES // max(1, num_bytes)))
+    try:
+        with torch.no_grad():
+            calls = [_arguments(signature) for _ in range(copies)]
+            workspace = _workspace(signature, calls[0])
+            times: list[float] = []
+            begin = time.perf_counter()
+            while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() - begin < _RUN_S):
+                args, kwargs = calls[len(times) % copies]
+                start = time.perf_counter()
+                signature.op(*args, **kwargs)
+                times.append(time.perf_counter() - start)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None  # the roofline counts instead
+    return statistics.median(times), workspace
+
+
+def _bytes_of(spec: TensorSpec) -> int:
+    numel = 1
+    for size, stride in zip(spec.shape, spec.stride, strict=True):
+        numel *= size if stride else 1
+    return numel * int(spec.dtype.itemsize)
+
+
+def _arguments(signature: Signature) -> tuple[Any, dict[str, Any]]:
+    rows = next((a.shape[0] for a in signature.arguments if isinstance(a, TensorSpec) and a.shape), 1)
+    flat = [
+        _made(argument, rows) if isinstance(argument, TensorSpec) else _on_cpu(argument)
+        for argument in signature.arguments
+    ]
+    args, kwargs = tree_unflatten(flat, signature.structure)
+    return args, kwargs
+
+
+def _on_cpu(argument: Any) -> Any:
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+
+def _made(spec: TensorSpec, rows: int) -> Tensor:
+    """Returns a tensor of that layout: random values, and indices that are valid for the first argument's rows."""
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
+    if spec.dtype.is_floating_point:
+        storage.uniform_(0.1, 1.0)
+    elif spec.dtype == torch.bool:
+        storage.bernoulli_(0.5)
+    else:
+        storage.random_(0, max(1, min(rows, 2)))
+    return tensor
+
+
+def _workspace(signature: Signature, call: tuple[Any, dict[str, Any]]) -> int:
+    """Returns the most bytes that a call holds at a time, results included; 0 if it holds no more than these."""
+    args, kwargs = call
+    signature.op(*args, **kwargs)  # a first call may fill caches
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        result = signature.op(*args, **kwargs)
+    live = peak = 0
+    for event in sorted(allocations(profiled), key=lambda one: one.start_time_ns):
+        live += event.extra_fields.alloc_size
+        peak = max(peak, live)
+    del result
+    return peak if peak > max(live, 0) else 0
+
+
+def allocations(profiled: Any) -> Iterable[Any]:
+    """Yields the events of the allocator in a profile with memory, in no order."""
+    todo = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.tag == _EventType.Allocation:
+            yield event
+
+
+def _figures() -> dict[str, Any]:
+    """Measures products, bandwidth and the time of a call."""
+    a = torch.rand(1024, 1024)
+    matmul = 2 * 1024**3 / _median(lambda: torch.mm(a, a))
+    half = a.bfloat16()
+    matmul_half = 2 * 1024**3 / _median(lambda: torch.mm(half, half))
+    big, other = torch.ones(1 << 24), torch.ones(1 << 24)
+    bandwidth = 12 * (1 << 24) / _median(lambda: big.add_(other, alpha=0.5))
+    small = torch.ones(8)
+    launch = _median(lambda: small.add(small), runs=2000)
+    return {
+        "peak": {"float32": matmul, "tf32": matmul, "bfloat16": matmul_half, "float16": matmul_half},
+        "matmul_share": 0.9,
+        "memory_bandwidth": bandwidth,
+        "launch_s": launch,
+        "call_s": _call_seconds(),
+    }
+
+
+def _call_seconds() -> float:
+    """Measures what modules and autograd add to an operation, by a model whose kernels take next to nothing."""
+    layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(20)]
+    model = nn.Sequential(*layers)
+    batch = torch.rand(4, 16)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        model.zero_grad()
+
+    trace = trace_steps(model, step)
+    alone: dict[int, float] = {}
+    for signature in {op.signature for op in trace.last_step() if op.signature >= 0}:
+        result = _measure(trace.signatures[signature])
+        alone[signature] = 0.0 if result is None else result[0]
+    kernels = sum(alone.get(op.signature, 0.0) for op in trace.last_step())
+    for _ in range(5):
+        step()
+    return max(0.0, _median(step, runs=50) - kernels) / len(trace.last_step())
+
+
+def _median(call: Any, runs: int = 15) -> float:
+    times = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def corrected(kept: Path, key: str, ratio: float | None = None) -> float:
+    """Returns the kept ratio of measured to predicted step times of a model, after setting it where one is given."""
+    cache = _read(kept)
+    ratios = cache.setdefault("ratios", {})
+    if ratio is not None:
+        ratios[key] = ratio
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(cache))
+    return float(ratios.get(key, 1.0))
+
+
+def fingerprint(trace: StepTrace) -> str:
+    """Returns a key for the model of a trace, whatever its batch size."""
+    facts = [(p.name, p.shape, str(p.dtype)) for p in trace.parameters]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def with_correction(plan_time: Any, ratio: float) -> Any:
+    """Returns the times with a factor from measured steps."""
+    return dataclasses.replace(plan_time, correction=ratio)

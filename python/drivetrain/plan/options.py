@@ -1,0 +1,101 @@
+"""Holds what a plan assumes about a run: ranks, formats, budgets and accumulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+_SHARDS = (None, "optimizer", "gradients")
+_ENGINES = ("drivetrain", "torch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan assumes beside the step.
+
+    Attributes:
+        world_size: Number of ranks.
+        per_host: Ranks of a host.
+        ddp: "drivetrain" or "torch": whose DistributedDataParallel reduces gradients, with more than one rank.
+        bucket_mib: MiB of a bucket of gradients.
+        shard: None, "optimizer" (ZeRO-1: states are divided among ranks) or "gradients" (ZeRO-2: gradients, too).
+        accumulate: Micro-batches of a step.
+        budget: The most bytes of activations kept for backward; None: all of them.
+        state_bits: The format of optimizer states; None: as traced.
+        master_bits: The format of master weights; None: as traced.
+        release: Backward steps each parameter and frees its gradient (`step_in_backward`).
+        expandable: The allocator uses expandable segments.
+    """
+
+    world_size: int = 1
+    per_host: int = 8
+    ddp: str = "drivetrain"
+    bucket_mib: float = 25.0
+    shard: str | None = None
+    accumulate: int = 1
+    budget: int | None = None
+    state_bits: int | None = None
+    master_bits: int | None = None
+    release: bool = False
+    expandable: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "per_host", "accumulate"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, expected a whole number of 1 or more")
+        if self.shard not in _SHARDS:
+            raise ValueError(f"shard is {self.shard!r}, expected one of {', '.join(map(repr, _SHARDS))}")
+        if self.ddp not in _ENGINES:
+            raise ValueError(f"ddp is {self.ddp!r}, expected one of {', '.join(map(repr, _ENGINES))}")
+        if not self.bucket_mib > 0:
+            raise ValueError(f"bucket_mib is {self.bucket_mib!r}, expected a number above 0")
+        if self.release and self.accumulate > 1:
+            raise ValueError("release=True frees gradients in every backward, so accumulate must be 1")
+
+    def but(self, **changes: object) -> Options:
+        """Returns a copy with other values."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mib * 2**20)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients lie in a buffer that outlives the step."""
+        return not self.release and (self.accumulate > 1 or (self.world_size > 1 and self.ddp == "drivetrain"))
+
+    @property
+    def num_hosts(self) -> int:
+        return math.ceil(self.world_size / self.per_host)
+
+
+def bytes_of(size: int | str | None, name: str) -> int | None:
+    """Converts a size such as "70GiB" to bytes.
+
+    Raises:
+        ValueError: It is not a size.
+    """
+    if size is None or isinstance(size, int):
+        return size
+    matched = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", size)
+    if matched is None or matched[2] not in _UNITS:
+        raise ValueError(f'{name} is {size!r}, expected a number of bytes, such as "70GiB" or "900MB"')
+    return int(float(matched[1]) * _UNITS[matched[2]])
+
+
+def formatted(num_bytes: float) -> str:
+    """Returns bytes in the largest fitting binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"

@@ -1,0 +1,143 @@
+"""Answers inverse questions: the largest sizes and the smallest devices that fit, and the options that help most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .devices import device_names, device_of
+
+if TYPE_CHECKING:
+    from .result import Plan
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A device, and how the step would run there."""
+
+    device: str
+    fits: bool
+    total_bytes: int
+    capacity: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What an option changes.
+
+    Attributes:
+        option: Its name, as the plan takes it.
+        saved_bytes: Bytes less at the peak.
+        added_s: Seconds more in a step; negative if it is faster.
+        fits: Whether the step fits with it.
+    """
+
+    option: str
+    saved_bytes: int
+    added_s: float
+    fits: bool
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Returns the largest number from 1 to `limit` that fits, by doubling and bisection; 0 if 1 does not.
+
+    Args:
+        fits: Must be true up to some number and false above it.
+        limit: The largest number to try.
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def devices_that_fit(plan: Plan, devices: str | os.PathLike[str] | None) -> list[Fit]:
+    """Returns all devices of the plan's kind, smallest memory first."""
+    found = []
+    for key in device_names(devices):
+        device = device_of(key, devices)
+        if device.kind == plan.device.kind:
+            other = plan.but(device=device)
+            found.append(Fit(key, other.memory.fits, other.memory.total, device.memory_bytes, other.time.step_s))
+    return sorted(found, key=lambda fit: fit.capacity)
+
+
+def smallest_count(plan: Plan, limit: int) -> int | None:
+    """Returns the least number of devices on which the plan fits. Only sharding makes more devices need less."""
+
+    def fits(count: int) -> bool:
+        return plan.but(world_size=count).memory.fits
+
+    if fits(1):
+        return 1
+    if plan.options.shard is None:
+        return None
+    high = 2
+    while high <= limit and not fits(high):
+        high *= 2
+    if high > limit:
+        return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def gains(plan: Plan) -> list[Gain]:
+    """Tries each option alone."""
+    options = plan.options
+    tried: dict[str, dict[str, object]] = {}
+    has_half = any(p.dtype.itemsize == 2 for p in plan.trace.parameters)
+    if options.state_bits != 8 and plan.trace.bytes_of("optimizer states"):
+        tried["state_bits=8"] = {"state_bits": 8}
+    if has_half and options.master_bits != 24 and plan.trace.bytes_of("optimizer states"):
+        tried["master_bits=24"] = {"master_bits": 24}
+    if not options.release and options.accumulate == 1:
+        tried["release=True"] = {"release": True}
+    if options.budget is None:
+        activations = plan.memory.at_peak.get("activations", 0)
+        for share in (75, 50, 25):
+            tried[f"budget={share}% of activations"] = {"budget": activations * share // 100}
+    if options.world_size > 1 and options.shard is None:
+        tried['shard="optimizer"'] = {"shard": "optimizer"}
+        tried['shard="gradients"'] = {"shard": "gradients"}
+    if plan.device.kind == "cuda" and not options.expandable:
+        tried["expandable=True"] = {"expandable": True}
+    found = []
+    for name, changes in tried.items():
+        try:
+            other = plan.but(None, **changes)
+        except ValueError:  # a budget below the smallest, or an optimizer without formats
+            continue
+        found.append(
+            Gain(
+                name,
+                plan.memory.total - other.memory.total,
+                other.time.step_s - plan.time.step_s,
+                other.memory.fits,
+            )
+        )
+    return sorted(found, key=lambda gain: -gain.saved_bytes)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table as plain text: the first column to the left, the others to the right."""
+    table = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = []
+    for row in table:
+        first, *others = row
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,290 @@
+"""Records operations on tensors that have shapes and no values."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..monitor.flops import flops_of
+from .trace import ALLOC, FREE, OP, Block, Category, Event, OpCall, Phase, Signature, StepTrace, TensorSpec
+
+_aten = torch.ops.aten
+# Factories of up to so many elements compute their values, which code such as `step.item()` may ask for.
+_SMALL = 65536
+_NEVER_FAKE = {_aten.randperm.default, _aten.randperm.generator}
+
+
+class Owner(Protocol):
+    """Knows what runs."""
+
+    def module(self) -> str:
+        """Returns the name of the innermost module whose forward runs."""
+
+    def index_of(self, parameter: Tensor) -> int:
+        """Returns the index of a parameter; -1 if it is none of the model's."""
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations on tensors without values, and records them."""
+
+    def __init__(self, owner: Owner, trace: StepTrace, label: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.optimizer: torch.optim.Optimizer | None = None  # whose step runs
+        self.accumulations: dict[int, tuple[int, ...]] = {}  # operations of the engine: blocks that they may reuse
+        self.on_device: set[int] | None = None  # blocks on the planned device; None: all of them
+        self.is_moving = False  # whether a call moves data to the planned device
+        self._owner, self._trace, self._label = owner, trace, label
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._blocks: dict[int, int] = {}  # by id of the storage
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: tensors of the model, and their stand-ins
+        self._module_of_node: dict[int, str] = {}
+        self._signatures: dict[Any, int] = {}
+        self._is_over = False
+        self._is_view: dict[Any, bool] = {}
+
+    # ---- Storages.
+
+    def know(self, tensor: Tensor, category: Category, parameter: int, name: str) -> None:
+        """Notes a tensor that exists before the step, and makes its stand-in."""
+        if isinstance(tensor, FakeTensor):
+            self._existing(tensor, category, parameter, name)
+            return
+        block = self._existing(tensor, category, parameter, name)
+        is_counter = category == "optimizer states" and tensor.numel() == 1 and not tensor.is_meta
+        fake = tensor.detach().clone() if is_counter else self._stand_in(tensor)  # a counter's value is asked for
+        self._fakes[id(tensor)] = (tensor, fake)
+        self._blocks[id(fake.untyped_storage())] = block
+
+    def _existing(self, tensor: Tensor, category: Category, parameter: int = -1, name: str = "") -> int:
+        storage = tensor.untyped_storage()
+        if id(storage) in self._blocks:
+            found = self._trace.blocks[self._blocks[id(storage)]]
+            if category != "inputs":
+                found.category, found.parameter, found.name = category, parameter, name
+                if self.on_device is not None and self._blocks[id(storage)] not in self.on_device:
+                    self.on_device.add(self._blocks[id(storage)])
+                    found.op = -1  # made on the host, and moved before the step
+            return self._blocks[id(storage)]
+        if self.on_device is not None and category == "inputs":
+            category = "host"
+        block = self._new_block(storage, category, -1, name)
+        if self.on_device is not None and category != "host":
+            self.on_device.add(block)
+        self._trace.blocks[block].parameter = parameter
+        return block
+
+    def mark(self, tensor: Tensor, category: Category, parameter: int) -> None:
+        """Sets the category of a tensor's block."""
+        index = self._blocks.get(id(tensor.untyped_storage()))
+        if index is not None and self._trace.blocks[index].category in ("activations", "temporary"):
+            block = self._trace.blocks[index]
+            block.category, block.parameter = category, parameter
+
+    def _new_block(self, storage: torch.UntypedStorage, category: Category, op: int, name: str) -> int:
+        index = len(self._trace.blocks)
+        self._trace.blocks.append(Block(storage.nbytes(), category, op, -1, name))
+        key = id(storage)
+        self._blocks[key] = index
+
+        def gone(_: object) -> None:
+            if self._blocks.pop(key, None) is not None and not self._is_over:
+                self._trace.events.append(Event(FREE, index))
+            self._watched.pop(key, None)
+
+        self._watched[key] = weakref.ref(storage, gone)
+        return index
+
+    def allocate(self, num_bytes: int, parameter: Tensor, name: str) -> None:
+        """Records the memory of an optimizer state that a native step allocates and keeps."""
+        index = self._owner.index_of(parameter)
+        self._trace.events.append(Event(ALLOC, len(self._trace.blocks)))
+        self._trace.blocks.append(Block(num_bytes, "optimizer states", len(self._trace.ops), index, name))
+
+    def native_op(self, name: str, num_bytes: int) -> None:
+        """Records a call of a native step."""
+        self._trace.events.append(Event(OP, len(self._trace.ops)))
+        self._trace.ops.append(OpCall(name, "", "optimizer", False, 0.0, num_bytes, "float32", (), (), -1))
+
+    def finish(self) -> None:
+        self._is_over = True
+        self._watched.clear()
+        self._fakes.clear()
+
+    # ---- Operations.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # such as the question for a device
+            return func(*args, **(kwargs or {}))
+        flat, structure = tree_flatten((args, kwargs or {}))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        has_values = self._has_values(func, tensors, flat)
+        if func is _aten._local_scalar_dense.default and not has_values:
+            return _plausible(tensors[0])
+        if has_values:
+            if any(id(tensor) in self._fakes for tensor in tensors):
+                flat = [self._fakes[id(value)][1] if id(value) in self._fakes else value for value in flat]
+                args, kwargs = tree_unflatten(flat, structure)
+            result = func(*args, **(kwargs or {}))
+        else:
+            flat = [self._without_values(value) for value in flat]
+            args, kwargs = tree_unflatten(flat, structure)
+            with self._fake_mode:
+                result = func(*args, **kwargs)
+        self._record(func, args, kwargs or {}, flat, structure, result, tensors)
+        return result
+
+    def _has_values(self, func: Any, tensors: list[Tensor], flat: list[Any]) -> bool:
+        """Returns whether the operation is computed: only small factories and data that the caller made are."""
+        if func in _NEVER_FAKE:
+            return True
+        if any(isinstance(value, torch.device) and value.type == "meta" for value in flat):
+            return False
+        if tensors:
+            stand_ins = (self._fakes[id(t)][1] if id(t) in self._fakes else t for t in tensors)
+            return not any(isinstance(t, FakeTensor) or t.is_meta for t in stand_ins)
+        numel = 1
+        for value in flat:
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                numel *= value  # an upper bound, as strides and fill values count too
+        return numel <= _SMALL
+
+    def _without_values(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return self._label
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if id(value) in self._fakes:
+            return self._fakes[id(value)][1]
+        fake = self._stand_in(value)
+        self._blocks[id(fake.untyped_storage())] = self._existing(value, "inputs", -1, _described(value))
+        self._forget_with(fake)
+        return fake
+
+    def _forget_with(self, fake: Tensor) -> None:
+        """Removes the entry of a short-lived stand-in, whose id another storage may get."""
+        storage = fake.untyped_storage()
+        key = id(storage)
+
+        def gone(_: object) -> None:
+            self._blocks.pop(key, None)
+            self._watched.pop(key, None)
+
+        self._watched[key] = weakref.ref(storage, gone)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        with _disable_current_modes(), torch.no_grad():
+            meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            return cast(Tensor, FakeTensor(self._fake_mode, meta, self._label))
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, flat: list[Any], structure: Any, result: Any, given: list[Tensor]
+    ) -> None:
+        trace, number = self._trace, len(self._trace.ops)
+        results = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        reads = tuple(dict.fromkeys(self._blocks.get(id(t.untyped_storage()), -1) for t in tensors))
+        for tensor in given:  # data of the caller
+            if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._blocks:
+                self._existing(tensor, "inputs", -1, _described(tensor))
+        phase, is_recomputation, node = self._where()
+        trace.events.append(Event(OP, number))
+        writes = []
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            block = self._blocks.get(id(storage))
+            if block is None:
+                category: Category = "activations" if phase == "forward" or is_recomputation else "temporary"
+                is_there = self.on_device is None or self.is_moving or not self.on_device.isdisjoint(reads)
+                block = self._new_block(storage, category if is_there else "host", number, _described(tensor))
+                if is_there:
+                    trace.events.append(Event(ALLOC, block))
+                if is_there and self.on_device is not None:
+                    self.on_device.add(block)
+            writes.append(block)
+        is_view = self._is_view.get(func)
+        if is_view is None:
+            is_view = self._is_view[func] = _is_view_op(func)
+        if not is_view and phase == "backward" and not is_recomputation and (node is None or node == "accumulate"):
+            self.accumulations[number] = reads
+        size = 0 if is_view else sum(map(_touched, tensors)) + sum(map(_touched, results))
+        dtype = str(results[0].dtype)[6:] if results else "float32"
+        trace.ops.append(
+            OpCall(
+                name=str(func._schema.name),
+                module=self._module(phase, is_recomputation),
+                phase=phase,
+                is_recomputation=is_recomputation,
+                flops=flops_of(func, args, kwargs, result),
+                num_bytes=size,
+                dtype=dtype,
+                reads=tuple(read for read in reads if read >= 0),
+                writes=tuple(dict.fromkeys(writes)),
+                signature=-1 if is_view else self._signature(func, flat, structure),
+            )
+        )
+
+    def _where(self) -> tuple[Phase, bool, str | None]:
+        """Returns the phase, whether forward is recomputed, and the name of the graph's node that runs."""
+        if self.optimizer is not None:
+            return "optimizer", False, ""
+        if torch._C._current_graph_task_id() == -1:
+            return "forward", False, ""
+        node = torch._C._current_autograd_node()
+        name = None if node is None else "accumulate" if "AccumulateGrad" in node.name() else ""
+        return "backward", torch.is_grad_enabled(), name
+
+    def _module(self, phase: Phase, is_recomputation: bool) -> str:
+        if phase == "optimizer":
+            return "optimizer"
+        if phase == "forward" or is_recomputation:
+            module = self._owner.module()
+            self._module_of_node[_get_sequence_nr() - 1] = module
+            return module
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._module_of_node.get(node._sequence_nr(), "")
+
+    def _signature(self, func: Any, flat: list[Any], structure: Any) -> int:
+        arguments = tuple(
+            TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, Tensor) else value
+            for value in flat
+        )
+        try:
+            key = (func, arguments)
+            found = self._signatures.get(key)
+        except TypeError:  # an argument without a hash, such as a generator
+            return -1
+        if found is None:
+            found = self._signatures[key] = len(self._trace.signatures)
+            self._trace.signatures.append(Signature(func, arguments, structure))
+        return found
+
+
+def _is_view_op(func: Any) -> bool:
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+
+
+def _touched(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, where expanded dimensions count once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else min(size, 1)
+    return numel * tensor.element_size()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def _plausible(tensor: Tensor) -> bool | int | float:
+    """Returns a value for code that asks a tensor without values for its one element."""
+    if tensor.dtype == torch.bool:
+        return True  # as of torch.isfinite(loss).all()
+    return 1.0 if tensor.dtype.is_floating_point else 1

@@ -1,0 +1,354 @@
+"""`Plan`: the predicted memory, time and cost of a run, as tables, figures and answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..notebook import html_table
+from . import questions
+from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint, with_correction
+from .cost import Price, Run, price_run
+from .devices import Device
+from .formats import state_bytes, with_states
+from .memory import MemoryPlan, plan_memory
+from .options import Options, formatted
+from .recompute import Recomputation, recompute_within
+from .timing import TimePlan, plan_time
+from .trace import StepTrace
+from .workspaces import cpu_workspaces
+
+_Retrace = Callable[[str, "int | None", "int | None"], StepTrace]
+
+
+@dataclass(repr=False)
+class Plan:
+    """A plan of a training run. Printing it shows what it predicts.
+
+    Attributes:
+        trace: The traced steps, with the planned optimizer's states.
+        device: The device.
+        options: What the run does beside the step.
+        memory: The memory of a rank.
+        time: The time of a step.
+        batch: Samples of a micro-batch; None: not given.
+        length: Length of a sequence; None: not given.
+        recomputation: What the budget recomputes; None without a budget.
+        calibration: What was measured on this machine; None without a calibration.
+    """
+
+    trace: StepTrace
+    device: Device
+    options: Options
+    memory: MemoryPlan
+    time: TimePlan
+    batch: int | None
+    length: int | None
+    recomputation: Recomputation | None
+    calibration: Calibration | None
+    _as_traced: StepTrace = field(repr=False)
+    _optimizer: str | None = None
+    _retrace: _Retrace | None = None
+    _devices: str | os.PathLike[str] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        trace: StepTrace,
+        device: Device,
+        options: Options,
+        *,
+        batch: int | None = None,
+        length: int | None = None,
+        optimizer: str | None = None,
+        calibration: Calibration | None = None,
+        retrace: _Retrace | None = None,
+        devices: str | os.PathLike[str] | None = None,
+    ) -> Plan:
+        """Plans a traced step; see `drivetrain.plan` for the arguments.
+
+        Raises:
+            ValueError: The budget is too small, or the optimizer is unknown.
+        """
+        as_traced = trace
+        name = optimizer or next((name for name in trace.optimizers), None)
+        has_formats = options.state_bits is not None or options.master_bits is not None
+        if optimizer is not None or has_formats:
+            if name is None:
+                raise ValueError(
+                    "state_bits and master_bits need an optimizer: pass optimizer=, or step one in step_fn"
+                )
+            sizes = state_bytes(trace.parameters, name, options.state_bits, options.master_bits)
+            trace = with_states(trace, sizes, name)
+        measured: dict[int, float] = {}
+        if calibration is not None:
+            device, measured = calibration.device(device), calibration.seconds
+        recomputation = None
+        plain = plan_time(trace, device, options, batch or 0, measured)
+        if options.budget is not None:
+            recomputation = recompute_within(trace, plain.op_seconds, options.budget)
+            plain = plan_time(trace, device, options, batch or 0, measured, recomputation.seconds)
+        if calibration is not None:
+            plain = with_correction(plain, calibration.correction)
+        workspaces = cpu_workspaces(trace) if device.kind == "cpu" else {}
+        if calibration is not None:
+            workspaces |= calibration.workspaces
+        memory = plan_memory(trace, device, options, workspaces, recomputation)
+        return cls(
+            trace,
+            device,
+            options,
+            memory,
+            plain,
+            batch,
+            length,
+            recomputation,
+            calibration,
+            as_traced,
+            optimizer,
+            retrace,
+            devices,
+        )
+
+    def but(self, device: Device | None = None, **changes: object) -> Plan:
+        """Returns the plan with other options, without another trace.
+
+        Args:
+            device: Another device of the same kind; None keeps it.
+            **changes: Fields of Options.
+        """
+        return Plan.of(
+            self._as_traced,
+            device or self.device,
+            self.options.but(**changes),
+            batch=self.batch,
+            length=self.length,
+            optimizer=self._optimizer,
+            calibration=self.calibration,
+            retrace=self._retrace,
+            devices=self._devices,
+        )
+
+    def calibrated(self, seconds: float = 30.0, cache: Path | None = None) -> Plan:
+        """Returns the plan with operations measured on this machine, and with the correction of earlier `refine` calls.
+
+        Args:
+            seconds: The most time that this takes; see `calibrate`.
+            cache: The file of measurements; None: this machine's.
+
+        Raises:
+            ValueError: The plan is not for a CPU.
+        """
+        cache = cache or cache_path()
+        calibration = calibrate(self.trace, self.device, seconds, cache)
+        calibration.correction = corrected(cache, fingerprint(self.trace))
+        return Plan.of(
+            self._as_traced,
+            self.device,
+            self.options,
+            batch=self.batch,
+            length=self.length,
+            optimizer=self._optimizer,
+            calibration=calibration,
+            retrace=self._retrace,
+            devices=self._devices,
+        )
+
+    def sized(self, batch: int | None = None, length: int | None = None) -> Plan:
+        """Returns the plan of another batch or length, from another trace.
+
+        Raises:
+            ValueError: The plan cannot trace the step again.
+        """
+        if self._retrace is None:
+            raise ValueError("this plan cannot trace its step again, because it was made from a trace")
+        batch, length = batch or self.batch, length or self.length
+        return Plan.of(
+            self._retrace(self.device.kind, batch, length),
+            self.device,
+            self.options,
+            batch=batch,
+            length=length,
+            optimizer=self._optimizer,
+            calibration=None,
+            retrace=self._retrace,
+            devices=self._devices,
+        )
+
+    # ---- Questions.
+
+    def largest_batch(self, limit: int = 65536) -> int:
+        """Returns the largest micro-batch that fits; 0 if one sample does not. step_fn must take `batch`."""
+        return questions.largest(lambda size: self.sized(batch=size).memory.fits, limit)
+
+    def largest_length(self, limit: int = 1 << 20, multiple: int = 1) -> int:
+        """Returns the longest sequence that fits, in steps of `multiple`; 0 if none does. step_fn takes `length`."""
+        fits = questions.largest(lambda size: self.sized(length=size * multiple).memory.fits, limit // multiple)
+        return fits * multiple
+
+    def smallest_device(self) -> list[questions.Fit]:
+        """Returns for every GPU of the table if the step fits, and its time, smallest memory first."""
+        return questions.devices_that_fit(self, self._devices)
+
+    def smallest_count(self, limit: int = 4096) -> int | None:
+        """Returns the smallest number of devices on which the step fits with this sharding; None if none does."""
+        return questions.smallest_count(self, limit)
+
+    def what_helps(self) -> list[questions.Gain]:
+        """Returns what each of drivetrain's options saves at the peak, and what it costs in time, largest first."""
+        return questions.gains(self)
+
+    def price(self, prices: str | os.PathLike[str] | dict[str, Any], run: Run) -> list[Price]:
+        """Returns the price of a run under each of the user's tariffs; see `price_run`."""
+        return price_run(prices, self.device.key, self.options.world_size, self.time.step_s, self.checkpoint_bytes, run)
+
+    def refine(self, step_s: float) -> Plan:
+        """Returns the plan corrected by measured steps, and keeps the correction for later calibrated plans.
+
+        Args:
+            step_s: Median seconds of measured steps of this plan's batch.
+
+        Raises:
+            ValueError: step_s is not above 0, or the plan is not calibrated.
+        """
+        if not step_s > 0:
+            raise ValueError(f"step_s is {step_s!r}, expected a number above 0")
+        if self.calibration is None:
+            raise ValueError("this plan is not calibrated: call refine() on plan.calibrated()")
+        ratio = self.time.correction * step_s / self.time.step_s
+        self.calibration.correction = corrected(cache_path(), fingerprint(self.trace), ratio)
+        return self.but()
+
+    # ---- Figures.
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: parameters, buffers and optimizer states of all ranks."""
+        states = self.trace.bytes_of("optimizer states")
+        return self.trace.parameter_bytes + self.trace.bytes_of("buffers") + states
+
+    def epoch_s(self, num_samples: int) -> float:
+        """Returns the seconds of an epoch.
+
+        Raises:
+            ValueError: The plan has no batch size.
+        """
+        if not self.time.samples:
+            raise ValueError("batch is None: pass batch= to the plan for samples per second")
+        return num_samples / self.time.samples_per_s
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the memory over the last step.
+
+        Args:
+            path: An .svg or .png file; None: nothing is written.
+
+        Returns:
+            A `Picture`, which notebooks show; its `figure` is matplotlib's.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: The name ends in neither.
+        """
+        from .plot import draw
+
+        return draw(self, None if path is None else Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as plain data for JSON."""
+        memory, time = self.memory, self.time
+        return {
+            "device": self.device.key,
+            "world_size": self.options.world_size,
+            "parameters": self.trace.num_parameters,
+            "fits": memory.fits,
+            "peak_bytes": memory.total,
+            "allocated_bytes": memory.peak_allocated,
+            "reserved_bytes": memory.peak_reserved,
+            "capacity_bytes": memory.capacity,
+            "at_peak": memory.at_peak,
+            "step_s": time.step_s,
+            "forward_s": time.forward_s,
+            "backward_s": time.backward_s,
+            "optimizer_s": time.optimizer_s,
+            "communication_s": time.communication_s,
+            "exposed_s": time.exposed_s,
+            "mfu": time.mfu,
+            "samples_per_s": time.samples_per_s if time.samples else None,
+            "checkpoint_bytes": self.checkpoint_bytes,
+        }
+
+    # ---- Tables.
+
+    def _heading(self) -> list[str]:
+        memory, options = self.memory, self.options
+        ranks = "1 rank" if options.world_size == 1 else f"{options.world_size} ranks"
+        verdict = "fits" if memory.fits else "does not fit"
+        op = self.trace.ops[memory.peak_op] if memory.peak_op >= 0 else None
+        peak = f"{op.phase} of {op.module or 'the loss'}, {op.name}" if op is not None else "before the step"
+        lines = [
+            f"{self.trace.num_parameters / 1e6:,.1f} M parameters on {ranks} of {self.device.name}: {verdict}, "
+            f"{formatted(memory.total)} of {formatted(memory.capacity)} per rank",
+            f"peak: {peak}",
+        ]
+        if self.recomputation is not None:
+            lines.append(
+                f"budget: {formatted(self.recomputation.peak_bytes)} of activations kept, "
+                f"{1e3 * self.recomputation.seconds:.2f} ms of recomputation"
+            )
+        return [*lines, *self.trace.notes]
+
+    def _memory_rows(self) -> list[tuple[str, str, str]]:
+        memory = self.memory
+        rows = [
+            (name, formatted(size), f"{size / memory.total:.1%}")
+            for name, size in sorted(memory.at_peak.items(), key=lambda item: -item[1])
+        ]
+        cached = memory.peak_reserved - memory.peak_allocated
+        if cached:
+            rows.append(("cached by the allocator", formatted(cached), f"{cached / memory.total:.1%}"))
+        if memory.fixed_bytes:
+            rows.append(("context and NCCL", formatted(memory.fixed_bytes), f"{memory.fixed_bytes / memory.total:.1%}"))
+        return rows
+
+    def _block_rows(self) -> list[tuple[str, str, str]]:
+        return [
+            (f"{held.module or '-'}: {held.name}", held.category, formatted(held.num_bytes))
+            for held in self.memory.largest
+        ]
+
+    def _time_rows(self) -> list[tuple[str, str]]:
+        time = self.time
+        rows = [
+            ("forward", f"{1e3 * time.forward_s:.2f} ms"),
+            ("backward", f"{1e3 * time.backward_s:.2f} ms"),
+            ("optimizer", f"{1e3 * time.optimizer_s:.2f} ms"),
+            ("communication", f"{1e3 * time.communication_s:.2f} ms, {1e3 * time.exposed_s:.2f} ms exposed"),
+            ("step", f"{1e3 * time.step_s:.2f} ms"),
+            ("model FLOPs utilization", f"{time.mfu:.1%}"),
+        ]
+        if time.samples:
+            rows.append(("samples per second, all ranks", f"{time.samples_per_s:,.1f}"))
+        return rows
+
+    def _tables(self) -> list[tuple[tuple[str, ...], Sequence[Sequence[str]]]]:
+        return [
+            (("memory at the peak", "size", "share"), self._memory_rows()),
+            (("largest at the peak", "kind", "size"), self._block_rows()),
+            (("time of a step", ""), self._time_rows()),
+        ]
+
+    def __str__(self) -> str:
+        parts = ["\n".join(self._heading())]
+        parts += [questions.text_table(header, rows) for header, rows in self._tables()]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        tables = [html_table([], header, rows) for header, rows in self._tables()]
+        return html_table(self._heading(), ("",), []) + "".join(tables)

@@ -1,0 +1,317 @@
+"""Tests times, formats, prices, questions and comparisons of plans."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import drivetrain
+from drivetrain.bench.activation_models import GPT
+from drivetrain.plan import calibrate as calibration
+from drivetrain.plan.compare import compare, table
+from drivetrain.plan.cost import Run, price_run, with_interruptions
+from drivetrain.plan.devices import device_names, device_of
+from drivetrain.plan.options import Options, bytes_of
+from drivetrain.plan.questions import largest
+from drivetrain.plan.result import Plan
+from drivetrain.plan.timing import all_reduce_seconds
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    with torch.device("meta"):
+        model = GPT(depth=2, dim=128, heads=2, length=64, dropout=0.0, vocabulary=512).bfloat16()
+
+    def step(batch: int = 4, length: int = 64) -> None:
+        tokens, targets = torch.randint(512, (2, batch, length))
+        model(tokens, targets).backward()
+
+    return drivetrain.plan(model, step, device="h100", batch=4, length=64, optimizer="AdamW")
+
+
+# ---- Memory under options.
+
+
+def test_gradients_lie_in_one_flat_buffer_of_ours_and_in_two_of_torchs(plan: Plan) -> None:
+    size = plan.trace.parameter_bytes
+    ours = plan.but(world_size=2, budget=None).memory.at_peak["gradients"]
+    torchs = plan.but(world_size=2, ddp="torch").memory
+    assert size <= ours <= size * 1.3  # and one gradient that backward has just made
+    assert torchs.peak_allocated >= plan.memory.peak_allocated + size * 0.9
+
+
+def test_formats_change_states_by_their_bytes(plan: Plan) -> None:
+    trained = plan.trace.num_parameters
+    assert plan.trace.bytes_of("optimizer states") == 4 * trained
+    eight = plan.but(state_bits=8).trace.bytes_of("optimizer states")
+    assert 2 * trained < eight < 2.2 * trained
+    with_masters = plan.but(state_bits=8, master_bits=24).trace.bytes_of("optimizer states")
+    assert with_masters == eight + trained
+
+
+def test_sharding_divides_states_and_gradients(plan: Plan) -> None:
+    whole = plan.but(world_size=8).memory.at_peak
+    optimizer = plan.but(world_size=8, shard="optimizer").memory.at_peak
+    gradients = plan.but(world_size=8, shard="gradients", bucket_mib=0.01).memory.at_peak
+    assert optimizer["optimizer states"] == pytest.approx(whole["optimizer states"] / 8, rel=0.01)
+    assert gradients["gradients"] < whole["gradients"] / 2
+
+
+def test_release_and_accumulation(plan: Plan) -> None:
+    assert plan.but(release=True, bucket_mib=0.01).memory.at_peak.get("gradients", 0) < plan.trace.parameter_bytes / 2
+    assert plan.but(accumulate=4).memory.at_peak["gradients"] >= plan.trace.parameter_bytes
+    assert plan.but(accumulate=4).time.samples == 4 * plan.time.samples
+    with pytest.raises(ValueError, match="accumulate must be 1"):
+        plan.but(release=True, accumulate=2)
+
+
+def test_budget_lowers_the_peak_and_costs_time(plan: Plan) -> None:
+    large = plan.sized(batch=64)
+    tight = large.but(budget=large.memory.at_peak["activations"] // 2)
+    assert tight.recomputation is not None
+    assert tight.recomputation.peak_bytes <= large.memory.at_peak["activations"] // 2
+    assert tight.memory.peak_allocated < large.memory.peak_allocated
+    assert tight.time.backward_s > large.time.backward_s
+    assert "budget:" in str(tight)
+    with pytest.raises(ValueError, match="smallest that the step can keep"):
+        large.but(budget=1000)
+
+
+def test_reserved_holds_allocated_and_timeline_covers_the_step(plan: Plan) -> None:
+    memory = plan.memory
+    assert memory.peak_reserved >= memory.peak_allocated
+    assert memory.total == memory.peak_reserved + memory.fixed_bytes
+    assert sum(memory.at_peak.values()) == pytest.approx(memory.peak_allocated, rel=0.02)  # of rounding
+    assert max(moment.allocated for moment in memory.timeline) == memory.peak_allocated
+    assert {plan.trace.ops[moment.op].phase for moment in memory.timeline} == {"forward", "backward", "optimizer"}
+
+
+# ---- Time.
+
+
+def test_all_reduce_follows_the_alpha_beta_model() -> None:
+    device = device_of("h100")
+    one, two = Options(world_size=8, per_host=8), Options(world_size=16, per_host=8)
+    size = 1e9
+    within = 14 * (device.link.latency + size / 8 / device.link.bandwidth)
+    assert all_reduce_seconds(size, one, device) == pytest.approx(within)
+    between = 2 * (device.network.latency + size / 8 / 2 / device.network.bandwidth)
+    assert all_reduce_seconds(size, two, device) == pytest.approx(within + between)
+    assert all_reduce_seconds(size, Options(), device) == 0
+
+
+def test_small_buckets_overlap_more(plan: Plan) -> None:
+    large = plan.but(world_size=16, bucket_mib=1000.0).time
+    small = plan.but(world_size=16, bucket_mib=0.2).time
+    assert large.exposed_s == pytest.approx(large.communication_s)
+    assert small.exposed_s < small.communication_s
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    model = nn.Linear(64, 32, bias=False)
+    plan = drivetrain.plan(model, lambda: model(torch.ones(16, 64)).sum().backward(), device="a100")
+    assert plan.time.flops == 2 * (2 * 16 * 64 * 32)  # forward, and the gradient of the weights
+
+
+def test_calibration_measures_every_operation_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    planned = drivetrain.plan(model, lambda: model(torch.ones(8, 32)).sum().backward(), device="cpu")
+    timed = planned.calibrated(20.0)
+    assert timed.calibration is not None
+    assert timed.calibration.share == pytest.approx(1.0)
+    assert timed.device.is_calibrated
+    cache = calibration.cache_path()
+    assert cache.is_relative_to(tmp_path)
+    before = cache.read_text()
+    again = planned.calibrated(0.0)  # no time to measure: everything comes from the cache
+    assert again.calibration is not None
+    assert again.calibration.seconds == timed.calibration.seconds
+    assert cache.read_text() == before
+    refined = timed.refine(2 * timed.time.step_s)
+    assert refined.time.step_s == pytest.approx(2 * timed.time.step_s)
+    assert planned.calibrated(0.0).time.step_s == pytest.approx(refined.time.step_s)
+    with pytest.raises(ValueError, match="leave it out"):
+        drivetrain.plan(model, lambda: None, device="h100", calibrate=True)
+
+
+# ---- Questions.
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3, 7, 64, 99, 100])
+def test_largest_finds_the_bound(bound: int) -> None:
+    assert largest(lambda size: size <= bound, 100) == bound
+    assert largest(lambda size: size <= 200, 100) == 100
+
+
+def test_largest_batch_and_length_fit_and_one_more_does_not(tmp_path: Path) -> None:
+    small = (
+        (Path(drivetrain.__file__).parent / "plan" / "devices.toml").read_text().split("[h100]")[1].split("[h200]")[0]
+    )
+    table = tmp_path / "devices.toml"
+    table.write_text("[tiny]" + small.replace("memory = 79.1", "memory = 0.78"))
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def step(batch: int, length: int = 8) -> None:
+        model(torch.empty(batch, length, 64, device="meta")).sum().backward()
+
+    plan = drivetrain.plan(model, step, device="tiny", devices=table, batch=8)
+    batch = plan.largest_batch()
+    assert batch > 8
+    assert plan.sized(batch=batch).memory.fits
+    assert not plan.sized(batch=batch + 1).memory.fits
+    length = plan.largest_length(multiple=8)
+    assert length % 8 == 0
+    assert plan.sized(length=length).memory.fits
+    assert not plan.sized(length=length + 8).memory.fits
+
+
+def test_gains_name_options_with_their_prices() -> None:
+    with torch.device("meta"):
+        model = GPT(depth=2, dim=512, heads=8, length=64, dropout=0.0, vocabulary=512).bfloat16()
+        tokens, targets = torch.randint(512, (2, 8, 64))
+    plan = drivetrain.plan(model, lambda: model(tokens, targets).backward(), world_size=8, optimizer="AdamW")
+    gains = {gain.option: gain for gain in plan.what_helps()}
+    assert gains['shard="optimizer"'].saved_bytes > 0
+    assert gains["state_bits=8"].saved_bytes > 0
+    assert gains["master_bits=24"].saved_bytes < 0  # the bits must lie somewhere
+    assert {"release=True", 'shard="gradients"', "expandable=True", "budget=50% of activations"} <= gains.keys()
+    assert gains["budget=50% of activations"].added_s > 0
+    saved = [gain.saved_bytes for gain in plan.what_helps()]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_smallest_device_and_count(plan: Plan) -> None:
+    fits = plan.smallest_device()
+    assert [fit.device for fit in fits] == ["l4", "rtx4090", "h100", "a100", "h200"]
+    assert plan.smallest_count() == 1
+    assert set(device_names()) >= {fit.device for fit in fits}
+
+
+# ---- Cost.
+
+PRICES = {
+    "currency": "EUR",
+    "storage": {"gib_month": 0.02},
+    "spot": {"interruptions_per_hour": 0.5, "restart_minutes": 6},
+    "devices": {"h100": {"on_demand": 3.0, "spot": 1.0, "reserved": 2.0}},
+}
+
+
+def test_price_of_a_run() -> None:
+    prices = {p.tariff: p for p in price_run(PRICES, "h100", 8, 1.0, 10 * GIB, Run(36_000, checkpoints_kept=2))}
+    assert prices["on_demand"].hours == 10
+    assert prices["on_demand"].amount == pytest.approx(3.0 * 80)
+    assert prices["on_demand"].storage == pytest.approx(0.02 * 20 * 10 / 730)
+    assert prices["on_demand"].currency == "EUR"
+    assert prices["spot"].hours > 10
+    assert prices["spot"].amount < prices["reserved"].amount < prices["on_demand"].amount
+
+
+def test_interruptions_agree_with_a_simulation() -> None:
+    rng = random.Random(0)
+    rate, interval, restart, train = 2.0 / 3600, 600.0, 300.0, 36_000.0
+    total = 0.0
+    runs = 400
+    for _ in range(runs):
+        done = 0.0
+        while done < train:
+            until = rng.expovariate(rate)
+            if until < interval:
+                total += until + restart
+            else:
+                total += interval
+                done += interval
+    assert with_interruptions(train, 2.0, interval, restart) == pytest.approx(total / runs, rel=0.03)
+    assert with_interruptions(train, 0.0, interval, restart) == train
+    assert math.isfinite(with_interruptions(train, 100.0, interval, restart))
+
+
+@pytest.mark.parametrize(
+    ("prices", "message"),
+    [
+        ({}, r"no \[devices.h100\]"),
+        ({"devices": {"h100": {}}}, "none of on_demand"),
+        ({"devices": {"h100": {"spot": "cheap"}}}, "devices.h100.spot is 'cheap'"),
+        ({"devices": {"h100": {"spot": 1}}, "spot": {"interruptions_per_hour": 1e6}}, "makes no progress"),
+    ],
+)
+def test_wrong_prices_are_named(prices: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        price_run(prices, "h100", 1, 1.0, 0, Run(10_000))
+
+
+# ---- Comparison, pictures, and bad input.
+
+
+def test_compare_reads_the_monitors_record(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.ones(4, 8)] * 6
+
+    def step() -> None:
+        model(batches[0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record = tmp_path / "run.jsonl"
+    with drivetrain.Monitor(model, optimizer, to=[f"jsonl:{record}"], progress=False) as monitor:
+        for _ in monitor(batches):
+            step()
+    plan = drivetrain.plan(model, step, device="cpu", batch=4)
+    found = {each.what: each for each in compare(plan, record)}
+    assert found["step"].measured > 0
+    assert found["step"].predicted == pytest.approx(1e3 * plan.time.step_s)
+    assert {"forward", "backward", "samples per second and rank"} <= found.keys()
+    assert "error" in table(list(found.values()))
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    record.write_text("".join(json.dumps(event) + "\n" for event in events if event["type"] != "step"))
+    with pytest.raises(ValueError, match="no step to compare"):
+        compare(plan, record)
+
+
+def test_picture(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("plan.svg", "plan.png"):
+        plan.plot(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+    assert plan.plot()._repr_png_().startswith(b"\x89PNG")
+    assert "<table>" in plan._repr_html_()
+    with pytest.raises(ValueError, match=r"\.svg or \.png"):
+        plan.plot(tmp_path / "plan.pdf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plan.plot(tmp_path / "plan.svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "abacus"}, "device is 'abacus'"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"shard": "all"}, "shard is 'all'"),
+        ({"ddp": "horovod"}, "ddp is 'horovod'"),
+        ({"optimizer": "Adamw"}, "optimizer is 'Adamw'"),
+        ({"budget": "lots"}, "budget is 'lots'"),
+        ({"state_bits": 8}, "need an optimizer"),
+        ({"bucket_mib": 0.0}, "bucket_mib is 0.0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=message):
+        drivetrain.plan(model, lambda: model(torch.ones(2, 4)).sum().backward(), **arguments)  # type: ignore[arg-type]
+
+
+def test_sizes() -> None:
+    assert bytes_of("70GiB", "budget") == 70 * GIB
+    assert bytes_of("900MB", "budget") == 900_000_000
+    assert bytes_of(7, "budget") == 7

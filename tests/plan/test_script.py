@@ -1,0 +1,109 @@
+"""Tests plans of unedited scripts on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import argparse, os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=512)
+parser.add_argument("--steps", type=int, default=1000)
+arguments = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+model = nn.Sequential(nn.Linear(256, arguments.width), nn.GELU(), nn.Linear(arguments.width, 16)).to(device)
+model = DistributedDataParallel(model)
+data = TensorDataset(torch.randn(2000, 256), torch.randint(16, (2000,)))
+loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=2)
+optimizer = torch.optim.AdamW(model.parameters())
+for step, (x, y) in enumerate(loader):
+    if step == arguments.steps:
+        break
+    x, y = x.to(device, non_blocking=True), y.to(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    print(loss.item())
+"""
+NUM_PARAMETERS = 256 * 512 + 512 + 512 * 16 + 16
+
+
+def planned(folder: Path, *arguments: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "drivetrain", "plan", "--json", "plan.json", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_plans_an_unedited_script_for_gpus(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[devices.h100]\non_demand = 2.0\n")
+    options = ["--gpu", "h100", "--gpus", "2x8", "--questions", "--steps", "1000", "--price", "prices.toml"]
+    done = planned(tmp_path, *options, "train.py")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["parameters"] == NUM_PARAMETERS
+    assert figures["world_size"] == 16
+    assert figures["at_peak"]["parameters"] == 4 * NUM_PARAMETERS
+    assert figures["at_peak"]["optimizer states"] >= 8 * NUM_PARAMETERS
+    assert figures["at_peak"].get("activations", 0) < 2000 * 256 * 4  # the data set stays on the host
+    assert figures["communication_s"] > 0
+    for text in ("16 ranks of NVIDIA H100", 'shard="optimizer"', "rtx4090", "on_demand"):
+        assert text in done.stdout
+    assert done.stdout.count("\n1.0\n") <= 2  # two steps ran, and their loss has no value
+
+
+def test_batch_and_arguments_reach_the_script(tmp_path: Path) -> None:
+    done = planned(tmp_path, "--gpu", "cpu", "--batch", "8", "train.py", "--width", "16")
+    assert done.returncode == 0, done.stderr
+    small = json.loads((tmp_path / "plan.json").read_text())
+    assert small["parameters"] == 256 * 16 + 16 + 16 * 16 + 16
+    done = planned(tmp_path, "--gpu", "cpu", "--batch", "1000", "train.py", "--width", "16")
+    assert done.returncode == 0, done.stderr
+    large = json.loads((tmp_path / "plan.json").read_text())
+    assert large["peak_bytes"] > small["peak_bytes"] + 992 * 16 * 4
+    assert small["samples_per_s"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "abacus", "train.py"], "device is 'abacus', expected one of a100, h100"),
+        (["missing.py"], "missing.py"),
+        (["train.py", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2"),
+        (["--price", "prices.toml", "train.py"], "--price needs --steps"),
+        (["--budget", "many", "train.py"], "--budget is 'many'"),
+        (["--plot", "plan.gif", "train.py"], "expected a name that ends in .svg or .png"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = planned(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_code_says_that_it_does_not_fit(tmp_path: Path) -> None:
+    script = SCRIPT.replace("default=512", "default=60000000")
+    done = planned(tmp_path, "--gpu", "l4", "--plot", "plan.svg", "train.py", script=script)
+    assert done.returncode == 1, done.stderr
+    assert "does not fit" in done.stdout
+    assert (tmp_path / "plan.svg").read_text().count("<svg") == 1

@@ -1,5 +1,8 @@
-"""Data loading: a sampler whose position can be saved, and restored at any offset and at another number of ranks."""
+"""Data loading: a resumable sampler, batches loaded ahead, memory-mapped tokens, and a cache of decoded images."""
 
+from .images import CachedImages
+from .prefetch import Prefetcher, prefetch
 from .sampler import ResumableSampler
+from .tokens import TokenShards, write_token_shards
 
-__all__ = ["ResumableSampler"]
+__all__ = ["CachedImages", "Prefetcher", "ResumableSampler", "TokenShards", "prefetch", "write_token_shards"]

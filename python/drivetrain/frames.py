@@ -1,5 +1,6 @@
 """Reads Python frames for messages: the user's line, and the object whose method runs."""
 
+import gc
 import os
 import sysconfig
 from pathlib import Path
@@ -14,13 +15,24 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def stack_of(innermost: FrameType) -> list[FrameType]:
-    """Returns the frame and its callers, innermost first."""
-    stack = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
-    return stack
+    """Returns the frame and its callers, innermost first.
+
+    Garbage collection pauses meanwhile: `f_back` of another thread's frame allocates an object, and Python 3.11 reads
+    that frame afterwards. A collection in between may run a destructor that gives up the GIL, and the other thread may
+    return from the frame.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        stack = []
+        frame: FrameType | None = innermost
+        while frame is not None:
+            stack.append(frame)
+            frame = frame.f_back
+        return stack
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def users_line(stack: list[FrameType]) -> str:

@@ -328,7 +328,7 @@ def test_the_runtimes_version_is_that_of_nvcc() -> None:
 def test_doctor_says_it_in_one_line_and_by_the_exit_code() -> None:
     done = _cli("doctor", DRIVETRAIN_ISA="neon", **_launch(1, 2, 29500, "no-such-host.invalid"))
     assert done.returncode == 1
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert len(wrong) == 2
     assert all("; cure: " in line for line in wrong)
 
@@ -347,9 +347,17 @@ def test_doctor_on_a_healthy_machine() -> None:
         "libstdc++",
         "gloo",
         "differences",
+        "memory",
+        "shm",
+        "limits",
+        "threads",
+        "signals",
+        "variables",
+        "interfaces",
+        "disk",
         "launch",
     ]
-    assert all(line.startswith(("OK ", "-- ")) for line in lines.values())
+    assert all(line.startswith(("PASS ", "-- ")) for line in lines.values())
     assert torch.__version__ in lines["torch"]
     assert "baseline" in lines["isa"]
 
@@ -377,10 +385,10 @@ def test_doctor_names_what_is_wrong_and_its_cure(
     sick: Doctor, environ: dict[str, str], name: str, text: str, cure: str
 ) -> None:
     findings = sick(environ)
-    assert findings[name]["status"] == "WRONG"
+    assert findings[name]["status"] == "FAIL"
     assert text in findings[name]["text"]
     assert cure in findings[name]["cure"]
-    assert [other for other in findings.values() if other["status"] == "WRONG"] == [findings[name]]
+    assert [other for other in findings.values() if other["status"] == "FAIL"] == [findings[name]]
 
 
 def test_doctor_on_rank_0_with_its_port_taken(sick: Doctor) -> None:
@@ -392,7 +400,7 @@ def test_doctor_on_rank_0_with_its_port_taken(sick: Doctor) -> None:
 
 def test_doctor_says_which_rank_is_missing(sick: Doctor) -> None:
     findings = sick(_launch(0, 3, _free_port()))
-    assert findings["master"]["status"] == "OK"  # no process should listen yet
+    assert findings["master"]["status"] == "PASS"  # no process should listen yet
     assert "ranks 1, 2 of 3" in findings["ranks"]["text"]
 
 
@@ -427,7 +435,7 @@ def test_doctor_under_torchrun_tells_what_differs_and_what_is_wrong_elsewhere(tm
     )
     done = _torchrun_doctor(str(path))
     assert done.returncode == 1
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert len(wrong) == 2
     assert "rank 1: DRIVETRAIN_ISA=neon" in wrong[0]
     assert "drivetrain differs: " in wrong[1]

@@ -1,4 +1,4 @@
-"""Implements `drivetrain run | bench | ckpt | doctor | env | completion` (also `python -m drivetrain`)."""
+"""Implements the command `drivetrain` (also `python -m drivetrain`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any, cast
 _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
+    "plan": ("drivetrain.cli.plan", "predict memory, time and cost of a training script"),
     "ckpt": ("drivetrain.cli.ckpt", "list, verify, show, export and clean up checkpoints"),
+    "monitor": ("drivetrain.cli.monitor", "show where the time of recorded runs went"),
     "doctor": ("drivetrain.cli.doctor", "check torch, CUDA, NCCL, the build and the process group"),
     "env": ("drivetrain.cli.environment", "print versions and settings for a bug report"),
     "completion": ("drivetrain.cli.completion", "print a script that completes commands in a shell"),
@@ -21,6 +23,8 @@ _COMMANDS = {
 _EXAMPLES = """examples:
   torchrun --nproc-per-node 2 -m drivetrain run train.py           replace DistributedDataParallel in a script
   torchrun --nproc-per-node 2 -m drivetrain run --optim train.py   and the optimizers
+  drivetrain monitor run.jsonl                                     see where the time of a run went
+  drivetrain plan train.py --gpu h100 --gpus 8x8                   see if a script fits, and how long a step takes
   drivetrain doctor                                                find out what is wrong with an installation
   drivetrain bench optim                                           compare optimizer steps with torch's
 """

@@ -79,6 +79,13 @@ DIFFERENCES: Sequence[Difference] = (
         "A message should say what to change.",
     ),
     Difference(
+        "Last bits of a step",
+        "Fuses a product and the sum after it where the processor can.",
+        "Rounds each product and each sum.",
+        "A step has the same bits on every instruction set and on GPUs. Trajectories part slowly, as between two "
+        "processors under torch.",
+    ),
+    Difference(
         "Adam's update",
         "Divides twice per element.",
         "Divides once per element.",

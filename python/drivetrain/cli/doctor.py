@@ -1,4 +1,4 @@
-"""Implements `drivetrain doctor`: prints one line per part of the installation and process group, OK or with a cure."""
+"""Implements `drivetrain doctor`: prints one line per part of the installation, machine and process group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import drivetrain
 from drivetrain import _C, _build_info, libstdcxx
 from drivetrain.cli import differences
-from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import first_line, read_launch, within
+from drivetrain.cli.machine import check_machine
 from drivetrain.cli.ranks import GLOO_CURE, Meeting
 from drivetrain.ddp.transport import nccl_package
 
-_STYLES = {"OK": "green", "--": "dim", "WRONG": "bold red"}
+_STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
 _REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--differences", action="store_true", help="list the intended differences from torch and check nothing"
     )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="test the directory that checkpoints go to")
     parser.add_argument(
         "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
     )
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if args.differences:
         print(differences.as_markdown())
         return 0
-    findings = [check() for check in _CHECKS]
+    is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank tests a host's disk
+    findings = [check() for check in _CHECKS] + check_machine(args.checkpoint if is_first_of_host else None)
     launch, launch_findings = read_launch(os.environ, args.timeout)
     findings += launch_findings
     show = partial(_print, as_json=args.json)
@@ -68,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
 def _versions() -> dict[str, str]:
     """Returns the versions that all ranks should have in common."""
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"drivetrain": drivetrain.__version__, "torch": torch.__version__, "Python": python}
+    versions = {"drivetrain": drivetrain.__version__, "torch": torch.__version__, "Python": python}
+    if torch.version.cuda is not None and dist.is_nccl_available():
+        versions["NCCL"] = _dotted(tuple(torch.cuda.nccl.version()[:3]))
+    return versions
 
 
 def _chosen_isa() -> str:
@@ -79,7 +85,7 @@ def _chosen_isa() -> str:
 
 
 def _any_wrong(findings: Sequence[Finding]) -> bool:
-    return any(finding.status == "WRONG" for finding in findings)
+    return any(finding.status == "FAIL" for finding in findings)
 
 
 def _print(findings: Sequence[Finding], as_json: bool) -> None:
@@ -96,15 +102,15 @@ def _print(findings: Sequence[Finding], as_json: bool) -> None:
 
 
 def _python() -> Finding:
-    return ok("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    return passed("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _torch() -> Finding:
     release, cuda = torch.__version__.partition("+")[0], torch.version.cuda or "none"
     if (release, cuda) == (_build_info.TORCH_VERSION, _build_info.TORCH_CUDA):
-        return ok("torch", f"{torch.__version__}, which drivetrain was built for")
+        return passed("torch", f"{torch.__version__}, which drivetrain was built for")
     built_for = f"{_build_info.TORCH_VERSION} (CUDA {_build_info.TORCH_CUDA})"
-    return wrong("torch", f"{release} (CUDA {cuda}), but drivetrain was built for {built_for}", _REBUILD)
+    return fail("torch", f"{release} (CUDA {cuda}), but drivetrain was built for {built_for}", _REBUILD)
 
 
 def _cuda() -> Finding:
@@ -120,7 +126,7 @@ def _cuda() -> Finding:
     if gpu and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         reason = f": {caught[0].message}" if caught else ""
         cure = f"install a driver for CUDA {torch.version.cuda}, or a torch that suits the driver"
-        return wrong("cuda", f"there is an NVIDIA GPU that torch cannot use{reason}", cure)
+        return fail("cuda", f"there is an NVIDIA GPU that torch cannot use{reason}", cure)
     return not_applicable("cuda", f"torch is built for CUDA {torch.version.cuda}; no GPU is visible")
 
 
@@ -129,19 +135,19 @@ def _cuda_kernels() -> Finding:
     found = f"CUDA {torch.version.cuda}, {len(devices)} x {torch.cuda.get_device_name(0)}"
     if not _C.has_cuda():
         cure = f"put nvcc on PATH and {_REBUILD}"
-        return wrong("cuda", f"{found}, but drivetrain was built without CUDA", cure)
+        return fail("cuda", f"{found}, but drivetrain was built without CUDA", cure)
     if problem := driver_problem(*_C.cuda_versions()):
         cure = (
             f"install a newer driver, or point CUDACXX at an nvcc of CUDA {torch.version.cuda} or older and {_REBUILD}"
         )
-        return wrong("cuda", f"{found}, but {problem}", cure)
+        return fail("cuda", f"{found}, but {problem}", cure)
     capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
     for capability in capabilities:
         if not covers(_build_info.CUDA, capability):
             number = "{}{}".format(*capability)
             cure = f"{_REBUILD} -Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={number}"
-            return wrong("cuda", f"{found} (sm_{number}), but the kernels are for {_build_info.CUDA}", cure)
-    return ok("cuda", f"{found}, covered by the kernels ({_build_info.CUDA})")
+            return fail("cuda", f"{found} (sm_{number}), but the kernels are for {_build_info.CUDA}", cure)
+    return passed("cuda", f"{found}, covered by the kernels ({_build_info.CUDA})")
 
 
 def driver_problem(runtime: int, driver: int) -> str:
@@ -188,17 +194,17 @@ def covers(built: str, capability: tuple[int, int]) -> bool:
 def _nccl() -> Finding:
     if torch.version.cuda is None or not dist.is_nccl_available():
         return not_applicable("nccl", "torch is built without NCCL")
-    built = tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
+    built = tuple(torch.cuda.nccl.version()[:3])
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except OSError:
-        return ok("nccl", f"{_dotted(built)} is linked into torch; {_nccl_transport()}")
+        return passed("nccl", f"{_dotted(built)} is linked into torch; {_nccl_transport()}")
     loaded = (number.value // 10000, number.value // 100 % 100, number.value % 100)
     if loaded < built:
         cure = "take the folder of the older libnccl.so.2 off LD_LIBRARY_PATH"
-        return wrong("nccl", f"{_dotted(loaded)} is loaded, but torch was built for {_dotted(built)}", cure)
-    return ok("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}; {_nccl_transport()}")
+        return fail("nccl", f"{_dotted(loaded)} is loaded, but torch was built for {_dotted(built)}", cure)
+    return passed("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}; {_nccl_transport()}")
 
 
 def _nccl_transport() -> str:
@@ -220,36 +226,36 @@ def _isa() -> Finding:
     forced = os.environ.get("DRIVETRAIN_ISA", "")
     if forced and forced not in _C.available_isas():
         text = f"DRIVETRAIN_ISA={forced}, but this processor and build offer: {available}"
-        return wrong("isa", text, "set it to one of these, or unset it for the fastest")
-    return ok("isa", f"{_C.isa()}{' (forced by DRIVETRAIN_ISA)' if forced else ''}; available: {available}")
+        return fail("isa", text, "set it to one of these, or unset it for the fastest")
+    return passed("isa", f"{_C.isa()}{' (forced by DRIVETRAIN_ISA)' if forced else ''}; available: {available}")
 
 
 def _build() -> Finding:
     sanitizer = _build_info.SANITIZE or "none"
-    return ok("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
+    return passed("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
 
 
 def _libstdcxx() -> Finding:
     module = Path(_C.__file__)
     if problem := libstdcxx.find_problem(module):
         cure = f"point CXX at a g++ that links it dynamically, take -static-libstdc++ out of its flags, and {_REBUILD}"
-        return wrong("libstdc++", f"{module} {problem}, which crashes in one process with torch's libstdc++", cure)
-    return ok("libstdc++", "the module uses the shared library, as torch does")
+        return fail("libstdc++", f"{module} {problem}, which crashes in one process with torch's libstdc++", cure)
+    return passed("libstdc++", "the module uses the shared library, as torch does")
 
 
 def _gloo() -> Finding:
     if not (dist.is_available() and dist.is_gloo_available()):
-        return wrong("gloo", "torch is built without gloo", "install torch's official wheel")
+        return fail("gloo", "torch is built without gloo", "install torch's official wheel")
     try:
         within(6, lambda: dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5)))
     except (RuntimeError, TimeoutError) as error:
-        return wrong("gloo", f"a group of one process cannot be created: {first_line(error)}", GLOO_CURE)
-    return ok("gloo", "available, and it finds a network interface")
+        return fail("gloo", f"a group of one process cannot be created: {first_line(error)}", GLOO_CURE)
+    return passed("gloo", "available, and it finds a network interface")
 
 
 def _differences() -> Finding:
     count = len(differences.DIFFERENCES)
-    return ok("differences", f"{count} intended ones from torch; `drivetrain doctor --differences` lists them")
+    return passed("differences", f"{count} intended ones from torch; `drivetrain doctor --differences` lists them")
 
 
 _CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Status = Literal["OK", "--", "WRONG"]
+Status = Literal["PASS", "--", "WARN", "FAIL"]
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,10 @@ class Finding:
 
     Attributes:
         name: The part of the installation that was checked.
-        status: "OK", "WRONG", or "--" if the check does not apply here.
+        status: "PASS"; "FAIL" if training will not work; "WARN" if it may not, or not at full speed; "--" if the check
+            does not apply here.
         text: The observed facts, or the reason why the check does not apply.
-        cure: The remedy of a failed check; otherwise empty.
+        cure: The remedy after "FAIL" and "WARN"; otherwise empty.
     """
 
     name: str
@@ -33,9 +34,9 @@ class Finding:
         return asdict(self)
 
 
-def ok(name: str, text: str) -> Finding:
+def passed(name: str, text: str) -> Finding:
     """Returns a finding for a check that passed."""
-    return Finding(name, "OK", text)
+    return Finding(name, "PASS", text)
 
 
 def not_applicable(name: str, why: str) -> Finding:
@@ -43,6 +44,11 @@ def not_applicable(name: str, why: str) -> Finding:
     return Finding(name, "--", why)
 
 
-def wrong(name: str, text: str, cure: str) -> Finding:
+def warn(name: str, text: str, cure: str) -> Finding:
+    """Returns a finding for something that may fail later or that costs speed, with its remedy."""
+    return Finding(name, "WARN", text, cure)
+
+
+def fail(name: str, text: str, cure: str) -> Finding:
     """Returns a finding for a check that failed, with its remedy."""
-    return Finding(name, "WRONG", text, cure)
+    return Finding(name, "FAIL", text, cure)

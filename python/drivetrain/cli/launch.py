@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from drivetrain.cli.finding import Finding, not_applicable, ok, wrong
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 
 LAUNCH_CURE = "start with torchrun, or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process"
 _CONNECT_S = 5.0
@@ -99,9 +99,9 @@ def read_launch(environ: Mapping[str, str], timeout_s: float) -> tuple[Launch | 
     try:
         launch, text = _parse(environ)
     except ValueError as error:
-        return None, [wrong("launch", str(error), LAUNCH_CURE)]
-    findings = [ok("launch", text), _check_master(launch, timeout_s)]
-    meets = launch.world_size > 1 and findings[-1].status == "OK"
+        return None, [fail("launch", str(error), LAUNCH_CURE)]
+    findings = [passed("launch", text), _check_master(launch, timeout_s)]
+    meets = launch.world_size > 1 and findings[-1].status == "PASS"
     return launch if meets else None, findings
 
 
@@ -150,7 +150,7 @@ def _check_master(launch: Launch, timeout_s: float) -> Finding:
             lambda: socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM),
         )
     except (OSError, UnicodeError) as error:  # UnicodeError: the host name is malformed
-        return wrong("master", f"MASTER_ADDR={launch.master_addr} does not resolve ({error})", cure)
+        return fail("master", f"MASTER_ADDR={launch.master_addr} does not resolve ({error})", cure)
     if launch.rank == 0 and not launch.agent_store:
         return _check_port_is_free(launch)
     return _check_answers(launch, [str(address[4][0]) for address in found], min(_CONNECT_S, timeout_s))
@@ -165,8 +165,8 @@ def _check_port_is_free(launch: Launch) -> Finding:
     except OSError as error:
         what = "another program listens on it" if error.errno == errno.EADDRINUSE else error.strerror
         cure = f"export MASTER_PORT={_free_port()} (free here) on every rank"
-        return wrong("master", f"rank 0 cannot use port {launch.master_port}: {what}", cure)
-    return ok("master", f"{launch.master} resolves, and the port is free here on rank 0")
+        return fail("master", f"rank 0 cannot use port {launch.master_port}: {what}", cure)
+    return passed("master", f"{launch.master} resolves, and the port is free here on rank 0")
 
 
 def _free_port() -> int:
@@ -180,13 +180,13 @@ def _check_answers(launch: Launch, addresses: Sequence[str], timeout_s: float) -
     for address in addresses:
         try:
             socket.create_connection((address, launch.master_port), timeout_s).close()
-            return ok("master", f"{launch.master} ({address}) answers")
+            return passed("master", f"{launch.master} ({address}) answers")
         except OSError as error:
             failure = error
     if isinstance(failure, ConnectionRefusedError) and not launch.agent_store:
-        return ok("master", f"{launch.master} is reachable; no process listens yet, as rank 0 has not started")
+        return passed("master", f"{launch.master} is reachable; no process listens yet, as rank 0 has not started")
     cure = (
         "check that MASTER_ADDR is rank 0's address on the network the machines share, and that no firewall "
         f"closes TCP port {launch.master_port} or the unprivileged ports between them"
     )
-    return wrong("master", f"{launch.master} does not answer ({failure})", cure)
+    return fail("master", f"{launch.master} does not answer ({failure})", cure)

@@ -1,11 +1,13 @@
-"""Checks all ranks together for `drivetrain doctor`: their presence, their versions, and an all-reduce."""
+"""Checks all ranks together for `drivetrain doctor`: presence, versions, speed, connections, and an all-reduce."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -15,14 +17,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from drivetrain.cli.finding import Finding, ok, wrong
+from drivetrain.cli import network, speed
+from drivetrain.cli.finding import Finding, fail, passed
 from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line, within
 
 GLOO_CURE = "export GLOO_SOCKET_IFNAME=<the network interface that the machines share> (ip addr lists them)"
+_DUPLICATE_CURE = "give every process a RANK of its own, and end processes that an earlier start left behind"
 _POLL_S = 0.05
 
 Show = Callable[[Sequence[Finding]], None]
-_Cards = dict[int, dict[str, Any]]  # by rank: its versions, its instruction set, its failed checks
+_Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, instruction set, cores, speed and failed checks
 
 
 class Meeting:
@@ -47,14 +51,22 @@ class Meeting:
         Returns:
             All findings that this rank knows.
         """
-        own_wrong = [finding.as_dict() for finding in own if finding.status == "WRONG"]
-        card = {"versions": dict(versions), "isa": isa, "wrong": own_wrong}
+        card = {
+            "host": f"{socket.gethostname()}, process {os.getpid()}",
+            "versions": dict(versions),
+            "isa": isa,
+            "cores": speed.cores(),
+            "flops_per_s": speed.flops_per_s(),
+            "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
+        }
         try:
             store = self._open_store()
+            if store.add(f"arrived/{self._launch.rank}", 1) > 1:
+                return self._leave_as_duplicate(store, own, show)
             store.set(f"card/{self._launch.rank}", json.dumps(card))
         except RuntimeError as error:
             text = f"no store at {self._launch.master}: {first_line(error)}"
-            findings = [*own, wrong("ranks", text, LAUNCH_CURE)]
+            findings = [*own, fail("ranks", text, LAUNCH_CURE)]
             show(findings)
             return findings
         if self._launch.rank == 0:
@@ -82,18 +94,35 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
         return PrefixStore(f"drivetrain/doctor/{attempt}", store)
 
+    def _leave_as_duplicate(self, store: Store, own: list[Finding], show: Show) -> list[Finding]:
+        """Reports that another process has this rank's number. Rank 0 reports it, too."""
+        store.set(f"duplicate/{self._launch.rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        findings = [*own, fail("ranks", f"another process has RANK={self._launch.rank} already", _DUPLICATE_CURE)]
+        show(findings)
+        self._wait(store, ["shown"], 4 * self._timeout_s)  # a launcher ends all ranks when one fails
+        return findings
+
     def _lead(self, store: Store, own: list[Finding], show: Show) -> list[Finding]:
         world_size = self._launch.world_size
         cards = self._collect(store)
         missing = [rank for rank in range(world_size) if rank not in cards]
-        findings = [*own, *_wrong_elsewhere(cards)]
+        findings = [*own, *_wrong_elsewhere(cards, own)]
         store.set("complete", "no" if missing else "yes")
         if missing:
             text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
             cure = f"start them with MASTER_ADDR:MASTER_PORT {self._launch.master}, or lower WORLD_SIZE"
-            findings.append(wrong("ranks", text, cure))
+            findings.append(fail("ranks", text, cure))
         else:
-            findings += [*_compare(cards), self._all_reduce(store)]
+            hosts = [_host(cards[rank]) for rank in range(world_size)]
+            findings += _compare(cards)
+            findings += speed.judge(
+                {rank: card["flops_per_s"] for rank, card in cards.items()},
+                hosts,
+                {rank: card["cores"] for rank, card in cards.items()},
+            )
+            findings += self._probe(store)
+            findings += [self._all_reduce(store)]
+        findings += _duplicates(store, cards)
         show(findings)
         store.set("shown", "yes")
         self._wait(store, [f"done/{rank}" for rank in cards if rank != 0])  # this process may run the store
@@ -103,8 +132,9 @@ class Meeting:
         findings = list(own)
         # Rank 0 may start to wait one timeout later than this rank, and its all-reduce may take two more.
         if self._wait(store, ["complete"], 2 * self._timeout_s) and store.get("complete") == b"yes":
+            self._probe(store)
             findings.append(self._all_reduce(store))
-        self._wait(store, ["shown"], 2 * self._timeout_s)
+        self._wait(store, ["shown"], 3 * self._timeout_s)
         with suppress(RuntimeError):  # rank 0 may have left
             store.set(f"done/{self._launch.rank}", "yes")
         return findings
@@ -125,12 +155,33 @@ class Meeting:
         except RuntimeError:  # the store has ended
             return False
 
+    def _probe(self, store: Store) -> list[Finding]:
+        """Tests the connections to other ranks. Rank 0 returns findings on those of all ranks; the others, none."""
+        ranks = range(self._launch.world_size)
+        with network.Listener(self._launch.master_addr) as listener:
+            store.set(f"address/{self._launch.rank}", json.dumps(asdict(listener.address)))
+            if not self._wait(store, [f"address/{rank}" for rank in ranks]):
+                return [fail("network", f"a rank has not opened its port after {self._timeout_s:g} s", LAUNCH_CURE)]
+            addresses = [network.Address(**json.loads(store.get(f"address/{rank}"))) for rank in ranks]
+            probes = network.probe_peers(self._launch.rank, addresses)
+            store.set(f"probes/{self._launch.rank}", json.dumps([probe.as_dict() for probe in probes]))
+            keys = [f"probes/{rank}" for rank in ranks]
+            self._wait(store, keys)  # a listener must outlive the other ranks' probes
+            if self._launch.rank != 0:
+                return []
+            found = {
+                rank: [network.Probe(**probe) for probe in json.loads(store.get(f"probes/{rank}"))]
+                for rank in ranks
+                if store.check([f"probes/{rank}"])
+            }
+        return network.judge(addresses, found)
+
     def _all_reduce(self, store: Store) -> Finding:
         try:
             within(2 * self._timeout_s + 1, lambda: self._sum_ones(PrefixStore("gloo", store)))
         except (RuntimeError, TimeoutError) as error:
-            return wrong("all-reduce", f"fails over gloo: {first_line(error)}", GLOO_CURE)
-        return ok("all-reduce", f"passes over gloo between {self._launch.world_size} ranks")
+            return fail("all-reduce", f"fails over gloo: {first_line(error)}", GLOO_CURE)
+        return passed("all-reduce", f"passes over gloo between {self._launch.world_size} ranks")
 
     def _sum_ones(self, store: Store) -> None:
         limit = timedelta(seconds=self._timeout_s)
@@ -151,13 +202,34 @@ def _poll(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _wrong_elsewhere(cards: _Cards) -> list[Finding]:
+def _duplicates(store: Store, cards: _Cards) -> list[Finding]:
     return [
-        wrong(finding["name"], f"rank {rank}: {finding['text']}", finding["cure"])
+        fail(
+            "ranks",
+            f"two processes have RANK={rank}: {card['host']}, and {store.get(f'duplicate/{rank}').decode()}",
+            _DUPLICATE_CURE,
+        )
         for rank, card in cards.items()
-        if rank != 0
-        for finding in card["wrong"]
+        if store.check([f"duplicate/{rank}"])
     ]
+
+
+def _wrong_elsewhere(cards: _Cards, own: Sequence[Finding]) -> list[Finding]:
+    """Returns what the other ranks have found. What concerns a whole host is reported once for it."""
+    reported = {(_host(cards[0]), finding.name, finding.text) for finding in own} if 0 in cards else set()
+    findings = []
+    for rank, card in cards.items():
+        for finding in card["wrong"]:
+            what = (_host(card), finding["name"], finding["text"])
+            if rank != 0 and what not in reported:
+                reported.add(what)
+                text = f"rank {rank}: {finding['text']}"
+                findings.append(Finding(finding["name"], finding["status"], text, finding["cure"]))
+    return findings
+
+
+def _host(card: Mapping[str, Any]) -> str:
+    return str(card["host"]).partition(",")[0]
 
 
 def _compare(cards: _Cards) -> list[Finding]:
@@ -167,13 +239,13 @@ def _compare(cards: _Cards) -> list[Finding]:
         by_version = _ranks_by({rank: card["versions"][what] for rank, card in cards.items()})
         if len(by_version) > 1:
             cure = f"install the same {what} for every rank"
-            findings.append(wrong("versions", f"{what} differs: {_spelled_out(by_version)}", cure))
+            findings.append(fail("versions", f"{what} differs: {_spelled_out(by_version)}", cure))
     if findings:
         return findings
     versions = ", ".join(f"{what} {version}" for what, version in cards[0]["versions"].items())
     by_isa = _ranks_by({rank: card["isa"] for rank, card in cards.items()})
     isa = next(iter(by_isa)) if len(by_isa) == 1 else f"differs, which is allowed ({_spelled_out(by_isa)})"
-    return [ok("versions", f"equal on {len(cards)} ranks: {versions}; isa {isa}")]
+    return [passed("versions", f"equal on {len(cards)} ranks: {versions}; isa {isa}")]
 
 
 def _ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:

@@ -24,7 +24,10 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `run`. All arguments after the script's name belong to the script."""
-    parser.usage = "drivetrain run [-h] [--optim] [--ddp NAME=VALUE]... [-m] script.py [ARGUMENT]..."
+    parser.usage = (
+        "drivetrain run [-h] [--optim] [--ddp NAME=VALUE]... [--monitor] [--monitor-to SINK]... [-m] script.py "
+        "[ARGUMENT]..."
+    )
     parser.add_argument("--optim", action="store_true", help="replace torch's optimizers too")
     parser.add_argument(
         "--ddp",
@@ -33,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="default of a DistributedDataParallel argument that the script does not pass; may be repeated",
+    )
+    parser.add_argument("--monitor", action="store_true", help="show where the time of each step goes")
+    parser.add_argument(
+        "--monitor-to",
+        metavar="SINK",
+        action="append",
+        default=[],
+        help="with --monitor: a sink such as jsonl:run.jsonl; may be repeated",
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("script", help="path of the script, or name of the module with -m")
@@ -52,8 +63,12 @@ def run(args: argparse.Namespace) -> int:
     sys.excepthook = _without_our_frames(sys.excepthook)
     try:
         swap.install(optim=args.optim, **ddp_defaults)
-        main_module, code = _module(args.script) if args.as_module else _script(args.script)
-    except (OSError, ImportError, TypeError) as error:
+        main_module, code = _module(args.script) if args.as_module else load_script(args.script)
+        if args.monitor or args.monitor_to:
+            from drivetrain.monitor.script import ScriptMonitor
+
+            ScriptMonitor(args.monitor_to).start()
+    except (OSError, ImportError, TypeError, ValueError) as error:
         print(f"drivetrain run: {error}", file=sys.stderr)
         return 2
     children.follow(args.optim, ddp_defaults)
@@ -79,7 +94,7 @@ def _ddp_default(text: str) -> tuple[str, object]:
         return name, value
 
 
-def _script(name: str) -> tuple[ModuleType, CodeType]:
+def load_script(name: str) -> tuple[ModuleType, CodeType]:
     """Builds the `__main__` module of `python name`, and compiles its code."""
     path = Path(name).absolute()
     with io.open_code(str(path)) as file:

@@ -1,0 +1,262 @@
+"""Checks this machine for `drivetrain doctor`: memory, limits, disk, threads, signals, variables and interfaces."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
+from drivetrain.ddp import hang_reports, transport
+from drivetrain.monitor.sinks import prometheus
+
+_GIB = 2.0**30
+_LEAST_MEMORY = 2**30
+_LEAST_SHARED_MEMORY = 2**27  # Docker's default is 64 MiB
+_LEAST_FILES = 1024  # Linux's usual soft limit
+_LEAST_DISK = 2**30
+_WRITTEN = 2**26  # bytes that the disk's check writes
+_SIOCGIFADDR = 0x8915  # ioctl of netdevice(7): the IPv4 address of an interface
+
+# Maps each variable of drivetrain to the function that raises ValueError for a wrong value.
+_VARIABLES: dict[str, Callable[[], object]] = {
+    "DRIVETRAIN_ISA": lambda: None,  # the check `isa` judges its value
+    transport.VARIABLE: lambda: transport.requested("auto"),
+    hang_reports.VARIABLE: lambda: hang_reports.limit_from(None),
+    prometheus.TOKEN_VARIABLE: lambda: None,  # any text is a token
+}
+
+
+def check_machine(checkpoint_dir: Path | None) -> list[Finding]:
+    """Runs all checks of this machine.
+
+    Args:
+        checkpoint_dir: The directory that checkpoints go to, or None to leave out the check of the disk.
+    """
+    return [
+        check_memory(),
+        check_shared_memory(Path("/dev/shm")),
+        check_limits(),
+        check_threads(os.environ),
+        check_signals(),
+        check_variables(os.environ),
+        check_interfaces(os.environ),
+        check_disk(checkpoint_dir),
+    ]
+
+
+def check_memory() -> Finding:
+    """Compares the memory that this process may still take with the least that a training needs."""
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are available"
+    limit = _memory_limit()
+    if limit is not None and limit[0] < total:
+        available = min(available, limit[0] - limit[1])
+        text += f"; the container may take {limit[0] / _GIB:.1f} GiB and has taken {limit[1] / _GIB:.1f}"
+    if available < _LEAST_MEMORY:
+        return warn("memory", text, "end other programs, or raise the container's limit: docker run --memory=...")
+    return passed("memory", text)
+
+
+def _memory_limit() -> tuple[int, int] | None:
+    """Returns the bytes that this process's control group may take and has taken, or None without a limit."""
+    for folder, most, taken in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max" is no number
+            return int(Path(folder, most).read_text()), int(Path(folder, taken).read_text())
+    return None
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    """Checks the size of the shared-memory file system, through which workers of a DataLoader send batches."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        cure = f"mount -t tmpfs tmpfs {folder}, or use DataLoaders without workers"
+        return fail("shm", f"{folder}: {error.strerror}; DataLoader workers need it", cure)
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    text = f"{free / _GIB:.2f} of {size / _GIB:.2f} GiB are free in {folder}"
+    if free < _LEAST_SHARED_MEMORY:
+        cure = "docker run --ipc=host or --shm-size=8g; or delete old files there"
+        return warn("shm", f"{text}; DataLoader workers send batches through it", cure)
+    return passed("shm", text)
+
+
+def check_limits() -> Finding:
+    """Checks the limits of this process that end trainings: open files, processes, memory and file size."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _LEAST_FILES:
+        text = f"{files} open files are allowed; workers, sockets and shared tensors need more"
+        return warn("limits", text, "ulimit -n 65536 before the launcher, or LimitNOFILE= of the service")
+    unlimited = resource.RLIM_INFINITY
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes != unlimited and processes < _LEAST_FILES:
+        return warn("limits", f"{processes} processes and threads are allowed", "ulimit -u unlimited")
+    for name, option, what in (
+        ("RLIMIT_FSIZE", "-f", "bytes per file are allowed, which ends larger checkpoints"),
+        ("RLIMIT_AS", "-v", "bytes of address space are allowed, which CUDA and shared memory exceed"),
+    ):
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != unlimited:
+            return warn("limits", f"{limit} {what}", f"ulimit {option} unlimited")
+    return passed("limits", f"{files} open files; no limit of processes, file size and address space matters")
+
+
+def check_threads(environ: Mapping[str, str]) -> Finding:
+    """Compares the threads of all ranks of this machine with its cores."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1")) if environ.get("LOCAL_WORLD_SIZE", "1").isdigit() else 1
+    threads = torch.get_num_threads()
+    text = f"{ranks} x {threads} threads on {cores} cores"
+    if ranks * threads > max(cores, ranks):
+        share = max(1, cores // ranks)
+        return warn("threads", f"{text}: they take turns", f"export OMP_NUM_THREADS={share}")
+    if cores == 1 and (os.cpu_count() or 1) > 1:
+        bound = [
+            name for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES") if environ.get(name)
+        ]
+        cause = f" by {', '.join(bound)}" if bound else ""
+        if threads > 1 or bound:
+            return warn(
+                "threads",
+                f"this process is bound to one of {os.cpu_count()} cores{cause}",
+                f"unset {' '.join(bound)}" if bound else "start it without taskset or numactl, or with more cores",
+            )
+    return passed("threads", text)
+
+
+def check_signals() -> Finding:
+    """Checks that SIGTERM, by which schedulers announce the end, reaches this process."""
+    cure = "remove `trap '' TERM` and nohup from the script, and start Python by `exec`"
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        return fail("signals", "SIGTERM is blocked in this process: preemption would go unnoticed", cure)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        return fail("signals", "SIGTERM is ignored since before Python started: preemption would go unnoticed", cure)
+    for process, name, status in _ancestors():
+        if _has(status, "SigIgn") or _has(status, "SigBlk"):
+            text = f"the ancestor {name} (process {process}) ignores SIGTERM and does not pass it on"
+            return warn("signals", text, cure)
+        if process == 1 and name in ("sh", "bash", "dash", "ash", "zsh") and not _has(status, "SigCgt"):
+            text = f"process 1 is {name}, to which the kernel delivers no SIGTERM without a handler"
+            return warn("signals", text, "start the container's command by `exec`, or docker run --init")
+    return passed("signals", "SIGTERM reaches this process")
+
+
+def _ancestors() -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Yields number, name and status of each ancestor that this process may look at, the nearest first."""
+    process = os.getppid()
+    while process > 0:
+        try:
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        except OSError:  # it has ended, or is not visible here
+            return
+        status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        yield process, status["Name"], status
+        process = int(status["PPid"])
+
+
+def _has(status: Mapping[str, str], field: str) -> bool:
+    """Returns whether SIGTERM is in a signal mask of /proc/PID/status."""
+    return bool(int(status[field], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def check_variables(environ: Mapping[str, str]) -> Finding:
+    """Checks that every variable DRIVETRAIN_* is known and has a value that its reader takes."""
+    given = sorted(name for name in environ if name.startswith("DRIVETRAIN_"))
+    for name in given:
+        if name not in _VARIABLES:
+            near = difflib.get_close_matches(name, _VARIABLES, n=1)
+            cure = f"write {near[0]}, or unset {name}" if near else f"unset {name}; known are {', '.join(_VARIABLES)}"
+            return fail("variables", f"{name} is not a variable of drivetrain", cure)
+        try:
+            _VARIABLES[name]()
+        except ValueError as error:
+            return fail("variables", str(error), f"set {name} as expected, or unset it")
+    return passed("variables", ", ".join(given) if given else "no DRIVETRAIN_* is set")
+
+
+def check_interfaces(environ: Mapping[str, str]) -> Finding:
+    """Checks that the interfaces named for gloo and NCCL exist and have an address."""
+    addresses = interface_addresses()
+    listed = ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none"
+    usable = [name for name in addresses if name != "lo"] or list(addresses)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environ.get(variable, "")
+        is_exact = variable.startswith("GLOO") or value.startswith("=")
+        if not value or value.startswith("^"):  # NCCL excludes these
+            continue
+        for name in value.removeprefix("=").split(","):
+            if not any(found == name if is_exact else found.startswith(name) for found in addresses):
+                text = f"{variable}={value}, but {name} has no IPv4 address here; there are: {listed}"
+                cure = f"export {variable}={usable[0]}" if usable else "bring an interface up: ip link set ... up"
+                return fail("interfaces", text, cure)
+    return passed("interfaces", listed)
+
+
+def interface_addresses() -> dict[str, str]:
+    """Returns the IPv4 address of each network interface that has one and is up."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            if Path("/sys/class/net", name, "operstate").exists() and _state(name) == "down":
+                continue
+            with suppress(OSError):  # the interface has no IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _state(interface: str) -> str:
+    return Path("/sys/class/net", interface, "operstate").read_text().strip()
+
+
+def check_disk(folder: Path | None) -> Finding:
+    """Writes a file into the directory of checkpoints, makes it durable, and removes it."""
+    if folder is None:
+        return not_applicable("disk", "pass --checkpoint DIR to test where checkpoints go")
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        seconds = _write_durably(existing)
+    except OSError as error:
+        cures = {
+            errno.EROFS: "mount the file system with rw, or choose another directory",
+            errno.EACCES: f"chown {os.geteuid()} {existing}, or choose another directory",
+            errno.ENOSPC: "free space there, remove checkpoints with `drivetrain ckpt gc`, or choose another directory",
+            errno.EDQUOT: "raise the quota, or choose another directory",
+        }
+        cure = cures.get(error.errno or 0, "choose a directory that can be written")
+        return fail("disk", f"{folder} cannot be written: {error.strerror}", cure)
+    found = os.statvfs(existing)
+    free = found.f_bavail * found.f_frsize
+    text = f"{folder}: {_WRITTEN / seconds / 2**20:.0f} MiB/s with fsync, {free / _GIB:.1f} GiB free"
+    if free < _LEAST_DISK:
+        return warn("disk", text, "free space there, or choose another directory")
+    return passed("disk", text)
+
+
+def _write_durably(folder: Path) -> float:
+    """Writes _WRITTEN bytes that do not compress, with fsync, and returns the seconds that it took."""
+    block = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".drivetrain-doctor-", buffering=0) as file:
+        start = monotonic()
+        for _ in range(_WRITTEN // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        return monotonic() - start

@@ -1,0 +1,263 @@
+"""Tests the connections between ranks for `drivetrain doctor`: reachability, clocks, bandwidth and lost packets.
+
+Every rank listens on a TCP port of its own, as gloo's ranks do, and connects to the others before any collective.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import socketserver
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from drivetrain.cli.finding import Finding, fail, passed, warn
+from drivetrain.cli.machine import interface_addresses
+
+_CONNECT_S = 3.0
+_FULL_MATRIX = 64  # ranks up to which every rank connects to every other one
+_PEERS = 16  # to which a rank of more connects, at distances 1, 2, 4 and so on
+_SENT = 2**24  # bytes that the bandwidth's test sends to the next rank
+_BLOCK = bytes(2**18)
+_ASK_TIME, _SEND = b"t", b"s"
+_CLOCK_LIMIT_S = 1.0
+_SLOW_LINK = 0.25  # of the median link's bandwidth
+_LOSS_LIMIT = 0.01  # of all segments
+_SEGMENTS = slice(100, 140)  # tcpi_total_retrans ... tcpi_segs_out in Linux's struct tcp_info
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, and what its host is called."""
+
+    host: str
+    address: str
+    port: int
+    reaches_master_by: str  # "eth0 10.0.0.2"; "": unknown
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one rank has found out about its connection to another one.
+
+    Attributes:
+        peer: The other rank.
+        error: Why it could not be reached; "" if it could.
+        offset_s: Seconds by which the other's clock is ahead.
+        bytes_per_s: Bandwidth to it; 0 where it was not measured.
+        lost: Share of segments that had to be sent again.
+    """
+
+    peer: int
+    error: str = ""
+    offset_s: float = 0.0
+    bytes_per_s: float = 0.0
+    lost: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns the probe as an object for the store."""
+        return asdict(self)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    """Answers one connection: with the time, or with a byte after all that was announced has arrived."""
+
+    def handle(self) -> None:
+        connection: socket.socket = self.request
+        connection.settimeout(4 * _CONNECT_S)
+        with suppress(OSError):  # the other rank reports it
+            command = connection.recv(1)
+            if command == _ASK_TIME:
+                connection.sendall(struct.pack("!d", time.time()))
+            elif command == _SEND:
+                left = _SENT
+                while left > 0 and (block := connection.recv(min(left, len(_BLOCK)))):
+                    left -= len(block)
+                connection.sendall(_SEND)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class Listener:
+    """Listens for the other ranks while the `with` block runs."""
+
+    def __init__(self, master_addr: str) -> None:
+        self._server = _Server(("", 0), _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self.address = Address(
+            socket.gethostname(), advertised_address(), self._server.server_address[1], _way_to(master_addr)
+        )
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def advertised_address() -> str:
+    """Returns the address that gloo tells the other ranks: the interface's, else the host name's, else loopback."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return interface_addresses().get(name, "127.0.0.1")
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return "127.0.0.1"
+    return address
+
+
+def _way_to(master_addr: str) -> str:
+    """Returns the interface and address by which this host reaches rank 0's."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))  # a datagram socket sends nothing here
+        mine = str(probe.getsockname()[0])
+        name = next((name for name, address in interface_addresses().items() if address == mine), "")
+        return f"{name} {mine}".strip()
+    return ""
+
+
+def peers_of(rank: int, world_size: int) -> list[int]:
+    """Returns the ranks that a rank connects to, the next one first."""
+    if world_size <= _FULL_MATRIX:
+        return [(rank + distance) % world_size for distance in range(1, world_size)]
+    distances = [1 << power for power in range(_PEERS) if 1 << power < world_size]
+    return [(rank + distance) % world_size for distance in distances]
+
+
+def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
+    """Connects to other ranks, compares clocks, and measures the link to the next rank."""
+    peers = peers_of(rank, len(addresses))
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        probes = list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers))
+    if probes and not probes[0].error:
+        probes[0] = _measure(probes[0], addresses[probes[0].peer])
+    return probes
+
+
+def _probe(peer: int, where: Address) -> Probe:
+    try:
+        with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
+            start = time.time()
+            connection.sendall(_ASK_TIME)
+            (theirs,) = struct.unpack("!d", _receive(connection, 8))
+            return Probe(peer, offset_s=theirs - (start + time.time()) / 2)
+    except OSError as error:
+        return Probe(peer, error=error.strerror or str(error))
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (block := connection.recv(size - len(data))):
+            raise ConnectionError("it closed the connection")
+        data += block
+    return data
+
+
+def _measure(probe: Probe, where: Address) -> Probe:
+    """Adds bandwidth and loss to a probe. A link that ends meanwhile becomes the probe's error."""
+    try:
+        with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
+            connection.settimeout(4 * _CONNECT_S)
+            start = time.monotonic()
+            connection.sendall(_SEND)
+            for _ in range(_SENT // len(_BLOCK)):
+                connection.sendall(_BLOCK)
+            _receive(connection, 1)
+            seconds = time.monotonic() - start
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
+            resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
+    except OSError as error:
+        return Probe(probe.peer, error=f"the link broke or was too slow for {_SENT >> 20} MiB ({error})")
+    return Probe(probe.peer, "", probe.offset_s, _SENT / seconds, resent / max(sent, 1))
+
+
+def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> list[Finding]:
+    """Turns the probes of all ranks into findings.
+
+    Args:
+        addresses: Where each rank listens, by rank.
+        found: The probes of each rank that has reported.
+    """
+    return [_judge_reach(addresses, found), _judge_clocks(addresses, found), _judge_links(addresses, found)]
+
+
+def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
+    count = sum(len(probes) for probes in found.values())
+    hosts = len({where.host for where in addresses})
+    silent = [rank for rank in range(len(addresses)) if rank not in found]
+    if silent:
+        text = f"rank {silent[0]} on {addresses[silent[0]].host} has not reported its connections in time"
+        return fail("network", text, "raise --timeout, or look at that host")
+    failures = [(rank, probe) for rank, probes in found.items() for probe in probes if probe.error]
+    if not failures:
+        return passed("network", f"{count} connections between {len(addresses)} ranks on {hosts} host(s)")
+    rank, probe = failures[0]
+    where = addresses[probe.peer]
+    text = (
+        f"{len(failures)} of {count} connections fail; rank {rank} on {addresses[rank].host} does not reach rank "
+        f"{probe.peer} on {where.host} at {where.address}:{where.port} ({probe.error})"
+    )
+    if where.address.startswith("127.") and hosts > 1:
+        interface = where.reaches_master_by.partition(" ")[0] or "<the interface between the hosts>"
+        cure = f"export GLOO_SOCKET_IFNAME={interface} on {where.host}, whose host name means loopback"
+    else:
+        cure = (
+            "open the unprivileged TCP ports between the hosts in their firewalls, or export GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME=<the interface between the hosts>"
+        )
+    return fail("network", text, cure)
+
+
+def _judge_clocks(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
+    offsets = {probe.peer: probe.offset_s for probe in found.get(0, ()) if not probe.error}
+    late = max(offsets, key=lambda rank: abs(offsets[rank]), default=None)
+    if late is None or abs(offsets[late]) <= _CLOCK_LIMIT_S:
+        largest = abs(offsets[late]) if late is not None else 0.0
+        return passed("clocks", f"agree with rank 0's within {max(largest, 1e-3) * 1e3:.0f} ms")
+    direction = "ahead of" if offsets[late] > 0 else "behind"
+    text = f"rank {late} on {addresses[late].host} is {abs(offsets[late]):.1f} s {direction} rank 0"
+    return warn("clocks", text, "run chrony or timedatectl set-ntp true on both hosts; logs and time limits disagree")
+
+
+def _judge_links(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
+    """Compares the links between hosts. Inside of a host the other work of its cores decides the bandwidth."""
+    all_links = {(rank, probe.peer): probe for rank, probes in found.items() for probe in probes if probe.bytes_per_s}
+    if not all_links:
+        return warn("links", "no bandwidth could be measured", "repair the network first")
+    between = {link: probe for link, probe in all_links.items() if addresses[link[0]].host != addresses[link[1]].host}
+    links = between or all_links
+
+    def name(link: tuple[int, int]) -> str:
+        rank, peer = link
+        return f"rank {rank} on {addresses[rank].host} to rank {peer} on {addresses[peer].host}"
+
+    lossy = max(links, key=lambda link: links[link].lost)
+    if between and links[lossy].lost > _LOSS_LIMIT:
+        text = f"{name(lossy)} sends {links[lossy].lost:.1%} of its packets again"
+        return warn("links", text, "check cable, switch port and MTU of the two hosts")
+    typical = statistics.median_high(probe.bytes_per_s for probe in links.values())
+    slow = min(links, key=lambda link: links[link].bytes_per_s)
+    if between and links[slow].bytes_per_s < _SLOW_LINK * typical:
+        text = f"{name(slow)} carries {_rate(links[slow].bytes_per_s)}, the median link {_rate(typical)}"
+        return warn("links", text, "check cable, switch port, duplex and other traffic of the two hosts")
+    where = "between hosts" if between else "inside of the host"
+    return passed("links", f"{_rate(links[slow].bytes_per_s)} or more by TCP {where}")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 2**20:,.0f} MiB/s"

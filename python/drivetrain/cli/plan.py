@@ -1,0 +1,138 @@
+"""Implements `drivetrain plan`, which predicts memory, time and cost of an unedited training script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..plan.result import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommand's arguments to its parser. All arguments after the script's name belong to the script."""
+    parser.usage = "drivetrain plan [-h] [OPTION]... script.py [ARGUMENT]..."
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help="device of the table, or cpu (default: h100)")
+    parser.add_argument(
+        "--gpus", type=_layout, default=(1, 1), metavar="HOSTSxGPUS", help="such as 8x8, or 8 (default: 1)"
+    )
+    parser.add_argument("--batch", type=_count, metavar="N", help="batch size of every DataLoader, per rank")
+    parser.add_argument("--budget", metavar="BYTES", help="most bytes of activations kept for backward, such as 20GiB")
+    parser.add_argument(
+        "--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)"
+    )
+    parser.add_argument("--shard", choices=["optimizer", "gradients"], help="divide these among the ranks")
+    parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="format of optimizer states")
+    parser.add_argument("--master-bits", type=int, choices=[32, 24], help="format of master weights")
+    parser.add_argument("--release", action="store_true", help="free each gradient in backward")
+    parser.add_argument("--expandable", action="store_true", help="use expandable segments of CUDA's allocator")
+    parser.add_argument("--devices", type=Path, metavar="FILE", help="TOML file with more devices")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="with --gpu cpu: measure operations here for 30 seconds"
+    )
+    parser.add_argument("--price", type=Path, metavar="FILE", help="TOML file with your prices")
+    parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of the run, for its time and price")
+    parser.add_argument("--questions", action="store_true", help="also say what fits, and which options help")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="JSONL file of drivetrain.Monitor: print the errors"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory over the step as .svg or .png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("script", help="path of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan. Returns 0, 1 if the step does not fit, or 2 if it cannot be planned."""
+    from ..plan.tracer import PlanError
+
+    try:
+        plan = _plan(args)
+        print(plan)
+        _answer(plan, args)
+    except (OSError, ValueError, ImportError, PlanError) as error:
+        print(f"drivetrain plan: {error}", file=sys.stderr)
+        return 2
+    return 0 if plan.memory.fits else 1
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from ..plan.devices import device_of
+    from ..plan.options import Options, bytes_of
+    from ..plan.result import Plan
+    from ..plan.script import trace_script
+
+    hosts, per_host = args.gpus
+    device = device_of(args.gpu, args.devices)
+    options = Options(
+        world_size=hosts * per_host,
+        per_host=per_host,
+        shard=args.shard,
+        accumulate=args.accumulate,
+        budget=bytes_of(args.budget, "--budget"),
+        state_bits=args.state_bits,
+        master_bits=args.master_bits,
+        release=args.release,
+        expandable=args.expandable,
+    )
+    trace = trace_script(
+        args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size
+    )
+    plan = Plan.of(trace, device, options, batch=args.batch, devices=args.devices)
+    return plan.calibrated() if args.calibrate else plan
+
+
+def _answer(plan: Plan, args: argparse.Namespace) -> None:
+    from ..plan.cost import Run
+    from ..plan.options import formatted
+    from ..plan.questions import text_table
+
+    if args.questions:
+        helps = [
+            (gain.option, formatted(gain.saved_bytes), f"{1e3 * gain.added_s:+.2f} ms", "yes" if gain.fits else "no")
+            for gain in plan.what_helps()
+        ]
+        fits = [
+            (fit.device, formatted(fit.total_bytes), formatted(fit.capacity), "yes" if fit.fits else "no")
+            for fit in plan.smallest_device()
+        ]
+        count = plan.smallest_count()
+        print("\n" + text_table(("option", "saves", "costs", "fits"), helps))
+        print("\n" + text_table(("device", "needs", "has", "fits"), fits))
+        print(f"\nsmallest number of devices: {'none fits' if count is None else count}")
+    if args.steps is not None:
+        print(f"\n{args.steps:,} steps take {args.steps * plan.time.step_s / 3600:,.2f} hours")
+    if args.price is not None:
+        if args.steps is None:
+            raise ValueError("--price needs --steps, the number of optimizer steps of the run")
+        rows = [
+            (price.tariff, f"{price.hours:,.1f}", f"{price.device_hours:,.1f}", f"{price.total:,.2f} {price.currency}")
+            for price in plan.price(args.price, Run(args.steps))
+        ]
+        print("\n" + text_table(("tariff", "hours", "device hours", "price"), rows))
+    if args.compare is not None:
+        from ..plan.compare import compare, table
+
+        print("\n" + table(compare(plan, args.compare)))
+    if args.plot is not None:
+        plan.plot(args.plot)
+        print(f"\nwrote {args.plot}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    return int(text)
+
+
+def _layout(text: str) -> tuple[int, int]:
+    matched = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
+    if matched is None or not int(matched[2]) or matched[1] == "0":
+        raise argparse.ArgumentTypeError(f"'{text}' is not HOSTSxGPUS, such as 8x8, or a number of GPUs of one host")
+    return int(matched[1] or 1), int(matched[2])

@@ -1,0 +1,74 @@
+"""Measures how fast this rank computes for `drivetrain doctor`, and finds ranks that are slower than the others."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from drivetrain.cli.finding import Finding, passed, warn
+
+_SIZE = 384
+_ROUNDS = 8  # the fastest one counts, so that a moment of other work raises no alarm
+_ROUND_S = 0.03  # several time slices of the scheduler, so that a round sees a program that shares the core
+_SLOW = 0.6  # of the median rank's speed
+
+
+def flops_per_s() -> float:
+    """Returns the float32 operations per second of a matrix product on all threads of this process."""
+    a, b = torch.rand(_SIZE, _SIZE), torch.rand(_SIZE, _SIZE)
+    torch.mm(a, b)  # the first product sets up the library
+    return max(_products_per_s(a, b) for _ in range(_ROUNDS)) * 2 * _SIZE**3
+
+
+def _products_per_s(a: Tensor, b: Tensor) -> float:
+    start, count = perf_counter(), 0
+    while (seconds := perf_counter() - start) < _ROUND_S:
+        torch.mm(a, b)
+        count += 1
+    return count / seconds
+
+
+def cores() -> list[int]:
+    """Returns the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def judge(speeds: Mapping[int, float], hosts: Sequence[str], cores_of: Mapping[int, Sequence[int]]) -> list[Finding]:
+    """Turns the speeds and cores of all ranks into findings.
+
+    Args:
+        speeds: Operations per second, by rank.
+        hosts: The host of each rank.
+        cores_of: The cores that each rank may use.
+    """
+    return [_judge_speed(speeds, hosts), _judge_binding(hosts, cores_of)]
+
+
+def _judge_speed(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
+    typical = statistics.median_high(speeds.values())
+    slow = min(speeds, key=lambda rank: speeds[rank])
+    if speeds[slow] >= _SLOW * typical:
+        return passed("speed", f"{speeds[slow] / 1e9:.0f} to {max(speeds.values()) / 1e9:.0f} GFLOP/s per rank")
+    text = (
+        f"rank {slow} on {hosts[slow]} computes {speeds[slow] / 1e9:.0f} GFLOP/s, the median rank {typical / 1e9:.0f}"
+    )
+    return warn("speed", text, "look there for other programs (top), a lowered clock, or fewer cores (taskset -p)")
+
+
+def _judge_binding(hosts: Sequence[str], cores_of: Mapping[int, Sequence[int]]) -> Finding:
+    alone: dict[tuple[str, int], int] = {}
+    for rank, cores_ in cores_of.items():
+        if len(cores_) != 1:
+            continue
+        where = (hosts[rank], cores_[0])
+        if where in alone:
+            text = f"ranks {alone[where]} and {rank} on {hosts[rank]} are both bound to core {cores_[0]} alone"
+            cure = "unset GOMP_CPU_AFFINITY and KMP_AFFINITY, or bind each local rank to cores of its own"
+            return warn("binding", text, cure)
+        alone[where] = rank
+    return passed("binding", "no two ranks are bound to one core")

@@ -91,8 +91,8 @@ def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
     assert [(job["name"], job["status"]) for job in found["jobs"]] == [(name, "passed") for name in names]
     _, copy, tests = found["jobs"]
     if not torch.cuda.is_available():
-        assert list(tests["skips"]) == ["no NVIDIA GPU here"]
-        assert tests["counts"]["skipped"] > 100
+        (skip,) = tests["skips"]
+        assert re.fullmatch(r"no NVIDIA GPU here, nor for \d{3,} more tests of this file", skip)
     assert copy["tables"]["Copy bandwidth"][0]["torch"] > 0
     assert {"torch", "commit", "cores"} <= set(found["machine"])
 

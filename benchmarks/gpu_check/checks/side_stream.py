@@ -37,7 +37,7 @@ class Late(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         if grads[0].is_cuda:
-            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(SLEEP_CYCLES)
         return grads[0]
 
 

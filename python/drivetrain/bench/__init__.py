@@ -20,8 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "topic",
         nargs="?",
         default="all",
-        choices=["optim", "accumulate", "activations", "ddp", "comm", "checkpoint", "gpu", "ablation", "all"],
-        help="the topic to measure (default: all, which is every CPU topic except ablation and checkpoint)",
+        choices=[
+            "optim",
+            "accumulate",
+            "activations",
+            "ddp",
+            "comm",
+            "checkpoint",
+            "monitor",
+            "plan",
+            "data",
+            "gpu",
+            "ablation",
+            "all",
+        ],
+        help="the topic to measure (default: all, optim, accumulate, activations, ddp and comm)",
     )
     parser.add_argument("--only", metavar="NAME", help="for topic gpu: run this measurement only")
     parser.add_argument(
@@ -45,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import ablation, accumulate, activations, checkpoint, comm, ddp, gpu, optim
+    from . import ablation, accumulate, activations, checkpoint, comm, data, ddp, gpu, monitor, optim, plan
     from .measure import Row, print_table
 
     if args.topic == "gpu":
@@ -74,6 +87,17 @@ def run(args: argparse.Namespace) -> int:
             print_table(
                 "Checkpoints of one process on this disk; the first column of figures is the other side", results[topic]
             )
+        elif topic == "monitor":
+            results[topic] = monitor.run(threads=args.threads, rounds=args.rounds)
+            print_table("The monitor; the first column of figures is the other side", results[topic])
+        elif topic == "plan":
+            results[topic] = plan.run(threads=args.threads)
+            print_table(
+                "Plans for the CPU; the first column of figures is measured, the second is planned", results[topic]
+            )
+        elif topic == "data":
+            results[topic] = data.run(threads=args.threads, rounds=args.rounds)
+            print_table("Loops that wait for their loader", results[topic])
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])

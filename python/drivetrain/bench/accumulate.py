@@ -67,7 +67,7 @@ def _plain(model: nn.Module) -> Callable[[Tensor], None]:
     """Runs backward into new gradients, then frees them."""
 
     def micro_step(loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         model.zero_grad()
 
     return micro_step
@@ -80,12 +80,12 @@ def _dropped(model: nn.Module) -> Callable[[Tensor], None]:
         param.grad = None
 
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(drop)
     return _in_bfloat16(model)
 
 
 def _in_bfloat16(model: nn.Module) -> Callable[[Tensor], None]:
-    return lambda loss: loss.backward()  # type: ignore[no-untyped-call]
+    return lambda loss: loss.backward()
 
 
 def _in_float32(model: nn.Module) -> Callable[[Tensor], None]:
@@ -104,7 +104,7 @@ def _in_copies(model: nn.Module) -> Callable[[Tensor], None]:
         param.grad = None
 
     for param in copies:
-        param.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(add)
     return _in_bfloat16(model)
 
 
@@ -185,7 +185,7 @@ def _stepped_by_torch(model: nn.Module, micro_steps: int) -> Callable[[Tensor], 
 
     def micro_step(loss: Tensor) -> None:
         nonlocal done
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         done += 1
         if done % micro_steps == 0:
             optimizer.step()
@@ -205,7 +205,7 @@ def _stepped_in_backward(model: nn.Module, micro_steps: int, bits: int = 16) -> 
         nonlocal done
         done += 1
         with steps.no_step() if done % micro_steps else nullcontext():
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     return micro_step
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 _END = "drivetrain bench: the end of forward"
 
 
-class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Alive(TorchDispatchMode):
     """Counts the bytes of live storages that a forward pass, or its recomputation, allocated.
 
     Sees every operation of torch. In backward, operations that run with gradients enabled belong to a recomputation,
@@ -71,7 +71,7 @@ def peak_of_alive(forward: Callable[[], Tensor], model: nn.Module, batch: Iterab
     with Alive(model, batch) as alive:
         loss = forward()
         alive.end_forward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     peak: int = alive.peak_bytes
     return peak
 
@@ -83,7 +83,7 @@ def allocated(forward: Callable[[], Tensor]) -> tuple[int, int]:
         loss = forward()
         with record_function(_END):
             pass
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     events: list[Any] = []
     todo = list(profiled.profiler.kineto_results.experimental_event_tree())
     while todo:

@@ -44,4 +44,4 @@ def _contexts() -> Any:
             keeps = counts[context.is_recompute, "batched"] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(policy)

@@ -59,7 +59,7 @@ class Variant:
         """Runs a step; every step of every variant draws the same random numbers."""
         torch.manual_seed(1)
         self.model.zero_grad(set_to_none=True)
-        self.forward().backward()  # type: ignore[no-untyped-call]
+        self.forward().backward()
 
     def added(self, plain: "Variant") -> list[float]:
         return [a - b for a, b in zip(self.seconds, plain.seconds, strict=True)]

@@ -1,4 +1,4 @@
-"""Measures checkpoints: bandwidth against dd, torch.save and DCP, host memory, and the search for flipped bits."""
+"""Measures checkpoints: bandwidth against dd, torch.save and DCP, memory, flipped bits, costs and resumes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 from ..checkpointing import CheckpointError, Store
+from . import checkpoint_resume, checkpoint_steps
 from .measure import Row, median_interval
 
 LIMIT_S = 600.0
@@ -40,6 +41,8 @@ def run(directory: Path | None, rounds: int, gib: float) -> list[Row]:
         rows += _bandwidth(folder, tensors, rounds)
         del tensors
         rows.append(_flips(folder / "flips"))
+        rows += checkpoint_steps.run(folder, min(rounds, 5))
+        rows += checkpoint_resume.run(folder)
     return rows
 
 

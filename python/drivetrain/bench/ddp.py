@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import nn
 
 from ..ddp.distributed import DistributedDataParallel
-from . import scale
+from . import bound, scale
 from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
 from .ranks import BACKENDS, meet, on_ranks
 from .shapes import gpt2_124m
@@ -27,14 +27,14 @@ M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 def run(rounds: int) -> list[Row]:
-    """Returns rows for memory, many small parameters, exposed communication and scale, measured on rank 0."""
+    """Returns rows for memory, many small parameters, exposed communication, bound ranks and scale, of rank 0."""
     engines = ("plain", "torch", "drivetrain")
     memory = {}
     for engine in track(engines, description="memory", transient=True):
         memory[engine] = on_ranks(functools.partial(_memory, engine))
     small = on_ranks(functools.partial(_small_parameters, rounds))
     exposed = on_ranks(functools.partial(_exposed_communication, rounds))
-    return [*_memory_rows(memory), *_small_rows(small), _exposed_row(exposed), *scale.run()]
+    return [*_memory_rows(memory), *_small_rows(small), _exposed_row(exposed), *bound.run(rounds), *scale.run(rounds)]
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:

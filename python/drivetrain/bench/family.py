@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import optim
 from .measure import Row, interleaved, ratio_row
+from .roofline import least_bytes, with_roofline
 from .shapes import Shape, gpt2_124m
 
 GPT2_LAYER: list[Shape] = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
@@ -67,10 +68,12 @@ def run(rounds: int) -> list[Row]:
         for a, b in zip(*models, strict=True):
             a.grad = torch.randn_like(a)
             b.grad = a.grad.clone()
-        steps = theirs(models[0]).step, ours(models[1]).step
-        torch_s, ours_s = interleaved(steps, min(rounds, most), warm_up=2)
+        optimizer = ours(models[1])
+        torch_s, ours_s = interleaved((theirs(models[0]).step, optimizer.step), min(rounds, most), warm_up=2)
         for before, a, b in zip(start, *models, strict=True):
             if not (a - b).norm() <= share * (a - before).norm():
                 raise AssertionError(f"{what}: a parameter of shape {tuple(a.shape)} differs by more than {share:g}")
-        rows.append(ratio_row(what, torch_s, ours_s, target))
+        row = ratio_row(what, torch_s, ours_s, target)
+        # Muon is bound by matrix products.
+        rows.append(row if ours is optim.Muon else with_roofline(row, least_bytes(models[1], optimizer)))
     return rows

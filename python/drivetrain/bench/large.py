@@ -42,7 +42,7 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
 
     def backward(rows: int) -> Tensor:
         loss: Tensor = model(tokens[:rows], targets[:rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     part = BATCH // PROFILED_PART

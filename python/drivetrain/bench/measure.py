@@ -30,6 +30,7 @@ class Row:
     high: float | None = None
     target: str = ""
     met: bool | None = None  # None: no target
+    roofline: float | None = None  # what the bytes that drivetrain must move take (roofline.py), if known
 
     def as_dict(self) -> dict[str, object]:
         """Returns the row as plain data for JSON."""
@@ -167,7 +168,9 @@ def ratio_row(
 def print_table(title: str, rows: Sequence[Row]) -> None:
     """Prints the rows as a table."""
     table = Table(title=title, title_justify="left")
-    for column in ("measurement", "torch", "drivetrain", "ratio [95 %]", "target", ""):
+    has_rooflines = any(row.roofline is not None for row in rows)
+    rooflines = ("roofline",) if has_rooflines else ()
+    for column in ("measurement", "torch", "drivetrain", *rooflines, "ratio [95 %]", "target", ""):
         table.add_column(column, justify="left" if column in ("measurement", "target") else "right")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
@@ -175,5 +178,6 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
             ratio += f" [{row.low:.3f}, {row.high:.3f}]"
         verdict = {True: "[green]met", False: "[red]missed", None: ""}[row.met]
         ours = "" if row.ours is None else f"{row.ours:.2f} {row.unit}"
-        table.add_row(row.what, f"{row.torch:.2f} {row.unit}", ours, ratio, row.target, verdict)
+        roofline = [f"{row.roofline:.2f} {row.unit}" if row.roofline is not None else ""] if has_rooflines else []
+        table.add_row(row.what, f"{row.torch:.2f} {row.unit}", ours, *roofline, ratio, row.target, verdict)
     Console(width=None if Console().is_terminal else 140).print(table)

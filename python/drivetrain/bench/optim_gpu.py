@@ -14,6 +14,7 @@ from .. import optim
 from . import family
 from .measure import Row, interleaved, ratio_row
 from .optim import COMPRESSED, MAX_NORM, SCALE, check_same, grad_of, models, our_tail, torch_tail
+from .roofline import least_bytes
 from .shapes import Shape, gpt2_124m, gpt3_xl, many_small, resnet50
 
 
@@ -183,7 +184,7 @@ def _layout_rows(
         yield ratio_row(f"  against {other}", other_s, ours_s)
     rates, shares = [], []
     for params, optimizer, times in ((theirs[0], optimizers[0], torch_s[0]), (ours, optimizers[-1], ours_s)):
-        least = _least_bytes(params, optimizer)
+        least = least_bytes(params, optimizer)
         rates.append(least / statistics.median(times) / 1e9)
         shares.append(100 * statistics.median(least / s * c / moved for s, c in zip(times, copy_s, strict=True)))
     yield Row("  bandwidth, on the bytes that a step must move", "GB/s", rates[0], rates[1])
@@ -199,13 +200,6 @@ def _muon_row(what: str, shapes: list[Shape], theirs: Any, device: torch.device,
         if not (a - b).norm() <= share * (a - before).norm():
             raise AssertionError(f"{what}: a parameter of shape {tuple(a.shape)} differs by more than {share:g}")
     return ratio_row(what, torch_s, ours_s)
-
-
-def _least_bytes(params: list[Tensor], optimizer: Any) -> int:
-    """Returns the bytes that a step must move: it reads and writes parameters and states, and reads gradients."""
-    states = [t for param in params for name, t in optimizer.state[param].items() if name != "step"]
-    both: int = sum(t.nbytes for t in [*params, *states])
-    return 2 * both + sum(grad_of(p).nbytes for p in params)
 
 
 def _copy(device: torch.device, is_dry: bool) -> tuple[Callable[[], object], int]:

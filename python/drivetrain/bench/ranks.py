@@ -17,13 +17,15 @@ JOIN_TIMEOUT_S = 600
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device's type
 
 
-def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "gloo") -> Any:
+def on_ranks(
+    measure: Callable[[], Any], count: int = RANKS, backend: str = "gloo", timeout_s: float = JOIN_TIMEOUT_S
+) -> Any:
     """Runs `measure` on `count` fresh ranks over `backend` and returns rank 0's result.
 
     Over NCCL, ranks take GPUs in turn. With fewer GPUs than ranks, several share one if NCCL permits it.
 
     Raises:
-        RuntimeError: A rank failed, or took longer than JOIN_TIMEOUT_S.
+        RuntimeError: A rank failed, or took longer than `timeout_s`.
     """
     context: Any = mp.get_context("spawn" if count <= RANKS else "forkserver")  # the typed base class lacks Process
     if count > RANKS:  # avoids importing torch in every one, which takes a minute
@@ -34,12 +36,12 @@ def on_ranks(measure: Callable[[], Any], count: int = RANKS, backend: str = "glo
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(JOIN_TIMEOUT_S)
+            process.join(timeout_s)
         failed = [r for r, process in enumerate(ranks) if process.exitcode != 0]
         for process in ranks:
             process.kill()
         if failed:
-            raise RuntimeError(f"the benchmark's ranks {failed} failed or took over {JOIN_TIMEOUT_S} s; see above")
+            raise RuntimeError(f"the benchmark's ranks {failed} failed or took over {timeout_s:g} s; see above")
         return queue.get()
 
 

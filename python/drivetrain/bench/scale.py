@@ -16,9 +16,9 @@ from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ..ddp import control_block
+from ..ddp import control_block, tag_board
 from ..ddp.distributed import DistributedDataParallel
-from .measure import Row
+from .measure import Row, interleaved, ratio_row
 from .ranks import on_ranks
 
 MIB = 2**20
@@ -32,13 +32,15 @@ RANKS_PER_HOST = 8
 Memory = dict[str, float]  # MiB, by the kernel's name
 
 
-def run() -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Returns the rows. Raises RuntimeError if memory cannot be shared here."""
     rows = []
     for count in track(RESIDENT_RANKS, description="resident memory", transient=True):
         rows += _resident_rows(count, on_ranks(_resident, count=count))
     for count in track(CONSTRUCT_RANKS, description="construction", transient=True):
         rows += _construct_rows(count, on_ranks(_construct, count=count))
+        rows += _board_rows(count, *on_ranks(_boards, count=count))
+    rows.append(_agreement_row(*on_ranks(functools.partial(_agreement, rounds))))
     for count in SIMULATED_RANKS:
         rows += _bookkeeping_rows(count)
     return rows
@@ -120,6 +122,59 @@ def _construct_rows(count: int, results: dict[str, tuple[Memory, float]]) -> lis
         Row(f"construction, a layer of 16 parameters, {count} ranks", "ms", their_s * 1e3, our_s * 1e3),
         Row(f"Pss of it and of a step, {count} ranks", "MiB", theirs["Pss"], ours["Pss"]),
     ]
+
+
+def _host(ranks: int) -> bytes:
+    """Returns this rank's host where every so many ranks take themselves for one."""
+    return (dist.get_rank() // ranks).to_bytes(4, "little")
+
+
+def _boards() -> tuple[float, float]:
+    """Returns the seconds of the slowest rank to make a board of tags on one host, and on hosts of 8 ranks."""
+
+    def slowest(host: bytes) -> float:
+        times = []
+        for _ in range(3):
+            group = dist.new_group()
+            dist.barrier()
+            begin = time.perf_counter()
+            tag_board.make_board(group, host)
+            seconds = torch.tensor([time.perf_counter() - begin])
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times.append(seconds.item())
+        return statistics.median(times)
+
+    return slowest(_host(dist.get_world_size())), slowest(_host(RANKS_PER_HOST))
+
+
+def _board_rows(count: int, on_one_host: float, on_hosts: float) -> list[Row]:
+    what = "of it, the board of tags, once per process group"
+    rows = [Row(f"{what}, {count} ranks", "ms", 0.0, on_one_host * 1e3)]
+    if count > RANKS_PER_HOST:
+        rows.append(Row(f"{what}, {count} ranks on hosts of {RANKS_PER_HOST} (simulated)", "ms", 0.0, on_hosts * 1e3))
+    return rows
+
+
+def _agreement(rounds: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds of a small backward over gloo between two hosts, without and with their agreement."""
+    models = []
+    original = tag_board.make_board
+    for make_board in (lambda group, host=None: None, functools.partial(original, host=_host(1))):
+        tag_board.make_board = make_board
+        models.append(DistributedDataParallel(nn.Linear(1024, 1), process_group=dist.new_group(), transport="torch"))
+    tag_board.make_board = original
+
+    def backward(model: nn.Module) -> None:
+        model.zero_grad()
+        model(torch.ones(1, 1024)).sum().backward()
+
+    without, agreed = interleaved([functools.partial(backward, model) for model in models], 10 * rounds)
+    return without, agreed
+
+
+def _agreement_row(without: list[float], agreed: list[float]) -> Row:
+    what = "forward and backward of 1,025 parameters, two hosts (simulated)"
+    return ratio_row(f"{what}: without and with their agreement", without, agreed)
 
 
 def _bookkeeping_rows(count: int) -> list[Row]:

@@ -1,0 +1,217 @@
+"""Measures the monitor: the time that it attributes, what it costs, and its account against torch.profiler's."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ..monitor import Monitor, read_events
+from .measure import Row, median_interval, small_collections
+from .traceml import traceml_row
+
+STEPS = 12  # of a timed block
+_PROFILED_ROUNDS = 3
+_EMPTY_STEPS = 500
+_LOADING_S = 2e-3  # of a batch
+_TARGET_STEP_S = 0.020  # the overhead is a share of such a step
+_OVERHEAD, _ATTRIBUTED, _DIFFERENCE = 0.005, 0.97, 0.05
+_RANGES = ("data", "forward", "backward", "optimizer")
+
+
+class _Decoder(nn.Module):
+    """A byte-level transformer of the shape of examples/gpt, smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns logits of shape (batch, length, 256) for int64 tokens of shape (batch, length)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits: Tensor = self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+        return logits
+
+
+class Training:
+    """The training that is measured."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = _Decoder()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.tokens = torch.randint(256, (8, 129))
+
+    def batches(self, count: int) -> Iterator[Tensor]:
+        """Yields batches that take a while, as those of a loader do."""
+        for _ in range(count):
+            time.sleep(_LOADING_S)
+            yield self.tokens + 0
+
+    def step(self, tokens: Tensor) -> None:
+        """Makes one optimizer step."""
+        with record_function("bench:forward"):
+            logits = self.model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        with record_function("bench:backward"):
+            loss.backward()
+        with record_function("bench:optimizer"):
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loop(self, batches: Iterator[Any]) -> float:
+        """Runs all batches and returns the seconds."""
+        begin = time.perf_counter()
+        while True:
+            with record_function("bench:data"):
+                tokens = next(batches, None)
+            if tokens is None:
+                return time.perf_counter() - begin
+            self.step(tokens)
+
+    def monitored(self, folder: Path, count: int = STEPS) -> tuple[float, Monitor]:
+        """Runs a monitored loop and returns its seconds without the entry and the exit of the block."""
+        to = [f"jsonl:{folder}/run.jsonl"]
+        with Monitor(self.model, self.optimizer, to=to, progress=False, flops=None) as monitor:
+            seconds = self.loop(iter(monitor(self.batches(count))))
+        return seconds, monitor
+
+
+def run(threads: int = 2, rounds: int = 31) -> list[Row]:
+    """Returns the rows of topic monitor.
+
+    Args:
+        threads: CPU threads of torch.
+        rounds: Timed rounds of `STEPS` steps each, for each of: no monitor, the monitor, torch.profiler.
+    """
+    torch.set_num_threads(threads)
+    training = Training()
+    with tempfile.TemporaryDirectory() as name, small_collections():
+        folder = Path(name)
+        training.loop(training.batches(STEPS))
+        return [
+            *_overhead(training, folder, rounds),
+            *([found] if (found := traceml_row(threads, rounds)) else []),
+            _cost_of_an_empty_step(folder),
+            *_account(training, folder),
+        ]
+
+
+def _overhead(training: Training, folder: Path, rounds: int) -> list[Row]:
+    def profiled() -> float:
+        with profile(activities=[ProfilerActivity.CPU]):
+            return training.loop(training.batches(STEPS))
+
+    sides: dict[str, Callable[[], float]] = {
+        "none": lambda: training.loop(training.batches(STEPS)),
+        "monitor": lambda: training.monitored(folder)[0],
+        "profiler": profiled,
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for index in range(rounds):
+        # The profiler takes long to begin and to end, so that it takes part in a few rounds only.
+        names = [side for side in sides if side != "profiler" or index < _PROFILED_ROUNDS]
+        for side in names[index % 2 :] + names[: index % 2]:
+            seconds[side].append(sides[side]() / STEPS)
+    rows = []
+    whats = {"monitor": "step with the monitor, beside none", "profiler": "step under torch.profiler, beside none"}
+    for side, what in whats.items():
+        ratios = [watched / bare for watched, bare in zip(seconds[side], seconds["none"], strict=False)]
+        ratio, low, high = median_interval(ratios)
+        row = Row(
+            what,
+            "ms",
+            1e3 * statistics.median(seconds["none"]),
+            1e3 * statistics.median(seconds[side]),
+            ratio,
+            low,
+            high,
+        )
+        if side == "monitor":
+            row.target, row.met = f"<= {1 + _OVERHEAD:g}", ratio <= 1 + _OVERHEAD
+        rows.append(row)
+    return rows
+
+
+def _cost_of_an_empty_step(folder: Path) -> Row:
+    """Measures what the monitor adds to a step that does nothing, in processor time of all threads.
+
+    Other processes do not disturb it, so that it judges the overhead on a busy machine, too. The hooks of a forward
+    pass, a backward pass and an optimizer step are called, each on one number.
+    """
+    weight = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    one = torch.ones(1)
+
+    def loop(batches: Iterator[Tensor]) -> float:
+        begin = time.process_time()
+        for batch in batches:
+            weight(batch).sum().backward()
+            optimizer.step()
+            time.sleep(1e-3)  # longer steps give the monitor's thread a share of its work in each
+        return (time.process_time() - begin) / _EMPTY_STEPS
+
+    bare, watched = [], []
+    for _ in range(5):
+        bare.append(loop(iter([one] * _EMPTY_STEPS)))
+        with ExitStack() as stack:
+            to = [f"jsonl:{folder}/empty.jsonl"]
+            monitor = stack.enter_context(Monitor(weight, optimizer, to=to, progress=False, flops=None))
+            watched.append(loop(iter(monitor([one] * _EMPTY_STEPS))))
+    added = statistics.median(watched) - statistics.median(bare)
+    limit_us = 1e6 * _OVERHEAD * _TARGET_STEP_S
+    row = Row("processor time that the monitor adds to a step", "us", 1e6 * statistics.median(bare))
+    row.ours = 1e6 * added
+    row.target, row.met = f"<= {limit_us:g} us, 0.5 % of 20 ms", 1e6 * added <= limit_us
+    return row
+
+
+def _account(training: Training, folder: Path) -> list[Row]:
+    """Compares the monitor's account of the same steps with the host's clock and with torch.profiler's ranges."""
+    wall_s, monitor = training.monitored(folder, 3 * STEPS)
+    steps_s = _all_steps(folder / "run.jsonl")
+    attributed = sum(sum(step.values()) for step in steps_s)
+    share = Row("time of the loop that is attributed to phases", "%", 100.0, 100.0 * attributed / wall_s)
+    share.ratio = attributed / wall_s
+    share.target, share.met = f">= {_ATTRIBUTED:g}", share.ratio >= _ATTRIBUTED
+    named = Row("of it to named phases, not the rest of the host", "%", 100.0)
+    named.ours = 100.0 * (1 - monitor.summary().share("host"))
+    named.ratio = named.ours / 100.0
+    rows = [share, named]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        training.monitored(folder, STEPS)
+    seen = {event.key: event.cpu_time_total * 1e-6 for event in profiler.key_averages()}
+    return rows + compare_with_profiler(_all_steps(folder / "run.jsonl"), seen)
+
+
+def compare_with_profiler(steps: Sequence[Mapping[str, float]], seen: Mapping[str, float]) -> list[Row]:
+    """Returns a row for each phase of the loop.
+
+    Args:
+        steps: Seconds by phase of every step, by the monitor.
+        seen: Seconds of all these steps by range, by torch.profiler; a phase's range is "bench:PHASE".
+    """
+    rows = []
+    for name in _RANGES:
+        ours, theirs = sum(step[name] for step in steps), seen[f"bench:{name}"]
+        row = Row(f"{name} of {len(steps)} steps: torch.profiler's range, the monitor's phase", "ms", 1e3 * theirs)
+        row.ours, row.ratio = 1e3 * ours, ours / theirs
+        row.target, row.met = "within 5 %", abs(row.ratio - 1) <= _DIFFERENCE
+        rows.append(row)
+    return rows
+
+
+def _all_steps(path: Path) -> list[dict[str, float]]:
+    return [event["phases"] for event in read_events(path) if event["type"] == "step"]

@@ -1,6 +1,7 @@
 """Tests that Accelerate, Lightning Fabric and the Trainers of Lightning and Hugging Face train as with torch's class.
 
 Each script in tests/frameworks runs on two real ranks per engine, started as its users start it, and may train twice.
+test_every_class.py and test_lightning_cli.py have every optimizer class.
 """
 
 import importlib.util

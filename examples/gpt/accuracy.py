@@ -30,12 +30,13 @@ from typing import Any
 
 import torch
 from data import Corpus, held_out_batches, load_corpus, train_batch
+from launch import positive
 from model import GPT, PRESETS
 from report import console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
-from train import BETAS, MAX_GRAD_NORM, WEIGHT_DECAY, learning_rate, positive
+from train import BETAS, MAX_GRAD_NORM, WEIGHT_DECAY, learning_rate
 
 from drivetrain.optim import AdamW
 
@@ -66,6 +67,7 @@ USUAL = (
     Storage("bf16, master 32, states 8-bit", options={"master_bits": 32, "state_bits": 8}),
     MASTER_24,
     Storage("fp32, states 8-bit", torch.float32, {"state_bits": 8}),
+    Storage("fp32, states float8", torch.float32, {"state_bits": "fp8"}),
     Storage("bf16, Kahan, states bf16", options={"rounding": "kahan"}),
     Storage("bf16, stochastic, states bf16", options={"rounding": "stochastic"}),
 )

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from launch import ENGINES, run_ranks
 from model import PRESETS
 from report import console, mebibytes
 from rich.table import Table
-from train import ENGINES
 
 Run = dict[str, Any]  # the JSON object of train.py --json
 
@@ -43,29 +40,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def train(engine: str, args: argparse.Namespace, extra: list[str]) -> Run:
     """Run train.py under torchrun with `engine` and return its metrics."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "metrics.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={args.ranks}", str(Path(__file__).with_name("train.py"))]
-        command += [f"--engine={engine}", f"--preset={args.preset}", f"--steps={args.steps}"]
-        command += [f"--seed={args.seed}", "--sample-bytes=0", f"--json={result}", *extra]
-        # train.py sets its threads itself. The variable keeps torchrun from warning about them.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=args.timeout,
-            )
-        except subprocess.TimeoutExpired as late:
-            sys.exit(f"--engine {engine} did not end within {args.timeout:.0f} s; its output:\n{late.output}")
-        if done.returncode:
-            sys.exit(f"--engine {engine} failed with exit code {done.returncode}; its output:\n{done.stdout}")
-        metrics: Run = json.loads(result.read_text())
-        return metrics
+    arguments = [f"--preset={args.preset}", f"--steps={args.steps}", f"--seed={args.seed}", "--sample-bytes=0", *extra]
+    script = Path(__file__).with_name("train.py")
+    return run_ranks(script, engine, arguments, ranks=args.ranks, timeout=args.timeout)
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:

@@ -6,10 +6,7 @@ import argparse
 import contextlib
 import json
 import math
-import os
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from data import held_out_batches, load_corpus, train_batch
+from launch import ENGINES, end_process_group, engine_modules, positive, start_process_group
 from measure import (
     StepTimer,
     exposed_communication_ms,
@@ -33,20 +31,8 @@ from torch import Tensor, nn
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-ENGINES = ("torch", "drivetrain")
 HELD_OUT_ROWS = 512
 PROMPT = b"def "
-
-
-def engine_classes(name: str) -> tuple[type[nn.parallel.DistributedDataParallel], type[torch.optim.AdamW]]:
-    """Return the classes of an engine. The engines differ in nothing else."""
-    if name == "torch":
-        from torch.nn.parallel import DistributedDataParallel
-        from torch.optim import AdamW
-    else:
-        from drivetrain import DistributedDataParallel
-        from drivetrain.optim import AdamW
-    return DistributedDataParallel, AdamW
 
 
 @dataclass(frozen=True)
@@ -112,39 +98,6 @@ def _fields(record: object) -> str:
     return ", ".join(f"{name} {value}" for name, value in vars(record).items() if value is not None)
 
 
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return an argparse type that accepts only numbers above zero."""
-
-    def parse(text: str) -> float:
-        if (value := kind(text)) <= 0:
-            raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse quotes the name: "invalid int value"
-    return parse
-
-
-def start_process_group(device_choice: str) -> torch.device:
-    """Join torchrun's process group, or create a group of one process; return this rank's device."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device_choice == "cuda" or (device_choice == "auto" and torch.cuda.is_available()):
-        if local_ranks > torch.cuda.device_count():
-            sys.exit(f"{local_ranks} ranks need a GPU each and {torch.cuda.device_count()} are here: try --device cpu")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
-    else:
-        dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1, device_id=device_id)
-    return device
-
-
 def parameter_groups(gpt: GPT) -> list[dict[str, object]]:
     """Return two parameter groups: matrices with weight decay, and vectors (norms) without."""
     matrices = [parameter for parameter in gpt.parameters() if parameter.ndim >= 2]
@@ -174,9 +127,9 @@ class Trainer:
         given = {name: getattr(args, name) for name in ("block_size", "vocab_size") if getattr(args, name)}
         self.gpt = GPT(replace(config, **given)).to(device)
         device_ids = [device.index] if device.type == "cuda" else None
-        DistributedDataParallel, AdamW = engine_classes(args.engine)
+        DistributedDataParallel, optim = engine_modules(args.engine)  # the engines differ in nothing else
         self.model = DistributedDataParallel(self.gpt, device_ids=device_ids)
-        self.optimizer = AdamW(parameter_groups(self.gpt), lr=args.lr, betas=BETAS, fused=True)
+        self.optimizer = optim.AdamW(parameter_groups(self.gpt), lr=args.lr, betas=BETAS, fused=True)
         self.num_steps: int = args.steps
         self.losses = torch.zeros(args.steps, device=device)  # read at the end, so that no step waits for its loss
         self.held_out_losses: list[tuple[int, float]] = []
@@ -334,10 +287,7 @@ def print_summary(metrics: dict[str, Any], total_seconds: float) -> None:
 def main() -> None:
     start = time.monotonic()
     args = parse_arguments()
-    try:
-        engine_classes(args.engine)
-    except ImportError as error:
-        sys.exit(f"--engine {args.engine}: {error}. Install it with `pip install .`, or pass --engine torch.")
+    engine_modules(args.engine)  # exits without it, before ranks wait for each other
     trainer = Trainer(args, start_process_group(args.device))
     is_first = trainer.rank == 0
     if is_first:
@@ -351,10 +301,7 @@ def main() -> None:
         print_summary(metrics, total_seconds)
         if args.json:
             args.json.write_text(json.dumps(metrics))
-    # DDP keeps gloo's threads alive. A thread that frees a collective's tensors while Python shuts down aborts the
-    # process ("terminate called without an active exception"). After a barrier no thread holds such tensors.
-    dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -20,14 +20,29 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no NVIDIA GPU here")
+    if not torch.cuda.is_available():
+        _skip_gpu_tests(config, items)
+
+
+def _skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the first GPU test of each file, skipped with the number of those that it stands for.
+
+    A report for each of the thousands of tests would take longer than many files.
+    """
+    of_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(skip)
+            of_file.setdefault(item.path, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for first, *others in of_file.values():
+        also = f", nor for {len(others)} more tests of this file" if others else ""
+        first.add_marker(pytest.mark.skip(reason=f"no NVIDIA GPU here{also}"))
+        left_out.update(others)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

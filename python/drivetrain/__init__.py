@@ -1,6 +1,7 @@
 """Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from ._torch_version import check_torch
 
@@ -14,11 +15,16 @@ from .grad.accumulate import accumulate  # noqa: E402
 from .grad.clip_grad import clip_grad_norm_  # noqa: E402
 from .grad.fuse_wgrad import fuse_wgrad  # noqa: E402
 from .grad.main_grads import float32_grad, main_grads  # noqa: E402
+from .plan import plan  # noqa: E402
 from .swap import install, uninstall  # noqa: E402
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
 
 __version__ = version("drivetrain")
 __all__ = [
     "DistributedDataParallel",
+    "Monitor",
     "__version__",
     "accumulate",
     "activation_budget",
@@ -31,5 +37,15 @@ __all__ = [
     "install",
     "main_grads",
     "optim",
+    "plan",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports Monitor when it is first used."""
+    if name == "Monitor":
+        from .monitor import Monitor
+
+        return Monitor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ def arguments(function: ast.FunctionDef) -> list[str]:
 
 
 def stub_names() -> dict[str, list[str] | None]:
-    """Maps each dotted name to its argument names; None for classes and properties."""
+    """Maps each dotted name to its argument names; None for classes, properties and constants."""
     names: dict[str, list[str] | None] = {}
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -25,6 +25,9 @@ def stub_names() -> dict[str, list[str] | None]:
             names[node.name] = None
             for member in node.body:
                 if isinstance(member, ast.Expr) and node.body == [member]:  # `...`: the class adds no member
+                    continue
+                if isinstance(member, ast.AnnAssign):  # a constant of the class
+                    names[f"{node.name}.{ast.unparse(member.target)}"] = None
                     continue
                 assert isinstance(member, ast.FunctionDef)
                 if member.name.startswith("__") and member.name != "__init__":  # special methods have fixed arguments
@@ -60,8 +63,8 @@ def native_names() -> dict[str, list[str] | None]:
         for member, attribute in vars(value).items():
             if member.startswith(("__", "_pybind11")) and not has_signature(member, attribute):
                 continue
-            is_property = isinstance(attribute, property)
-            names[f"{name}.{member}"] = None if is_property else native_arguments(attribute)
+            is_value = isinstance(attribute, property) or not callable(attribute)
+            names[f"{name}.{member}"] = None if is_value else native_arguments(attribute)
     return names
 
 

@@ -29,8 +29,9 @@ help: ## show this list; times are for two cores and begin after the build, whic
 train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on RANKS=2 ranks (2.5 minutes)
 	$(ENV)/bin/torchrun --nproc-per-node $(RANKS) examples/gpt/train.py $(ARGS)
 
-compare: $(STAMPS)/built ## train with torch's DDP and AdamW, then with ours, and print both in one table (6 minutes)
+compare: $(STAMPS)/test-tools ## train the GPT, then four other tasks, with torch's classes and with ours; print tables (12 minutes)
 	$(PYTHON) examples/gpt/compare.py $(ARGS)
+	$(PYTHON) examples/tasks/compare_tasks.py
 
 accuracy: $(STAMPS)/built ## compare the validation loss of each optimizer storage format with torch's fp32 AdamW (an hour)
 	$(PYTHON) examples/gpt/accuracy.py $(ARGS)
@@ -54,7 +55,7 @@ fake-cuda-defects: ## put known defects back one at a time, and check that the s
 faults: $(STAMPS)/built ## run 100 rounds of every fault: ranks that die, stop, skip a step, bring another model (an hour)
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
 
-crashes: $(STAMPS)/built ## kill saves of checkpoints, cut the power and flip bits, 1,000 rounds of each (ten minutes)
+crashes: $(STAMPS)/built ## kill saves of checkpoints, cut the power, flip bits, 1,000 rounds of each, and 100 signals (15 minutes)
 	PYTHONPATH=tests $(PYTHON) -m checkpoint_crashes $(ARGS)
 
 bench: $(STAMPS)/built ## print the speed and memory tables of the documentation (half an hour; ARGS=optim: one table)

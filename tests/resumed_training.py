@@ -32,7 +32,8 @@ from warm import warm_context
 
 SAMPLES = 61  # leaves an odd batch at the end of each epoch
 BATCH_SIZE = 4
-END_TIMEOUT_S = 120
+SAVE_TIMEOUT_S = 400.0  # one fsync may take minutes while the disk writes what other processes left in its cache
+END_TIMEOUT_S = 1000
 GROUP_TIMEOUT_S = 20
 
 
@@ -181,7 +182,11 @@ def train(
             optimizer.zero_grad()
         return loss.item()
 
-    options = {"every": case.every if every == 0 else every, "signals": (signal.SIGTERM,), "timeout": 60.0} | case.extra
+    options = {
+        "every": case.every if every == 0 else every,
+        "signals": (signal.SIGTERM,),
+        "timeout": SAVE_TIMEOUT_S,
+    } | case.extra
     ckpt = Checkpointer(
         folder / "checkpoints",
         model=wrapped,

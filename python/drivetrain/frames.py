@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 import sysconfig
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -45,6 +47,16 @@ def users_line(stack: list[FrameType]) -> str:
     return f"{file}:{users.f_lineno} in {users.f_code.co_name}"
 
 
+def place_of(thread: threading.Thread) -> str:
+    """Returns the line that another thread runs, outside of the standard library; it reads "store.py:88 in close"."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "its end"
+    stack = stack_of(frame)
+    inner = next((one for one in stack if not _is_in_standard_library(one.f_code.co_filename)), stack[0])
+    return f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno} in {inner.f_code.co_name}"
+
+
 def self_of(frame: FrameType) -> object:
     """Returns the object whose method the frame runs; None for a plain function."""
     code = frame.f_code
@@ -55,7 +67,9 @@ def self_of(frame: FrameType) -> object:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    in_library = (
-        path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
-    )  # pip's folders lie inside the standard library's
-    return not (in_library or path.startswith((*_NOT_THE_USERS, "<frozen")))
+    return not (_is_in_standard_library(path) or path.startswith((*_NOT_THE_USERS, "<frozen")))
+
+
+def _is_in_standard_library(path: str) -> bool:
+    # The folders of pip's packages lie inside the standard library's.
+    return path.startswith(_STANDARD_LIBRARY) and "-packages" not in path

@@ -61,6 +61,7 @@ class Save:
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._open: Callable[[Path], Checkpoint] = Checkpoint
+        self._progress: Callable[[], str] = str  # where the thread that writes is
         self._discarded: str | None = None  # why the save must not complete
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
 
@@ -101,7 +102,7 @@ class Save:
         if not began:
             raise CheckpointError(
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
-                "or the machine is overloaded. Save less often, or raise `timeout`."
+                f"or the machine is overloaded{self._progress()}. Save less often, or raise `timeout`."
             )
 
     def discard_unless_copied(self, names: Iterable[str], reason: str) -> bool:
@@ -133,7 +134,9 @@ class Save:
             CheckpointError: The save failed, and the message says why; or it did not end in time.
         """
         if not self._ended.wait(timeout):
-            raise CheckpointError(f"step {self.step} was not saved within {timeout:g} s: it is still being written")
+            raise CheckpointError(
+                f"step {self.step} was not saved within {timeout:g} s: it is still being written{self._progress()}"
+            )
         if self._error is not None:
             raise self._error
         assert self._path is not None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._C import Slab
+from ..frames import place_of
 from . import directory as disk
 from .audit import AuditLog
 from .coordinator import Coordinator
@@ -168,7 +169,7 @@ class Store:
                 raise ValueError(f"step is {step}, expected at least 0")
             check_tensors(tensors)
             save = Save(step, tensors, copy_json(state), self._encryption is not None)
-            save._open = self._open
+            save._open, save._progress = self._open, self._progress
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, error)
             raise
@@ -215,7 +216,7 @@ class Store:
             thread.join(timeout)
             if thread.is_alive():
                 raise CheckpointError(
-                    f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written"
+                    f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written{self._progress()}"
                 )
         if self._lock is not None:
             self._lock.close()
@@ -276,6 +277,11 @@ class Store:
             save._begin_copy(self._slab, self._num_threads, self._nice)
         except (MemoryError, OSError, RuntimeError) as error:
             save._error = error
+
+    def _progress(self) -> str:
+        """Returns where the writing thread is, for the message of a wait that took too long."""
+        thread = self._thread
+        return "" if thread is None else f"; the thread that writes is at {place_of(thread)}"
 
     def _prepare(self) -> None:
         """Locks the directory on rank 0 if it is not locked, or if another one was mounted in its place."""

@@ -216,7 +216,8 @@ class Store:
             thread.join(timeout)
             if thread.is_alive():
                 raise CheckpointError(
-                    f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written{self._progress()}"
+                    f"{self.directory}: a save was not complete within {timeout:g} s: "
+                    f"it is still being written{self._progress()}"
                 )
         if self._lock is not None:
             self._lock.close()

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from .summary import Summary
-from .trainers import TrainerMonitor, refuse_own
+from .trainers import TrainerMonitor, TrainerMonitorCallback
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -13,7 +12,7 @@ except ImportError as error:
     ) from error
 
 
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(TrainerMonitorCallback, TrainerCallback):
     """Accounts for the time of every optimizer step of a Trainer.
 
     ::
@@ -31,11 +30,6 @@ class MonitorCallback(TrainerCallback):
     Raises:
         TypeError: `options` contains an object that the Trainer has itself, such as `model`.
     """
-
-    def __init__(self, **options: Any) -> None:
-        refuse_own(options, "MonitorCallback")
-        self._options = options
-        self.monitor: TrainerMonitor | None = None  # of the last training
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
@@ -65,13 +59,3 @@ class MonitorCallback(TrainerCallback):
         """Ends a monitor that an error of the training has left active."""
         if self.monitor is not None:
             self.monitor.finish()
-
-    def summary(self) -> Summary:
-        """Returns where the time of the last training went.
-
-        Raises:
-            RuntimeError: Nothing has been trained.
-        """
-        if self.monitor is None:
-            raise RuntimeError("this MonitorCallback has seen no training: pass it to a Trainer and train")
-        return self.monitor.summary()

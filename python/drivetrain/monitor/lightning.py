@@ -5,8 +5,7 @@ from typing import Any
 
 from .. import _C
 from ..phases import number_of
-from .summary import Summary
-from .trainers import TrainerMonitor, refuse_own
+from .trainers import TrainerMonitor, TrainerMonitorCallback
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +16,7 @@ _FORWARD = number_of("forward")
 _FETCH = ".train_dataloader_next"  # ends the name that Lightning's profilers get for the wait for a batch
 
 
-class MonitorCallback(Callback):  # type: ignore[misc]
+class MonitorCallback(TrainerMonitorCallback, Callback):  # type: ignore[misc]
     """Accounts for the time of every optimizer step of a Trainer.
 
     ::
@@ -33,11 +32,6 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     Raises:
         TypeError: `options` contains an object that the Trainer has itself, such as `model`.
     """
-
-    def __init__(self, **options: Any) -> None:
-        refuse_own(options, "MonitorCallback")
-        self._options = options
-        self.monitor: TrainerMonitor | None = None  # of the last training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins, once the Trainer has made all objects."""
@@ -69,16 +63,6 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends; the last event says that the training failed."""
         self._end(exception)
-
-    def summary(self) -> Summary:
-        """Returns where the time of the last training went.
-
-        Raises:
-            RuntimeError: Nothing has been trained.
-        """
-        if self.monitor is None:
-            raise RuntimeError("this MonitorCallback has seen no training: pass it to a Trainer and train")
-        return self.monitor.summary()
 
     def _end(self, error: BaseException | None) -> None:
         if self.monitor is not None:

@@ -1,4 +1,4 @@
-"""`TrainerMonitor`: the monitor of a loop that a framework runs; the callbacks of each framework drive it."""
+"""`TrainerMonitor` follows a loop that a framework runs; `TrainerMonitorCallback` is the base of each callback."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .. import _C
 from ..phases import number_of
 from .hooks import Batches, replace_iterations
 from .monitor import Monitor
+from .summary import Summary
 
 _DATA = number_of("data")
 _OWN = ("model", "optimizer", "loader")
@@ -101,6 +102,33 @@ class TrainerMonitor(Monitor):
         """Does the work of `pause`, unless the step needs further batches."""
         if self._is_step_over():
             self.pause()
+
+
+class TrainerMonitorCallback:
+    """Is the part of a callback that all frameworks share.
+
+    Args:
+        options: Arguments of `Monitor`.
+
+    Raises:
+        TypeError: `options` contains an object that the framework has itself, such as `model`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        refuse_own(options, type(self).__name__)
+        self._options = options
+        self.monitor: TrainerMonitor | None = None  # of the last training
+
+    def summary(self) -> Summary:
+        """Returns where the time of the last training went.
+
+        Raises:
+            RuntimeError: Nothing has been trained.
+        """
+        if self.monitor is None:
+            raise RuntimeError(f"this {type(self).__name__} has seen no training: pass it to a Trainer and train")
+        return self.monitor.summary()
 
 
 def refuse_own(options: dict[str, Any], what: str) -> None:

@@ -281,20 +281,19 @@ class CachingAllocator:
         before, after = block.previous, block.following
         if after is not None and after.is_free:
             pool.remove(after)
-            block.size += after.size
-            block.following = after.following
-            if after.following is not None:
-                after.following.previous = block
-            elif self._expandable:
-                self._tails[block.is_small] = block
+            self._absorb(block, after)
         if before is not None and before.is_free:
             pool.remove(before)
-            before.size += block.size
-            before.following = block.following
-            if block.following is not None:
-                block.following.previous = before
-            elif self._expandable:
-                self._tails[block.is_small] = before
+            self._absorb(before, block)
             block = before
         block.is_free = True
         pool.add(block)
+
+    def _absorb(self, block: _Block, following: _Block) -> None:
+        """Makes one block of two neighbors."""
+        block.size += following.size
+        block.following = following.following
+        if block.following is not None:
+            block.following.previous = block
+        elif self._expandable:
+            self._tails[block.is_small] = block

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..optim.sharded import is_dtensor
-from .shards import KEY, Shard, describe_mesh, part_of
+from .shards import KEY, Shard, describe_mesh, marked, part_of
 
 JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them
 
@@ -199,15 +199,7 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
 
 def references(value: JSON) -> Iterator[str]:
     """Yields the names of all tensors that an encoded value refers to, but for parts of sharded ones."""
-    if isinstance(value, list):
-        for item in value:
-            yield from references(item)
-    elif isinstance(value, dict):
-        if "$tensor" in value:
-            yield value["$tensor"]
-        elif "$shard" not in value:
-            for item in value.values():
-                yield from references(item)
+    return marked(value, "$tensor")
 
 
 def _text(data: bytes | bytearray) -> str:

@@ -87,17 +87,20 @@ def describe_mesh(mesh: Any) -> dict[str, JSON]:
     return {"shape": list(mesh.mesh.shape), "names": names, "ranks": mesh.mesh.flatten().tolist()}
 
 
-def records(value: JSON) -> Iterator[dict[str, JSON]]:
-    """Yields the description of each sharded tensor in an encoded state."""
+def marked(value: JSON, mark: str) -> Iterator[Any]:
+    """Yields the content of each `mark` in an encoded value, such as the name of each "$tensor".
+
+    Parts of a "$shard" are not looked at.
+    """
     if isinstance(value, list):
         for item in value:
-            yield from records(item)
+            yield from marked(item, mark)
     elif isinstance(value, dict):
-        if "$shard" in value:
-            yield value["$shard"]
-        else:
+        if mark in value:
+            yield value[mark]
+        elif "$shard" not in value:
             for item in value.values():
-                yield from records(item)
+                yield from marked(item, mark)
 
 
 def read_shards(
@@ -118,13 +121,13 @@ def read_shards(
     Raises:
         CheckpointError: A file cannot be read, or no rank has saved some elements.
     """
-    wanted = {record["of"]: record for record in records(state)}
+    wanted = {record["of"]: record for record in marked(state, "$shard")}
     if not wanted:
         return {}
     pieces: dict[tuple[str, tuple[int, ...]], dict[str, dict[str, JSON]]] = {}
     for rank in range(checkpoint.world_size):
         saved = checkpoint.state(rank)
-        for record in records(saved):
+        for record in marked(saved, "$shard"):
             if record["of"] in wanted:
                 pieces.setdefault(_group(saved, record), {})[_name(record)] = record
     dtypes = checkpoint.dtypes()

@@ -191,6 +191,8 @@ class Tiers:
                 failures.append(f"the upload to {uploader.status().tier} did not end within {timeout:g} s")
             elif (error := uploader.status().error) is not None:
                 failures.append(error)
+        if self._uploaders:
+            self._write_status()  # an uploader may have ended an upload, but not yet said so in the file
         return "; ".join(failures) or None
 
     def close(self, is_orderly: bool) -> None:
@@ -295,10 +297,10 @@ class Tiers:
         """Writes what `drivetrain ckpt ls` shows of the tiers."""
         if self._store is None:
             return
-        remotes = [uploader.status()._asdict() for uploader in self._uploaders]
-        ram = os.fspath(self._ram_store.directory) if self._ram_store is not None else None
-        text = json.dumps({"drivetrain": "tiers", "ram": ram, "remotes": remotes}, indent=1)
-        with self._guard:
+        with self._guard:  # the state is read here too, so that the last writer writes the newest
+            remotes = [uploader.status()._asdict() for uploader in self._uploaders]
+            ram = os.fspath(self._ram_store.directory) if self._ram_store is not None else None
+            text = json.dumps({"drivetrain": "tiers", "ram": ram, "remotes": remotes}, indent=1)
             path = self._store.directory / TIERS
             try:
                 temporary = path.with_name(f".{TIERS}.tmp")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import torch
 from torch import nn
 
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Store
+from drivetrain.checkpointing.audit import AuditLog
+from drivetrain.checkpointing.directory import Lock
 from drivetrain.cli import main
 
 LIMIT_S = 60
@@ -76,6 +82,46 @@ def test_processes_append_whole_lines(tmp_path: Path) -> None:
     lines = lines_of(log)
     for rank in range(3):
         assert [line["step"] for line in lines if line["rank"] == rank] == list(range(50))
+
+
+@pytest.mark.parametrize("closes", ["the log", "the directory"])
+def test_a_child_forked_while_a_lock_is_held_does_not_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: str
+) -> None:
+    """As the workers of a DataLoader are, which live on while the parent saves again."""
+    child = 0
+
+    def fork(descriptor: int) -> None:
+        nonlocal child
+        monkeypatch.undo()
+        child = os.fork()
+        if not child:
+            time.sleep(LIMIT_S)
+            os._exit(0)
+
+    if closes == "the log":
+        monkeypatch.setattr(os, "fsync", fork)
+        AuditLog(tmp_path / "audit.jsonl").append("save", "a", 1, 0, None)
+        locked = tmp_path / "audit.jsonl"
+    else:
+        monkeypatch.setattr(os, "ftruncate", lambda descriptor, size: fork(descriptor))
+        Lock(tmp_path).close()
+        locked = tmp_path / ".lock"
+    try:
+        assert child
+        with locked.open("a") as again:
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_log_that_stays_locked_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with path.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        AuditLog(path).append("save", "a", 1, 0, None)
+    assert [line["step"] for line in lines_of(path)] == [1]
 
 
 def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import errno
 import fcntl
 import getpass
 import json
 import logging
 import os
 import socket
+import time
 from pathlib import Path
+
+from .directory import unlock_and_close
 
 _logger = logging.getLogger("drivetrain")
 AUDIT = "audit.jsonl"
+_LOCK_S = 1.0  # limit of the wait for another process's line
 
 
 class AuditLog:
@@ -57,14 +61,27 @@ class AuditLog:
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:
-                with contextlib.suppress(OSError):  # appends of one host need no lock, and some mounts have none
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _lock(descriptor)
                 os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                unlock_and_close(descriptor)
         except OSError as error:
             _logger.warning("the audit log %s was not written: %s", self.path, error.strerror)
+
+
+def _lock(descriptor: int) -> None:
+    """Locks the log, which appends over NFS need. One that stays locked is appended to without the lock."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            # A child that was forked by a rank which was killed while it appended may hold the lock until it ends.
+            if error.errno != errno.EWOULDBLOCK or time.monotonic() >= deadline:
+                return
+        time.sleep(0.01)
 
 
 def _user() -> str:

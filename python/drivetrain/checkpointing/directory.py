@@ -22,6 +22,15 @@ _logger = logging.getLogger("drivetrain")
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
+def unlock_and_close(descriptor: int) -> None:
+    """Releases a file's lock and closes it. To close alone would leave the lock to children forked meanwhile."""
+    try:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -119,20 +128,21 @@ class Lock:
 
     def __init__(self, directory: Path, timeout_s: float = 0) -> None:
         path = directory / LOCK
+        self._pid = os.getpid()
         self._descriptor = -1  # for __del__, if open() raises
+        _locks.add(self)  # before the lock is taken: another thread may fork at any time
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._take(path, time.monotonic() + timeout_s)
         except BaseException:
             self.close()
             raise
-        _locks.add(self)
 
     def close(self) -> None:
         """Releases the directory."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            unlock_and_close(descriptor) if os.getpid() == self._pid else os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain.checkpointing import Checkpointer, Ram
+from drivetrain.checkpointing.load import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from drivetrain.ddp import DistributedDataParallel
 
@@ -56,6 +57,8 @@ def main() -> None:
                 loss = model(batch / SAMPLES).square().mean()
                 loss.backward()
                 if kills.get((restart, ckpt.steps + 1)) == rank:
+                    while not plan["memory"] and not complete_checkpoints(Path(plan["directory"])):
+                        time.sleep(0.05)  # on a slow disk the first save may still be under way
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 optimizer.zero_grad()

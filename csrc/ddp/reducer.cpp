@@ -319,7 +319,7 @@ void Reducer::on_output() {
   if (ThreadLocalDistAutogradContext::getContextPtr()) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (parts_.announced.is_under_way && parts_.announced.task == task) return;
-  parts_.announced = {/*is_under_way=*/true, /*has_gradient=*/false, task};
+  parts_.announced = {.is_under_way = true, .task = task};
   parts_.gradients.note_versions();
   Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
     if (const auto self = weak.lock()) self->reduce_announced(task);
@@ -341,14 +341,15 @@ void Reducer::reduce_announced(int task) {
       }
       if (!parts_.gradients.missing().empty()) parts_.fail_incomplete();
     }
-    reduce_gradients();
+    reduce_gradients(/*is_announced=*/true);
   });
 }
 
 // Reduces the gradients in `.grad` as a step of its own.
-void Reducer::reduce_gradients() {
+void Reducer::reduce_gradients(bool is_announced) {
   parts_.planner.miss_times();
   parts_.reset();
+  parts_.announced.is_reducing = is_announced;
   begin_backward();
   for (size_t i = 0; i < parts_.params.size(); ++i) {
     if (parts_.gradients[i].ready) continue;
@@ -390,7 +391,7 @@ void Reducer::reduce_collected() {
   parts_.errors.note([&] {
     if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
     parts_.weights.count_nothing();
-    reduce_gradients();
+    reduce_gradients(/*is_announced=*/false);
   });
 }
 

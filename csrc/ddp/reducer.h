@@ -94,7 +94,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finalize();
   void on_output();
   void reduce_announced(int task);
-  void reduce_gradients();
+  void reduce_gradients(bool is_announced);
 
   std::recursive_mutex mutex_;  // recursive: a communication hook may ask this reducer something
   ReducerParts parts_;

@@ -43,9 +43,9 @@ DIFFERENCES: Sequence[Difference] = (
         "A NumPy array holds no reference that the buffer could see.",
     ),
     Difference(
-        "Forward under `no_sync()`, backward outside",
+        "Second backward after a forward or after several; forward under `no_sync()` and backward outside",
         "Each rank keeps its own gradients.",
-        "The gradients are reduced when the backward pass ends.",
+        "The gradients are reduced when the backward pass ends. All ranks raise if one rank alone does this.",
         "Replicas would diverge without an error.",
     ),
     Difference(

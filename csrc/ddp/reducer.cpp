@@ -33,7 +33,10 @@ class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::Has
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
-    if (const auto reducer = reducer_.lock()) reducer->on_gradient(index_, inputs.empty() || inputs[0].defined());
+    if (const auto reducer = reducer_.lock()) {
+      const at::Tensor grad = inputs.empty() ? at::Tensor() : inputs[0];
+      reducer->on_gradient(index_, inputs.empty() || grad.defined(), grad);
+    }
     return outputs;
   }
 
@@ -133,8 +136,9 @@ void Reducer::announce(const std::vector<at::Tensor>& outputs) {
 
 // ---- 2. Gradients come.
 
-void Reducer::on_gradient(size_t index, bool came) {
+void Reducer::on_gradient(size_t index, bool came, const at::Tensor& grad) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  parts_.gradients.note_accumulation(index, grad);
   const at::NoGradGuard no_grad_tracking;
   parts_.errors.note([&] { take_gradient(index, came); });
 }

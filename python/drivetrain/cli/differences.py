@@ -33,7 +33,8 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(
         "Memory of `.grad`",
         "Copies of the buckets, or views with `gradient_as_bucket_view=True`.",
-        "Always views of one flat gradient buffer, which exists from construction on.",
+        "Views of one flat gradient buffer, which exists from construction on. A tensor that a script assigns and "
+        "keeps stays `.grad`.",
         "No second copy of the gradients exists. `zero_grad()` therefore frees no memory.",
     ),
     Difference(

@@ -95,7 +95,7 @@ void BucketQueue::reduce(size_t index) {
       seen.offsets.push_back(bucket.sparse ? 0 : parts_.buffer.region(param).offset / bucket.flat.element_size());
       seen.params.push_back(parts_.params[param].tensor);
     }
-    parts_.collectives.announce(Purpose::kHook, "the communication hook of " + *bucket.label, index);
+    parts_.collectives.announce(scaling_.purpose, "the communication hook of " + *bucket.label, index);
     auto reduce = std::make_unique<HookReduce>(*hook_, seen);
     state.hooked = reduce.get();
     state.reduce = std::move(reduce);

@@ -216,6 +216,12 @@ void GradBuffer::fill_zeros(size_t param) {
   regions_[param].view.zero_();
 }
 
+bool GradBuffer::is_scripts_own(const at::Tensor& grad) const {
+  if (settings.stays_views || settings.on_moved || settings.low_precision || settings.reuses_memory) return false;
+  if (grad.layout() != at::kStrided || !grad.has_storage() || contains(grad)) return false;
+  return grad.storage().use_count() > 1 || (settings.are_held && settings.are_held({grad}));
+}
+
 bool GradBuffer::are_views_held() const {
   std::vector<at::Tensor> views;
   for (const Region& region : regions_) {

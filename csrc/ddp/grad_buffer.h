@@ -97,6 +97,9 @@ class GradBuffer {
   void fill(size_t param, const at::Tensor& values, double scale);
   void fill_zeros(size_t param);
 
+  // Returns true if the script refers to a `.grad` that lies outside of the buffer, or to its memory. As under torch,
+  // it then stays `.grad`, and gets the reduced values.
+  bool is_scripts_own(const at::Tensor& grad) const;
   // Returns true if the script refers to a view, so that nothing may move.
   bool are_views_held() const;
   // Copies the gradients that are being accumulated in the buffer, by parameter. They move with their parameters.

@@ -33,7 +33,10 @@ class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::Has
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
-    if (const auto reducer = reducer_.lock()) reducer->on_gradient(index_, inputs.empty() || inputs[0].defined());
+    if (const auto reducer = reducer_.lock()) {
+      const at::Tensor grad = inputs.empty() ? at::Tensor() : inputs[0];
+      reducer->on_gradient(index_, inputs.empty() || grad.defined(), grad);
+    }
     return outputs;
   }
 
@@ -133,8 +136,9 @@ void Reducer::announce(const std::vector<at::Tensor>& outputs) {
 
 // ---- 2. Gradients come.
 
-void Reducer::on_gradient(size_t index, bool came) {
+void Reducer::on_gradient(size_t index, bool came, const at::Tensor& grad) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  parts_.gradients.note_accumulation(index, grad);
   const at::NoGradGuard no_grad_tracking;
   parts_.errors.note([&] { take_gradient(index, came); });
 }
@@ -319,7 +323,7 @@ void Reducer::on_output() {
   if (ThreadLocalDistAutogradContext::getContextPtr()) return;
   const int task = torch::autograd::get_current_graph_task_id();
   if (parts_.announced.is_under_way && parts_.announced.task == task) return;
-  parts_.announced = {/*is_under_way=*/true, /*has_gradient=*/false, task};
+  parts_.announced = {.is_under_way = true, .task = task};
   parts_.gradients.note_versions();
   Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
     if (const auto self = weak.lock()) self->reduce_announced(task);
@@ -341,14 +345,15 @@ void Reducer::reduce_announced(int task) {
       }
       if (!parts_.gradients.missing().empty()) parts_.fail_incomplete();
     }
-    reduce_gradients();
+    reduce_gradients(/*is_announced=*/true);
   });
 }
 
 // Reduces the gradients in `.grad` as a step of its own.
-void Reducer::reduce_gradients() {
+void Reducer::reduce_gradients(bool is_announced) {
   parts_.planner.miss_times();
   parts_.reset();
+  parts_.announced.is_reducing = is_announced;
   begin_backward();
   for (size_t i = 0; i < parts_.params.size(); ++i) {
     if (parts_.gradients[i].ready) continue;
@@ -390,7 +395,7 @@ void Reducer::reduce_collected() {
   parts_.errors.note([&] {
     if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
     parts_.weights.count_nothing();
-    reduce_gradients();
+    reduce_gradients(/*is_announced=*/false);
   });
 }
 

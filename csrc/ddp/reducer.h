@@ -63,8 +63,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // together.
   void announce(const std::vector<at::Tensor>& outputs);
 
-  // Takes the gradient that has been accumulated into parameter `index`'s `.grad`. came: false if it is none.
-  void on_gradient(size_t index, bool came = true);
+  // Takes the gradient that has been accumulated into parameter `index`'s `.grad`. came: false if it is none; grad: as
+  // autograd computed it, undefined if that is unknown.
+  void on_gradient(size_t index, bool came = true, const at::Tensor& grad = {});
   // Reduces everything at the end of a static graph's first synchronized backward.
   void delay_all_reduce();
 
@@ -94,7 +95,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finalize();
   void on_output();
   void reduce_announced(int task);
-  void reduce_gradients();
+  void reduce_gradients(bool is_announced);
 
   std::recursive_mutex mutex_;  // recursive: a communication hook may ask this reducer something
   ReducerParts parts_;

@@ -112,7 +112,7 @@ void ReducerParts::set_comm(std::shared_ptr<Comm> comm) {
 
 void ReducerParts::reset() {
   claims.release();
-  announced.is_under_way = false;
+  announced.is_under_way = announced.is_reducing = false;
   gradients.reset();
   queue.reset();
   streams.reset();
@@ -211,9 +211,8 @@ at::Tensor ReducerParts::free_region(size_t param) {
 Scaling ReducerParts::choose_scaling() const {
   const int64_t size = collectives.comm().size(), divisor = uneven.divisor();
   Scaling scaling;
-  if (weights.has_weight()) {
-    scaling.purpose = Purpose::kWeightedBucket;
-  } else {
+  scaling.purpose = bucket_purpose();
+  if (!weights.has_weight()) {
     if (divisor > 0 && divisor != size) {
       scaling.before = 1.0 / static_cast<double>(divisor);
     } else if (collectives.comm().averages()) {
@@ -228,11 +227,17 @@ Scaling ReducerParts::choose_scaling() const {
   return scaling;
 }
 
+Purpose ReducerParts::bucket_purpose() const {
+  if (queue.has_hook()) return announced.is_reducing ? Purpose::kUnpreparedHook : Purpose::kHook;
+  if (weights.has_weight()) return Purpose::kWeightedBucket;  // ranks of weight 0 run no backward
+  return announced.is_reducing ? Purpose::kUnpreparedBucket : Purpose::kBucket;
+}
+
 void ReducerParts::promise_collectives() {
   std::vector<std::pair<Purpose, size_t>> purposes;
   const bool is_reduced = queue.has_hook() || collectives.comm().size() > 1;
   for (size_t i = 0; is_reduced && i < buffer.buckets().size(); ++i) {
-    purposes.emplace_back(queue.has_hook() ? Purpose::kHook : queue.scaling().purpose, i);
+    purposes.emplace_back(queue.scaling().purpose, i);
   }
   if (used.is_shared()) purposes.emplace_back(Purpose::kUsedMap, 0);
   if (weights.has_weight()) purposes.emplace_back(Purpose::kWeights, 0);

@@ -54,7 +54,8 @@ enum class StepPhase {
 struct AnnouncedBackward {
   bool is_under_way = false;  // or has raised
   bool has_gradient = false;
-  int task = -1;  // autograd's number of it
+  bool is_reducing = false;  // its gradients, now
+  int task = -1;             // autograd's number of it
 };
 
 // Invariant: the parts refer to each other, so that the object never moves. Each has its own state; here is only what
@@ -130,6 +131,8 @@ struct ReducerParts {
   // Returns the region where the parameter's next gradient will lie; undefined where autograd must bring it.
   at::Tensor free_region(size_t param);
   Scaling choose_scaling() const;
+  // Returns the purpose of the buckets of the step under way.
+  Purpose bucket_purpose() const;
   // Lets hosts agree on the collectives of the step that begins.
   void promise_collectives();
   // Publishes the norm where `.grad` is what the transport left, and nothing else, for every parameter.

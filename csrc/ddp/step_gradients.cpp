@@ -12,7 +12,7 @@ namespace drivetrain::ddp {
 void StepGradients::reset() {
   for (ParamStep& step : steps_) {
     step.ready = step.without_grad = step.delegated = false;
-    step.untouched = step.differentiable = at::Tensor();
+    step.untouched = step.own_grad = at::Tensor();
     step.fired = 0;
   }
   buffer_.forget_sparse_gradients();
@@ -31,6 +31,16 @@ std::vector<size_t> StepGradients::missing() const {
   return missing;
 }
 
+// A gradient that autograd does not add to a `.grad` shares memory with the one that came, or is a new copy.
+void StepGradients::note_accumulation(size_t param, const at::Tensor& came) {
+  const at::Tensor& grad = params_[param].tensor.grad();
+  const auto is_strided = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_inference();
+  };
+  steps_[param].was_accumulated =
+      is_strided(came) && is_strided(grad) && grad._version() > 0 && !grad.is_alias_of(came);
+}
+
 void StepGradients::take(size_t param, double scale) {
   store_.with(params_[param].tensor, [&](at::Tensor& grad) { move_to_region(param, grad, scale); });
 }
@@ -47,7 +57,7 @@ void StepGradients::move_to_region(size_t param, at::Tensor& grad, double scale)
         "DistributedDataParallel and backward with create_graph=True: the gradients' values are reduced over ranks, "
         "the gradients of those gradients are not (as with torch's class).");
     buffer_.fill(param, grad.detach(), scale);
-    steps_[param].differentiable = grad;
+    steps_[param].own_grad = grad;
     return;
   }
   if (buffer_.is_in_place(param, grad)) {
@@ -55,7 +65,11 @@ void StepGradients::move_to_region(size_t param, at::Tensor& grad, double scale)
     return;
   }
   buffer_.fill(param, grad, scale);
-  grad = buffer_.region(param).view;
+  if (steps_[param].was_accumulated && !store_.is_context() && buffer_.is_scripts_own(grad)) {
+    steps_[param].own_grad = grad;
+  } else {
+    grad = buffer_.region(param).view;
+  }
 }
 
 void StepGradients::put_in(size_t param, double scale) {
@@ -71,6 +85,7 @@ void StepGradients::put_in(size_t param, double scale) {
     // Other ranks may have used the parameter. This rank's share is then what it has accumulated so far.
     check_gradient(of, kept, buffer_.grad_dtype(param));
     step.untouched = kept.clone();
+    if (!of.sparse && !buffer_.is_in_place(param, kept) && buffer_.is_scripts_own(kept)) step.own_grad = kept;
     if (of.sparse) {
       bucket.flat = kept.clone().mul_(as_scalar(scale));
     } else {
@@ -97,9 +112,9 @@ void StepGradients::hand_back(size_t param, bool used) {
                            "' got a gradient on other ranks and none on this one: a context of distributed autograd "
                            "(torch.distributed.autograd) has no entry for it. Use every parameter on every rank."));
   }
-  if (step.differentiable.defined()) {
-    step.differentiable.detach().copy_(buffer_.region(param).view);
-    of.tensor.mutable_grad() = step.differentiable;
+  if (step.own_grad.defined()) {
+    step.own_grad.detach().copy_(buffer_.region(param).view);
+    of.tensor.mutable_grad() = step.own_grad;
     return;
   }
   const at::Tensor& result = of.sparse ? buffer_.bucket(buffer_.region(param).bucket).flat : buffer_.region(param).view;
@@ -118,7 +133,7 @@ void StepGradients::copy_to_full_precision(const Bucket& bucket, const at::Tenso
     const int64_t first = buffer_.region(index).offset / bucket.flat.element_size();
     const at::Tensor piece = result.narrow(0, first, tensor.numel());
     grad.copy_(piece.as_strided(tensor.sizes(), buffer_.region(index).view.strides(), piece.storage_offset()));
-    steps_[index].differentiable = at::Tensor();
+    steps_[index].own_grad = at::Tensor();
   }
 }
 

@@ -22,7 +22,10 @@ struct ParamStep {
   int fired = 0;              // hooks so far
   uint32_t version = 0;       // of the tensor, when its backward was prepared
   at::Tensor untouched;       // copy of a kept `.grad` that this rank did not add to; put back if no rank used it
-  at::Tensor differentiable;  // `.grad` of a backward with create_graph; stays `.grad` and gets the mean's values
+  // Stays `.grad` and gets the mean's values: the result of a backward with create_graph, or a tensor that the script
+  // has assigned and refers to.
+  at::Tensor own_grad;
+  bool was_accumulated = false;  // autograd has added to a tensor that was `.grad` before
 };
 
 // Invariants: put_in() leaves in the buffer what this rank adds to the sum, and a gradient exists twice only while it
@@ -42,7 +45,10 @@ class StepGradients {
   void note_versions();
   std::vector<size_t> missing() const;
 
-  // Moves the gradient to its region, scaled, and makes `.grad` the view of that region.
+  // Notes if autograd has added the gradient that came to what was `.grad` before. came: undefined if it is unknown.
+  void note_accumulation(size_t param, const at::Tensor& came);
+  // Moves the gradient to its region, scaled, and makes `.grad` the view of that region, unless the script keeps its
+  // own.
   void take(size_t param, double scale);
   // Puts what this rank adds to the sum where the transport takes it: the gradient, the kept gradient, or zeros.
   void put_in(size_t param, double scale);

@@ -40,6 +40,7 @@ std::unique_ptr<PendingReduce> UnevenInputs::reduce_zeros(size_t index, bool as_
     bucket.flat.zero_();
   }
   Scaling scaling;
+  scaling.purpose = parts_.bucket_purpose();
   scaling.as_sum = as_sum || !parts_.collectives.comm().averages();
   parts_.queue.scaling() = scaling;
   if (index == 0) {  // as the others do, where their backward begins

@@ -247,6 +247,55 @@ def test_kept_gradients_of_unused_parameters(on_ranks: OnRanks) -> None:
     on_ranks(kept_of_an_unused_parameter)
 
 
+class Sometimes(nn.Module):
+    """Uses its second layer on one rank at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(10, 7), nn.Linear(7, 7)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.first(x)
+        return self.second(x) if self.steps % dist.get_world_size() == dist.get_rank() else x
+
+
+def assigned_gradients(options: dict[str, Any]) -> None:
+    """Assigns views of one tensor, and tensors that the script keeps: as under torch, these get the means."""
+    net = Sometimes() if options.get("find_unused_parameters") else linear_chain()
+    models = pair(net, **SMALL_BUCKETS, **options)
+    flats, owned = [], []
+    for model in models:
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+        pieces = flat.split([p.numel() for p in model.parameters()])
+        for number, (p, piece) in enumerate(zip(model.parameters(), pieces, strict=True)):
+            p.grad = piece.view_as(p) if number % 2 else torch.zeros_like(p)
+        flats.append(flat)
+        owned.append([p.grad for p in model.parameters()][::2])
+    for number in range(8):
+        x = inputs()
+        for model, flat, own in zip(models, flats, owned, strict=True):
+            torch._foreach_zero_([flat, *own])
+            if number % 3 == 1 and (number > 1 or not options.get("static_graph")):
+                with model.no_sync():
+                    loss_of(model, x + 1).backward()
+            loss_of(model, x).backward()
+            assert all(p.grad is mine for p, mine in zip(list(model.parameters())[::2], own, strict=True))
+        torch.testing.assert_close(flats[0], flats[1])
+        assert_equal_grads(*models)
+    for model in models:
+        model.zero_grad()
+        loss_of(model, x).backward()
+    assert_equal_grads(*models)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_that_the_script_assigns(on_ranks: OnRanks, options: dict[str, Any]) -> None:
+    on_ranks(assigned_gradients, options)
+
+
 def what_is_not_kept_costs_nothing() -> None:
     """Keeps gradients in the flat buffer from step to step."""
     model = DDP(linear_chain(), **SMALL_BUCKETS)

@@ -228,6 +228,63 @@ def test_two_models_in_other_orders(on_ranks: OnRanks, transport: str) -> None:
     check_messages(messages, "the planning of buckets in synchronized step 2 of DistributedDataParallel")
 
 
+def again_through_the_outputs(model: nn.Module, x: Tensor) -> None:
+    """Runs a second backward of a rank's own, as for a saliency map."""
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+
+
+def of_the_inner_module_first(model: nn.Module, x: Tensor) -> None:
+    """Runs a backward of a rank's own between a forward and its backward. torch reduces it in place of the latter."""
+    loss = loss_of(model, x)
+    loss_of(model.module, x).backward()  # type: ignore[arg-type]
+    model.zero_grad()
+    loss.backward()
+
+
+def of_a_forward_under_no_sync(model: DDP, x: Tensor) -> None:
+    with model.no_sync():
+        loss = loss_of(model, x)
+    loss.backward()
+    model.zero_grad()
+    step(model, x)
+
+
+def a_backward_on_one_rank(
+    run: Callable[[nn.Module, Tensor], None], make: Callable[[], tuple[nn.Module, Tensor]], transport: str
+) -> str:
+    """One more backward than the other rank makes must not take the place of the other rank's next step."""
+    with over(transport):
+        model, x = make()
+
+        def go_on() -> None:
+            for number in range(6):
+                (run if number == 3 and dist.get_rank() == 0 else step)(model, x)
+                model.zero_grad()
+
+        return message_of(RuntimeError, go_on)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("make", [dense, sparse, hooked, static])
+@pytest.mark.parametrize("run", [again_through_the_outputs, of_the_inner_module_first, of_a_forward_under_no_sync])
+def test_a_backward_on_one_rank(
+    on_ranks: OnRanks,
+    run: Callable[[nn.Module, Tensor], None],
+    make: Callable[[], tuple[nn.Module, Tensor]],
+    transport: str,
+) -> None:
+    messages = on_ranks(a_backward_on_one_rank, run, make, transport)
+    step_of_both = 4 if run is of_a_forward_under_no_sync else 5
+    check_messages(
+        messages,
+        f"of a second backward, or one whose forward ran under no_sync(), in synchronized step {step_of_both}",
+        f" in synchronized step {step_of_both}",
+    )
+
+
 # ---- What works under torch raises nothing.
 
 

@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kPurposeBits = 4, kWrapperBits = 12, kBucketBits = 16;
 
+constexpr char kUnprepared[] = " of a second backward, or one whose forward ran under no_sync(),";
+
 constexpr uint64_t low_bits(uint64_t value, int bits) { return value & ((uint64_t{1} << bits) - 1); }
 
 }  // namespace
@@ -51,6 +53,10 @@ std::string describe(const Tag& tag) {
       return "the broadcast of buffers" + step;
     case Purpose::kAgreement:
       return "the agreement on whether to synchronize, in join()," + step;
+    case Purpose::kUnpreparedBucket:
+      return text("bucket ", tag.bucket, kUnprepared, step);
+    case Purpose::kUnpreparedHook:
+      return text("bucket ", tag.bucket, " for a communication hook", kUnprepared, step);
   }
   return "an unknown purpose";
 }

@@ -17,14 +17,16 @@ enum class Purpose : uint8_t {
   kPlan,
   kFromRank0,
   kBuffers,
-  kAgreement
+  kAgreement,
+  kUnpreparedBucket,  // of a backward that no forward has prepared, such as a second one over its outputs
+  kUnpreparedHook
 };
 
 // Identifies a collective within a job. Ranks give the parts of one collective the same tag.
 struct Tag {
   Purpose purpose{};     // 0: unknown
   int64_t step = 0;      // synchronized, from 1
-  uint64_t bucket = 0;   // of kBucket, kWeightedBucket and kHook
+  uint64_t bucket = 0;   // of the purposes of buckets and hooks
   uint64_t wrapper = 0;  // counts the wrappers of a process group
 
   // Packs the tag into a word. Larger numbers lose their high bits.

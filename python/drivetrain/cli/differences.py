@@ -33,7 +33,8 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(
         "Memory of `.grad`",
         "Copies of the buckets, or views with `gradient_as_bucket_view=True`.",
-        "Always views of one flat gradient buffer, which exists from construction on.",
+        "Views of one flat gradient buffer, which exists from construction on. A tensor that a script assigns and "
+        "keeps stays `.grad`.",
         "No second copy of the gradients exists. `zero_grad()` therefore frees no memory.",
     ),
     Difference(
@@ -43,9 +44,9 @@ DIFFERENCES: Sequence[Difference] = (
         "A NumPy array holds no reference that the buffer could see.",
     ),
     Difference(
-        "Forward under `no_sync()`, backward outside",
+        "Second backward after a forward or after several; forward under `no_sync()` and backward outside",
         "Each rank keeps its own gradients.",
-        "The gradients are reduced when the backward pass ends.",
+        "The gradients are reduced when the backward pass ends. All ranks raise if one rank alone does this.",
         "Replicas would diverge without an error.",
     ),
     Difference(

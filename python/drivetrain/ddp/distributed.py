@@ -51,7 +51,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
     Gradients live in one flat buffer in bucket order. After a backward pass each `.grad` is a view of it and holds the
     mean over ranks. Buckets are all-reduced while the backward pass runs. A tensor that a script keeps over a `.grad`,
     such as `p.grad.flatten()`, gets its own memory before the next gradient is written. Arrays made by `.numpy()` do
-    not; copy them.
+    not; copy them. A tensor that a script assigns to `.grad` and refers to stays `.grad`, and gets the mean. So does a
+    view of a tensor that the script keeps.
 
     A backward pass through this wrapper's outputs and outside `no_sync()` ends with the mean over ranks in `.grad`, or
     raises. This includes a second backward pass, and one whose forward pass ran under `no_sync()`. Every other backward

@@ -12,11 +12,14 @@ import torch
 
 from drivetrain import _C
 from ranks import RankPool
+from shared_builds import built_once
 
-# These files take longest and run first, longest first, so that both test processes (see Makefile) end together.
+# These files take longest and run first, longest first, so that all test processes (see Makefile) end together.
 LONGEST = (
-    *("test_native", "test_torch_ddp", "test_frameworks", "test_cli", "test_faults", "test_nccl", "test_gpu_check"),
-    *("test_shm", "test_notebooks", "test_example_gpt", "test_precision", "test_adafactor", "test_watch"),
+    *("test_native", "test_notebooks", "test_torch_ddp", "test_gpu_check", "test_nccl", "test_frameworks", "test_cli"),
+    *("test_crashes", "test_elastic", "test_resumed_trainers", "test_resume", "test_example_tasks", "test_shm_hosts"),
+    *("test_faults", "test_late_device", "test_shm", "test_example_gpt", "test_watch", "test_preemption"),
+    *("test_doctor_faults", "test_precision", "test_optim_db", "test_adafactor", "test_tags"),
 )
 
 
@@ -72,25 +75,19 @@ def late_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Use it in a separate process, because torch has only one such device.
     """
-    folder, site = tmp_path_factory.mktemp("late_device"), Path(torch.__file__).parent
+    return built_once(tmp_path_factory, "late_device", _build_late_device)
+
+
+def _build_late_device(folder: Path) -> None:
+    site, sources = Path(torch.__file__).parent, Path(__file__).parent / "late_device"
+    together = folder / "late_device.cpp"  # one compilation, because torch's headers take most of its time
+    together.write_text("".join(f'#include "{source}"\n' for source in sorted(sources.glob("*.cpp"))))
     include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    sources = sorted((Path(__file__).parent / "late_device").glob("*.cpp"))
-    compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", *(f"-I{path}" for path in include)]
-    objects = [folder / f"{source.stem}.o" for source in sources]
-    builds = [
-        subprocess.Popen(
-            [*compiler, "-c", source, "-o", to], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for source, to in zip(sources, objects, strict=True)
-    ]
-    for build in builds:
-        said, _ = build.communicate(timeout=600)
-        assert build.returncode == 0, said
-    libraries = [f"-L{site / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-    command = [compiler[0], "-shared", *map(str, objects), "-o", str(folder / "late_device.so"), *libraries]
-    linked = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert linked.returncode == 0, linked.stdout + linked.stderr
-    return folder
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-shared", together]
+    command += [*(f"-I{path}" for path in include), "-o", folder / "late_device.so"]
+    command += [f"-L{site / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ tests=("$@")
   tests/saved_tensors/test_pack.py tests/saved_tensors/test_offload.py tests/ddp/test_shm.py tests/ddp/test_bucket_planner.py)
 site=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
-"$python" -m pytest tests/package/test_native.py
+WHOLE=1 "$python" -m pytest tests/package/test_native.py
 
 declare -A runtime=([address]=libasan.so [undefined]=libubsan.so)
 for sanitizer in address undefined; do

@@ -95,8 +95,7 @@ __device__ __forceinline__ void load_wide(const void* from, uint32_t (&words)[kW
   if constexpr (kWords < 4) {
     load_vector<kWords>(from, words);
   } else {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4) load_vector<4>(static_cast<const char*>(from) + 4 * i, words + i);
+    load_words<4 * kWords>(from, words);
   }
 }
 

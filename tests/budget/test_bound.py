@@ -12,9 +12,10 @@ from solver_cases import all_outcomes, any_trace, budgets_of, small_trace
 
 from bound import bound
 from drivetrain import _C
+from effort import rounds
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(50, whole=200), deadline=None)
 @given(
     any_trace(max_ops=5),
     st.sampled_from([1, 1000]),

@@ -26,9 +26,15 @@ from drivetrain import _C
 from drivetrain.budget import progress
 from drivetrain.budget.plan import RECOMPUTE, PlannedOp
 from drivetrain.budget.trace import Recording, profile
+from effort import rounds
 
 Step = Callable[[], object]
-NUM_MOMENTS = {"forward": 90, "with": 30, "backward": 40, "planning": 40}  # 200
+NUM_MOMENTS = {
+    "forward": rounds(30, 90),
+    "with": rounds(10, 30),
+    "backward": rounds(15, 40),
+    "planning": rounds(15, 40),
+}
 WAIT_SECONDS = 60
 AFTERWARDS = {drivetrain.activation_budget.__code__}  # It only returns the plan after planning.
 

@@ -20,6 +20,7 @@ from checkpoint_crashes import harness
 from checkpoint_crashes.contents import problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Disk
 from drivetrain.checkpointing import CheckpointError, Store
+from effort import rounds
 
 LIMIT_S = 60
 SEED = random.Random(23).randrange(1_000_000)
@@ -37,20 +38,21 @@ def server(shim: Path) -> Iterator[harness.Server]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rounds", "is_encrypted"), [(1, 30, False), (2, 10, False), (1, 15, True), (2, 8, True)]
+    ("world_size", "num_rounds", "is_encrypted"),
+    [(1, rounds(12, 30), False), (2, rounds(6, 10), False), (1, rounds(6, 15), True), (2, rounds(4, 8), True)],
 )
 def test_kills_lose_nothing(
-    server: harness.Server, tmp_path: Path, world_size: int, rounds: int, is_encrypted: bool
+    server: harness.Server, tmp_path: Path, world_size: int, num_rounds: int, is_encrypted: bool
 ) -> None:
-    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + rounds), world_size, is_encrypted))
+    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size, is_encrypted))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
-    assert sum(killed for _, killed, _ in outcomes) > rounds // 4  # others ended before their drawn call
+    assert sum(killed for _, killed, _ in outcomes) > num_rounds // 4  # others ended before their drawn call
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path, is_encrypted: bool) -> None:
     directory, calls = harness.record_saves(server, tmp_path, 3, is_encrypted)
-    seeds = range(SEED, SEED + 60)
+    seeds = range(SEED, SEED + rounds(20, 60))
     outcomes = harness.cut_rounds(directory, calls, tmp_path, seeds, is_encrypted)
     assert [(seed, problems) for seed, problems in outcomes if problems] == []
 
@@ -79,7 +81,7 @@ def test_power_cuts_find_a_writer_that_syncs_too_little(server: harness.Server, 
 
 
 def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
-    outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + 60))
+    outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + rounds(20, 60)))
     assert [(seed, problems) for seed, problems in outcomes if problems] == []
 
 

@@ -14,10 +14,11 @@ import torch
 
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import Notices
+from effort import rounds
 from polling import wait_until
 from resumed_training import Case, errors_of, newest, run, started, steps_of
 
-MOMENTS = 20  # at which a signal is sent, over all cases
+MOMENTS = rounds(8, whole=20)  # at which a signal is sent, over all cases
 WAIT_S = 60
 
 

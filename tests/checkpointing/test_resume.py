@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from effort import rounds
 from resumed_training import SAMPLES, Case, Death, assert_same_bits, run, steps_of
 
-FURTHER = 200  # steps after the last resume
+FURTHER = rounds(40, whole=200)  # steps after the last resume: two epochs and more
 
 ONE_RANK = [
     Case("ours"),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from drivetrain.data import ResumableSampler
 from drivetrain.data.permutation import Permutation
+from effort import rounds
 
 
 class Squares(Dataset[int]):
@@ -34,7 +35,7 @@ def samplers(length: int, ranks: int, **options: Any) -> list[ResumableSampler]:
 
 
 @given(st.integers(1, 5000), st.integers(), st.integers())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(50, whole=200), deadline=None)
 def test_a_permutation_has_each_element_once(length: int, seed: int, epoch: int) -> None:
     elements = Permutation(length, seed, epoch)(torch.arange(length))
     assert sorted(elements.tolist()) == list(range(length))
@@ -72,7 +73,7 @@ def test_elements_and_neighbors_are_spread_evenly() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 9), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(50, whole=200), deadline=None)
 def test_draws_torchs_indices_without_shuffling(length: int, ranks: int, drop_last: bool) -> None:
     for rank, ours in enumerate(samplers(length, ranks, shuffle=False, drop_last=drop_last)):
         torchs = DistributedSampler(Squares(length), ranks, rank, shuffle=False, drop_last=drop_last)
@@ -81,7 +82,7 @@ def test_draws_torchs_indices_without_shuffling(length: int, ranks: int, drop_la
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(75, whole=300), deadline=None)
 def test_each_sample_once_over_any_sequence_of_world_sizes(data: st.DataObject) -> None:
     length, drop_last = data.draw(st.integers(0, 400)), data.draw(st.booleans())
     options = {"seed": data.draw(st.integers(0, 9)), "shuffle": data.draw(st.booleans()), "drop_last": drop_last}

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from effort import rounds
 from faults.harness import Harness, transports
 from faults.plan import FAULTS
 
-ROUNDS = 5
+ROUNDS = rounds(2, whole=5)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import resource
-import shutil
 import signal
 import struct
 import subprocess
@@ -16,7 +15,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from drivetrain import _C, processes
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import distributed as ddp_module
 from drivetrain.ddp import transport
+from namespaces import needs_namespaces
 from ranks import RankPool, dawdle_in_hooks
 
 TorchDDP = ddp_module.TorchDistributedDataParallel
@@ -597,15 +597,6 @@ SEPARATE_RANK = """
 """
 
 
-def needs_namespaces(*command: str) -> None:
-    """Skips the test if this user may not make namespaces."""
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"no program {command[0]} here")
-    run = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    if run.returncode != 0:
-        pytest.skip(f"not permitted here: {' '.join(command)}: {run.stderr.strip()}")
-
-
 def test_falls_back_between_containers(tmp_path: Path) -> None:
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
     needs_namespaces(*unshare, "true")
@@ -709,124 +700,3 @@ def test_ranks_spin_where_each_has_a_core(on_ranks: OnRanks) -> None:
         pytest.skip("one core alone here")
     assert on_ranks(spins_on, [[first], others[:1]]) == [True, True]
     assert on_ranks(spins_on, [[first, others[0]], [first]]) == [True, True]
-
-
-# ---- Two hosts: network namespaces with a link between them.
-
-TWO_HOSTS = """
-    import os, random, time, torch, torch.distributed as dist
-    from torch import nn
-    from drivetrain import DistributedDataParallel as DDP
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    class Products(nn.Module):
-        def __init__(self):
-            super().__init__()
-            sizes = (1, 65, 70_000, 40_000)
-            dtypes = (torch.float32, torch.bfloat16)
-            self.weights = nn.ParameterList([torch.zeros(n, dtype=d) for d in dtypes for n in sizes])
-
-        def forward(self, *inputs):
-            return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
-
-    def train(wire):
-        model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True, **wire)
-        for step in range(20):
-            inputs = [torch.full_like(w, ((step + i) % 8 + 1) * 1.001) for i, w in enumerate(model.module.weights)]
-            model.zero_grad()
-            model(*[x * (rank + 1) for x in inputs]).backward()
-            for w, x in zip(model.module.weights, inputs, strict=True):
-                tolerance = 1e-2 if wire or w.dtype == torch.bfloat16 else 1e-6
-                torch.testing.assert_close(w.grad, x * ((world + 1) / 2), rtol=tolerance, atol=0)
-                is_rounded = torch.equal(w.grad, w.grad.bfloat16().to(w.dtype))
-                assert is_rounded == bool(wire or w.dtype == torch.bfloat16)
-                grads = [torch.empty_like(w) for _ in range(world)]
-                dist.all_gather(grads, w.grad)
-                assert all(torch.equal(grads[0], other) for other in grads)
-
-        # Two modules in one backward on late ranks bring their buckets to the leaders in any order.
-        models = [DDP(Products(), bucket_cap_mb=0.1, **wire) for _ in range(2)]
-        weights = [w for each in models for w in each.module.weights]
-        dawdle = random.Random(rank)
-        for weight in weights:
-            weight.register_hook(lambda grad: time.sleep(dawdle.random() * 3e-3) if dawdle.random() < 0.2 else None)
-        for step in range(30):
-            factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) for i, w in enumerate(weights)]
-            losses = [each(*[x * world for x in factors[8 * i : 8 * i + 8]]) for i, each in enumerate(models)]
-            sum(losses).backward()
-            for weight, x in zip(weights, factors, strict=True):
-                assert torch.equal(weight.grad, x * world), step
-            for each in models:
-                each.zero_grad()
-        # The ranks share the pipe, and print() would write in pieces.
-        transport = model._get_ddp_logging_data()["transport"]
-        os.write(1, ("rank %d of %d %s, %s\\n" % (rank, world, transport, "wire" if wire else "as it is")).encode())
-
-    for wire in ({}, {"wire_dtype": torch.bfloat16}):
-        train(wire)
-    model = DDP(Products())
-    loss = model(*[torch.ones_like(w) for w in model.module.weights])
-    try:
-        model.backward(loss, weight=2.0 if rank == world - 1 else None)
-    except RuntimeError as error:
-        assert "the ranks start different collectives: " in str(error) and f"rank {world - 1} " in str(error), error
-    else:
-        raise AssertionError("ranks of two hosts summed what does not belong together")
-    dist.destroy_process_group()
-"""
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Yields the names of two network namespaces. Host i has the address 10.213.7.<i + 1> on its interface `wire`."""
-    names = [f"drivetrain-{os.getpid()}-{i}" for i in range(2)]
-    needs_namespaces("ip", "netns", "add", names[0])
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-    try:
-        ip("netns", "add", names[1])
-        needs_namespaces(
-            *["ip", "link", "add", "wire", "netns", names[0], "type", "veth", "peer", "wire", "netns", names[1]]
-        )
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.213.7.{i + 1}/24", "dev", "wire")
-            ip("-n", name, "link", "set", "wire", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
-
-
-@pytest.mark.parametrize("ranks_per_host", [(2, 2), (2, 1)], ids=str)
-def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int]) -> None:
-    script = tmp_path / "hosts.py"
-    script.write_text(textwrap.dedent(TWO_HOSTS))
-    launchers = [
-        subprocess.Popen(
-            [
-                *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"],
-                *["--node-rank", str(node), "--nproc-per-node", str(count)],
-                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script)],
-            ],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "wire"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node, (name, count) in enumerate(zip(two_hosts, ranks_per_host, strict=True))
-    ]
-    try:
-        results = [launcher.communicate(timeout=120) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.terminate()
-    assert [launcher.returncode for launcher in launchers] == [0, 0], results
-    world = sum(ranks_per_host)
-    said = sorted(line for out, _ in results for line in out.splitlines())
-    assert said == [f"rank {rank} of {world} shm, {wire}" for rank in range(world) for wire in ("as it is", "wire")]

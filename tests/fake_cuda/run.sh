@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the stand-in and the package for it, and runs the GPU tests on them. See README.md.
-# Usage: run.sh PYTHON [pytest arguments]
+# Usage: run.sh PYTHON [--install | pytest arguments]
+# --install only installs torch and the tools, which CI does while it compiles the package.
 # PART=ci runs only the tests in ci_part.txt and the stand-in's own. SEEDS (default: "1 2 3") lists the seeds of stream
 # delays and orders; each seed is one run.
 set -euo pipefail
@@ -21,6 +22,7 @@ if ! has_torch "$python"; then
   "$python" -m pip install --quiet "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja "rich>=13" \
     "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6" "expecttest>=0.2"
 fi
+[ "${1:-}" != --install ] || exit 0
 
 # Adds an environment over that Python's packages, so that the module for the stand-in replaces no module for a GPU.
 layer=$folder/env

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import drivetrain
 from ddp_cases import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks, message_of
 from drivetrain import DistributedDataParallel as DDP
+from effort import rounds
 from reference.formats import accumulated as added
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -83,7 +84,7 @@ def test_cuda_gives_the_cpus_bits(shape: tuple[int, ...], dtype: torch.dtype, bi
 
 
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=40), bits=st.sampled_from([32, 24]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(50, whole=200), deadline=None)
 def test_any_sequence_of_values(values: list[float], bits: int) -> None:
     model = Holder(torch.ones(1, dtype=torch.bfloat16))
     drivetrain.main_grads(model, bits)

@@ -24,7 +24,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-at::Tensor on_cpu(const at::Tensor& tensor) {
+at::Tensor gloo_view(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.device() == kDevice, "tensor is on ", tensor.device(), "; the late process group expects ",
               kDevice);
   TORCH_CHECK(tensor.is_non_overlapping_and_dense(),
@@ -33,9 +33,9 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
                        at::TensorOptions(tensor.scalar_type()));
 }
 
-Tensors on_cpu(const Tensors& tensors) {
+Tensors gloo_view(const Tensors& tensors) {
   Tensors aliases;
-  for (const at::Tensor& tensor : tensors) aliases.push_back(on_cpu(tensor));
+  for (const at::Tensor& tensor : tensors) aliases.push_back(gloo_view(tensor));
   return aliases;
 }
 
@@ -69,26 +69,26 @@ class LateBackend final : public c10d::Backend {
   void abort() override { *is_aborted_ = true; }
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return start(tensors, [gloo = gloo_, on_host = on_cpu(tensors), options]() mutable {
+    return start(tensors, [gloo = gloo_, on_host = gloo_view(tensors), options]() mutable {
       gloo->allreduce(on_host, options)->wait();
     });
   }
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return start(tensors, [gloo = gloo_, on_host = on_cpu(tensors), options]() mutable {
+    return start(tensors, [gloo = gloo_, on_host = gloo_view(tensors), options]() mutable {
       gloo->broadcast(on_host, options)->wait();
     });
   }
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                            const c10d::AllgatherOptions& options) override {
     std::vector<Tensors> outputs_on_host;
-    for (const Tensors& tensors : outputs) outputs_on_host.push_back(on_cpu(tensors));
-    return start(outputs[0], [gloo = gloo_, outputs_on_host, inputs_on_host = on_cpu(inputs), options]() mutable {
+    for (const Tensors& tensors : outputs) outputs_on_host.push_back(gloo_view(tensors));
+    return start(outputs[0], [gloo = gloo_, outputs_on_host, inputs_on_host = gloo_view(inputs), options]() mutable {
       gloo->allgather(outputs_on_host, inputs_on_host, options)->wait();
     });
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override {
-    return start({output}, [gloo = gloo_, to = on_cpu(output), from = on_cpu(input), options]() mutable {
+    return start({output}, [gloo = gloo_, to = gloo_view(output), from = gloo_view(input), options]() mutable {
       gloo->_allgather_base(to, from, options)->wait();
     });
   }

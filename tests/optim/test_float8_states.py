@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drivetrain import _C, optim
+from effort import rounds
 from precision_cases import same_bits
 
 BLOCK = 256
@@ -86,7 +87,7 @@ def test_infinities_and_nan_stay_where_they_are(dtype: torch.dtype, isa: str) ->
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600), st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=rounds(50, whole=200))
 def test_errors_are_bounded(numbers: list[float], squared: bool) -> None:
     dtype = torch.float8_e5m2 if squared else torch.float8_e4m3fn
     values = torch.tensor(numbers, dtype=torch.float32)

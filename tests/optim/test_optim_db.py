@@ -13,11 +13,9 @@ inputs, because it steps matrices alone, with bfloat16 products; see test_muon.p
   dicts (without newer flags, steps that are numbers), of a float32 model into a float64 one, under another default
   dtype
 * deepcopy (public attributes too), pickle, printing
-* hooks: step (pre, post, global), state_dict (pre, post, prepended), load_state_dict (pre, post), and their removal
-* the profiler's record of a step; zero_grad; AveragedModel (SWA and EMA, SWALR); swap_in_optimizer_params_and_state;
-  swap_tensors; a step inside torch.compile
 * foreach and fused accepted, alone and in their refused combination
-* parameters on several devices (where there is a GPU)
+
+test_optim_db_features.py has hooks, profiles, averages, swaps, compilation and several devices.
 
 Where ours differ from torch's, and why:
 
@@ -34,114 +32,36 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum
 
-from drivetrain import optim
 from drivetrain.amp import GradScaler
 from optim_cases import assert_updates_agree
-
-CLASSES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor")
-CLASSES += ("Adadelta", "Adamax", "RAdam", "NAdam", "ASGD", "Rprop")
-MUON = next(info for info in optim_db if info.name == "Muon")
-INFOS = {info.name: info for info in optim_db if info.name in CLASSES}
-WITH_MUON = {**INFOS, "Muon": MUON}
-INPUTS = [
-    pytest.param(name, index, id=f"{name}-{entry.desc}")
-    for name, info in INFOS.items()
-    for index, entry in enumerate(info.optim_inputs_func(device="cpu"))
-]
-ERROR_INPUTS = [
-    pytest.param(name, index, id=f"{name}-{error.optimizer_error_input.desc}")
-    for name, info in WITH_MUON.items()
-    for index, error in enumerate(info.optim_error_inputs_func("cpu", torch.float32))
-]
-# torch's capturable inputs are for GPUs only.
-CAPTURABLE = [
-    pytest.param(name, entry.kwargs, id=f"{name}-{entry.desc}")
-    for name, info in INFOS.items()
-    for entry in info.optim_inputs_func(device="cuda")
-    if entry.kwargs.get("capturable")
-]
-names = pytest.mark.parametrize("name", INFOS)
-every_input = pytest.mark.parametrize(("name", "index"), INPUTS)
-
-TOLERANCES = {
-    torch.float32: {"rtol": 3e-6, "atol": 3e-6},
-    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
-    torch.complex64: {"rtol": 3e-6, "atol": 3e-6},
-    torch.complex128: {"rtol": 1e-12, "atol": 1e-13},
-}
-
-
-def classes(name: str) -> tuple[type, type]:
-    return getattr(optim, name), WITH_MUON[name].optim_cls
-
-
-def options_of(name: str, index: int) -> dict[str, Any]:
-    """Returns a fresh copy, because optimizers must not share a tensor lr."""
-    return copy.deepcopy(INFOS[name].optim_inputs_func(device="cpu")[index].kwargs)
-
-
-SHAPES = [(7, 5), (40, 30), (3, 1)]
-
-
-def make_params(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in SHAPES]
-
-
-def references(params: list[Tensor]) -> list[Tensor]:
-    return [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in params]
-
-
-def set_grads(*lists: list[Tensor]) -> None:
-    """Gives the parameters at one position of all lists the same new gradient."""
-    for params in zip(*lists, strict=True):
-        grad = torch.randn(params[0].shape, dtype=params[0].dtype)
-        for param in params:
-            param.grad = grad.clone()
-
-
-def pair(name: str, *args: Any, **options: Any) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
-    """Returns our optimizer and torch's over equal parameters, followed by these parameters."""
-    ours, theirs = classes(name)
-    params = make_params()
-    torch_params = references(params)
-    return ours(params, *args, **copy.deepcopy(options)), theirs(torch_params, *args, **options), params, torch_params
-
-
-def steps(count: int, *optimizers: torch.optim.Optimizer) -> None:
-    lists = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
-    for _ in range(count):
-        set_grads(*lists)
-        for each in optimizers:
-            each.step()
-
-
-def assert_same(ours: Any, theirs: Any, tolerance: dict[str, float] | None = None) -> None:
-    torch.testing.assert_close(ours, theirs, **(tolerance or TOLERANCES[torch.float32]))
-
-
-def assert_same_dicts(ours: dict[str, Any], theirs: dict[str, Any], tolerance: dict[str, float] | None = None) -> None:
-    """Compares state dicts. A state that is None in torch (SGD's without momentum) may be absent in ours."""
-    assert ours["param_groups"] == theirs["param_groups"]
-    states = [
-        {key: {n: v for n, v in state.items() if v is not None} for key, state in each["state"].items()}
-        for each in (ours, theirs)
-    ]
-    states = [{key: state for key, state in each.items() if state} for each in states]
-    assert states[0].keys() == states[1].keys()
-    for key, state in states[0].items():
-        assert_same(state, states[1][key], tolerance)
-
+from optim_db_cases import (
+    CAPTURABLE,
+    ERROR_INPUTS,
+    INFOS,
+    MUON,
+    TOLERANCES,
+    WITH_MUON,
+    assert_same,
+    assert_same_dicts,
+    classes,
+    every_input,
+    make_params,
+    names,
+    options_of,
+    pair,
+    references,
+    set_grads,
+    steps,
+)
 
 # ---- Constructor inputs.
 
@@ -656,156 +576,3 @@ def test_deepcopy_and_pickle(name: str) -> None:
         assert_same(clone.state_dict(), optimizer.state_dict(), {"rtol": 0, "atol": 0})
         steps(1, clone)
     assert repr(optimizer) == repr(torch_optimizer)
-
-
-# ---- Hooks and other features around a step.
-
-
-@names
-def test_step_hooks(name: str) -> None:
-    calls: list[str] = []
-    optimizer = classes(name)[0](make_params())
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
-        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
-        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
-    ]
-    steps(1, optimizer)
-    assert calls == ["global pre", "pre", "post", "global post"]
-    for handle in handles:
-        handle.remove()
-    steps(1, optimizer)
-    assert len(calls) == 4
-    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((*args, lambda: 7.0), kwargs))
-    assert optimizer.step() == 7.0
-
-
-@names
-def test_state_dict_hooks(name: str) -> None:
-    optimizer = classes(name)[0](make_params())
-    steps(1, optimizer)
-    calls: list[str] = []
-    optimizer.register_state_dict_pre_hook(lambda _: calls.append("pre"))
-    optimizer.register_state_dict_pre_hook(lambda _: calls.append("first"), prepend=True)
-    optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
-    removed = optimizer.register_state_dict_post_hook(lambda _, state: state.clear())
-    removed.remove()
-    state = optimizer.state_dict()
-    assert calls == ["first", "pre"]
-    assert state.pop("more") == 1
-    calls.clear()
-    optimizer.register_load_state_dict_pre_hook(lambda _, s: calls.append("load pre"))
-    optimizer.register_load_state_dict_pre_hook(lambda _, s: {**s, "param_groups": s["param_groups"]}, prepend=True)
-    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("load post"))
-    optimizer.load_state_dict(state)
-    assert calls == ["load pre", "load post"]
-
-
-@names
-def test_the_profiler_sees_the_step(name: str) -> None:
-    optimizer = classes(name)[0](make_params())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        steps(1, optimizer)
-        optimizer.zero_grad()
-    seen = {event.name for event in profile.events()}
-    assert {f"Optimizer.step#{name}.step", f"Optimizer.zero_grad#{name}.zero_grad"} <= seen
-
-
-@names
-@pytest.mark.parametrize("average", ["swa", "ema"])
-def test_averaged_models(name: str, average: str) -> None:
-    averages = []
-    for cls in classes(name):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1))
-        multi_avg_fn = swa_utils.get_ema_multi_avg_fn(0.9) if average == "ema" else None
-        averaged = swa_utils.AveragedModel(model, multi_avg_fn=multi_avg_fn)
-        optimizer = cls(model.parameters(), lr=0.01)
-        data = torch.randn(5, 8, 4)
-        for batch in data:
-            optimizer.zero_grad()
-            model(batch).pow(2).sum().backward()
-            optimizer.step()
-            averaged.update_parameters(model)
-        swa_utils.update_bn(data, averaged)
-        averages.append(averaged.state_dict())
-    assert_same(*averages, {"rtol": 1e-4, "atol": 1e-5})
-
-
-@contextmanager
-def swapped_in(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], state: dict[str, Any]) -> Iterator[None]:
-    swap = getattr(torch.optim, "swap_in_optimizer_params_and_state", None)
-    if swap is None:
-        pytest.skip(f"torch {torch.__version__} has no swap_in_optimizer_params_and_state")
-    with swap(optimizer, params, state):
-        yield
-
-
-@names
-def test_parameters_and_state_may_be_swapped_in(name: str) -> None:
-    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
-    if name == "SGD":
-        optimizer.param_groups[0]["momentum"] = torch_optimizer.param_groups[0]["momentum"] = 0.5
-    steps(2, optimizer, torch_optimizer)
-    before = [references(params), copy.deepcopy(optimizer.state_dict())]
-    results = []
-    for each, own in ((optimizer, params), (torch_optimizer, torch_params)):
-        torch.manual_seed(1)
-        others = {str(i): p for i, p in enumerate(references(own))}
-        state = copy.deepcopy(each.state_dict())
-        with swapped_in(each, others, state):
-            steps(1, each)
-        results.append([list(others.values()), state["state"]])
-    assert_same(*results)
-    assert_same([params, optimizer.state_dict()], before, {"rtol": 0, "atol": 0})
-
-
-@names
-def test_tensors_may_be_swapped_under_it(name: str) -> None:
-    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
-    steps(2, optimizer, torch_optimizer)
-    for param, torch_param in zip(params, torch_params, strict=True):
-        new = torch.randn_like(param)
-        param.grad = torch_param.grad = None
-        torch.utils.swap_tensors(param, new.clone().requires_grad_())
-        torch.utils.swap_tensors(torch_param, new.clone().requires_grad_())
-    steps(2, optimizer, torch_optimizer)
-    assert_same(params, torch_params)
-
-
-@names
-def test_inside_torch_compile(name: str) -> None:
-    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
-    set_grads(params, torch_params)
-
-    def step(scale: Tensor) -> Tensor:
-        optimizer.step()
-        return scale * 2
-
-    assert torch.compile(step, backend="eager")(torch.ones(())) == 2
-    torch_optimizer.step()
-    steps(2, optimizer, torch_optimizer)
-    assert_same(params, torch_params)
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="_step_outside_the_graph"):
-        torch.compile(step, backend="eager", fullgraph=True)(torch.ones(()))
-    torch._dynamo.reset()
-
-
-@pytest.mark.gpu
-@names
-def test_parameters_on_several_devices(name: str) -> None:
-    ours, theirs = classes(name)
-    params = [
-        p.detach().to(device).requires_grad_() for p, device in zip(make_params(), ("cpu", "cuda", "cpu"), strict=True)
-    ]
-    torch_params = references(params)
-    optimizer, torch_optimizer = ours(params), theirs(torch_params)
-    for _ in range(3):
-        for param, torch_param in zip(params, torch_params, strict=True):
-            param.grad = torch.randn_like(param)
-            torch_param.grad = param.grad.clone()
-        optimizer.step()
-        torch_optimizer.step()
-    assert_same(params, torch_params)

@@ -15,6 +15,7 @@ from torch import Tensor
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES, SCALAR_NAMES
+from effort import rounds
 from optim_cases import CASES, cases
 from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads
 from reference import formats
@@ -133,7 +134,7 @@ def test_8_bit_codes_next_to_every_tie(isa: str) -> None:
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=rounds(50, whole=200))
 def test_8_bit_errors_are_bounded(numbers: list[float], squared: bool) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     values = values.abs() if squared else values

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.plan.allocator import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator, OutOfMemory
+from effort import rounds
 
 MIB = 1 << 20
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(1, 64 * MIB))
@@ -88,7 +89,7 @@ def test_expandable_segments_avoid_fragmentation() -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(50, whole=150), deadline=None)
 @given(actions=ACTIONS)
 def test_invariants(expandable: bool, actions: list[tuple[int] | int | None]) -> None:
     allocator = CachingAllocator(expandable=expandable)

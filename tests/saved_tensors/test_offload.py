@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drivetrain import _C
+from effort import rounds
 
 on_devices = pytest.mark.usefixtures("device")
 SLAB = 1 << 14
@@ -192,7 +193,7 @@ ACTIONS = st.one_of(
 
 
 @given(actions=st.lists(ACTIONS, max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(50, whole=150), deadline=None)
 def test_any_sequence(actions: list[tuple[str, int]]) -> None:
     pool = make_pool(max_bytes=10 * MIB)
     for alive in pieces_of(pool, actions):
@@ -207,7 +208,7 @@ def test_any_sequence(actions: list[tuple[str, int]]) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=rounds(50, whole=100), deadline=None)
 def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
     """Offloads in forward order and takes in reverse order."""
     pool, slabs = make_pool(), []

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drivetrain import _C
+from effort import rounds
 from pack_cases import ROUNDED
 from reference import formats
 
@@ -148,7 +149,7 @@ def test_any_bits(size_of_element: int) -> None:
     patterns = st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if bits > 8 else st.integers(0, 255)
 
     @given(data=st.data(), values=st.lists(patterns, min_size=1, max_size=3))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=rounds(50, whole=150), deadline=None)
     def check(data: Any, values: list[int]) -> None:
         lengths = st.lists(st.tuples(st.sampled_from(values), st.integers(1, 90)), max_size=6)
         runs = data.draw(lengths)
@@ -199,7 +200,7 @@ def test_bfloat16_is_torchs(dtype: torch.dtype, size: int) -> None:
 
 
 @given(values=st.lists(st.floats(width=32), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(50, whole=200), deadline=None)
 def test_bfloat16_of_any_values(values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     assert_same_numbers(_C.unpack(packed(x, "bfloat16")), x.to(torch.bfloat16).float())
@@ -252,7 +253,7 @@ def test_int8_is_the_optimizers(dtype: torch.dtype, size: int, isa: str) -> None
 
 
 @given(values=st.lists(st.floats(width=32), max_size=40), repeats=st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(50, whole=200), deadline=None)
 def test_int8_of_any_values(values: list[float], repeats: int) -> None:
     for dtype in ROUNDED["int8"]:
         x = torch.tensor(values * repeats, dtype=torch.float32).to(dtype)

@@ -27,9 +27,9 @@ def on_ranks(
     Raises:
         RuntimeError: A rank failed, or took longer than `timeout_s`.
     """
-    context: Any = mp.get_context("spawn" if count <= RANKS else "forkserver")  # the typed base class lacks Process
-    if count > RANKS:  # avoids importing torch in every one, which takes a minute
-        context.set_forkserver_preload(["torch._dynamo", "drivetrain"])
+    # Ranks fork from a server that has imported torch once, which would take each of them seconds.
+    context: Any = mp.get_context("forkserver")  # the typed base class lacks Process
+    context.set_forkserver_preload(["torch._dynamo", "drivetrain"])
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
         ranks = [context.Process(target=_rank, args=(r, count, backend, folder, measure, queue)) for r in range(count)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
@@ -80,6 +80,8 @@ class FusedOptimizer(StateDicts):
     csrc/optim/rules/ has the arithmetic, and csrc/optim/rules.h the names of each rule's states.
     """
 
+    _is_in_constructor: bool = False
+
     def __init__(
         self,
         *args: Any,
@@ -91,7 +93,7 @@ class FusedOptimizer(StateDicts):
         rounding: str = "nearest",
         **kwargs: Any,
     ) -> None:
-        refuse_unsupported(type(self).__name__, kwargs)
+        self._is_in_constructor = True
         self.max_grad_norm = max_grad_norm
         self.zero_grads_in_step = zero_grads_in_step
         self._counts = Counts()
@@ -104,9 +106,11 @@ class FusedOptimizer(StateDicts):
         precision.check(asked)
         # Groups without such options keep torch's keys only.
         self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
+        self._refuse_unsupported(kwargs)
         super().__init__(*args, **kwargs)
         if type(self) in in_place_of.values():  # see _stay_torchs
             return
+        self._is_in_constructor = False
         self._place_step_counters()
         self._find_devices()
         constructed.append(self._description())
@@ -214,8 +218,18 @@ class FusedOptimizer(StateDicts):
                 loss = closure()
         if self._reader is None:  # Copied and unpickled optimizers have no reader.
             self._reader = _C.StepReader()
+        if self._steps_as_torch:
+            self._step_as_torch(overflow_flag)
+            return loss
         begin = time.perf_counter()
-        result = self._step_all(self._reader, self._options(overflow_flag))
+        try:
+            result = self._step_all(self._reader, self._options(overflow_flag))
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # Nothing has changed.
+            if self._torchs_class() is None:
+                raise
+            self._step_as_torch(overflow_flag)
+            self._stay_torchs(str(error))
+            return loss
         self._result = result
         # Copied and unpickled optimizers have no counts.
         counts: Counts = self.__dict__.setdefault("_counts", Counts())
@@ -247,7 +261,7 @@ class FusedOptimizer(StateDicts):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")  # torch's words
-        refuse_unsupported(type(self).__name__, param_group)
+        self._refuse_unsupported(param_group)
         for option, value in self._precision.items():
             param_group.setdefault(option, value)
         precision.check(param_group)
@@ -259,26 +273,74 @@ class FusedOptimizer(StateDicts):
                     self._stay_torchs(f"{sharded.label_of(self.param_groups[index], index, place)} {reason}.")
                     return
             _C.optim_check_hypers(self._asked_by(self.param_groups[index], index)[2], index)
-        except (NotImplementedError, TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if self._torchs_class() is None:
+                self.param_groups.pop()
+                raise
+            self._stay_torchs(str(error))
+            return
         self._find_devices()
 
+    def _refuse_unsupported(self, options: dict[str, Any]) -> None:
+        """Raises for options of torch's that no step here has, or leaves the steps to torch's class."""
+        try:
+            refuse_unsupported(type(self).__name__, options)
+        except NotImplementedError as error:
+            if self._torchs_class() is None:
+                raise
+            self._leave_steps_to_torch(str(error))
+
+    def _torchs_class(self) -> type[torch.optim.Optimizer] | None:
+        """Returns the torch class that may take over the steps, or None.
+
+        drivetrain.install(optim=True) must have replaced it, and the caller have asked for nothing that it lacks.
+        """
+        groups = self.param_groups if hasattr(self, "param_groups") else []
+        is_own = self.max_grad_norm is not None or self.zero_grads_in_step or self.in_backward is not None
+        if is_own or any(precision.DEFAULTS.keys() & options.keys() for options in (self._precision, *groups)):
+            return None
+        return next((in_place_of[each] for each in type(self).__mro__ if each in in_place_of), None)
+
+    def _torchs_base(self) -> type[torch.optim.Optimizer]:
+        """Returns the torch class that this class derives from and takes its states' names from."""
+        return next(each for each in type(self).__mro__ if each.__module__.partition(".")[0] == "torch")
+
+    def _leave_steps_to_torch(self, reason: str, stacklevel: int = 2) -> None:
+        """Makes torch's class take all steps from now on, and says so once and in the exit report."""
+        if self._steps_as_torch:
+            return
+        self._steps_as_torch = True
+        message = f"torch.optim.{self._torchs_base().__name__} stays torch's own class: {reason}"
+        warnings.warn(message, stacklevel=stacklevel + 1)
+        constructed.append(message)
+
+    def _step_as_torch(self, overflow_flag: Tensor | None) -> None:
+        """Takes a step of torch's class, whose states have the same names."""
+        if overflow_flag is not None:  # A GradScaler has left the search for overflows to this step.
+            grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow_flag, torch.ones_like(overflow_flag))
+            self.found_inf = overflow_flag
+        step: Callable[..., object] = self._torchs_base().step
+        if getattr(step, "hooked", False):  # The hooks run around this object's own step.
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        step(self)
+
     def _stay_torchs(self, reason: str) -> None:
-        """Turns this object into one of the torch class that drivetrain.install(optim=True) replaced by this class.
+        """Leaves the steps to the torch class that drivetrain.install(optim=True) replaced by this class.
+
+        While the object is constructed it becomes one of torch's class. Later a scheduler may have wrapped its step().
 
         Raises:
-            NotImplementedError: The caller asked for this class itself, or it has stepped. The message gives the
-            reason.
+            NotImplementedError: The caller asked for this class itself. The message gives the reason.
         """
-        original = in_place_of.get(type(self))
-        has_options = self.max_grad_norm is not None or self.zero_grads_in_step or bool(self._precision)
-        if original is None or has_options or self._result is not None:
+        original = self._torchs_class()
+        if original is None:
             raise NotImplementedError(reason)
-        warnings.warn(f"torch.optim.{original.__name__} stays torch's own class: {reason}", stacklevel=2)
-        self.__class__ = original
-        self._step_supports_amp_scaling = bool(self.defaults.get("fused"))
-        self._patch_step_function()
+        self._leave_steps_to_torch(reason, stacklevel=3)
+        if type(self) in in_place_of and self._is_in_constructor:
+            self.__class__ = original  # type: ignore[assignment]
+            self._step_supports_amp_scaling = bool(self.defaults.get("fused"))
+            self._patch_step_function()
 
     def report(self) -> Report:
         """Reports memory per parameter, bytes moved by a step, rounding losses, and clipped and skipped steps.

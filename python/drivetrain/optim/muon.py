@@ -153,10 +153,8 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_fallback": self._fallback}
 
-    def _stay_torchs(self, reason: str) -> None:
-        if self._fallback is not None:  # torch's class has no fallback.
-            raise NotImplementedError(reason)
-        super()._stay_torchs(reason)
+    def _torchs_class(self) -> type[torch.optim.Optimizer] | None:
+        return None if self._fallback is not None else super()._torchs_class()  # torch's class has no fallback.
 
     def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
         return not group.get("fallback")

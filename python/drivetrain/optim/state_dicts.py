@@ -34,9 +34,10 @@ class StateDicts(NativeStep):
 
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict() is loading
     _reader: _C.StepReader | None = None
+    _steps_as_torch: bool = False  # torch's class takes the steps (base.py)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_max_grad_norm", "zero_grads_in_step", "_precision")
+        names = ("_max_grad_norm", "zero_grads_in_step", "_precision", "_steps_as_torch")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

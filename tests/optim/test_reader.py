@@ -1,0 +1,288 @@
+"""Tests what a reader keeps between steps: a change in between counts as in a step that reads everything anew."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain import optim
+from drivetrain.optim.base import FusedOptimizer
+
+COUNT = 200  # parameters: more than one thread's share
+CHANGED = COUNT - 3  # the parameter that most changes concern
+Change = Callable[[FusedOptimizer, list[nn.Parameter]], None]
+
+
+def fill(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator)
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.copy_(grad)
+
+
+def new_grads(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def one_new_grad(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].grad = torch.empty_like(params[CHANGED])
+
+
+def strided_grad(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].grad = torch.empty(3, 10).t()[::2]
+
+
+def moved_data(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].data = params[CHANGED].data.clone()
+
+
+def moved_grad_data(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    grad = params[CHANGED].grad
+    assert grad is not None
+    grad.data = torch.empty_like(grad)
+
+
+def smaller_param(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].data = params[CHANGED].data[:2].clone()
+    params[CHANGED].grad = None
+    optimizer.state.pop(params[CHANGED], None)
+
+
+def swapped_tensor(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].grad = None
+    torch.utils.swap_tensors(params[CHANGED], nn.Parameter(params[CHANGED].detach() * 2))
+
+
+def swapped_state(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    state = optimizer.state[params[CHANGED]]
+    for name in [name for name in state if name != "step"]:
+        torch.utils.swap_tensors(state[name], state[name] * 2)
+
+
+def new_state(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    state = optimizer.state[params[CHANGED]]
+    for name in state:
+        state[name] = state[name].clone() * 2
+
+
+def moved_state(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    for value in optimizer.state[params[CHANGED]].values():
+        value.data = value.data.clone() * 2
+
+
+def no_state(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    optimizer.state.pop(params[CHANGED], None)
+
+
+def later_step(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    if "step" in optimizer.state[params[CHANGED]]:
+        optimizer.state[params[CHANGED]]["step"] += 5
+
+
+def earlier_steps(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    for param in params:
+        if "step" in optimizer.state[param]:
+            optimizer.state[param]["step"].fill_(1)
+
+
+def other_numbers(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.param_groups[1]["weight_decay"] = 0.25
+
+
+def other_order(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[1]["params"].reverse()
+
+
+def moved_between_groups(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+
+
+def new_group(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params.append(nn.Parameter(torch.ones(7)))
+    optimizer.add_param_group({"params": [params[-1]]})
+
+
+def other_storage(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[1]["state_bits"] = 16
+
+
+def zeroing(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.zero_grads_in_step = not optimizer.zero_grads_in_step
+
+
+def clipping(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.max_grad_norm = 0.5
+
+
+def skipped_step(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    fill(params, 99)
+    optimizer.found_inf = 1.0
+    optimizer.step()
+    del optimizer.found_inf
+
+
+def loaded(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    reader = optimizer._reader
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer._reader = reader  # It must notice the new states itself.
+
+
+CHANGES: list[Change] = [
+    new_grads,
+    one_new_grad,
+    strided_grad,
+    moved_data,
+    moved_grad_data,
+    smaller_param,
+    swapped_tensor,
+    swapped_state,
+    new_state,
+    moved_state,
+    no_state,
+    later_step,
+    earlier_steps,
+    other_numbers,
+    other_order,
+    moved_between_groups,
+    new_group,
+    other_storage,
+    zeroing,
+    clipping,
+    skipped_step,
+    loaded,
+]
+
+
+class Run:
+    """Trains parameters of one optimizer, which reads everything anew in each step if asked to."""
+
+    def __init__(self, name: str, reads_anew: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.params = [nn.Parameter(torch.randn(5, 3, generator=generator)) for _ in range(COUNT)]
+        groups = [{"params": self.params[:50]}, {"params": self.params[50:], "weight_decay": 0.5}]
+        self.optimizer: Any = getattr(optim, name)(groups, lr=0.01)
+        self.reads_anew = reads_anew
+
+    def step(self, seed: int) -> None:
+        fill(self.params, seed)
+        if self.reads_anew:
+            self.optimizer._reader = None
+        self.optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*(param.detach() for param in self.params), *(param.grad for param in self.params), *states]
+
+
+def expect_same(runs: list[Run]) -> None:
+    for a, b in zip(*(run.values() for run in runs), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_steps_counts(change: Change, name: str) -> None:
+    runs = [Run(name, reads_anew) for reads_anew in (False, True)]
+    for run in runs:
+        for seed in range(4):
+            run.step(seed)
+        change(run.optimizer, run.params)
+        for seed in range(4, 8):
+            run.step(seed)
+    expect_same(runs)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_any_sequence_of_changes(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    changes = [change for change in CHANGES if change is not smaller_param]  # others set a gradient of the first shape
+    order = [changes[index] for index in torch.randint(len(changes), (60,), generator=generator).tolist()]
+    runs = [Run(name, reads_anew) for reads_anew in (False, True)]
+    for seed, change in enumerate(order):
+        for run in runs:
+            change(run.optimizer, run.params)
+            run.step(seed)
+        expect_same(runs)
+
+
+def no_memory(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].untyped_storage().resize_(0)
+
+
+def no_state_memory(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[CHANGED]]["exp_avg"].untyped_storage().resize_(0)
+
+
+def cast(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].data = params[CHANGED].data.to(torch.bfloat16)
+    params[CHANGED].grad = torch.ones(5, 3, dtype=torch.bfloat16)
+
+
+def one_memory(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].data = params[0].data
+
+
+def bad_number(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[1]["eps"] = math.nan
+
+
+def grads_in_one_memory(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    optimizer.zero_grads_in_step = True
+    optimizer.step()
+    optimizer.step()
+    params[CHANGED].grad = params[0].grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_memory, f"parameter {CHANGED - 50} of.*memory of it has been freed"),
+        (no_state_memory, "memory of its state has been freed"),
+        (cast, "was Float in the step before"),
+        (one_memory, "share memory"),
+        (bad_number, "eps is nan"),
+        (grads_in_one_memory, "share the memory of a gradient"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_error_leaves_everything_as_it_was(change: Change, message: str) -> None:
+    run = Run("AdamW", reads_anew=False)
+    for seed in range(4):
+        run.step(seed)
+    change(run.optimizer, run.params)
+    whole = [value for value in run.values() if value.untyped_storage().nbytes() > 0]
+    before = [value.clone() for value in whole]
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=message):
+            run.optimizer.step()
+    for a, b in zip(before, whole, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_versions_count_steps() -> None:
+    run = Run("AdamW", reads_anew=False)
+    for seed in range(6):
+        before = [param._version for param in run.params]
+        run.step(seed)
+        assert [param._version for param in run.params] == [version + 1 for version in before]
+
+
+def test_a_freed_gradient_is_not_read() -> None:
+    """Gradients that a step has read are freed and their memory is used again."""
+    runs = [Run("SGD", reads_anew) for reads_anew in (False, True)]
+    for run in runs:
+        for seed in range(6):
+            run.step(seed)
+            run.optimizer.zero_grad()
+            _ = [torch.full((5, 3), math.nan) for _ in range(COUNT)]
+        fill(run.params, 7)
+    expect_same(runs)

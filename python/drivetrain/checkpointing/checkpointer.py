@@ -84,7 +84,8 @@ class Checkpointer:
         mtbf: Mean time between failures, for "auto", as a duration like "4h".
         snapshot: "background" copies parameters and optimizer states under the next forward and backward passes, and
             the optimizer's step waits for the copy. "blocking" copies in `step()`: for scripts that change parameters
-            elsewhere. Tensors on GPUs are copied in `step()`.
+            elsewhere. Tensors on GPUs are copied into pinned memory on a stream of their own, for which the GPU waits
+            and not the host.
         on_error: "raise" raises a CheckpointError in the next `step()` of every rank after a save has failed. "log"
             writes it to the log and goes on.
         signals: Signals that announce a preemption, such as (SIGTERM, SIGUSR1) under SLURM.

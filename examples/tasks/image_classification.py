@@ -80,7 +80,7 @@ def main() -> None:
             net.eval()
             predicted = net(images[train:].to(job.device)).argmax(1).cpu()
             net.train()
-            return (predicted == labels[train:]).float().mean().item()
+            return float((predicted == labels[train:]).float().mean())
 
         for step in job.steps(accuracy):
             generator = job.generator(step)

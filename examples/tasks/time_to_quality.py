@@ -70,7 +70,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=positive(int), default=2, help="processes per run (%(default)s)")
     add("--timeout", type=positive(float), default=600, help="seconds until a run counts as hung (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="file for the times of all runs")
-    args, args.extra = parser.parse_known_args()
+    args, extra = parser.parse_known_args()
+    args.extra = extra
     if args.seeds < 2:
         parser.error("--seeds: an interval needs 2 or more")
     if args.target and len(args.goals) != 1:

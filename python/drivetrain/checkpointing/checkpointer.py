@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import phases
 from ..grad.accumulate import Window
-from . import environment
+from . import environment, survivors
 from .audit import AUDIT
 from .encryption import Encryption
 from .errors import CheckpointError
@@ -249,6 +249,8 @@ class Checkpointer:
             if kind is None:
                 self._finish(saver)
             elif not is_preempted:
+                if survivors.are_expected() and self._store is not None:
+                    self._store.abandon()  # a save under way would wait for a rank that may have died
                 saver.wait()
                 self._report(saver)
         finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import directory as disk
+from . import survivors
 from .errors import CheckpointError
 from .interval import seconds_of
 from .load import Checkpoint, complete_checkpoints, serials
@@ -206,7 +207,7 @@ class Tiers:
             saver.close()
         if store is not None:
             try:
-                _close(store, self._timeout if is_orderly else _LAST_SAVE_S)
+                _close(store, self._timeout if is_orderly else 0.0 if survivors.are_expected() else _LAST_SAVE_S)
                 if is_orderly and self._ranks.rank == 0:
                     discard(store.directory)
             except (CheckpointError, OSError) as error:

@@ -19,7 +19,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 # The suite runs in three processes, one file at a time, because many tests wait or use one thread. ARGS="..." runs in one.
 IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-fake-cuda fake-cuda-defects faults crashes compare accuracy bench gpu-check gpu-wheels gpu-table
+.PHONY: help train test test-fake-cuda fake-cuda-defects faults crashes compare time-to-quality accuracy bench gpu-check gpu-wheels gpu-table
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
 
@@ -32,6 +32,9 @@ train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on
 compare: $(STAMPS)/test-tools ## train the GPT, then four other tasks, with torch's classes and with ours; print tables (12 minutes)
 	$(PYTHON) examples/gpt/compare.py $(ARGS)
 	$(PYTHON) examples/tasks/compare_tasks.py
+
+time-to-quality: $(STAMPS)/test-tools ## train a GPT and a ResNet to a set quality with both engines, five seeds each (15 minutes)
+	$(PYTHON) examples/tasks/time_to_quality.py $(ARGS)
 
 accuracy: $(STAMPS)/built ## compare the validation loss of each optimizer storage format with torch's fp32 AdamW (an hour)
 	$(PYTHON) examples/gpt/accuracy.py $(ARGS)

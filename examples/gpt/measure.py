@@ -40,10 +40,17 @@ class StepTimer:
 
     def median_ms(self, skip: int = 0) -> float:
         """Return the median duration without the first `skip` ones; nan if none is left."""
+        return 1e3 * statistics.median(self._read()[skip:] or [float("nan")])
+
+    def total_s(self) -> float:
+        """Return the sum of all durations."""
+        return sum(self._read())
+
+    def _read(self) -> list[float]:
         if self._events:
             self._events[-1][1].synchronize()
             self._seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
-        return 1e3 * statistics.median(self._seconds[skip:] or [float("nan")])
+        return self._seconds
 
 
 def _proc_bytes(file: str, key: str) -> int:

@@ -82,6 +82,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of weights, batches and sample (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto selects CUDA if there is a GPU")
     add("--max-seconds", type=positive(float), help="time limit; plan fewer steps if they would take longer")
+    add("--target-loss", type=positive(float), help="stop at this held-out loss, and record the time that it took")
+    add("--evaluations", type=positive(int), default=4, help="held-out losses during the run (%(default)s)")
+    add("--held-out-rows", type=positive(int), default=HELD_OUT_ROWS, help="rows of a held-out loss (%(default)s)")
     add("--sample-bytes", type=int, default=400, help="length of the sample, 0 for none (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="file for losses and measurements")
     args = parser.parse_args()
@@ -134,6 +137,7 @@ class Trainer:
         self.losses = torch.zeros(args.steps, device=device)  # read at the end, so that no step waits for its loss
         self.held_out_losses: list[tuple[int, float]] = []
         self.timer = StepTimer(device)
+        self.seconds_to_target: float | None = None  # of steps, without the evaluations between them
         self.peak_memory = self.rest_memory = 0
 
     @property
@@ -171,7 +175,7 @@ class Trainer:
         return total
 
     def fit(self) -> None:
-        """Run all steps. Compute the held-out loss at the start, at three points between, and at the end."""
+        """Run all steps, or as many as reach the target. Compute the held-out loss in between and at the end."""
         start = time.monotonic()
         reset_peak_memory(self.device)
         # On CUDA reading a loss waits for the GPU, so only every tenth loss is shown.
@@ -179,9 +183,11 @@ class Trainer:
         with TrainingProgress(self.num_steps, self.tokens_per_step, visible=self.rank == 0) as progress:
             step = 0
             while step < self.num_steps:
-                if step * 4 >= len(self.held_out_losses) * self.num_steps:
+                if step * self.args.evaluations >= len(self.held_out_losses) * self.num_steps:
                     self.note_peak_memory()
                     self.evaluate(step, progress)
+                    if self.seconds_to_target is not None:
+                        break
                     reset_peak_memory(self.device)
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, self.num_steps, self.args.lr)
@@ -195,7 +201,8 @@ class Trainer:
                     progress.update(step, self.num_steps, self.losses[step - 1].item())
             self.rest_memory = memory_at_rest_bytes(self.device)
             self.note_peak_memory()
-            self.evaluate(step, progress)
+            if self.seconds_to_target is None:
+                self.evaluate(step, progress)
         self.losses = self.losses[:step]
         dist.all_reduce(self.losses)
         self.losses /= self.world_size
@@ -219,7 +226,7 @@ class Trainer:
             self.corpus.held_out,
             4 * self.args.batch_size,
             self.gpt.config.block_size,
-            num_rows=HELD_OUT_ROWS,
+            num_rows=self.args.held_out_rows,
             rank=self.rank,
             world_size=self.world_size,
         ):
@@ -229,6 +236,8 @@ class Trainer:
             sums[1] += len(tokens)
         dist.all_reduce(sums)
         self.held_out_losses.append((step, (sums[0] / sums[1]).item()))
+        if self.args.target_loss and self.held_out_losses[-1][1] <= self.args.target_loss:
+            self.seconds_to_target = self.timer.total_s()
         progress.note(f"step {step:>5}/{self.num_steps}  held-out loss {self.held_out_losses[-1][1]:.3f} nats/byte")
 
     def measure(self) -> dict[str, object]:
@@ -248,6 +257,7 @@ class Trainer:
             "losses": self.losses.tolist(),
             "held_out_losses": self.held_out_losses,
             "step_ms": self.timer.median_ms(skip=min(10, len(self.losses) // 4)),
+            "seconds_to_target": self.seconds_to_target,
             "peak_memory_bytes": gather(self.peak_memory),
             "rest_memory_bytes": gather(self.rest_memory),
             "nccl_memory_bytes": gather(nccl_memory_bytes()[1]),

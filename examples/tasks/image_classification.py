@@ -74,7 +74,15 @@ def main() -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         )
-        for step in job.steps():
+
+        @torch.no_grad()
+        def accuracy() -> float:
+            net.eval()
+            predicted = net(images[train:].to(job.device)).argmax(1).cpu()
+            net.train()
+            return float((predicted == labels[train:]).float().mean())
+
+        for step in job.steps(accuracy):
             generator = job.generator(step)
             rows = torch.randint(train, (args.batch_size,), generator=generator)
             inputs = shifted(images[rows], generator).to(job.device)
@@ -84,10 +92,7 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             job.note(loss)
-        net.eval()
-        with torch.no_grad():
-            predicted = net(images[train:].to(job.device)).argmax(1).cpu()
-        job.result("held-out accuracy", (predicted == labels[train:]).float().mean().item())
+        job.result("held-out accuracy", accuracy())
 
 
 if __name__ == "__main__":

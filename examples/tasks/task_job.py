@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +28,8 @@ def parse_arguments(description: str | None, num_steps: int, batch_size: int) ->
     add("--steps", type=positive(int), default=num_steps, help="optimizer steps (%(default)s)")
     add("--batch-size", type=positive(int), default=batch_size, help="samples per rank and step (%(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
+    add("--target", type=positive(float), help="stop once the result that the task evaluates reaches this")
+    add("--evaluations", type=positive(int), default=4, help="looks at that result during the run (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto selects CUDA if there is a GPU")
     add("--json", type=Path, metavar="FILE", help="file for losses and measurements")
     return parser
@@ -55,19 +57,30 @@ class Job:
         self._step = 0
         self._timer = StepTimer(self.device)
         self._results: dict[str, float] = {}
+        self._seconds_to_target: float | None = None  # of steps, without the evaluations between them
         torch.manual_seed(args.seed)
 
     def __enter__(self) -> Job:
         return self
 
-    def steps(self) -> Iterator[int]:
-        """Yield the number of each step, and time the loop's body."""
+    def steps(self, evaluate: Callable[[], float] | None = None) -> Iterator[int]:
+        """Yield the number of each step, and time the loop's body.
+
+        With a --target, stop once the mean over ranks of what `evaluate` returns reaches it.
+        """
         reset_peak_memory(self.device)
         is_shown = self.rank == 0 and sys.stdout.isatty()
+        pause = max(1, self.args.steps // self.args.evaluations)
         for step in track(range(self.args.steps), "training", disable=not is_shown):
             self._step = step
             with self._timer:
                 yield step
+            if self.args.target and evaluate is not None and (step + 1) % pause == 0:
+                value = torch.tensor(evaluate(), device=self.device)
+                dist.all_reduce(value)
+                if value.item() / self.world_size >= self.args.target:
+                    self._seconds_to_target = self._timer.total_s()
+                    break
 
     def generator(self, step: int) -> torch.Generator:
         """Return a generator that is the same in both engines and differs between steps and ranks."""
@@ -87,13 +100,15 @@ class Job:
     ) -> None:
         if error is not None:
             return  # the launcher ends the other ranks
+        self._losses = self._losses[: self._step + 1]
         dist.all_reduce(self._losses)
         results = {name: sum(values) / self.world_size for name, values in _by_name(gather(self._results)).items()}
         metrics = {
             "engine": self.args.engine,
             "losses": (self._losses / self.world_size).tolist(),
             "results": results,
-            "step_ms": self._timer.median_ms(skip=min(10, self.args.steps // 4)),
+            "step_ms": self._timer.median_ms(skip=min(10, len(self._losses) // 4)),
+            "seconds_to_target": self._seconds_to_target,
             "peak_memory_bytes": gather(peak_memory_bytes(self.device)),
         }
         if self.rank == 0:

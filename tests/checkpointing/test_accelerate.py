@@ -1,4 +1,4 @@
-"""Tests that a loop with Accelerate continues with the same bits from any step, and that its loaders are refused."""
+"""Tests that loops with Accelerate continue with the same bits from any step, with its loaders and with plain ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.data import ResumableSampler
 
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
+prepare_data_loader = pytest.importorskip("accelerate.data_loader").prepare_data_loader
 
 pytestmark = pytest.mark.filterwarnings("default")  # Accelerate's own warnings cannot be fixed here
 
@@ -56,7 +57,83 @@ def test_any_step_continues_with_the_same_bits(tmp_path: Path) -> None:
         assert first + train(tmp_path / f"stopped-{stop}", STEPS) == whole, stop
 
 
-def test_a_prepared_loader_is_refused(tmp_path: Path) -> None:
-    loader = accelerate.Accelerator(cpu=True).prepare(DataLoader(torch.arange(4)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"leave the loader out of accelerator\.prepare\(\)"):
+class Noisy(Dataset[torch.Tensor]):
+    """Rows with noise from the generator of the process that loads them."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(4)
+
+
+def train_prepared(folder: Path, stop: int, *, num_workers: int, **options: Any) -> list[tuple[Any, ...]]:
+    """Returns what each step of this call saw: its epoch, the rows, the loss, and whether the epoch ends."""
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    plain = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=num_workers)
+    loader = prepare_data_loader(plain, put_on_device=False, **options)
+    found = []
+    with Checkpointer(folder, every=None, model=model, optimizer=optimizer, data=loader) as ckpt:
+        for epoch in range(ckpt.epoch, EPOCHS):
+            for batch in loader:
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.step()
+                found.append((epoch, batch.flatten().tolist(), loss.item(), loader.end_of_dataloader))
+                if ckpt.steps == stop:
+                    return found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "options"),
+    [
+        (0, {}),
+        (0, {"use_seedable_sampler": True}),
+        (0, {"num_processes": 2, "process_index": 1, "use_seedable_sampler": True}),
+        (1, {}),
+    ],
+    ids=["torch's order", "a seed per epoch", "the second of two ranks", "a worker"],
+)
+def test_a_prepared_loader_continues_with_the_same_bits(
+    tmp_path: Path, num_workers: int, options: dict[str, Any]
+) -> None:
+    steps = 14
+    whole = train_prepared(tmp_path / "whole", steps, num_workers=num_workers, **options)
+    assert len({epoch for epoch, *_ in whole}) >= 3
+    assert len(whole) <= steps
+    # With a worker, noise depends on how often the worker has drawn, which is not known. Its seed is restored.
+    stops = range(1, len(whole)) if num_workers == 0 else (len([epoch for epoch, *_ in whole if epoch == 0]),)
+    for stop in stops:
+        first = train_prepared(tmp_path / f"at-{stop}", stop, num_workers=num_workers, **options)
+        torch.rand(3)
+        rest = train_prepared(tmp_path / f"at-{stop}", steps, num_workers=num_workers, **options)
+        assert first + rest == whole, stop
+
+
+def test_a_second_restart_of_a_prepared_loader(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_workers": 0, "use_seedable_sampler": True}
+    whole = train_prepared(tmp_path / "whole", 12, **options)
+    parts = [train_prepared(tmp_path / "parts", stop, **options) for stop in (2, 3, 6, 7, 12)]
+    assert [step for part in parts for step in part] == whole
+
+
+def test_a_loader_whose_batches_one_rank_dispatches_is_refused(tmp_path: Path) -> None:
+    loader = prepare_data_loader(DataLoader(Noisy()), put_on_device=True, dispatch_batches=True)
+    with pytest.raises(TypeError, match=r"DataLoaderDispatcher.*leave the loader out of accelerator\.prepare\(\)"):
         Checkpointer(tmp_path, model=nn.Linear(1, 1), data=loader)
+
+
+def test_a_checkpoint_of_a_plain_loader_does_not_fit_a_prepared_one(tmp_path: Path) -> None:
+    model, plain = nn.Linear(4, 1), DataLoader(Noisy())
+    with Checkpointer(tmp_path, model=model, data=plain) as ckpt:
+        for _ in plain:
+            ckpt.step()
+    with pytest.raises(ValueError, match="was prepared by Accelerate"):
+        Checkpointer(tmp_path, model=model, data=prepare_data_loader(plain)).__enter__()

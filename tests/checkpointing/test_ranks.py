@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.checkpointing import CheckpointError, Coordinator, Save, Store
+from drivetrain.processes import this_process
 from ranks import RankPool
 
 LIMIT_S = 60
@@ -200,3 +204,19 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.save(1, {}, None)
     assert threading.active_count() == before
+
+
+def test_a_wait_for_a_rank_whose_process_has_ended_is_over_at_once() -> None:
+    """It would last until the timeout otherwise, half an hour by default."""
+    store = dist.HashStore()
+    alive = Coordinator(store, 0, 2)
+    Coordinator(store, 1, 2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        identity = this_process() | {"pid": process.pid, "started": int(started)}
+        store.set("drivetrain/checkpoint/1/process/1", json.dumps(identity))
+        with pytest.raises(CheckpointError, match="waited 1 s for its part"):
+            alive.ask("0/part/1", 1, "its part")
+        process.kill()
+    with pytest.raises(CheckpointError, match=rf"its part any more: the process {process.pid} of rank 1 has ended"):
+        alive.ask("0/part/1", 3600, "its part")

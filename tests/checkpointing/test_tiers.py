@@ -395,3 +395,13 @@ def test_ranks_share_tiers(tmp_path: Path) -> None:
     assert newest.step == 6
     assert newest.world_size == 2
     assert newest.verify() == []
+
+
+def test_an_upload_that_ends_after_the_run_does_not_erase_the_status(
+    tmp_path: Path, remote: type[FlakyFileSystem]
+) -> None:
+    ckpt = trained(tmp_path, 2, tiers=[Remote("flaky://run")])
+    before = (tmp_path / "tiers.json").read_text()
+    assert "flaky://run" in before
+    ckpt._tiers._write_status()  # as the uploader's thread calls it
+    assert (tmp_path / "tiers.json").read_text() == before

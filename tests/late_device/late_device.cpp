@@ -196,6 +196,7 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device) const override { return stream(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(num_streams++); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(num_streams++); }
   c10::Stream exchangeStream(c10::Stream other) const override { return stream(std::exchange(current, other.id())); }
   bool queryStream(const c10::Stream& one) const override { return queues.count(one.id()) == 0; }
   void synchronizeStream(const c10::Stream& one) const override { wait_on_host(moment_of(one.id())); }

@@ -3,6 +3,7 @@
 from .checkpointer import Checkpointer
 from .encryption import Encryption
 from .store import Checkpoint, CheckpointError, Coordinator, EncryptionError, Fault, Save, Store
+from .survivors import continue_in_place
 from .tiers import Ram, Remote
 from .uploader import TierStatus
 
@@ -19,4 +20,5 @@ __all__ = [
     "Save",
     "Store",
     "TierStatus",
+    "continue_in_place",
 ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import phases
 from ..grad.accumulate import Window
-from . import environment
+from . import environment, survivors
 from .audit import AUDIT
 from .encryption import Encryption
 from .errors import CheckpointError
@@ -84,7 +84,8 @@ class Checkpointer:
         mtbf: Mean time between failures, for "auto", as a duration like "4h".
         snapshot: "background" copies parameters and optimizer states under the next forward and backward passes, and
             the optimizer's step waits for the copy. "blocking" copies in `step()`: for scripts that change parameters
-            elsewhere. Tensors on GPUs are copied in `step()`.
+            elsewhere. Tensors on GPUs are copied into pinned memory on a stream of their own, for which the GPU waits
+            and not the host.
         on_error: "raise" raises a CheckpointError in the next `step()` of every rank after a save has failed. "log"
             writes it to the log and goes on.
         signals: Signals that announce a preemption, such as (SIGTERM, SIGUSR1) under SLURM.
@@ -248,6 +249,8 @@ class Checkpointer:
             if kind is None:
                 self._finish(saver)
             elif not is_preempted:
+                if survivors.are_expected() and self._store is not None:
+                    self._store.abandon()  # a save under way would wait for a rank that may have died
                 saver.wait()
                 self._report(saver)
         finally:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..processes import Process, has_ended, this_process
 from .errors import CheckpointError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 50e-3
+_LOOK_S = 0.25  # between two looks whether the processes of other ranks have ended
 
 
 class Coordinator:
@@ -35,6 +37,9 @@ class Coordinator:
         self._store = store
         # A restart in place may reuse the store: keys of the last coordinator must not answer this one.
         self._prefix = f"{prefix}/{store.add(f'{prefix}/count/{rank}', 1)}/"
+        store.set(f"{self._prefix}process/{rank}", json.dumps(this_process()))
+        self._processes: dict[int, Process] = {}
+        self._looked_at = time.monotonic()
 
     @classmethod
     def from_process_group(cls, group: dist.ProcessGroup | None = None) -> Coordinator:
@@ -68,8 +73,8 @@ class Coordinator:
         """Waits for the message under a key and returns it.
 
         Raises:
-            CheckpointError: It did not come within `timeout_s` or before `abandon`, or the store does not answer.
-                `what` describes it.
+            CheckpointError: It did not come within `timeout_s` or before `abandon`, a rank of this host has ended, or
+                the store does not answer. `what` describes it.
         """
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
@@ -85,9 +90,33 @@ class Coordinator:
                     f"rank {self.rank} waited {timeout_s:g} s for {what}, and it did not come. "
                     "Check whether that rank is alive, or raise `timeout`."
                 )
+            self.look(what)
             if self._is_abandoned.wait(pause):
                 raise CheckpointError(f"rank {self.rank} does not wait for {what} any more: the training has ended.")
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def look(self, what: str) -> None:
+        """Raises if a rank of this host has ended, which no save can complete without. Call it while waiting.
+
+        Raises:
+            CheckpointError: A rank has ended. `what` describes what the caller waits for.
+        """
+        if time.monotonic() - self._looked_at < _LOOK_S:
+            return
+        for rank in set(range(self.world_size)) - {self.rank} - set(self._processes):
+            key = f"{self._prefix}process/{rank}"
+            try:
+                if self._store.check([key]):
+                    self._processes[rank] = json.loads(self._store.get(key))
+            except Exception as error:  # c10d raises several types
+                raise self._unreachable(key, error) from error
+        for rank, process in self._processes.items():
+            if has_ended(process):
+                raise CheckpointError(
+                    f"rank {self.rank} does not wait for {what} any more: the process {process['pid']} of rank {rank} "
+                    "has ended."
+                )
+        self._looked_at = time.monotonic()
 
     def forget(self, key: str) -> None:
         """Deletes the message under a key, if there is one, so that the store does not grow."""

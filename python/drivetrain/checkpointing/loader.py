@@ -82,10 +82,9 @@ def position_of(data: Any) -> Position:
         if hasattr(data, _KEY):
             raise RuntimeError(_IN_USE)
         if hasattr(data, "base_dataloader"):  # It has a state_dict() that does not restore the order of a shuffle.
-            raise TypeError(
-                f"data is Accelerate's {type(data).__name__}, which fetches ahead: leave the loader out of "
-                "accelerator.prepare(), and give it drivetrain.data.ResumableSampler, which splits samples over ranks"
-            )
+            from .prepared import position_of_prepared
+
+            return position_of_prepared(data)
         if isinstance(data, Stateful):
             return _StatefulLoader(data)
         if isinstance(data.dataset, IterableDataset):
@@ -202,14 +201,14 @@ class _Counted(Position):
             self._is_reuse = self._workers_start is not None
             if self._is_persistent() and not self._is_reuse:
                 self._workers_start = self._start
-            return _Batches(self._iterate(), self)
+            return self._hand_out(self._iterate(), None)
         # An iteration draws its seeds when it begins. They are drawn again from the states of that time, and the
         # states go on where the checkpoint found them.
         now = rng.capture_host()
         self._start, self._is_reuse = resumed["start"], resumed["is_reuse"]
         self._workers_start = resumed["workers_start"]
         self._set_streams(self._workers_start or self._start)
-        batches = _Batches(self._iterate_from(resumed), self)
+        batches = self._hand_out(self._iterate_from(resumed), resumed)
         rng.restore_host(now)
         return batches
 
@@ -234,6 +233,10 @@ class _Counted(Position):
 
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         return self._iterate()
+
+    def _hand_out(self, batches: Iterator[Any], state: Any) -> "_Batches":
+        """Returns what counts the batches of an iteration; `state` is that with which it continues, or None."""
+        return _Batches(batches, self)
 
     def _is_persistent(self) -> bool:
         return self._loader.persistent_workers and self._loader.num_workers > 0

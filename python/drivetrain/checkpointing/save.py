@@ -61,6 +61,7 @@ class Save:
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._open: Callable[[Path], Checkpoint] = Checkpoint
+        self._ready: Callable[[float], None] | None = None  # waits until the tensors have their values
         self._progress: Callable[[], str] = str  # where the thread that writes is
         self._discarded: str | None = None  # why the save must not complete
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
@@ -115,6 +116,10 @@ class Save:
         if all(self.copied(name) for name in names):
             self._discarded = None
         return self._discarded is not None
+
+    def discard(self, reason: str) -> None:
+        """Makes the save fail with `reason`, unless it is complete."""
+        self._discarded = reason
 
     def done(self) -> bool:
         """Returns whether the save has succeeded or failed."""

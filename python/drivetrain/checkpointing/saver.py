@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device_copies import DeviceCopies, Slabs, can_copy
 from .errors import CheckpointError
 from .load import Checkpoint
 from .save import Save
@@ -48,6 +49,8 @@ class Saver:
         self._store, self._state = store, state
         self._is_background, self._timeout = is_background, timeout
         self._save: Save | None = None
+        self._slabs = Slabs()
+        self._copies: DeviceCopies | None = None  # of the save under way, if its tensors are on accelerators
         self._uncopied: dict[str, tuple[Tensor, int]] = {}  # tensors under the copy, and their versions at its begin
         self._handles: list[Any] = []
 
@@ -69,6 +72,8 @@ class Saver:
     def begin(self, step: int, header: Mapping[str, Any]) -> None:
         """Begins a save. Waits for the copy of all tensors that the next forward or backward pass may change.
 
+        On an accelerator its stream waits, not the host.
+
         Raises:
             TypeError: A value has no encoding. No other error is raised: `error` then has it.
         """
@@ -76,20 +81,34 @@ class Saver:
         began = self.began_at = time.monotonic()
         self.begun_step = step
         snapshot = self._state.capture(header)
+        steady = snapshot.steady if self._is_background else set()
         try:
-            tensors = _on_host(snapshot.tensors)
-            self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
-            save = self._save = self._store.save(step, tensors, snapshot.state)
-            steady = snapshot.steady if self._is_background else set()
-            shared = {name for name in steady if tensors[name] is snapshot.tensors[name]}
-            save.wait_copied(self._timeout, names=[name for name in tensors if name not in shared])
-            self._uncopied = {name: (tensors[name], tensors[name]._version) for name in shared}
-        except (CheckpointError, OSError, MemoryError) as error:
+            if can_copy(snapshot.tensors):
+                self._begin_on_device(step, snapshot.tensors, snapshot.state, steady)
+            else:
+                self._begin_on_host(step, snapshot.tensors, snapshot.state, steady)
+        except (CheckpointError, OSError, MemoryError, torch.AcceleratorError, torch.OutOfMemoryError) as error:
             self._end(error)
         self.stall = time.monotonic() - began
 
+    def _begin_on_host(self, step: int, given: Mapping[str, Tensor], state: Any, steady: set[str]) -> None:
+        tensors = _on_host(given)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        save = self._save = self._store.save(step, tensors, state)
+        shared = {name for name in steady if tensors[name] is given[name]}
+        save.wait_copied(self._timeout, names=[name for name in tensors if name not in shared])
+        self._uncopied = {name: (tensors[name], tensors[name]._version) for name in shared}
+
+    def _begin_on_device(self, step: int, given: Mapping[str, Tensor], state: Any, steady: set[str]) -> None:
+        self.nbytes = sum(tensor.nbytes for tensor in given.values())
+        copies = DeviceCopies(given, given.keys() - steady, self._slabs)
+        self._save = self._store.save(step, copies.host, state, ready=copies.wait)
+        copies.order_early()
+        self._copies = copies
+        self._uncopied = {name: (given[name], given[name]._version) for name in steady}
+
     def settle(self) -> None:
-        """Waits until every tensor may change.
+        """Waits until every tensor may change. On an accelerator its stream waits, not the host.
 
         Raises:
             CheckpointError: The copy did not end in time.
@@ -99,12 +118,19 @@ class Saver:
         began = time.monotonic()
         uncopied, self._uncopied = self._uncopied, {}
         written = [name for name, (tensor, version) in uncopied.items() if tensor._version != version]
+        reason = (
+            f"{written[0]!r} was written between Checkpointer.step() and the next optimizer step, while it was "
+            "copied in the background. Pass snapshot='blocking' to Checkpointer."
+            if written
+            else ""
+        )
+        if self._copies is not None:
+            if written:  # whether the device copied first is unknown
+                self._save.discard(reason)
+            self._copies.order()
+            return
         if written:
-            self._save.discard_unless_copied(
-                written,
-                f"{written[0]!r} was written between Checkpointer.step() and the next optimizer step, while it was "
-                "copied in the background. Pass snapshot='blocking' to Checkpointer.",
-            )
+            self._save.discard_unless_copied(written, reason)
         self._save.wait_copied(self._timeout, names=list(uncopied))
         self.stall += time.monotonic() - began
 
@@ -127,7 +153,9 @@ class Saver:
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        save, self._save, self._uncopied = self._save, None, {}
+        save, self._save, self._uncopied, self._copies = self._save, None, {}, None
+        if save is not None and not save.done():
+            self._slabs.drop()
         self.error = error
         if error is None and save is not None:
             self.saved_step = save.step

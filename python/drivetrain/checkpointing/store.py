@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -113,7 +113,7 @@ class Store:
         self._keep = keep
         self._num_threads = num_threads
         self._nice = nice
-        self._lock_timeout_s = lock_timeout
+        self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
         self._encryption = encryption
         self._audit = None if audit is None else AuditLog(audit, rank)
         self._writer = Writer(
@@ -148,13 +148,22 @@ class Store:
         """Bytes of host memory that hold snapshots: those of this rank's largest save so far."""
         return self._slab.nbytes
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: JSON) -> Save:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: JSON,
+        *,
+        ready: Callable[[float], None] | None = None,
+    ) -> Save:
         """Starts to save and returns at once. A save that is still being written delays the copies of the next one.
 
         Args:
             step: At least 0, and the same on every rank. A checkpoint of the same step is replaced.
             tensors: CPU tensors by name. They must not change until `Save.wait_copied` returns.
             state: Anything that JSON represents. It is copied before this returns.
+            ready: Is called with `timeout` in the thread that saves, and returns once the tensors have their values.
+                The copy begins then. An error that it raises makes the save fail.
 
         Raises:
             TypeError: `tensors` or `state` has a member of another type; the message names it.
@@ -169,12 +178,12 @@ class Store:
                 raise ValueError(f"step is {step}, expected at least 0")
             check_tensors(tensors)
             save = Save(step, tensors, copy_json(state), self._encryption is not None)
-            save._open, save._progress = self._open, self._progress
+            save._open, save._progress, save._ready = self._open, self._progress, ready
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, error)
             raise
         with self._guard:
-            if all(earlier.done() for _, earlier in self._queue):
+            if ready is None and all(earlier.done() for _, earlier in self._queue):
                 self._begin_copy(save)
             self._queue.append((index, save))
             if not self._is_draining:
@@ -261,6 +270,8 @@ class Store:
     def _write(self, index: int, save: Save) -> Path:
         try:
             if not save._copy_began.is_set():
+                if save._ready is not None:
+                    save._ready(self._timeout_s)
                 self._begin_copy(save)
             if save._snapshot is None:
                 assert save._error is not None

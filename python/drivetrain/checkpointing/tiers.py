@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import directory as disk
+from . import survivors
 from .errors import CheckpointError
 from .interval import seconds_of
 from .load import Checkpoint, complete_checkpoints, serials
@@ -206,14 +207,15 @@ class Tiers:
             saver.close()
         if store is not None:
             try:
-                _close(store, self._timeout if is_orderly else _LAST_SAVE_S)
+                _close(store, self._timeout if is_orderly else 0.0 if survivors.are_expected() else _LAST_SAVE_S)
                 if is_orderly and self._ranks.rank == 0:
                     discard(store.directory)
             except (CheckpointError, OSError) as error:
                 _logger.warning("checkpoints in memory are left in %s: %s", store.directory, error)
         for uploader in self._uploaders:
             uploader.close()
-        self._uploaders = []
+        with self._guard:  # a thread that ends an upload now must not write that there are no tiers
+            self._uploaders, self._store = [], None
 
     def status(self) -> list[TierStatus]:
         """Returns the state of each tier but the local directory, on rank 0; of the memory alone on other ranks."""
@@ -295,9 +297,9 @@ class Tiers:
 
     def _write_status(self) -> None:
         """Writes what `drivetrain ckpt ls` shows of the tiers."""
-        if self._store is None:
-            return
         with self._guard:  # the state is read here too, so that the last writer writes the newest
+            if self._store is None:
+                return
             remotes = [uploader.status()._asdict() for uploader in self._uploaders]
             ram = os.fspath(self._ram_store.directory) if self._ram_store is not None else None
             text = json.dumps({"drivetrain": "tiers", "ram": ram, "remotes": remotes}, indent=1)

@@ -238,6 +238,8 @@ class Writer:
                     f"rank {self._rank} on host {socket.gethostname()} does not see {path}, which {made_by}: the ranks "
                     "do not share this file system. Choose a directory that all hosts mount."
                 )
+            if self._coordinator is not None:
+                self._coordinator.look(f"{path}, which {made_by}")
             time.sleep(0.02)
 
     def _tell(self, key: str, message: dict[str, Any]) -> None:

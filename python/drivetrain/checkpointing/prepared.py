@@ -1,0 +1,107 @@
+"""Saves and restores the position in a DataLoader that Accelerate has prepared, which fetches one batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from . import rng
+from .loader import Position, _Batches, _Loader
+
+
+def position_of_prepared(data: Any) -> Position:
+    """Returns how to save the position in a prepared loader.
+
+    Raises:
+        TypeError: Its position cannot be saved. The message says what to use.
+    """
+    from accelerate.data_loader import DataLoaderShard
+
+    if type(data) is not DataLoaderShard or type(data.base_dataloader) is not DataLoader or data.skip_batches:
+        raise TypeError(
+            f"data is Accelerate's {type(data).__name__} over a {type(data.base_dataloader).__name__}, whose position "
+            "cannot be saved: leave the loader out of accelerator.prepare(), and give it drivetrain.data."
+            "ResumableSampler, which splits samples over ranks"
+        )
+    return _Prepared(data)
+
+
+class _Prepared(_Loader):
+    """A DataLoaderShard, which yields a batch once it has fetched the next one from the loader that it wraps.
+
+    The wrapped loader is counted. All batches that it has handed out but the last one were trained on. That one is
+    loaded again after a restart. A dataset that draws random numbers in this process then has those of the first time.
+    """
+
+    def __init__(self, shard: Any) -> None:
+        super().__init__(shard.base_dataloader)
+        self._shard = shard
+        self._sampler = None  # the shard calls set_epoch() for it
+        self._order: Any = shard.get_sampler()
+        self._iteration = shard.iteration  # the shard's number of the epoch under way
+        self._before: Any = None  # random states before the last fetch, if the dataset shares them
+
+    def call_before_fetch(self, call: Callable[[], None]) -> None:
+        raise TypeError("data was prepared by Accelerate, which fetches ahead: a callback sees no single batches")
+
+    def state(self) -> Any:
+        common = super().state()
+        is_ahead = common["start"] is not None and self.batches > 0 and not self.is_exhausted
+        return common | {
+            "batches": common["batches"] - is_ahead,
+            "iteration": self._iteration if common["start"] is not None else self._shard.iteration,
+            "seed": getattr(self._order, "initial_seed", None),
+            "before": self._before if is_ahead else None,
+        }
+
+    def check(self, state: Any, is_same_world: bool) -> None:
+        if "iteration" not in state:
+            raise ValueError("data was prepared by Accelerate, but the checkpoint is of a loader that was not")
+        super().check(state, is_same_world)
+
+    def restore(self, state: Any, is_same_world: bool) -> None:
+        super().restore(state, is_same_world)
+        self._iteration = self._shard.iteration = state["iteration"]
+        if state["seed"] is not None:
+            self._order.initial_seed = state["seed"]
+        if state["is_exhausted"]:  # the shard would not count an epoch without batches
+            self._resumed, self._is_next = None, True
+            self._shard.iteration += 1
+
+    def begin(self) -> Iterator[Any]:
+        self._iteration = self._shard.iteration
+        return super().begin()
+
+    def _hand_out(self, batches: Iterator[Any], state: Any) -> _Batches:
+        return _Ahead(batches, self, state["before"] if state else None)
+
+    def _own_generators(self) -> list[Any]:
+        if hasattr(self._order, "initial_seed"):  # seeds its generator in each epoch
+            return []
+        found = [self._loader.generator, getattr(self._order, "generator", None)]
+        return list({id(one): one for one in found if one is not None}.values())
+
+
+class _Ahead(_Batches):
+    """Fetches the first batch with given random states, and remembers those before each later fetch."""
+
+    def __init__(self, batches: Iterator[Any], counted: _Prepared, first: Any) -> None:
+        super().__init__(batches, counted)
+        self._prepared, self._first = counted, first
+        self._is_shared = counted._loader.num_workers == 0
+
+    def __next__(self) -> Any:
+        first, self._first = self._first, None
+        if not self._is_shared:
+            return super().__next__()
+        if first is None:
+            self._prepared._before = rng.capture_host()
+            return super().__next__()
+        self._prepared._before, now = first, rng.capture_host()
+        rng.restore_host(first)
+        try:
+            return super().__next__()
+        finally:
+            rng.restore_host(now)

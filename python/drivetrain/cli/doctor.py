@@ -24,10 +24,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import drivetrain
 from drivetrain import _C, _build_info, libstdcxx
 from drivetrain.cli import differences
+from drivetrain.cli.collectives import GLOO_CURE
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.machine import check_machine
-from drivetrain.cli.ranks import GLOO_CURE, Meeting
+from drivetrain.cli.ranks import Meeting
 from drivetrain.ddp.transport import nccl_package
 
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}

@@ -29,6 +29,7 @@ from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.machine import check_machine
 from drivetrain.cli.ranks import Meeting
+from drivetrain.cli.topology import check_topology
 from drivetrain.ddp.transport import nccl_package
 
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
@@ -268,5 +269,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _build,
     _libstdcxx,
     _gloo,
+    check_topology,
     _differences,
 )

@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     from . import ablation, accumulate, activations, allreduce, checkpoint, comm, data, ddp, gpu, monitor, optim, plan
     from .measure import Row, print_table
 
+    if args.json and not args.json.absolute().parent.is_dir():
+        print(f"bench {args.topic}: --json is {args.json}, and there is no folder for it", file=sys.stderr)
+        return 2
     if args.topic == "gpu":
         return gpu.run(only=args.only, is_dry=args.dry_run, rounds=args.rounds, json_file=args.json)
     if args.only or args.dry_run:

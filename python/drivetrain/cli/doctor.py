@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import platform
 import re
@@ -45,8 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="test the directory that checkpoints go to")
     parser.add_argument(
-        "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
+        "--timeout", type=_seconds, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return namespace, []
 
     # argparse itself cannot tell "script.py --" from "script.py".
-    parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
+    parser.parse_known_args = parse  # type: ignore[method-assign]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -109,7 +109,7 @@ def _gpus(sys: Path) -> list[Gpu]:
     count = torch.cuda.device_count()
     found = []
     for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
+        properties: Any = torch.cuda.get_device_properties(index)
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         peers = frozenset(
             other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)

@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
@@ -379,10 +379,11 @@ def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 
 def _device_of(owner: nn.Module | torch.optim.Optimizer | None) -> torch.device:
+    parameters: Iterator[torch.Tensor] = iter(())
     if isinstance(owner, torch.optim.Optimizer):
         parameters = (parameter for group in owner.param_groups for parameter in group["params"])
-    else:
-        parameters = owner.parameters() if owner is not None else iter(())
+    elif owner is not None:
+        parameters = owner.parameters()
     parameter = next(parameters, None)
     return parameter.device if parameter is not None else torch.device("cpu")
 

@@ -10,17 +10,19 @@ constexpr size_t index_of(Phase phase) { return static_cast<size_t>(phase); }
 
 }  // namespace
 
-std::optional<StepAccount> Accountant::take(const Record& record, int64_t num_refused) {
+std::optional<StepAccount> Accountant::take(const Record& record, int64_t at_ns, int64_t num_refused) {
   if (record.kind != Record::Kind::kStep) {
     if (!has_begun_) return std::nullopt;
     if (record.thread != thread_ && !is_of_worker(record)) return std::nullopt;
-    spend_until(record.time_ns);
+    written_ns_ = record.time_ns;
+    spend_until(at_ns);
     record.kind == Record::Kind::kBegin ? begin(record) : end(record);
     return std::nullopt;
   }
   std::optional<StepAccount> finished;
+  written_ns_ = record.time_ns;
   if (has_begun_) {
-    spend_until(record.time_ns);
+    spend_until(at_ns);
     account_.phase_ns[index_of(Phase::kHost)] += gap_ns_;
     if (!open_.empty() || num_refused != num_refused_) account_.is_complete = false;
     // Recomputation runs inside of the backward pass and is tallied beside the records.
@@ -29,11 +31,11 @@ std::optional<StepAccount> Accountant::take(const Record& record, int64_t num_re
     backward -= recomputed;
     account_.phase_ns[index_of(Phase::kRecomputation)] += recomputed;
     account_.step = record.step;
-    account_.wall_ns = record.time_ns - account_.begin_ns;
+    account_.wall_ns = now_ns_ - account_.begin_ns;
     finished = account_;
   }
   account_ = StepAccount{};
-  account_.begin_ns = now_ns_ = record.time_ns;
+  account_.begin_ns = now_ns_ = has_begun_ ? now_ns_ : at_ns;
   thread_ = record.thread;
   open_.clear();
   last_.reset();
@@ -54,7 +56,7 @@ void Accountant::spend_until(int64_t time_ns) {
 
 Standing Accountant::standing() const {
   if (!has_begun_) return {};
-  return {innermost(), now_ns_, longest_ns_[index_of(innermost())]};
+  return {innermost(), written_ns_, longest_ns_[index_of(innermost())]};
 }
 
 Phase Accountant::phase_of_gap(Phase next) const {

@@ -34,11 +34,14 @@ struct Standing {
 // the host.
 class Accountant {
  public:
-  explicit Accountant(bool copies_batches, bool sees_forwards)
-      : copies_batches_(copies_batches), sees_forwards_(sees_forwards) {}
+  explicit Accountant(bool sees_forwards) : sees_forwards_(sees_forwards) {}
 
-  // Returns an account if the record ends a step. `num_refused` is the ring's count when the record was read.
-  std::optional<StepAccount> take(const Record& record, int64_t num_refused);
+  // Batches are copied to a device before the forward pass.
+  void expect_copies() { copies_batches_ = true; }
+
+  // Returns an account if the record ends a step. `at_ns` is its time in the account, of the host or of a device, and
+  // `num_refused` is the ring's count when the record was read.
+  std::optional<StepAccount> take(const Record& record, int64_t at_ns, int64_t num_refused);
 
   Standing standing() const;
 
@@ -50,13 +53,14 @@ class Accountant {
   void end(const Record& record);
   Phase innermost() const { return open_.empty() ? Phase::kHost : open_.back(); }
 
-  bool copies_batches_;
+  bool copies_batches_ = false;
   bool sees_forwards_;
   std::vector<Phase> open_;
   std::optional<Phase> last_;  // the last outermost phase of the step that has ended
   int64_t gap_ns_ = 0;         // spent since then outside of all phases
   int64_t now_ns_ = 0;
-  int32_t thread_ = -1;  // the thread that marks steps
+  int64_t written_ns_ = 0;  // when the host wrote the last record
+  int32_t thread_ = -1;     // the thread that marks steps
   bool has_begun_ = false;
   int64_t num_refused_ = 0;
   StepAccount account_;

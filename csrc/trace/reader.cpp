@@ -2,6 +2,9 @@
 // at any time.
 #include "trace/reader.h"
 
+#include <map>
+#include <memory>
+
 #include "base/check.h"
 #include "base/clock.h"
 #include "trace/ring.h"
@@ -12,12 +15,25 @@ namespace {
 
 std::atomic<bool> is_tracing{false};
 std::atomic<int64_t> recomputed_ns{0};
+std::atomic<DeviceClock*> device_clock{nullptr};  // of the active reader; null: times are the host's
 thread_local bool is_tallying = false;
 
 Ring& ring() {
   static Ring* const kRing = new Ring;  // never freed: threads may outlive static objects
   return *kRing;
 }
+
+// Clocks are never freed, either.
+DeviceClock* clock_of(int device) {
+  static std::mutex* const kMutex = new std::mutex;
+  static auto* const kClocks = new std::map<int, std::unique_ptr<DeviceClock>>;
+  const std::lock_guard<std::mutex> lock(*kMutex);
+  std::unique_ptr<DeviceClock>& clock = (*kClocks)[device];
+  if (!clock) clock = make_device_clock(device, Ring::kCapacity);
+  return clock.get();
+}
+
+void write(const Record& record) { ring().write(record, device_clock.load(std::memory_order_acquire)); }
 
 int32_t this_thread() {
   static std::atomic<int32_t> num_threads{0};
@@ -29,35 +45,59 @@ int32_t this_thread() {
 
 bool is_on() { return is_tracing.load(std::memory_order_relaxed); }
 
-void begin(Phase phase) { ring().write({clock_ns(), Record::Kind::kBegin, phase, this_thread()}); }
+void begin(Phase phase) {
+  write({.time_ns = clock_ns(), .kind = Record::Kind::kBegin, .phase = phase, .thread = this_thread()});
+}
 
-void end(Phase phase) { ring().write({clock_ns(), Record::Kind::kEnd, phase, this_thread()}); }
+void end(Phase phase) {
+  write({.time_ns = clock_ns(), .kind = Record::Kind::kEnd, .phase = phase, .thread = this_thread()});
+}
 
 void end_step(int64_t step) {
-  ring().write({clock_ns(), Record::Kind::kStep, Phase::kHost, this_thread(), step, recomputed_ns.exchange(0)});
+  write({.time_ns = clock_ns(),
+         .kind = Record::Kind::kStep,
+         .thread = this_thread(),
+         .step = step,
+         .tallied_ns = recomputed_ns.exchange(0)});
 }
 
 RecomputationTally::RecomputationTally() {
   if (!is_on() || is_tallying) return;
   is_tallying = true;
+  has_span_ = device_clock.load(std::memory_order_relaxed) != nullptr;
+  if (has_span_) begin(Phase::kRecomputation);
   begin_ns_ = clock_ns();
 }
 
 RecomputationTally::~RecomputationTally() {
   if (begin_ns_ == 0) return;
   is_tallying = false;
-  recomputed_ns.fetch_add(clock_ns() - begin_ns_, std::memory_order_relaxed);
+  if (has_span_) {
+    end(Phase::kRecomputation);
+  } else {
+    recomputed_ns.fetch_add(clock_ns() - begin_ns_, std::memory_order_relaxed);
+  }
 }
 
-Reader::Reader(bool copies_batches, bool sees_forwards) : accountant_(copies_batches, sees_forwards) {
+Reader::Reader(bool sees_forwards) : accountant_(sees_forwards) {
   if (is_tracing.exchange(true)) {
     has_stopped_ = true;
     throw UserError("a monitor is active already in this process: leave its block before another one begins");
   }
-  while (ring().read()) {
+  device_clock.store(nullptr);
+  while (ring().read(nullptr)) {
   }
   num_refused_before_ = ring().num_refused();
   recomputed_ns.store(0);
+}
+
+void Reader::follow_device(int device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  clock_ = clock_of(device);
+  clock_->restart();
+  has_mark_ = false;
+  accountant_.expect_copies();
+  device_clock.store(clock_, std::memory_order_release);
 }
 
 void Reader::stop() {
@@ -67,10 +107,26 @@ void Reader::stop() {
 std::vector<StepAccount> Reader::read() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<StepAccount> accounts;
-  while (const std::optional<Record> record = ring().read()) {
-    if (auto account = accountant_.take(*record, ring().num_refused())) accounts.push_back(*account);
+  while (const std::optional<Record> record = ring().read(clock_)) {
+    if (auto account = accountant_.take(*record, time_of(*record), ring().num_refused())) accounts.push_back(*account);
   }
   return accounts;
+}
+
+// A record without a mark, as within a capture, takes no time on the device.
+int64_t Reader::time_of(const Record& record) {
+  if (!has_mark_) {
+    has_mark_ = clock_ != nullptr && record.is_marked;
+    now_ns_ = record.time_ns;
+  } else if (record.is_marked) {
+    now_ns_ += record.elapsed_ns;
+  }
+  return now_ns_;
+}
+
+bool Reader::has_read_all() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ring().is_empty();
 }
 
 Standing Reader::standing() {

@@ -13,19 +13,29 @@ namespace drivetrain::trace {
 // Turns the trace on while it lives, and accounts for what threads write. Throws UserError if another reader is active.
 class Reader {
  public:
-  Reader(bool copies_batches, bool sees_forwards);
+  explicit Reader(bool sees_forwards);
   ~Reader() { stop(); }
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 
+  // From now on, times are those at which that CUDA device reaches the marks, so that an account shows what the device
+  // did, and waited for. Steps then come once the device has ended them.
+  void follow_device(int device);
+
   void stop();                      // turns the trace off; what was written can still be read
   std::vector<StepAccount> read();  // the steps that have ended since the last call
   Standing standing();              // as of the records that read() has taken
+  bool has_read_all();              // false: a device has not reached the last marks yet
   int64_t num_refused() const;      // records that found the ring full
 
  private:
+  int64_t time_of(const Record& record);
+
   std::mutex mutex_;  // keeps two threads that read apart; no writer takes it
   Accountant accountant_;
+  DeviceClock* clock_ = nullptr;
+  bool has_mark_ = false;  // the clock's first mark has been read
+  int64_t now_ns_ = 0;     // of the last record
   int64_t num_refused_before_ = 0;
   std::atomic<bool> has_stopped_{false};
 };

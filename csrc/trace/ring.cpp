@@ -3,7 +3,7 @@
 
 namespace drivetrain::trace {
 
-bool Ring::write(const Record& record) {
+bool Ring::write(const Record& record, DeviceClock* clock) {
   uint64_t place = head_.load(std::memory_order_relaxed);
   while (true) {
     Slot& slot = slots_[place % kCapacity];
@@ -12,6 +12,7 @@ bool Ring::write(const Record& record) {
     if (turn == free_turn) {
       if (!head_.compare_exchange_weak(place, place + 1, std::memory_order_relaxed)) continue;
       slot.record = record;
+      slot.record.is_marked = clock != nullptr && clock->mark(place % kCapacity);
       slot.turn.store(free_turn + 1, std::memory_order_release);
       return true;
     }
@@ -23,12 +24,20 @@ bool Ring::write(const Record& record) {
   }
 }
 
-std::optional<Record> Ring::read() {
+bool Ring::is_empty() const {
+  return slots_[tail_ % kCapacity].turn.load(std::memory_order_acquire) != 2 * (tail_ / kCapacity) + 1;
+}
+
+std::optional<Record> Ring::read(DeviceClock* clock) {
+  if (is_empty()) return std::nullopt;
   Slot& slot = slots_[tail_ % kCapacity];
-  const uint64_t full_turn = 2 * (tail_ / kCapacity) + 1;
-  if (slot.turn.load(std::memory_order_acquire) != full_turn) return std::nullopt;
+  if (slot.record.is_marked && clock != nullptr) {
+    const std::optional<int64_t> elapsed_ns = clock->elapsed_ns(tail_ % kCapacity);
+    if (!elapsed_ns) return std::nullopt;
+    slot.record.elapsed_ns = *elapsed_ns;
+  }
   const Record record = slot.record;
-  slot.turn.store(full_turn + 1, std::memory_order_release);
+  slot.turn.fetch_add(1, std::memory_order_release);
   ++tail_;
   return record;
 }

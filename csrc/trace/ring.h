@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "trace/device_clock.h"
 #include "trace/phases.h"
 
 namespace drivetrain::trace {
@@ -15,12 +16,14 @@ namespace drivetrain::trace {
 struct Record {
   enum class Kind : int32_t { kBegin, kEnd, kStep };
 
-  int64_t time_ns = 0;
+  int64_t time_ns = 0;     // of the host, when it was written
+  int64_t elapsed_ns = 0;  // of the device, since the marked record before; set by the reader
   Kind kind = Kind::kBegin;
   Phase phase = Phase::kHost;
   int32_t thread = 0;      // a small number per thread of the process
   int64_t step = 0;        // kStep: the number of the step that ends
   int64_t tallied_ns = 0;  // kStep: recomputation within the step, which has no records of its own
+  bool is_marked = false;  // a device's clock has a mark for it
 };
 
 // A full ring refuses records and counts them: a writer never waits, and never overwrites what is being read.
@@ -28,8 +31,11 @@ class Ring {
  public:
   static constexpr size_t kCapacity = size_t{1} << 13;
 
-  bool write(const Record& record);
-  std::optional<Record> read();  // for one thread at a time
+  // Both take the device's clock, or null. Only one thread may read at a time. A record whose mark the device has not
+  // reached cannot be read yet, unless the reader passes no clock.
+  bool write(const Record& record, DeviceClock* clock);
+  std::optional<Record> read(DeviceClock* clock);
+  bool is_empty() const;  // for the thread that reads
   int64_t num_refused() const { return num_refused_.load(std::memory_order_relaxed); }
 
  private:

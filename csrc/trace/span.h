@@ -29,7 +29,8 @@ class Span {
   const bool was_on_;
 };
 
-// Adds its lifetime to the recomputation of the step, without records: a step may recompute thousands of tensors.
+// Adds its lifetime to the recomputation of the step. The host's time needs no records: a step may recompute thousands
+// of tensors.
 class RecomputationTally {
  public:
   RecomputationTally();
@@ -38,7 +39,8 @@ class RecomputationTally {
   RecomputationTally& operator=(const RecomputationTally&) = delete;
 
  private:
-  int64_t begin_ns_ = 0;  // 0: the trace is off, or an outer tally counts
+  int64_t begin_ns_ = 0;   // 0: the trace is off, or an outer tally counts
+  bool has_span_ = false;  // a device's time is known for records only
 };
 
 }  // namespace drivetrain::trace

@@ -52,10 +52,12 @@ void register_trace(py::module_& m) {
       .def_readonly("since_ns", &Standing::since_ns)
       .def_readonly("longest_ns", &Standing::longest_ns);
   py::class_<Reader>(m, "TraceReader")
-      .def(py::init<bool, bool>(), py::kw_only(), py::arg("copies_batches"), py::arg("sees_forwards"))
+      .def(py::init<bool>(), py::kw_only(), py::arg("sees_forwards"))
+      .def("follow_device", &Reader::follow_device, py::arg("device"))
       .def("read", &Reader::read, py::call_guard<py::gil_scoped_release>())
       .def("standing", &Reader::standing, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Reader::stop)
+      .def("has_read_all", &Reader::has_read_all, py::call_guard<py::gil_scoped_release>())
       .def("num_refused", &Reader::num_refused);
 }
 

@@ -458,3 +458,15 @@ def test_doctor_under_torchrun_tells_what_differs_and_what_is_wrong_elsewhere(tm
 )
 def test_which_gpus_the_kernels_cover(built: str, capability: tuple[int, int], expected: bool) -> None:
     assert covers(built, capability) is expected
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "soon"])
+def test_the_doctors_limit_is_checked(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--timeout", limit])
+    assert f"'{limit}' is not a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_a_benchs_file_without_a_folder_is_refused_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "optim", "--json", "/nowhere/optim.json"]) == 2
+    assert "--json is /nowhere/optim.json, and there is no folder for it" in capsys.readouterr().err

@@ -32,7 +32,7 @@ TREES = st.recursive(
 
 @pytest.fixture
 def reader() -> Iterator[_C.TraceReader]:
-    reader = _C.TraceReader(copies_batches=False, sees_forwards=True)
+    reader = _C.TraceReader(sees_forwards=True)
     yield reader
     reader.stop()
 
@@ -52,7 +52,7 @@ def test_every_phase_has_a_label() -> None:
 @given(steps=st.lists(st.lists(TREES, max_size=5), min_size=1, max_size=4))
 @settings(deadline=None)
 def test_phases_of_any_nesting_add_up_to_the_step(steps: list[Any]) -> None:
-    reader = _C.TraceReader(copies_batches=False, sees_forwards=True)
+    reader = _C.TraceReader(sees_forwards=True)
     try:
         _C.trace_step(0)
         phases_in = []
@@ -158,10 +158,10 @@ def test_many_threads_write_at_once(reader: _C.TraceReader) -> None:
 
 def test_a_second_trace_is_refused(reader: _C.TraceReader) -> None:
     with pytest.raises(ValueError, match="a monitor is active already"):
-        _C.TraceReader(copies_batches=False, sees_forwards=True)
+        _C.TraceReader(sees_forwards=True)
     reader.stop()
     assert not _C.trace_is_on()
-    _C.TraceReader(copies_batches=False, sees_forwards=True).stop()
+    _C.TraceReader(sees_forwards=True).stop()
 
 
 @pytest.mark.parametrize("phase", [-1, NUM_PHASES])
@@ -407,6 +407,9 @@ def test_samples_are_counted_in_any_batch() -> None:
         ({"flops": "yes"}, ValueError, "flops is 'yes', expected 'auto', a number above 0, or None"),
         ({"flops": 0}, ValueError, "flops is 0, expected"),
         ({"peak_flops": -1.0}, ValueError, "peak_flops is -1.0, expected"),
+        ({"model": 3}, TypeError, "model is a int, expected a torch.nn.Module or None"),
+        ({"optimizer": 3}, TypeError, "optimizer is 3, expected a torch.optim.Optimizer, a sequence of them, or None"),
+        ({"optimizer": [None]}, TypeError, r"optimizer is \[None\], expected a torch.optim.Optimizer"),
         ({"to": "jsonl:a"}, TypeError, r"expected a list of strings: to=\['jsonl:a'\]"),
         ({"to": [3]}, TypeError, "to has a int, expected strings"),
         ({"to": ["jsonl"]}, ValueError, "to has 'jsonl', expected one of jsonl:FILE"),
@@ -417,7 +420,7 @@ def test_samples_are_counted_in_any_batch() -> None:
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        Monitor(make_model(), **arguments)
+        Monitor(**{"model": make_model(), **arguments})
 
 
 def test_calls_outside_of_the_block_are_refused() -> None:

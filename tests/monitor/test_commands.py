@@ -182,4 +182,14 @@ def test_a_summary_shows_itself(recorded: Path) -> None:
     html = summary._repr_html_()
     assert "&lt;b&gt;: 17 steps" in html
     assert "waiting for data" in html
-    assert str(Summary("empty")) == "empty: no step counts (the first 3 warm up)"
+    assert str(Summary("empty")) == "empty: 0 steps, and the first 3 warm up: no step counts yet"
+
+
+def test_files_without_steps_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, begun = tmp_path / "empty.jsonl", tmp_path / "begun.jsonl"
+    empty.touch()
+    assert main(["monitor", str(empty)]) == 2
+    assert "empty.jsonl has no event yet: no monitor has written to it" in capsys.readouterr().err
+    begun.write_text('{"v": 1, "type": "run", "time": 1.0, "rank": 0, "step": 0}\n')
+    assert main(["monitor", str(begun)]) == 0
+    assert capsys.readouterr().out.strip() == "begun: 0 steps, and the first 3 warm up: no step counts yet"

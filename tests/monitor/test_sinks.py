@@ -271,7 +271,7 @@ def test_a_local_rank_has_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_taken_port_is_an_error_of_the_script(served: Any) -> None:
     port = served()._port
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match=r"in use: the sink prometheus:\d+ cannot listen on 127.0.0.1:\d+ \(each local"):
         Monitor(make_model(), to=[f"prometheus:{port}"])
 
 

@@ -25,6 +25,16 @@ def test_counts_agree_with_torchs() -> None:
     assert counts[0] == counts[1] > 0
 
 
+def test_the_dtype_of_most_products_decides_the_peak() -> None:
+    with FlopCount() as count:
+        assert count.dtype == torch.float32
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    assert count.dtype == torch.bfloat16
+    assert count.of_dtype == {torch.float32: 2 * 4**3, torch.bfloat16: 2 * 64**3}
+
+
 def test_forward_is_counted_apart() -> None:
     layer = nn.Linear(16, 8)
     with FlopCount() as count:

@@ -214,6 +214,7 @@ int main() {
   test_shared_memory();
   test_tag_board();
   test_checkpointing();
+  test_trace();
 #ifndef DRIVETRAIN_ONLY_THREADS  // see CMakeLists.txt
   test_cuda_kernels();
   test_step_kernels();

@@ -16,5 +16,6 @@ void test_conversions();
 void test_solver();
 void test_packing();
 void test_checkpointing();
+void test_trace();
 
 }  // namespace drivetrain

@@ -83,15 +83,30 @@ def test_batch_and_arguments_reach_the_script(tmp_path: Path) -> None:
     assert small["samples_per_s"] is not None
 
 
+def test_options_may_follow_the_script(tmp_path: Path) -> None:
+    script = SCRIPT.replace("parser.parse_args()", "parser.parse_args()\nassert arguments.steps == 7")
+    own = ["--gpu", "a100", "--gpus", "2x8", "--steps", "1000"]
+    done = planned(tmp_path, "train.py", "--width", "16", *own, "--", "--steps", "7", script=script)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert (figures["device"], figures["world_size"]) == ("a100", 16)
+    assert figures["parameters"] == 256 * 16 + 16 + 16 * 16 + 16
+    assert "1,000 steps take" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpu", "abacus", "train.py"], "device is 'abacus', expected one of a100, h100"),
         (["missing.py"], "missing.py"),
-        (["train.py", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2"),
+        (["train.py", "--", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2"),
+        (["train.py", "--gpus", "0"], "argument --gpus: '0' is not HOSTSxGPUS"),
         (["--price", "prices.toml", "train.py"], "--price needs --steps"),
         (["--budget", "many", "train.py"], "--budget is 'many'"),
         (["--plot", "plan.gif", "train.py"], "expected a name that ends in .svg or .png"),
+        (["--plot", "nowhere/plan.svg", "train.py"], "--plot is nowhere/plan.svg, and there is no folder"),
+        (["--price", "prices.toml", "--steps", "9", "train.py"], "--price is prices.toml, which is no file"),
+        (["--compare", "run.jsonl", "train.py"], "--compare is run.jsonl, which is no file"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:

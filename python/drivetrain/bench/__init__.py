@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "activations",
             "ddp",
             "comm",
+            "allreduce",
             "checkpoint",
             "monitor",
             "plan",
@@ -47,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="for topic checkpoint: measure the disk of this folder (default: of temporary files)",
     )
+    parser.add_argument("--ranks", type=int, default=2, help="for topic allreduce without torchrun: ranks (default: 2)")
+    parser.add_argument("--transport", metavar="NAME", help="for topic allreduce: measure this one only")
+    for name, default, what in (
+        ("--minbytes", "1KiB", "smallest buffer"),
+        ("--maxbytes", "64MiB", "largest buffer"),
+    ):
+        parser.add_argument(name, default=default, metavar="BYTES", help=f"for topic allreduce: {what} ({default})")
+    parser.add_argument("--stepfactor", type=int, default=4, help="for topic allreduce: between two sizes (default: 4)")
     parser.add_argument("--gib", type=float, default=1.0, help="for topic checkpoint: size of the model (default: 1)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
@@ -58,14 +67,26 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import ablation, accumulate, activations, checkpoint, comm, data, ddp, gpu, monitor, optim, plan
+    from . import ablation, accumulate, activations, allreduce, checkpoint, comm, data, ddp, gpu, monitor, optim, plan
     from .measure import Row, print_table
 
+    if args.json and not args.json.absolute().parent.is_dir():
+        print(f"bench {args.topic}: --json is {args.json}, and there is no folder for it", file=sys.stderr)
+        return 2
     if args.topic == "gpu":
         return gpu.run(only=args.only, is_dry=args.dry_run, rounds=args.rounds, json_file=args.json)
     if args.only or args.dry_run:
         print(f"bench {args.topic}: --only and --dry-run require topic gpu", file=sys.stderr)
         return 2
+    if args.topic == "allreduce":
+        return allreduce.run(
+            ranks=args.ranks,
+            least=args.minbytes,
+            most=args.maxbytes,
+            factor=args.stepfactor,
+            only=args.transport,
+            json_file=args.json,
+        )
     if args.topic == "ablation":
         return ablation.run(args.json)
     topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import platform
 import re
@@ -24,10 +25,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import drivetrain
 from drivetrain import _C, _build_info, libstdcxx
 from drivetrain.cli import differences
+from drivetrain.cli.collectives import GLOO_CURE
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.machine import check_machine
-from drivetrain.cli.ranks import GLOO_CURE, Meeting
+from drivetrain.cli.ranks import Meeting
+from drivetrain.cli.topology import check_topology
 from drivetrain.ddp.transport import nccl_package
 
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
@@ -43,8 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="test the directory that checkpoints go to")
     parser.add_argument(
-        "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
+        "--timeout", type=_seconds, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -267,5 +280,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _build,
     _libstdcxx,
     _gloo,
+    check_topology,
     _differences,
 )

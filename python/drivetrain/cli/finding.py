@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Status = Literal["PASS", "--", "WARN", "FAIL"]
 
@@ -18,18 +18,20 @@ class Finding:
             does not apply here.
         text: The observed facts, or the reason why the check does not apply.
         cure: The remedy after "FAIL" and "WARN"; otherwise empty.
+        details: Lines of a table to print below.
     """
 
     name: str
     status: Status
     text: str
     cure: str = ""
+    details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         cure = f"; cure: {self.cure}" if self.cure else ""
-        return f"{self.status:<6}{self.name:<14}{self.text}{cure}"
+        return "\n".join([f"{self.status:<6}{self.name:<14}{self.text}{cure}", *self.details])
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """Returns the finding as an object for `--json`."""
         return asdict(self)
 

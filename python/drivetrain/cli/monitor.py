@@ -70,7 +70,8 @@ def _show(files: Sequence[Path]) -> None:
     console.width = console.width if console.is_terminal else 120
     summaries = [_summary_of(file) for file in files]
     for summary in summaries:
-        console.print(summary.table())
+        # An empty table would say nothing.
+        console.print(summary.table() if summary.num_steps else str(summary), markup=False, highlight=False)
     if len(summaries) > 1:
         console.print(compare(summaries))
 
@@ -86,7 +87,10 @@ def _print_stacks(file: Path) -> int:
 def _summary_of(file: Path) -> Summary:
     from ..monitor import read_events, summarize
 
-    return summarize(read_events(file), name=file.stem)
+    events = read_events(file)
+    if not events:
+        raise ValueError(f"{file} has no event yet: no monitor has written to it")
+    return summarize(events, name=file.stem)
 
 
 def _follow(file: Path) -> None:

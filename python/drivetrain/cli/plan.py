@@ -6,16 +6,37 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..plan.result import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments to its parser. All arguments after the script's name belong to the script."""
-    parser.usage = "drivetrain plan [-h] [OPTION]... script.py [ARGUMENT]..."
+    """Adds the subcommand's arguments to its parser. Options may stand before or after the script."""
+    parser.usage = "drivetrain plan [-h] [OPTION]... script.py [OPTION or ARGUMENT]... [-- ARGUMENT...]"
+    parser.epilog = (
+        "Options may follow the script. What plan does not know belongs to the script, as does all after --."
+    )
+    parser.allow_abbrev = False  # what looks like plan's options may be the script's
+    _add_options(parser)
+    parser.add_argument("script", help="path of the script")
+    plain = parser.parse_known_args
+
+    def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        given = list(args or ())
+        end = given.index("--") if "--" in given else len(given)
+        namespace, others = plain(given[:end], namespace)
+        namespace.arguments = [*others, *given[end + 1 :]]
+        return namespace, []
+
+    # argparse itself cannot tell "script.py --" from "script.py".
+    parser.parse_known_args = parse  # type: ignore[method-assign]
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="h100", metavar="NAME", help="device of the table, or cpu (default: h100)")
     parser.add_argument(
         "--gpus", type=_layout, default=(1, 1), metavar="HOSTSxGPUS", help="such as 8x8, or 8 (default: 1)"
@@ -42,8 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory over the step as .svg or .png")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
-    parser.add_argument("script", help="path of the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from ..plan.tracer import PlanError
 
     try:
+        _check_files(args)
         plan = _plan(args)
         print(plan)
         _answer(plan, args)
@@ -58,6 +78,27 @@ def run(args: argparse.Namespace) -> int:
         print(f"drivetrain plan: {error}", file=sys.stderr)
         return 2
     return 0 if plan.memory.fits else 1
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Finds what the answers would fail on, before a plan that may take a minute.
+
+    Raises:
+        OSError: A file that is read is missing, or the folder of one that is written.
+        ValueError: --price lacks --steps, or a plot's name has another suffix.
+    """
+    if args.price is not None and args.steps is None:
+        raise ValueError("--price needs --steps, the number of optimizer steps of the run")
+    if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
+        raise ValueError(f"--plot is {args.plot}, expected a name that ends in .svg or .png")
+    for option in ("price", "compare", "devices"):
+        path = getattr(args, option)
+        if path is not None and not path.is_file():
+            raise FileNotFoundError(f"--{option} is {path}, which is no file")
+    for option in ("plot", "json"):
+        path = getattr(args, option)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"--{option} is {path}, and there is no folder {path.absolute().parent}")
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -105,10 +146,8 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print("\n" + text_table(("device", "needs", "has", "fits"), fits))
         print(f"\nsmallest number of devices: {'none fits' if count is None else count}")
     if args.steps is not None:
-        print(f"\n{args.steps:,} steps take {args.steps * plan.time.step_s / 3600:,.2f} hours")
+        print(f"\n{args.steps:,} steps take {_duration(args.steps * plan.time.step_s)}")
     if args.price is not None:
-        if args.steps is None:
-            raise ValueError("--price needs --steps, the number of optimizer steps of the run")
         rows = [
             (price.tariff, f"{price.hours:,.1f}", f"{price.device_hours:,.1f}", f"{price.total:,.2f} {price.currency}")
             for price in plan.price(args.price, Run(args.steps))
@@ -123,6 +162,13 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print(f"\nwrote {args.plot}")
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time in hours, or in a smaller unit where hours would round to little."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:,.2f} hours"
 
 
 def _count(text: str) -> int:

@@ -12,16 +12,13 @@ from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from drivetrain.cli import network, speed
+from drivetrain.cli import collectives, devices, network, speed
 from drivetrain.cli.finding import Finding, fail, passed
-from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line, within
+from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line
 
-GLOO_CURE = "export GLOO_SOCKET_IFNAME=<the network interface that the machines share> (ip addr lists them)"
 _DUPLICATE_CURE = "give every process a RANK of its own, and end processes that an earlier start left behind"
 _POLL_S = 0.05
 
@@ -57,6 +54,7 @@ class Meeting:
             "isa": isa,
             "cores": speed.cores(),
             "flops_per_s": speed.flops_per_s(),
+            "device": devices.measure(),
             "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
         }
         try:
@@ -120,8 +118,10 @@ class Meeting:
                 hosts,
                 {rank: card["cores"] for rank, card in cards.items()},
             )
-            findings += self._probe(store)
-            findings += [self._all_reduce(store)]
+            findings += devices.judge({rank: card["device"] for rank, card in cards.items()}, hosts)
+            probed, slowest_link = self._probe(store)
+            findings += probed
+            findings.append(self._all_reduce(store, hosts, slowest_link))
         findings += _duplicates(store, cards)
         show(findings)
         store.set("shown", "yes")
@@ -133,7 +133,7 @@ class Meeting:
         # Rank 0 may start to wait one timeout later than this rank, and its all-reduce may take two more.
         if self._wait(store, ["complete"], 2 * self._timeout_s) and store.get("complete") == b"yes":
             self._probe(store)
-            findings.append(self._all_reduce(store))
+            self._join_all_reduce(store)
         self._wait(store, ["shown"], 3 * self._timeout_s)
         with suppress(RuntimeError):  # rank 0 may have left
             store.set(f"done/{self._launch.rank}", "yes")
@@ -155,41 +155,61 @@ class Meeting:
         except RuntimeError:  # the store has ended
             return False
 
-    def _probe(self, store: Store) -> list[Finding]:
-        """Tests the connections to other ranks. Rank 0 returns findings on those of all ranks; the others, none."""
+    def _probe(self, store: Store) -> tuple[list[Finding], float | None]:
+        """Tests the connections to other ranks.
+
+        Returns:
+            On rank 0 the findings on those of all ranks, and the bytes per second of the slowest link between hosts;
+            None where there is none. On the others neither.
+        """
         ranks = range(self._launch.world_size)
         with network.Listener(self._launch.master_addr) as listener:
             store.set(f"address/{self._launch.rank}", json.dumps(asdict(listener.address)))
             if not self._wait(store, [f"address/{rank}" for rank in ranks]):
-                return [fail("network", f"a rank has not opened its port after {self._timeout_s:g} s", LAUNCH_CURE)]
+                text = f"a rank has not opened its port after {self._timeout_s:g} s"
+                return [fail("network", text, LAUNCH_CURE)], None
             addresses = [network.Address(**json.loads(store.get(f"address/{rank}"))) for rank in ranks]
             probes = network.probe_peers(self._launch.rank, addresses)
             store.set(f"probes/{self._launch.rank}", json.dumps([probe.as_dict() for probe in probes]))
             keys = [f"probes/{rank}" for rank in ranks]
             self._wait(store, keys)  # a listener must outlive the other ranks' probes
             if self._launch.rank != 0:
-                return []
+                return [], None
             found = {
                 rank: [network.Probe(**probe) for probe in json.loads(store.get(f"probes/{rank}"))]
                 for rank in ranks
                 if store.check([f"probes/{rank}"])
             }
-        return network.judge(addresses, found)
+        return network.judge(addresses, found), network.slowest_between_hosts(addresses, found)
 
-    def _all_reduce(self, store: Store) -> Finding:
-        try:
-            within(2 * self._timeout_s + 1, lambda: self._sum_ones(PrefixStore("gloo", store)))
-        except (RuntimeError, TimeoutError) as error:
-            return fail("all-reduce", f"fails over gloo: {first_line(error)}", GLOO_CURE)
-        return passed("all-reduce", f"passes over gloo between {self._launch.world_size} ranks")
+    def _all_reduce(self, store: Store, hosts: Sequence[str], slowest_link: float | None) -> Finding:
+        """Sums between all ranks. If that fails, rank 0 searches for the host that breaks it."""
+        self._sum(store)
+        ranks = range(self._launch.world_size)
+        self._wait(store, [f"sum/{rank}" for rank in ranks], 3 * self._timeout_s)
+        outcomes = {
+            rank: collectives.Outcome(**json.loads(store.get(f"sum/{rank}")))
+            for rank in ranks
+            if store.check([f"sum/{rank}"])
+        }
+        finding = collectives.judge(outcomes, self._launch.world_size, slowest_link)
+        store.set("search", "yes" if finding.status == "FAIL" else "no")
+        if finding.status != "FAIL":
+            return finding
+        found = collectives.lead_search(store, 0, hosts, lambda keys, seconds: self._wait(store, keys, seconds))
+        return collectives.named(finding, found)
 
-    def _sum_ones(self, store: Store) -> None:
-        limit = timedelta(seconds=self._timeout_s)
-        group = dist.ProcessGroupGloo(store, self._launch.rank, self._launch.world_size, limit)
-        ones = torch.ones(1)
-        group.allreduce([ones]).wait()  # type: ignore[attr-defined]
-        if ones.item() != self._launch.world_size:
-            raise RuntimeError(f"{self._launch.world_size} ones add up to {ones.item():g}")
+    def _join_all_reduce(self, store: Store) -> None:
+        self._sum(store)
+        if self._wait(store, ["search"], 4 * self._timeout_s) and store.get("search") == b"yes":
+            rank = self._launch.rank
+            collectives.follow_search(store, rank, lambda keys, seconds: self._wait(store, keys, seconds))
+
+    def _sum(self, store: Store) -> None:
+        launch, prefix = self._launch, PrefixStore("gloo", store)
+        outcome = collectives.reduce_by_size(prefix, launch.rank, launch.world_size, collectives.SIZES, self._timeout_s)
+        with suppress(RuntimeError):  # the store has ended
+            store.set(f"sum/{launch.rank}", json.dumps(asdict(outcome)))
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:

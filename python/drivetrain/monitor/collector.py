@@ -24,6 +24,7 @@ from .system import System
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 _POLL_S, _EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 0.1, 1.0, 5.0, 5.0
+_DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 
 
@@ -36,9 +37,9 @@ class Collector:
         rank: This rank.
         samples_of: Takes the number of a step and returns its samples.
         rates_of: Takes samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
-        setup: Facts for advice; the collector reads it anew each time.
+        setup: Facts for advice.
         place: Returns the position in the epoch, for the progress line.
-        system: Measures host and GPU.
+        device: Where the training runs.
         hangs: Watches the training thread.
         progress: The progress line; None shows none.
     """
@@ -52,7 +53,7 @@ class Collector:
         rates_of: Callable[[int, int, float], dict[str, float | None]],
         setup: Setup,
         place: Callable[[], tuple[int, int]],
-        system: System,
+        device: torch.device,
         hangs: HangWatch,
         progress: Progress | None,
     ) -> None:
@@ -65,13 +66,19 @@ class Collector:
         self.total_s = 0.0  # seconds of all steps
         self._reader, self._stream, self._rank = reader, stream, rank
         self._samples_of, self._rates_of, self._setup, self._place = samples_of, rates_of, setup, place
-        self._system, self._hangs, self._progress = system, hangs, progress
+        self._hangs, self._progress = hangs, progress
+        self.follow(device)
         self._exchange: Exchange | None = None  # from the time at which several ranks are connected
         self._has_warned = False
         self._due = dict.fromkeys(("exchange", "system", "advice"), time.monotonic() + 1.0)
         self._has_stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="drivetrain-monitor", daemon=True)
+
+    def follow(self, device: torch.device) -> None:
+        """Measures the use of that device from now on."""
+        self._device = device
+        self._system = System(device)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -81,6 +88,10 @@ class Collector:
         """Ends the thread, and takes what the trace still holds."""
         self._has_stopped.set()
         self._thread.join(_EXCHANGE_S + 5.0)
+        deadline = time.monotonic() + _DRAIN_S
+        while not self._reader.has_read_all() and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(_DRAIN_POLL_S)
         self.poll(is_last=True)
 
     def poll(self, is_last: bool = False) -> None:
@@ -122,7 +133,7 @@ class Collector:
         if account.step == OUTSIDE:
             return
         self.num_steps = account.step
-        if torch.cuda.is_initialized() and not self._has_warned:
+        if self._device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
             self._has_warned = True
             _logger.warning(
                 "monitor: times are of the host, and CUDA runs behind it: a phase shows when work was enqueued or "

@@ -31,12 +31,19 @@ class FlopCount(TorchDispatchMode):
     Attributes:
         forward: FLOPs outside of backward passes.
         total: FLOPs of everything, with recomputation.
+        of_dtype: FLOPs by dtype of the operations' first tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward = 0.0
         self.total = 0.0
+        self.of_dtype: dict[torch.dtype, float] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most FLOPs, which decides the device's peak; torch's default before any are counted."""
+        return max(self.of_dtype, key=lambda one: self.of_dtype[one], default=torch.get_default_dtype())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, and counts it."""
@@ -44,6 +51,9 @@ class FlopCount(TorchDispatchMode):
         result = func(*args, **kwargs)
         count = flops_of(func, args, kwargs, result)
         self.total += count
+        if count:
+            dtype = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.get_default_dtype())
+            self.of_dtype[dtype] = self.of_dtype.get(dtype, 0.0) + count
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs in this thread
             self.forward += count
         return result

@@ -27,14 +27,14 @@ class Hooks:
     Args:
         model: Its calls are the forward passes; None marks none.
         optimizers: Their `step` calls are marked; None marks those of all optimizers.
-        on_optimizer_step: Called after each `step` of an optimizer.
+        on_optimizer_step: Called with the optimizer after each `step`.
     """
 
     def __init__(
         self,
         model: nn.Module | None,
         optimizers: Sequence[torch.optim.Optimizer] | None,
-        on_optimizer_step: Callable[[], None],
+        on_optimizer_step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._model = model
         self._optimizers = optimizers
@@ -79,9 +79,9 @@ class Hooks:
     def _begin_optimizer(self, *_: Any) -> None:
         _C.trace_begin(_OPTIMIZER)
 
-    def _end_optimizer(self, *_: Any) -> None:
+    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _C.trace_end(_OPTIMIZER)
-        self._on_optimizer_step()
+        self._on_optimizer_step(optimizer)
 
 
 def _begin_forward(*_: Any) -> None:

@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,6 @@ from .stacks import answer_requests
 from .stragglers import Straggler
 from .stream import Sink, Stream
 from .summary import Summary
-from .system import System
 
 _COUNTED_STEP = 2  # the first step also builds buckets and optimizer states
 
@@ -63,10 +62,11 @@ class Monitor:
         count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
 
     Raises:
-        TypeError: `to` is a string, or holds something else than strings and sinks.
+        TypeError: `model` is no module, `optimizer` no optimizer and no sequence of them, or `to` is a string, or holds
+            something else than strings and sinks.
         ValueError: A sink's string, `flops`, `peak_flops` or `report_hang_after` is wrong.
         ImportError: The package of a sink is missing; the message says how to install it.
-        NotImplementedError: The model is on another device than the CPU: times of GPUs are not taken yet.
+        NotImplementedError: The model is on a device other than the CPU and CUDA, or drivetrain was built without CUDA.
         OSError: The port of a sink is taken.
     """
 
@@ -89,12 +89,11 @@ class Monitor:
             raise ValueError(f"peak_flops is {peak_flops!r}, expected a number above 0, or None")
         if not report_hang_after >= 0:
             raise ValueError(f"report_hang_after is {report_hang_after!r}, expected seconds >= 0, or 0: never")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module or None")
         self._device = _device_of(model)
-        if self._device.type != "cpu":
-            raise NotImplementedError(
-                f"Monitor takes the times of the host, and the model is on {self._device}, which runs behind it: its "
-                "times would be wrong. Leave the monitor out there."
-            )
+        if why_not := _why_not_followed(self._device):
+            raise NotImplementedError(f"Monitor cannot take times of {self._device}, where the model is: {why_not}")
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._model, self._loader = model, loader
@@ -127,10 +126,11 @@ class Monitor:
     def __enter__(self) -> Monitor:
         if self._collector is not None:
             raise RuntimeError("this Monitor has been entered before: build a new one")
-        self._reader = _C.TraceReader(copies_batches=False, sees_forwards=self._model is not None)
+        self._reader = _C.TraceReader(sees_forwards=self._model is not None)
         try:
             self._stream = Stream(self._sinks)
             self._progress = self._make_progress() if self._shows_progress else None
+            self._follow(self._device)
             setup = Setup(
                 num_workers=getattr(self._loader, "num_workers", None),
                 num_cores=len(os.sched_getaffinity(0)),
@@ -140,10 +140,10 @@ class Monitor:
                 self._stream,
                 self._rank,
                 samples_of=lambda step: self._samples.pop(step, 0),
+                device=self._device,
                 rates_of=self._rates,
                 setup=setup,
                 place=lambda: self._place,
-                system=System(self._device),
                 hangs=HangWatch(
                     self._rank, threading.get_ident(), self._hang_limit_s, is_in_step=lambda: self._num_batches > 0
                 ),
@@ -280,7 +280,21 @@ class Monitor:
             self._counting.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
 
-    def _end_optimizer_step(self) -> None:
+    def _follow(self, device: torch.device) -> None:
+        """Takes the times of that device from now on."""
+        assert self._reader is not None
+        self._device = device
+        if device.type == "cuda":
+            self._reader.follow_device(torch.cuda.current_device() if device.index is None else device.index)
+
+    def _end_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._has_stepped and self._model is None and self._device.type == "cpu":
+            # Without a model, the optimizer tells where the training runs.
+            device = _device_of(optimizer)
+            if device.type == "cuda" and not _why_not_followed(device):
+                assert self._collector is not None
+                self._follow(device)
+                self._collector.follow(device)
         self._has_stepped = True
         if not self._has_loader:
             self._end_step()
@@ -308,7 +322,8 @@ class Monitor:
             self._flops_per_sample = (model / self._num_samples, total / self._num_samples)
 
     def _rates(self, step: int, samples: int, seconds: float) -> dict[str, float | None]:
-        peak = self._peak_flops or peak_flops(self._device, torch.get_default_dtype())
+        dtype = self._counting.dtype if self._counting is not None else torch.get_default_dtype()
+        peak = self._peak_flops or peak_flops(self._device, dtype)
         rates: dict[str, float | None] = {"mfu": None, "hfu": None}
         if self._flops == "auto" and step == _COUNTED_STEP and self._counting is not None:
             rates["counted_flops"] = True
@@ -355,9 +370,28 @@ class Monitor:
 
 
 def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    # A scheduler or a scaler has no hooks, and its steps would go unseen.
+    if not isinstance(optimizer, Iterable) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
+        raise TypeError(f"optimizer is {optimizer!r}, expected a torch.optim.Optimizer, a sequence of them, or None")
+    return list(optimizer)
 
 
-def _device_of(model: nn.Module | None) -> torch.device:
-    parameter = next(model.parameters(), None) if model is not None else None
+def _device_of(owner: nn.Module | torch.optim.Optimizer | None) -> torch.device:
+    parameters: Iterator[torch.Tensor] = iter(())
+    if isinstance(owner, torch.optim.Optimizer):
+        parameters = (parameter for group in owner.param_groups for parameter in group["params"])
+    elif owner is not None:
+        parameters = owner.parameters()
+    parameter = next(parameters, None)
     return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def _why_not_followed(device: torch.device) -> str:
+    """Returns why the times of a device cannot be taken; "" if they can."""
+    if device.type == "cpu" or (device.type == "cuda" and _C.has_cuda()):
+        return ""
+    if device.type == "cuda":
+        return "drivetrain was built without CUDA, as `drivetrain doctor` shows. Build it where nvcc is on PATH"
+    return "it takes those of the CPU and of CUDA devices. Leave the monitor out there"

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from .hooks import Batches, Iterations
 from .monitor import Monitor
 from .progress import Progress
+from .stream import Sink
 
 
 class ScriptMonitor(Monitor):
@@ -24,7 +25,7 @@ class ScriptMonitor(Monitor):
         to: Sinks, as for `Monitor`.
     """
 
-    def __init__(self, to: Sequence[str]) -> None:
+    def __init__(self, to: Sequence[str | Sink]) -> None:
         super().__init__(to=to, flops=None)
         self._optimizers = None
         self._process = os.getpid()

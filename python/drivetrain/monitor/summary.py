@@ -98,7 +98,7 @@ class Summary:
     def heading(self) -> str:
         """Returns one line with the figures of the whole."""
         if not self.num_steps:
-            return f"{self.name}: no step counts (the first {_WARM_UP} warm up)"
+            return f"{self.name}: {self._num_warm_up} steps, and the first {_WARM_UP} warm up: no step counts yet"
         parts = [f"{self.name}: {self.num_steps} steps, median {1e3 * self.median_step_s:.1f} ms"]
         if self.samples:
             parts.append(f"{self.samples_per_s:,.0f} samples/s per rank")

@@ -288,7 +288,10 @@ class Plan:
         ranks = "1 rank" if options.world_size == 1 else f"{options.world_size} ranks"
         verdict = "fits" if memory.fits else "does not fit"
         op = self.trace.ops[memory.peak_op] if memory.peak_op >= 0 else None
-        peak = f"{op.phase} of {op.module or 'the loss'}, {op.name}" if op is not None else "before the step"
+        peak = "before the step"
+        if op is not None:
+            where = "the optimizer step" if op.phase == "optimizer" else f"{op.phase} of {op.module or 'the loss'}"
+            peak = f"{where}, {op.name}"
         lines = [
             f"{self.trace.num_parameters / 1e6:,.1f} M parameters on {ranks} of {self.device.name}: {verdict}, "
             f"{formatted(memory.total)} of {formatted(memory.capacity)} per rank",

@@ -61,7 +61,14 @@ class Prometheus(Sink):
         self._metrics = _Metrics(self._registry)
         app = _with_token(make_wsgi_app(self._registry), token or os.environ.get(TOKEN_VARIABLE))
         # A port that is taken is an error of the script, so that it is bound here and not in the sink's thread.
-        self._server = make_server(self._host, self._port, app, ThreadingWSGIServer, handler_class=_Silent)
+        try:
+            self._server = make_server(self._host, self._port, app, ThreadingWSGIServer, handler_class=_Silent)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: the sink {self.name} cannot listen on {self._host}:{self._port} "
+                f"(each local rank takes the next port); choose a free port",
+            ) from error
         if certfile is not None:
             try:
                 context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -1,0 +1,1 @@
+"""Injects 20 faults into machine, ranks and network, and checks that `drivetrain doctor` names each with its cure."""

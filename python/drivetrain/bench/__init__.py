@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "data",
             "gpu",
             "ablation",
+            "scaling",
             "all",
         ],
         help="the topic to measure (default: all, optim, accumulate, activations, ddp and comm)",
@@ -48,9 +49,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for topic checkpoint: measure the disk of this folder (default: of temporary files)",
     )
     parser.add_argument("--gib", type=float, default=1.0, help="for topic checkpoint: size of the model (default: 1)")
+    parser.add_argument(
+        "--ranks",
+        type=_counts,
+        metavar="N,N,...",
+        help="for topic comm: measure these numbers of ranks on this machine, for topic scaling to fit",
+    )
+    parser.add_argument("--cluster", default="h100-ib", help="for topic scaling: a cluster of plan/clusters.toml")
+    parser.add_argument("--tokens", type=int, default=8192, help="for topic scaling: tokens of a rank in a step")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="for topic scaling: fit the JSON of comm --ranks")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 2:
+        raise argparse.ArgumentTypeError(f"'{text}' has a number below 2, expected numbers of ranks such as 2,4,8")
+    return counts
+
+
+def _comm_of_ranks(args: argparse.Namespace) -> int:
+    import os
+
+    import torch
+
+    from . import comm
+
+    if args.topic != "comm":
+        print(f"bench {args.topic}: --ranks requires topic comm", file=sys.stderr)
+        return 2
+    add_s = comm.add_seconds()
+    points = comm.run_ranks(args.ranks, args.rounds)
+    for point in points:
+        what = f"{point['engine']}, {point['ranks']} ranks, {point['bytes']} bytes"
+        print(f"{what}: {1e6 * point['seconds']:.0f} us")
+    if args.json:
+        cores = len(os.sched_getaffinity(0))
+        facts = {"torch": torch.__version__, "machine": platform.machine(), "cores": cores, "add_s": add_s}
+        args.json.write_text(json.dumps({**facts, "comm_ranks": points}, indent=2) + "\n")
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import ablation, accumulate, activations, checkpoint, comm, data, ddp, gpu, monitor, optim, plan
+    from . import ablation, accumulate, activations, checkpoint, comm, data, ddp, gpu, monitor, optim, plan, scaling
     from .measure import Row, print_table
 
     if args.topic == "gpu":
@@ -68,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.topic == "ablation":
         return ablation.run(args.json)
+    if args.topic == "scaling":
+        return scaling.run(args.cluster, args.tokens, args.fit, args.json)
+    if args.ranks:
+        return _comm_of_ranks(args)
     topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:

@@ -315,7 +315,7 @@ def _event_table(workload: Workload, events: dict[str, float]) -> Table:
 def _fit_table(engine: str, found: dict[str, Any]) -> Table:
     head = f"call {1e6 * found['call_s']:.0f} us, hop {1e6 * found['latency']:.1f} us, "
     head += f"{found['bandwidth'] / 1e9:.2f} GB/s"
-    table = Table(title=f"{engine}, fitted to this machine: {head}", title_justify="left")
+    table = Table(title=f"{engine}, fitted: {head}", title_justify="left")
     for column in ("left out of the fit", "median error", "gate"):
         table.add_column(column, justify="left" if column == "left out of the fit" else "right")
     for what, errors in found["left_out"].items():

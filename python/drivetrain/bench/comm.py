@@ -41,7 +41,7 @@ def run(rounds: int) -> list[Row]:
     return rows + _wire_rows(on_ranks(functools.partial(_measure_wire, rounds)))
 
 
-def run_ranks(counts: list[int], rounds: int) -> list[dict[str, Any]]:
+def run_ranks(counts: list[int], rounds: int, sizes: tuple[int, ...] = CALIBRATION_BYTES) -> list[dict[str, Any]]:
     """Measures all-reduce with each number of ranks on this machine, for `drivetrain.plan.network.fit`.
 
     Returns:
@@ -53,7 +53,7 @@ def run_ranks(counts: list[int], rounds: int) -> list[dict[str, Any]]:
     """
     points = []
     for count in track(counts, description="all-reduce", transient=True):
-        points += on_ranks(functools.partial(_measure_sizes, rounds), count=count)
+        points += on_ranks(functools.partial(_measure_sizes, sizes, rounds), count=count)
     return points
 
 
@@ -70,9 +70,9 @@ def add_seconds(num_bytes: int = 16 << 20, rounds: int = 15) -> float:
     return statistics.median(timer.seconds()[2:]) / num_bytes
 
 
-def _measure_sizes(rounds: int) -> list[dict[str, Any]]:
+def _measure_sizes(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     points = []
-    for num_bytes in CALIBRATION_BYTES:
+    for num_bytes in sizes:
         # Rounds of more bytes and ranks take longer, and vary less.
         few = max(7, min(rounds, (64 << 20) // (num_bytes * dist.get_world_size())))
         times = _measure(num_bytes // 4, few)

@@ -68,7 +68,10 @@ void BucketQueue::start(size_t index) {
     make_room_for(index);
     for (size_t param : bucket.params) put_in(param);
   }
-  if (!is_skipped(index)) reduce(index);
+  if (!is_skipped(index)) {
+    parts_.check.check(index);
+    reduce(index);
+  }
   if (!bucket.ends_group) return;
   try {
     parts_.collectives.comm().flush();

@@ -14,6 +14,7 @@
 
 #include "ddp/collectives.h"
 #include "ddp/grad_buffer.h"
+#include "ddp/gradient_check.h"
 #include "ddp/parameter.h"
 #include "ddp/step_gradients.h"
 #include "ddp/step_streams.h"
@@ -45,6 +46,7 @@ class BucketQueue {
     StepStreams& streams;
     Collectives& collectives;
     const UsedParameters& used;
+    GradientCheck& check;
     StepTimes& times;
     bool skips_unused;  // does not reduce buckets whose parameters are all unused
   };

@@ -262,6 +262,10 @@ void register_reducer(py::module_& m) {
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("add_end_callback", &add_end_callback, py::arg("callback"))
+      .def("set_gradient_check", with_parts(+[](Parts& parts, bool skips, double spike_factor) {
+             parts.check.set_options({skips ? GradientCheck::Mode::kSkip : GradientCheck::Mode::kRaise, spike_factor});
+           }),
+           py::arg("skips"), py::arg("spike_factor"), no_gil())
       .def("_set_static_graph", with_parts(+[](Parts& parts) { parts.set_static_graph(); }), no_gil())
       .def("_set_optimizer_in_backward", with_parts(+[](Parts& parts) { parts.optimizer_in_backward = true; }),
            no_gil())
@@ -288,6 +292,10 @@ void register_reducer(py::module_& m) {
       .def("buffer_bytes", with_parts(+[](Parts& parts) { return parts.buffer.bytes(); }), no_gil())
       .def("gradient_views", with_parts(+[](Parts& parts) { return parts.buffer.views(); }), no_gil())
       .def("has_rebuilt_buckets", with_parts(+[](Parts& parts) { return parts.planner.has_rebuilt(); }), no_gil())
+      .def("skipped_steps", with_parts(+[](Parts& parts) {
+             return std::make_pair(parts.check.skipped_steps(), parts.check.last_skipped());
+           }),
+           no_gil())
       .def("last_error", with_parts(+[](Parts& parts) { return parts.errors.message(); }), no_gil())
       .def("is_graph_known", with_parts(+[](Parts& parts) { return parts.used.graph() == Graph::kStaticKnown; }),
            no_gil())

@@ -196,6 +196,7 @@ void Reducer::begin_backward() {
   parts_.weights.begin_step();
   parts_.queue.scaling() = parts_.choose_scaling();
   parts_.replicas.begin_step(parts_.uneven.is_joining());
+  parts_.begin_gradient_check();
   parts_.promise_collectives();
   for (size_t index : parts_.used.take_unused()) {
     parts_.gradients[index].without_grad = true;
@@ -257,6 +258,7 @@ bool Reducer::start_full_buckets() {
   parts_.used.start();
   parts_.weights.start();
   parts_.replicas.start();
+  parts_.check.start();
   return true;
 }
 
@@ -291,13 +293,18 @@ void Reducer::finalize() {
     parts_.forget_step();
     throw;
   }
+  const bool drops_gradients = parts_.must_drop_gradients();
   // A hook has divided by the number of ranks already.
   parts_.weights.divide(parts_.buffer, parts_.queue.has_hook() ? parts_.collectives.comm().size() : 1);
   parts_.used.finish();
   parts_.hand_back_gradients();
   if (parts_.used.graph() == Graph::kStaticUnknown) parts_.used.set_graph(Graph::kStaticKnown);
   parts_.queue.hand_over_rest();
-  parts_.share_norm();
+  if (drops_gradients) {
+    parts_.drop_gradients();
+  } else {
+    parts_.share_norm();
+  }
   parts_.used.end_step();
   parts_.weights.forget_weights();
   if (parts_.uneven.is_joining()) parts_.planner.miss_times();

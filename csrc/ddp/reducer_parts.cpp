@@ -44,8 +44,9 @@ ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::str
       used(params, gradients, collectives, options.find_unused_parameters),
       weights(params, collectives, [this] { forget_step(); }),
       replicas(params, collectives, options.check_replicas_every),
+      check(params, buffer, collectives),
       uneven(*this),
-      queue({params, buffer, gradients, streams, collectives, used, now, options.skip_unused_buckets}),
+      queue({params, buffer, gradients, streams, collectives, used, check, now, options.skip_unused_buckets}),
       planner(params, buffer, collectives, {options.bucket_caps, options.plan_from_measurement}),
       claims(params),
       norm(options.shares_norm ? grad::ReducedNorm::make() : nullptr) {
@@ -119,6 +120,7 @@ void ReducerParts::reset() {
   used.reset();
   weights.reset();
   replicas.reset();
+  check.reset();
   uneven.reset();
   phase = StepPhase::kIdle;
   collectives.move_to(Progress::kIdle);
@@ -138,6 +140,7 @@ void ReducerParts::drain() const {
   ddp::drain(used.pending());
   ddp::drain(weights.pending());
   ddp::drain(replicas.pending());
+  ddp::drain(check.pending());
 }
 
 void ReducerParts::wait_for_all() {
@@ -146,12 +149,42 @@ void ReducerParts::wait_for_all() {
   used.wait(queue.last_position());
   weights.wait(queue.last_position());
   replicas.wait(queue.last_position());
+  check.wait(queue.last_position());
 }
 
 void ReducerParts::end_interrupted_step() {
   if (!queue.have_all_started()) fail_incomplete();
   wait_for_all();
   collectives.count_step();  // as on ranks where backward did not raise
+}
+
+void ReducerParts::begin_gradient_check() {
+  const bool are_used_early = optimizer_in_backward || queue.has_on_reduced() || buffer.settings.on_moved ||
+                              buffer.settings.low_precision.has_value() || gradients.store().is_context();
+  if (check.is_on() && are_used_early) {
+    throw_unsupported(
+        "check_gradients does not go together with step_in_backward(), main_grads(), mixed_precision or distributed "
+        "autograd: they use or keep gradients before all ranks know what was found. Leave it out.");
+  }
+  check.begin_step(uneven.is_joining());
+}
+
+bool ReducerParts::must_drop_gradients() {
+  const std::vector<GradientCheck::Finding> found = check.finish();
+  if (found.empty()) return false;
+  const std::string what = text(check.describe(found), ", in synchronized step ", collectives.steps());
+  if (check.skips()) {
+    check.note_skipped(what);
+    return true;
+  }
+  drop_gradients();
+  forget_step();
+  used.end_step();
+  throw EnvironmentError(what + ". No rank keeps gradients of this step.");
+}
+
+void ReducerParts::drop_gradients() {
+  for (const Parameter& param : params) param.tensor.mutable_grad() = at::Tensor();
 }
 
 void ReducerParts::hand_back_gradients() {
@@ -242,6 +275,7 @@ void ReducerParts::promise_collectives() {
   if (used.is_shared()) purposes.emplace_back(Purpose::kUsedMap, 0);
   if (weights.has_weight()) purposes.emplace_back(Purpose::kWeights, 0);
   if (replicas.is_due()) purposes.emplace_back(Purpose::kReplicas, 0);
+  if (check.is_due()) purposes.emplace_back(Purpose::kGradientCheck, 0);
   collectives.promise(purposes);
 }
 

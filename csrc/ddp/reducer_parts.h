@@ -17,6 +17,7 @@
 #include "ddp/collectives.h"
 #include "ddp/errors.h"
 #include "ddp/grad_buffer.h"
+#include "ddp/gradient_check.h"
 #include "ddp/parameter.h"
 #include "ddp/parameter_claims.h"
 #include "ddp/replicas.h"
@@ -75,6 +76,7 @@ struct ReducerParts {
   UsedParameters used;
   WeightedMean weights;
   ReplicaCheck replicas;
+  GradientCheck check;
   UnevenInputs uneven;
   StepTimes now, last;  // of the step under way, and of the last finished one
   BucketQueue queue;
@@ -113,6 +115,13 @@ struct ReducerParts {
   void drain() const;
   // Waits for all collectives of the step.
   void wait_for_all();
+  // Begins the check of gradients. Throws where gradients are used before the step ends.
+  void begin_gradient_check();
+  // Asks the check of gradients, once all collectives have ended. Throws what it found, or returns true if the step's
+  // gradients are to be dropped.
+  bool must_drop_gradients();
+  // Leaves every `.grad` undefined, so that optimizers leave the parameters as they are.
+  void drop_gradients();
   // Makes the reduced values `.grad`, unless they were handed over during backward.
   void hand_back_gradients();
   // Ends a step that has begun and was not finalized. Throws if a gradient is missing: the ranks no longer agree on

@@ -45,6 +45,7 @@ std::unique_ptr<PendingReduce> UnevenInputs::reduce_zeros(size_t index, bool as_
   parts_.queue.scaling() = scaling;
   if (index == 0) {  // as the others do, where their backward begins
     parts_.replicas.begin_step(/*is_joining=*/true);
+    parts_.check.begin_step(/*is_joining=*/true);
     parts_.promise_collectives();
   }
   parts_.queue.start(index);

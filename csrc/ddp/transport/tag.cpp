@@ -57,6 +57,8 @@ std::string describe(const Tag& tag) {
       return text("bucket ", tag.bucket, kUnprepared, step);
     case Purpose::kUnpreparedHook:
       return text("bucket ", tag.bucket, " for a communication hook", kUnprepared, step);
+    case Purpose::kGradientCheck:
+      return "the check of gradients" + step;
   }
   return "an unknown purpose";
 }

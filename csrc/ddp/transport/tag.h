@@ -19,7 +19,8 @@ enum class Purpose : uint8_t {
   kBuffers,
   kAgreement,
   kUnpreparedBucket,  // of a backward that no forward has prepared, such as a second one over its outputs
-  kUnpreparedHook
+  kUnpreparedHook,
+  kGradientCheck
 };
 
 // Identifies a collective within a job. Ranks give the parts of one collective the same tag.

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "data",
             "gpu",
             "ablation",
+            "scaling",
             "all",
         ],
         help="the topic to measure (default: all, optim, accumulate, activations, ddp and comm)",
@@ -48,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="for topic checkpoint: measure the disk of this folder (default: of temporary files)",
     )
-    parser.add_argument("--ranks", type=int, default=2, help="for topic allreduce without torchrun: ranks (default: 2)")
     parser.add_argument("--transport", metavar="NAME", help="for topic allreduce: measure this one only")
     for name, default, what in (
         ("--minbytes", "1KiB", "smallest buffer"),
@@ -57,9 +57,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, default=default, metavar="BYTES", help=f"for topic allreduce: {what} ({default})")
     parser.add_argument("--stepfactor", type=int, default=4, help="for topic allreduce: between two sizes (default: 4)")
     parser.add_argument("--gib", type=float, default=1.0, help="for topic checkpoint: size of the model (default: 1)")
+    parser.add_argument(
+        "--ranks",
+        type=_counts,
+        metavar="N,N,...",
+        help="for topic comm: measure these numbers of ranks on this machine, for topic scaling to fit; for topic "
+        "allreduce without torchrun: one number of ranks (default: 2)",
+    )
+    parser.add_argument("--cluster", default="h100-ib", help="for topic scaling: a cluster of plan/clusters.toml")
+    parser.add_argument("--tokens", type=int, default=8192, help="for topic scaling: tokens of a rank in a step")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="for topic scaling: fit the JSON of comm --ranks")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
     parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _comm_of_ranks(args: argparse.Namespace) -> int:
+    import os
+
+    import torch
+
+    from . import comm
+
+    if args.topic != "comm":
+        print(f"bench {args.topic}: --ranks requires topic comm or allreduce", file=sys.stderr)
+        return 2
+    if min(args.ranks) < 2:
+        print(
+            f"bench comm: --ranks has {min(args.ranks)}, expected numbers of 2 or more, such as 2,4,8", file=sys.stderr
+        )
+        return 2
+    add_s = comm.add_seconds()
+    points = comm.run_ranks(args.ranks, args.rounds)
+    for point in points:
+        what = f"{point['engine']}, {point['ranks']} ranks, {point['bytes']} bytes"
+        print(f"{what}: {1e6 * point['seconds']:.0f} us")
+    if args.json:
+        cores = len(os.sched_getaffinity(0))
+        facts = {"torch": torch.__version__, "machine": platform.machine(), "cores": cores, "add_s": add_s}
+        args.json.write_text(json.dumps({**facts, "comm_ranks": points}, indent=2) + "\n")
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +108,21 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import _C, __version__
-    from . import ablation, accumulate, activations, allreduce, checkpoint, comm, data, ddp, gpu, monitor, optim, plan
+    from . import (
+        ablation,
+        accumulate,
+        activations,
+        allreduce,
+        checkpoint,
+        comm,
+        data,
+        ddp,
+        gpu,
+        monitor,
+        optim,
+        plan,
+        scaling,
+    )
     from .measure import Row, print_table
 
     if args.json and not args.json.absolute().parent.is_dir():
@@ -79,8 +134,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"bench {args.topic}: --only and --dry-run require topic gpu", file=sys.stderr)
         return 2
     if args.topic == "allreduce":
+        if args.ranks and len(args.ranks) > 1:
+            print(f"bench allreduce: --ranks has {len(args.ranks)} numbers, expected one", file=sys.stderr)
+            return 2
         return allreduce.run(
-            ranks=args.ranks,
+            ranks=args.ranks[0] if args.ranks else 2,
             least=args.minbytes,
             most=args.maxbytes,
             factor=args.stepfactor,
@@ -89,6 +147,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.topic == "ablation":
         return ablation.run(args.json)
+    if args.topic == "scaling":
+        return scaling.run(args.cluster, args.tokens, args.fit, args.json)
+    if args.ranks:
+        return _comm_of_ranks(args)
     topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
     for topic in topics:

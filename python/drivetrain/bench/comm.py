@@ -26,6 +26,9 @@ WIRE_NUMEL = 25 << 18
 GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
 
 
+# Sizes in bytes with which `--ranks` calibrates drivetrain.plan.network; a rank keeps two buffers of the largest.
+CALIBRATION_BYTES = (1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+
 # fp32 values [n], a function that reduces them in place, and the expected sum
 _Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]
 
@@ -38,13 +41,53 @@ def run(rounds: int) -> list[Row]:
     return rows + _wire_rows(on_ranks(functools.partial(_measure_wire, rounds)))
 
 
+def run_ranks(counts: list[int], rounds: int, sizes: tuple[int, ...] = CALIBRATION_BYTES) -> list[dict[str, Any]]:
+    """Measures all-reduce with each number of ranks on this machine, for `drivetrain.plan.network.fit`.
+
+    Returns:
+        A dictionary per engine, number of ranks and size: "engine" ("gloo" or "drivetrain"), "ranks", "bytes" and
+        "seconds", the median over rounds of the slowest rank's time.
+
+    Raises:
+        RuntimeError: A timed all-reduce gives a wrong sum, or memory cannot be shared.
+    """
+    points = []
+    for count in track(counts, description="all-reduce", transient=True):
+        points += on_ranks(functools.partial(_measure_sizes, sizes, rounds), count=count)
+    return points
+
+
+def add_seconds(num_bytes: int = 16 << 20, rounds: int = 15) -> float:
+    """Returns the seconds that one thread takes to add a byte of float32 values to others, as all-reduces do."""
+    into, values = torch.zeros(num_bytes // 4), torch.ones(num_bytes // 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    timer = Timer()
+    for _ in range(rounds + 2):
+        with timer:
+            into += values
+    torch.set_num_threads(threads)
+    return statistics.median(timer.seconds()[2:]) / num_bytes
+
+
+def _measure_sizes(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    points = []
+    for num_bytes in sizes:
+        # Rounds of more bytes and ranks take longer, and vary less.
+        few = max(7, min(rounds, (64 << 20) // (num_bytes * dist.get_world_size())))
+        times = _measure(num_bytes // 4, few)
+        for engine, seconds in zip(("gloo", "drivetrain"), times, strict=True):
+            median = statistics.median(seconds)
+            points.append({"engine": engine, "ranks": dist.get_world_size(), "bytes": num_bytes, "seconds": median})
+    return points
+
+
 def _measure(numel: int, rounds: int) -> list[list[float]]:
     """Returns the seconds of gloo and of shared memory, per round."""
     comm = _comm("shm")
     if comm.name != "shm":
         raise RuntimeError(f"transport is {comm.name!r}, expected 'shm': memory cannot be shared here ({comm.why_not})")
-    inputs = _inputs(numel)
-    expected = torch.stack(inputs).sum(0)
+    inputs, expected = _own_input(numel)
     theirs, ours = torch.zeros(numel), comm.allocate(4 * numel).view(torch.float32)
     return _timed(
         {
@@ -87,6 +130,19 @@ def _comm(choice: str, wire_dtype: torch.dtype | None = None) -> _C.Comm:
 def _inputs(numel: int, num_ranks: int = RANKS) -> list[torch.Tensor]:
     """Returns every rank's values. They are integers, so their sum is exact in any order."""
     return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(num_ranks)]
+
+
+def _own_input(numel: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Returns a list with this rank's values at its place, and the sum of all ranks' values."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [torch.empty(0)] * size
+    expected = torch.zeros(numel)
+    for r in range(size):
+        values = torch.arange(numel).mul_(r + 1).remainder_(1000).float()
+        expected += values
+        if r == rank:
+            inputs[r] = values
+    return inputs, expected
 
 
 def _timed(

@@ -16,6 +16,10 @@ _NOTHING_WRAPPED = (
     "DistributedDataParallel, or it took torch's class from a place other than a module's global name. To check, "
     "print(type(model)): drivetrain's class prints as drivetrain.ddp.distributed.DistributedDataParallel"
 )
+_RAY_WORKERS = (
+    "Ray's workers are processes that drivetrain run does not reach: they have torch's classes, unless the train "
+    "function calls drivetrain.install() first"
+)
 
 
 def at_exit(with_optimizers: bool, process_id: int) -> None:
@@ -32,6 +36,8 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
     lines.append(f"wrapped: {'; '.join(ddp.constructed)}" if ddp.constructed else _NOTHING_WRAPPED)
     if with_optimizers or base.constructed:
         lines.append(f"optimizers: {'; '.join(base.constructed) or 'none was built'}")
+    if "ray.train" in sys.modules:
+        lines.append(_RAY_WORKERS)
     _say("drivetrain run", lines)
 
 

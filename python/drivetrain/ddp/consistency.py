@@ -1,6 +1,7 @@
 """Checks before a module is wrapped: its devices, and that all ranks wrap the same model with the same arguments."""
 
 import hashlib
+import math
 import os
 
 import torch
@@ -79,3 +80,10 @@ def check_same_on_all_ranks(
         "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "
         "different orders: build the model in the same order everywhere."
     )
+
+
+def checked_weight(weight: float) -> float:
+    """Returns the weight as a float. Raises ValueError if it is negative or not finite."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of")
+    return float(weight)

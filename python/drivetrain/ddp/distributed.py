@@ -1,7 +1,6 @@
 """DistributedDataParallel: torch's class over drivetrain's own reducer and flat gradient buffer."""
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,12 +20,19 @@ from ..grad import main_grads
 from . import hang_reports
 from . import transport as transports
 from .bucket_plan import BucketPlan, describe_plan, obstacle_to_planning
-from .consistency import check_default_group, check_devices, check_same_on_all_ranks, trained_parameters
+from .consistency import (
+    check_default_group,
+    check_devices,
+    check_same_on_all_ranks,
+    checked_weight,
+    trained_parameters,
+)
 from .defaults import constructed, defaults, with_defaults
+from .gradient_check import SkippedSteps, checked_mode, set_gradient_check
 from .join import BUFFERS, JoinsUnevenInputs
 from .logger import Logger
 from .reducer import Reducer
-from .stragglers import delays
+from .stragglers import delays_of
 from .tag_board import show_collectives
 
 __all__ = ["DistributedDataParallel", "checked_weight", "constructed", "defaults"]
@@ -40,8 +46,13 @@ _SAME_EVERYWHERE = (
     "static_graph",
     "skip_all_reduce_unused_params",
     "check_replicas_every",
+    "check_gradients",
+    "spike_factor",
 )
-_OURS_ALONE = ("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm")
+_OURS_ALONE = (
+    *("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm"),
+    *("check_gradients", "spike_factor"),
+)
 _TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 
@@ -95,6 +106,10 @@ class DistributedDataParallel(JoinsUnevenInputs):
         reuse_norm: Sums the squares of gradients during the reduction, so that clipping reads no gradient. Only for
             shared memory within a host. Writes to `.grad` through `.data` or `.numpy()` are seen only where they change
             one of 16 sampled elements of a gradient; set it to True for scripts that make none.
+        check_gradients: "raise" or "skip": checks each bucket before its reduction for nan and inf. Every rank raises
+            an error that names rank and parameter, or leaves each `.grad` None, which makes optimizers do nothing.
+        spike_factor: With check_gradients, also finds a bucket whose norm exceeds the median of its last 32 norms by
+            this factor, on the CPU and after eight steps. 0 finds none.
 
     Raises:
         ValueError: No process group is initialized, parameters are on devices of several types, or the module is on
@@ -137,6 +152,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
         report_hang_after: float | None = None,
         wire_dtype: torch.dtype | str | None = None,
         reuse_norm: bool = False,
+        check_gradients: str | None = None,
+        spike_factor: float = 0.0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -169,6 +186,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
                 group = device_mesh.get_group()
             check_same_on_all_ranks(trained_parameters(module), arguments, group)
         self._check_replicas_every = check_replicas_every
+        self._check_gradients = checked_mode(check_gradients, spike_factor)
         self._reuse_norm = reuse_norm
         super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
@@ -298,19 +316,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             RuntimeError: `report_hang_after` is 0, so that ranks publish nothing.
             NotImplementedError: The parameters are not on the CPU. There a stream waits, and the host cannot time it.
         """
-        if self.device.type != "cpu":
-            raise NotImplementedError(
-                f"stragglers() is for parameters on the CPU, and these are on {self.device}: there a stream waits, not "
-                "the host."
-            )
-        if self.reducer.hang_reporter is None:
-            if dist.get_world_size(self.process_group) == 1:
-                return [0.0]
-            raise RuntimeError(
-                "stragglers() needs the records that ranks publish for hang reports, and report_hang_after is 0: pass "
-                "seconds > 0."
-            )
-        return delays(self.reducer.hang_reporter.wait_times())
+        return delays_of(self.reducer.hang_reporter, self.device, self.process_group)
 
     def lateness(self) -> list[float]:
         """Deprecated name of `stragglers()`."""
@@ -320,6 +326,10 @@ class DistributedDataParallel(JoinsUnevenInputs):
             stacklevel=2,
         )
         return self.stragglers()
+
+    def skipped_steps(self) -> SkippedSteps:
+        """Returns how many steps `check_gradients="skip"` has dropped, and what was found in the last of them."""
+        return SkippedSteps(*self.reducer.skipped_steps())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, as torch does.
@@ -374,6 +384,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             gradients_stay_views=self.gradient_as_bucket_view,
             plan_from_measurement=not self._why_not_planned,
         )
+        set_gradient_check(self.reducer, self.__dict__.get("_check_gradients"), parameters[0].device)
         self.reducer.set_sync(self.require_backward_grad_sync)
         if main_grads.keep_in_buffer(self.reducer, parameters) and self.mixed_precision is not None:
             raise NotImplementedError(
@@ -471,13 +482,6 @@ def _announce(reducer: Reducer, output: Any) -> None:
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
-
-
-def checked_weight(weight: float) -> float:
-    """Returns the weight as a float. Raises ValueError if it is negative or not finite."""
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"weight is {weight}, expected a finite number >= 0: how many tokens the loss is a mean of")
-    return float(weight)
 
 
 def _refuse_unknown(changed: dict[str, object]) -> None:

@@ -24,10 +24,12 @@ class Link:
     Attributes:
         bandwidth: Achievable bytes per second in one direction.
         latency: Seconds of one step of a ring.
+        add_s: Seconds per byte of adding what was received; 0: it hides behind the transfer.
     """
 
     bandwidth: float
     latency: float
+    add_s: float = 0.0
 
 
 @dataclass(frozen=True)

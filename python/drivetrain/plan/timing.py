@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .devices import Device, Link
+from .devices import Device
+from .network import ring_seconds
 from .options import Options
 from .trace import OP, OpCall, StepTrace
 
@@ -122,14 +123,7 @@ def all_reduce_seconds(num_bytes: float, options: Options, device: Device) -> fl
     """Returns the time of an all-reduce: rings within hosts, and rings between hosts over each host's part."""
     within = min(options.world_size, options.per_host)
     between = options.num_hosts
-    return _ring(num_bytes, within, device.link) + _ring(num_bytes / within, between, device.network)
-
-
-def _ring(num_bytes: float, ranks: int, link: Link) -> float:
-    """The alpha-beta model of a ring: 2 (n - 1) steps, each with the latency and an n-th of the bytes."""
-    if ranks == 1:
-        return 0.0
-    return 2 * (ranks - 1) * (link.latency + num_bytes / ranks / link.bandwidth)
+    return ring_seconds(num_bytes, within, device.link) + ring_seconds(num_bytes / within, between, device.network)
 
 
 def _communicate(

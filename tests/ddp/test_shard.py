@@ -43,6 +43,30 @@ def compare_bits() -> None:
                     expect_equal(found, expected, (transport, kind, name, mode))
 
 
+def compare_modes() -> None:
+    """AdamWScheduleFree moves parameters outside of steps, too."""
+
+    def each(net: Any, optimizer: Any, step: int) -> None:
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        if step < 2:
+            optimizer.train()
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return drivetrain.optim.AdamWScheduleFree(params, lr=1e-2)
+
+    expected, _ = train(make, Odd(), each=each)
+    for mode in MODES:
+        found, _ = train(make, Odd(), each=each, shard=mode)
+        expect_equal(found, expected, mode)
+
+
+def test_parameters_that_move_between_steps_are_gathered(on_ranks: OnRanks) -> None:
+    on_ranks(compare_modes)
+
+
 def test_element_wise_steps_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
     on_ranks(compare_bits)
     on_four_ranks(compare_bits)

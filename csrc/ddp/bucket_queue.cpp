@@ -106,7 +106,7 @@ void BucketQueue::reduce(size_t index) {
     const at::Tensor flat = as_real(bucket.flat);
     try {
       const bool as_sum = scaling_.as_sum || bucket.sparse;
-      state.reduce = parts_.collectives.start_bucket(flat, index, as_sum, scaling_.purpose);
+      state.reduce = parts_.collectives.start_bucket(flat, index, as_sum, scaling_.purpose, bucket.ranges);
     } catch (const std::exception& error) {
       parts_.collectives.fail_step("the all-reduce of " + *bucket.label, error.what());
     }

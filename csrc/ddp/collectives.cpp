@@ -56,8 +56,10 @@ void Collectives::announce(Purpose purpose, const std::string& what, size_t buck
 }
 
 std::unique_ptr<PendingReduce> Collectives::start_bucket(const at::Tensor& flat, size_t index, bool as_sum,
-                                                         Purpose purpose) {
+                                                         Purpose purpose,
+                                                         const std::shared_ptr<const RankRanges>& ranges) {
   show(purpose, index);
+  if (ranges) return comm_->start_scatter(flat, ranges, as_sum);
   return as_sum ? comm_->start_sum(flat) : comm_->start(flat);
 }
 

@@ -52,7 +52,9 @@ class Collectives {
   // Returns how two ranks have differed in a collective; "": they have not.
   std::string difference() const { return comm_->board() != nullptr ? comm_->board()->difference() : ""; }
 
-  std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum, Purpose purpose);
+  // ranges: what each rank needs of the result; null: everything.
+  std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum, Purpose purpose,
+                                              const std::shared_ptr<const RankRanges>& ranges);
   // Starts a sum beside the buckets. what: names it in errors, which end the step.
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose, const std::string& what);
   // Waits for a collective of the step. what: names it in reports; position: where ranks have started it.

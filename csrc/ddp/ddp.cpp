@@ -87,6 +87,24 @@ void set_mixed_precision(Reducer& reducer, at::ScalarType dtype) {
   reducer.with_parts([&](ReducerParts& parts) { parts.set_mixed_precision(dtype); });
 }
 
+using PlainRanges = std::vector<std::tuple<int64_t, int64_t, int>>;  // begin, end, rank
+
+RankRanges rank_ranges(const PlainRanges& plain) {
+  RankRanges ranges;
+  for (const auto& [begin, end, rank] : plain) ranges.push_back({begin, end, rank});
+  return ranges;
+}
+
+// Lets each rank keep a part of every reduced gradient only. kept: by parameter, (begin, end, rank) in elements. Takes
+// effect with the next layout of the buffer, which set_on_reduced() makes.
+void set_kept(Reducer& reducer, const std::vector<PlainRanges>& kept) {
+  reducer.with_parts([&](ReducerParts& parts) {
+    DT_INVARIANT(kept.size() == parts.params.size());
+    parts.buffer.settings.kept.clear();
+    for (const PlainRanges& ranges : kept) parts.buffer.settings.kept.push_back(rank_ranges(ranges));
+  });
+}
+
 void add_end_callback(Reducer& reducer, py::function callback) {
   const auto call = [held = hold(std::move(callback))] {
     const py::gil_scoped_acquire gil;
@@ -177,6 +195,20 @@ void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
   (mean ? comm.start(flat) : comm.start_sum(flat))->wait();
 }
 
+// Ranges in bytes as Python keeps them between gathers.
+struct HeldRanges {
+  std::shared_ptr<const RankRanges> ranges;
+};
+
+// Returns null if the transport cannot gather that tensor.
+std::unique_ptr<PendingReduce> start_gather(Comm& comm, const at::Tensor& flat, const HeldRanges& held) {
+  for (const RankRange& range : *held.ranges) {
+    DT_INVARIANT(range.begin >= 0 && range.begin <= range.end && range.end <= static_cast<int64_t>(flat.nbytes()));
+    DT_INVARIANT(range.rank >= 0 && range.rank < comm.size());
+  }
+  return comm.start_gather(flat, held.ranges);
+}
+
 using PlainSizes = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
 
 std::vector<ParamSize> param_sizes(const PlainSizes& sizes) {
@@ -261,6 +293,7 @@ void register_reducer(py::module_& m) {
       .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
+      .def("set_kept", &set_kept, py::arg("kept"), no_gil())
       .def("add_end_callback", &add_end_callback, py::arg("callback"))
       .def("set_gradient_check", with_parts(+[](Parts& parts, bool skips, double spike_factor) {
              parts.check.set_options({skips ? GradientCheck::Mode::kSkip : GradientCheck::Mode::kRaise, spike_factor});
@@ -335,7 +368,15 @@ void register_ddp(py::module_& m) {
           },
           py::arg("bytes"), py::arg("device") = "cpu", no_gil())
       .def("set_board", &Comm::set_board, py::arg("board").none())
-      .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil());
+      .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil())
+      .def("start_gather", &start_gather, py::arg("flat"), py::arg("ranges"), py::keep_alive<0, 1>(), no_gil());
+  py::class_<HeldRanges>(m, "RankRanges")
+      .def(py::init([](const PlainRanges& ranges) {
+             return HeldRanges{std::make_shared<const RankRanges>(rank_ranges(ranges))};
+           }),
+           py::arg("ranges"));
+  m.def("piece_of", &piece_of, py::arg("memory"), py::arg("offset"), py::arg("sizes"), py::arg("strides"),
+        py::arg("dtype"));
   m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"),

@@ -93,6 +93,20 @@ void GradBuffer::lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& 
     region.view = bucket.sparse ? at::Tensor() : make_view(entry.param);
     bucket.params.push_back(entry.param);
   }
+  if (!settings.kept.empty() && !bucket.sparse) bucket.ranges = kept_ranges(bucket);
+}
+
+std::shared_ptr<const RankRanges> GradBuffer::kept_ranges(const Bucket& bucket) const {
+  auto ranges = std::make_shared<RankRanges>();
+  for (const size_t param : bucket.params) {
+    const int64_t element = static_cast<int64_t>(c10::elementSize(grad_dtype(param)));
+    const int64_t offset = regions_[param].offset;
+    for (const RankRange& kept : settings.kept[param]) {
+      ranges->push_back({offset + kept.begin * element, offset + kept.end * element, kept.rank});
+    }
+  }
+  std::sort(ranges->begin(), ranges->end(), [](const RankRange& a, const RankRange& b) { return a.begin < b.begin; });
+  return ranges;
 }
 
 // Depends on sizes alone, so that all ranks form the same groups whenever their gradients come.

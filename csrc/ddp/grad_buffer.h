@@ -29,6 +29,7 @@ struct Bucket {
   int64_t end = 0;                           // likewise
   // One-dimensional, padding included, in the parameters' dtype. For a sparse bucket this step's gradient.
   at::Tensor flat;
+  std::shared_ptr<const RankRanges> ranges;  // which part each rank keeps; null: each keeps everything
 };
 
 struct BucketInfo {
@@ -59,6 +60,9 @@ class GradBuffer {
     bool reuses_memory = false;  // later buckets reuse the memory of earlier ones, for steps in backward; layout
     // Tells if Python refers to any of these tensors beside `.grad`.
     std::function<bool(const std::vector<at::Tensor>&)> are_held;
+    // By parameter, the elements of its gradient that each rank keeps of the reduced one, in place of bytes; empty: all
+    // ranks keep everything. Layout.
+    std::vector<RankRanges> kept;
     // Gets views() after the gradients have moved.
     std::function<void(const std::vector<at::Tensor>&)> on_moved;
   };
@@ -115,6 +119,7 @@ class GradBuffer {
  private:
   void lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& used, Comm& comm);
   void group_small_buckets();
+  std::shared_ptr<const RankRanges> kept_ranges(const Bucket& bucket) const;
   std::string describe(size_t bucket) const;
   at::Tensor make_view(size_t param) const;
   const void* address_of(size_t param) const;

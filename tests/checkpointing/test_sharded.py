@@ -1,4 +1,4 @@
-"""Tests checkpoints of sharded states: FSDP2 and ZeroRedundancyOptimizer, resumed on as many and other ranks."""
+"""Tests checkpoints of sharded states: FSDP2, DistributedDataParallel(shard=...) and ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ OPTIMIZERS = {
     "ours 24-bit master": lambda params: drivetrain.optim.AdamW(params, lr=1e-2, master_bits=24),
     "factored": lambda params: drivetrain.optim.Adafactor(params, lr=1e-2),
 }
+DDP = [
+    "torch/ddp optimizer",
+    "torch/ddp gradients",
+    "ours/ddp gradients",
+    "ours 8-bit/ddp optimizer",
+    "factored/ddp optimizer",
+]
 Saved = list[tuple[str, Tensor]]
 
 
@@ -58,7 +65,10 @@ def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         name, _, how = kind.partition("/")
         shape = meshes.get(how, (dist.get_world_size(),))
         names = ("replicate", "shard")[-len(shape) :]
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
+        if how.startswith("ddp "):
+            model = drivetrain.DistributedDataParallel(model, shard=how.removeprefix("ddp "))
+        else:
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
         kind = name
     return model, OPTIMIZERS[kind](model.parameters())
 
@@ -110,7 +120,7 @@ def save(kind: str, folder: Path) -> Saved:
 def resume(kind: str, folder: Path, is_same_world: bool) -> Saved:
     """Restores into another model, compares what it restores, and goes on."""
     model, optimizer = make(kind, 1)
-    if kind != "torch" and is_same_world:
+    if not kind.startswith("torch") and is_same_world:
         train(model, optimizer, range(1))  # states of another run must be replaced
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -128,7 +138,7 @@ def resume(kind: str, folder: Path, is_same_world: bool) -> Saved:
     return restored
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, "ours/hsdp"])
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "ours/hsdp", *DDP])
 def test_a_sharded_state_continues_with_the_same_bits(kind: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
     size = 4 if "hsdp" in kind else 2
     saved = pools[size].run(save, kind, tmp_path)[0]
@@ -136,7 +146,7 @@ def test_a_sharded_state_continues_with_the_same_bits(kind: str, pools: dict[int
         assert_same_bits(found, saved)
 
 
-@pytest.mark.parametrize("kind", ["torch", "ours 8-bit", "ours 24-bit master", "factored"])
+@pytest.mark.parametrize("kind", ["torch", "ours 8-bit", "ours 24-bit master", "factored", *DDP])
 def test_a_sharded_state_goes_to_other_numbers_of_ranks_and_back(
     kind: str, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
@@ -166,8 +176,8 @@ def test_each_rank_writes_its_part_and_says_where_it_belongs(pools: dict[int, Ra
     assert torch.equal(torch.cat(parts), saved["0.weight"])
 
 
-def load_with_torch(folder: Path, saved: Saved) -> None:
-    model, optimizer = make("torch", 2)
+def load_with_torch(folder: Path, saved: Saved, kind: str = "torch") -> None:
+    model, optimizer = make(kind, 2)
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optim_state}
     dcp.load(state, checkpoint_id=folder)
@@ -195,6 +205,47 @@ def test_a_sharded_checkpoint_is_exported_and_continues_unsharded(pools: dict[in
             ckpt.step()
     assert any("the bits of parameters and losses will not be those" in str(each.message) for each in said)
     pools[2].run(resume, "torch", tmp_path, False)  # a plain checkpoint is split again
+
+
+def save_with_torch(kind: str, folder: Path) -> tuple[Saved, Saved]:
+    """Saves by torch.distributed.checkpoint. Returns the parameters and states, and those of the whole state dict."""
+    model, optimizer = make(kind, 0)
+    train(model, optimizer, range(3))
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
+    full = drivetrain.optim.full_state_dict(optimizer)
+    assert bool(full) == (dist.get_rank() == 0)
+    states = sorted(full["state"].items()) if full else []
+    return everything(model, optimizer), [(f"{n}/{name}", value) for n, s in states for name, value in s.items()]
+
+
+def load_whole(kind: str, saved: Saved, full: dict[str, Any]) -> None:
+    """Loads a state dict of whole tensors into a new sharded optimizer, and one that has stepped."""
+    for steps in (0, 1):
+        model, optimizer = make(kind, 3)
+        train(model, optimizer, range(steps))
+        optimizer.load_state_dict(full)
+        assert_same_bits(everything(model, optimizer)[4:], saved[4:])
+        train(model, optimizer, range(1))
+        for values in optimizer.state_dict()["state"].values():
+            assert isinstance(values["exp_avg"], DTensor)
+
+
+@pytest.mark.parametrize("kind", ["torch/ddp optimizer", "ours/ddp gradients"])
+def test_torchs_checkpoint_and_whole_states_go_to_other_numbers_of_ranks(
+    kind: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    (saved, full), *_ = pools[2].run(save_with_torch, kind, tmp_path / "dcp")
+    assert_same_bits(full, saved[4:])
+    pools[4].run(load_with_torch, tmp_path / "dcp", saved, kind)
+    name, _, _ = kind.partition("/")
+    model = net(kind, 0)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, range(1))
+    plain = optimizer.state_dict()
+    named = {"module." + name: value for name, value in model.state_dict().items()}
+    states = [(f"{n}/{k}", v) for n, s in sorted(plain["state"].items()) for k, v in s.items()]
+    pools[4].run(load_whole, kind, [*named.items(), *states], plain)
 
 
 def zero_class() -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.ddp.distributed import TorchDistributedDataParallel as TorchDDP
+from drivetrain.ddp.arguments import TorchDistributedDataParallel as TorchDDP
 
 OnRanks = Callable[..., list[Any]]
 ALIGNMENT = 64

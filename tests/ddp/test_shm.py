@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import _C, processes
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.ddp import distributed as ddp_module
-from drivetrain.ddp import transport
+from drivetrain.ddp import arguments, transport
 from namespaces import needs_namespaces
 from ranks import RankPool, dawdle_in_hooks
 
-TorchDDP = ddp_module.TorchDistributedDataParallel
+TorchDDP = arguments.TorchDistributedDataParallel
 OnRanks = Callable[..., list[Any]]
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have several
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]

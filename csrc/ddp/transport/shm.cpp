@@ -207,6 +207,20 @@ class ShmComm final : public Comm {
     return torch_->start_sum(flat);
   }
 
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
+                                               bool as_sum) override {
+    if (exchange_ && num_local_ranks() == size()) {
+      if (auto reduce = start_shared(flat, as_sum ? 1 : 1.0 / size(), Exchange::kReduceScatter, ranges)) return reduce;
+    }
+    return as_sum ? start_sum(flat) : start(flat);
+  }
+
+  std::unique_ptr<PendingReduce> start_gather(const at::Tensor& flat,
+                                              const std::shared_ptr<const RankRanges>& ranges) override {
+    if (!exchange_ || num_local_ranks() < size()) return nullptr;
+    return start_shared(flat, 1, Exchange::kGather, ranges);
+  }
+
  private:
   // One allocation, mapped from all ranks of this host.
   struct SharedBuffer {
@@ -286,12 +300,17 @@ class ShmComm final : public Comm {
   }
 
   // Returns null where the process group must reduce: for other types, and for large tensors outside of shared memory.
-  std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale) {
+  std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale,
+                                              Exchange exchange = Exchange::kAllReduce,
+                                              std::shared_ptr<const RankRanges> ranges = nullptr) {
     const std::optional<ElementType> type = element_type(flat.scalar_type());
     if (flat.layout() != at::kStrided) return nullptr;  // sparse
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
     if (!type || !flat.is_cpu()) return nullptr;
-    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sums_ && scale != 1};
+    const bool wants_square_sum = wants_square_sums_ && scale != 1 && exchange == Exchange::kAllReduce;
+    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sum};
+    operation.exchange = exchange;
+    operation.ranges = std::move(ranges);
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
     for (const auto& weak : buffers_) {

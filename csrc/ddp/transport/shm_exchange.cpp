@@ -72,13 +72,17 @@ constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
 // Packs what must be equal on all ranks into one word, with the request for a sum of squares in the highest bit. Of the
 // scale only one bit is needed: it is 1 or 1 / size.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
-  return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.type) << 1 |
-         (operation.scale != 1 ? 1 : 0) | (operation.wants_square_sum ? kWantsSquareSum : 0);
+  return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.exchange) << 4 |
+         static_cast<uint64_t>(operation.type) << 1 | (operation.scale != 1 ? 1 : 0) |
+         (operation.wants_square_sum ? kWantsSquareSum : 0);
 }
 
 std::string describe_kind(uint64_t kind) {
   constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
-  return text("the ", kind & 1 ? "mean" : "sum", " of ", (kind & ~kWantsSquareSum) >> 8, " ", kTypes[kind >> 1 & 0x7f]);
+  const auto exchange = static_cast<Exchange>(kind >> 4 & 0xf);
+  const char* const result = exchange == Exchange::kGather ? "gathered values" : (kind & 1) != 0 ? "mean" : "sum";
+  return text("the ", exchange == Exchange::kReduceScatter ? "scattered " : "", result, " of ",
+              (kind & ~kWantsSquareSum) >> 8, " ", kTypes[kind >> 1 & 7]);
 }
 
 void pause() { __builtin_ia32_pause(); }
@@ -295,6 +299,10 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
     operation.residency->touch(operation.offset + begin * element, operation.offset + end * element, is_usual);
   }
   char* const* values = operation.values.data();
+  if (operation.exchange != Exchange::kAllReduce) {
+    compute_ranges(operation, begin * element, end * element);
+    return;
+  }
   if (stage == kSum) {
     const int num_outputs = options_.several_hosts ? 1 : options_.size;
     const bool adds_squares = is_square_sum_wanted(running);
@@ -311,6 +319,31 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
   for (int rank = 1; rank < options_.size; ++rank) {
     std::memcpy(values[rank] + begin * element, values[0] + begin * element, (end - begin) * element);
   }
+}
+
+// Computes the bytes [begin, end) of an operation with ranges.
+void ShmExchange::compute_ranges(const Operation& operation, int64_t begin, int64_t end) const {
+  const RankRanges& ranges = *operation.ranges;
+  const int64_t element = bytes_of(operation.type);
+  char* const* values = operation.values.data();
+  auto range = std::partition_point(ranges.begin(), ranges.end(), [&](const RankRange& r) { return r.end <= begin; });
+  const auto sum = [&](int64_t from, int64_t to, char* const* outputs, int num_outputs) {
+    if (operation.exchange != Exchange::kReduceScatter || from == to) return;
+    sum_range({operation.type, operation.type, values, options_.size, outputs, num_outputs, from / element,
+               to / element, operation.scale, nullptr});
+  };
+  int64_t done = begin;
+  for (; range != ranges.end() && range->begin < end; ++range) {
+    const int64_t from = std::max(begin, range->begin), to = std::min(end, range->end);
+    sum(done, from, values, options_.size);
+    sum(from, to, values + range->rank, 1);
+    done = to;
+    if (operation.exchange != Exchange::kGather) continue;
+    for (int rank = 0; rank < options_.size; ++rank) {
+      if (rank != range->rank) std::memcpy(values[rank] + from, values[range->rank] + from, to - from);
+    }
+  }
+  sum(done, end, values, options_.size);
 }
 
 // Runs the sums over hosts between the stages, on the first rank. Returns true if anything progressed.

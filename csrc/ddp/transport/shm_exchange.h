@@ -12,12 +12,20 @@
 #include <utility>
 #include <vector>
 
+#include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/rank_sum.h"
 #include "ddp/transport/shm_residency.h"
 
 namespace drivetrain::ddp {
 
 struct SharedState;
+
+// What an operation does with the values of all ranks. Those with ranges are for one host.
+enum class Exchange : uint8_t {
+  kAllReduce,      // all ranks get the sum
+  kReduceScatter,  // each rank gets the sum of its own ranges
+  kGather,         // all ranks get each range's values from the rank that it belongs to
+};
 
 // Sums over hosts. Only the first rank of a host has a link.
 class HostLink {
@@ -65,6 +73,8 @@ class ShmExchange {
     std::shared_ptr<void> memory = nullptr;  // keeps the values mapped while this rank takes part
     Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
     int64_t offset = 0;                      // bytes from the start of the residency's memory
+    Exchange exchange = Exchange::kAllReduce;
+    std::shared_ptr<const RankRanges> ranges = nullptr;  // of every exchange but an all-reduce
   };
 
   static int64_t shared_state_bytes(int size);
@@ -108,6 +118,7 @@ class ShmExchange {
   bool work_on(Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
   void compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const;
+  void compute_ranges(const Operation& operation, int64_t begin, int64_t end) const;
   bool relay();
   void announce();
   void spin_or_sleep(uint32_t event);

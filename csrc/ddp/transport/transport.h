@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/tag_board.h"
 
 namespace drivetrain::ddp {
@@ -85,6 +86,19 @@ class Comm {
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) { return start_sum(flat); }
   // Starts an all-reduce that leaves the sum even if averages() is true, for counts.
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
+  // Starts an in-place reduce-scatter: as start(), or as start_sum() if as_sum is true, but each rank gets the result
+  // of its own ranges only, and other values are undefined. A transport without one reduces everything.
+  virtual std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
+                                                       const std::shared_ptr<const RankRanges>& /*ranges*/,
+                                                       bool as_sum) {
+    return as_sum ? start_sum(flat) : start(flat);
+  }
+  // Starts an in-place all-gather: every rank gets the values of each range from the rank that it belongs to. Returns
+  // null if this transport has none for that tensor, on every rank alike.
+  virtual std::unique_ptr<PendingReduce> start_gather(const at::Tensor& /*flat*/,
+                                                      const std::shared_ptr<const RankRanges>& /*ranges*/) {
+    return nullptr;
+  }
   // Asks for the sum of squares of the means of floats that start from now on. One rank's request holds for all.
   // Returns false if this transport cannot compute it.
   virtual bool want_square_sums(bool) { return false; }

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "ddp",
             "comm",
             "allreduce",
+            "shard",
             "checkpoint",
             "monitor",
             "plan",
@@ -122,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         optim,
         plan,
         scaling,
+        shard,
     )
     from .measure import Row, print_table
 
@@ -181,6 +183,10 @@ def run(args: argparse.Namespace) -> int:
         elif topic == "data":
             results[topic] = data.run(threads=args.threads, rounds=args.rounds)
             print_table("Loops that wait for their loader", results[topic])
+        elif topic == "shard":
+            results[topic] = shard.run(rounds=args.rounds)
+            title = f"DistributedDataParallel(shard=...), {shard.RANKS} CPU ranks of 1 thread"
+            print_table(f"{title}; the first column of figures is the other side", results[topic])
         elif topic == "ddp":
             results[topic] = ddp.run(rounds=args.rounds)
             print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])

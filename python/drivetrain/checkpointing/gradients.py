@@ -65,6 +65,9 @@ class Gradients:
         for param, saved in zip(self._params(), state, strict=False):
             if saved is None:
                 continue
+            if is_dtensor(saved) and not is_dtensor(param):  # DistributedDataParallel(shard="gradients")
+                param.grad = saved
+                continue
             place = getattr(param, "main_grad", None)
             is_tensor = isinstance(saved, Tensor)
             if place is None:

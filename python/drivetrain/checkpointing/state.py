@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from ..grad.accumulate import Window
-from ..optim import precision
+from ..optim import pieces, precision
 from ..optim.base import FusedOptimizer
 from ..optim.sharded import is_dtensor, local_part, state_placements
 from ..wrapped import unwrapped
@@ -273,7 +273,7 @@ class TrainingState:
         if index >= len(self.optimizers):
             return None
         params = [param for group in self.optimizers[index].param_groups for param in group["params"]]
-        return params[number] if number < len(params) else None
+        return pieces.part_or_itself(params[number]) if number < len(params) else None
 
     @staticmethod
     def _placements(path: str, like: Any, shape: Sequence[int]) -> Sequence[Any]:

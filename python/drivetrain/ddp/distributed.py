@@ -11,14 +11,14 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.utils import _sync_module_states
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
 
 from .. import parameter_names
 from ..grad import main_grads
-from . import hang_reports
+from . import hang_reports, sharding
 from . import transport as transports
+from .arguments import TORCH_ARGUMENTS, refuse_unknown
 from .bucket_plan import BucketPlan, describe_plan, obstacle_to_planning
 from .consistency import (
     check_default_group,
@@ -49,11 +49,6 @@ _SAME_EVERYWHERE = (
     "check_gradients",
     "spike_factor",
 )
-_OURS_ALONE = (
-    *("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm"),
-    *("check_gradients", "spike_factor"),
-)
-_TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 
 
 class DistributedDataParallel(JoinsUnevenInputs):
@@ -110,6 +105,12 @@ class DistributedDataParallel(JoinsUnevenInputs):
             an error that names rank and parameter, or leaves each `.grad` None, which makes optimizers do nothing.
         spike_factor: With check_gradients, also finds a bucket whose norm exceeds the median of its last 32 norms by
             this factor, on the CPU and after eight steps. 0 finds none.
+        shard: "optimizer" divides optimizer states among ranks: each rank steps its rows of every parameter, and the
+            ranks gather the parameters before `step()` returns. "gradients" also divides reduced gradients. `.grad` is
+            then a DTensor that holds this rank's rows, and every backward pass reduces, also under `no_sync()`.
+            docs/sharding.md says what else a script sees. None divides nothing.
+        shard_group: The ranks that share one set of states, such as those of a host; other groups of ranks have their
+            own set. None takes `process_group`.
 
     Raises:
         ValueError: No process group is initialized, parameters are on devices of several types, or the module is on
@@ -119,6 +120,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             rank has no CUDA parameters or no NCCL; every rank raises and says which rank and why.
         TypeError: The installed torch does not know an argument that has another value than its default.
         NotImplementedError: wire_dtype with CUDA parameters, another backend than gloo, or reductions past the reducer.
+            Also if shard does not go together with another argument, a parameter or its device.
     """
 
     logger: Logger
@@ -154,12 +156,16 @@ class DistributedDataParallel(JoinsUnevenInputs):
         reuse_norm: bool = False,
         check_gradients: str | None = None,
         spike_factor: float = 0.0,
+        shard: str | None = None,
+        shard_group: dist.ProcessGroup | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
-        _refuse_unknown(changed)
+        refuse_unknown(changed)
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
+        sharding.check(shard, shard_group, changed)
+        self._shard = shard
         self._transport = transports.requested(transport)
         self._wire_dtype = transports.requested_wire_dtype(wire_dtype)
         if self._wire_dtype is not None and delay_all_reduce_named_params is not None:
@@ -180,6 +186,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
                 "transport": self._transport,
                 "report_hang_after": self._report_hang_after,
                 "wire_dtype": self._wire_dtype,
+                "shard": shard,
             }
             group = process_group
             if device_mesh is not None and device_mesh.ndim == 1:
@@ -188,7 +195,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         self._check_replicas_every = check_replicas_every
         self._check_gradients = checked_mode(check_gradients, spike_factor)
         self._reuse_norm = reuse_norm
-        super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
+        super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
             if self._wire_dtype is not None:
                 raise NotImplementedError(
@@ -200,6 +207,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             self._lazy_init_ran = True
             if init_sync:
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
+        self._sharding = sharding.of(self, shard, shard_group, self._transport)
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0
@@ -214,6 +222,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, sync: bool) -> None:
+        sync = sync or self.__dict__.get("_shard") == "gradients"  # no rank has memory for gradients of all rows
         self.__dict__["_require_backward_grad_sync"] = sync
         if self._has_reducer():
             self.reducer.set_sync(sync)
@@ -282,12 +291,13 @@ class DistributedDataParallel(JoinsUnevenInputs):
         Raises:
             ValueError: The weight is negative or not finite, or `.grad` holds gradients that no weight counts. Also if
                 all ranks' weights sum to 0 (on every rank), and in `join()`.
-            NotImplementedError: An optimizer runs inside backward, or `mixed_precision` is set.
+            NotImplementedError: An optimizer runs inside backward, `mixed_precision` is set, or shard is "gradients".
         """
         if weight is None:
             loss.backward(**kwargs)
             return
         weight = checked_weight(weight)
+        sharding.refuse(self, "backward(loss, weight=...)")
         if self._join_config.enable:
             raise ValueError("weight does not go together with join(): ranks without inputs take no part in it")
         self.reducer.begin_weighted(weight)
@@ -360,8 +370,11 @@ class DistributedDataParallel(JoinsUnevenInputs):
         caps = list(self.bucket_bytes_cap_list) or [self.bucket_bytes_cap]
         if self.bucket_bytes_cap_default:
             caps.insert(0, _FIRST_BUCKET_BYTES)
+        small = sharding.keeps_buckets_small(self)
+        if small and self.bucket_bytes_cap_default:
+            caps = [_FIRST_BUCKET_BYTES]
         ignored = self.parameters_to_ignore
-        self._why_not_planned = obstacle_to_planning(self, parameters, expect_sparse_gradient)
+        self._why_not_planned = small or obstacle_to_planning(self, parameters, expect_sparse_gradient)
         wire_dtype = self.__dict__.get("_wire_dtype")
         comm = transports.make_comm(self._transport, self.process_group, parameters[0].device, wire_dtype)
         show_collectives(comm, self.process_group, parameters[0].device)
@@ -440,7 +453,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             TypeError: The hook is not callable, or returns something else.
             ValueError: Its annotations are not those of a communication hook.
             RuntimeError: A hook is registered already.
-            NotImplementedError: The wrapper has a wire_dtype.
+            NotImplementedError: The wrapper has a wire_dtype or shard="gradients".
         """
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         self._refuse_hook_on_wire(hook.__qualname__)
@@ -460,6 +473,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _refuse_hook_on_wire(self, hook: str) -> None:
+        sharding.refuse(self, f"communication hook {hook}")
         if (wire_dtype := self.__dict__.get("_wire_dtype")) is not None:
             raise NotImplementedError(
                 f"communication hook {hook} does not go together with wire_dtype={wire_dtype}: a hook carries the "
@@ -482,13 +496,3 @@ def _announce(reducer: Reducer, output: Any) -> None:
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
-
-
-def _refuse_unknown(changed: dict[str, object]) -> None:
-    """Raises TypeError for arguments with another value than their default that the installed torch does not have."""
-    for name in changed:
-        if name not in _TORCH_ARGUMENTS and name not in _OURS_ALONE and name != "batched_grad_copy":
-            raise TypeError(
-                f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
-                f"{changed[name]!r}): leave it out, or upgrade torch."
-            )

@@ -25,8 +25,14 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         """Returns the hook of a rank that has run out of inputs, as torch does.
 
         Raises:
-            NotImplementedError: An optimizer steps in backward. A rank that has run out of inputs has no backward.
+            NotImplementedError: An optimizer steps in backward, or the wrapper has `shard`. A rank that has run out of
+                inputs has no backward and no step.
         """
+        if self.__dict__.get("_sharding") is not None:
+            raise NotImplementedError(
+                "join() does not go together with shard=: a rank that has run out of inputs takes no steps, and the "
+                "others need the rows that it steps. Give every rank as many inputs, or leave shard= out."
+            )
         if self._has_reducer() and self.reducer.steps_in_backward:
             raise NotImplementedError(
                 "join() does not go together with optimizer.step_in_backward(): a rank that has run out of inputs has "

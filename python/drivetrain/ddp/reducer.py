@@ -105,6 +105,10 @@ class Reducer(_C.Reducer):
         self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._told_of_rebuilding = False
         self._params = params
+        self._names = names
+        self.comm = comm
+        self.sparse = sparse
+        self.is_sharded = False  # states or gradients are divided among the ranks
         self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._process_group = process_group
         self._transport = transport
@@ -138,6 +142,10 @@ class Reducer(_C.Reducer):
         for call in self._on_reduced:
             call([self._params[index] for index in indices], is_last)
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the reduced parameters with their names."""
+        return list(zip(self._names, self._params, strict=True))
+
     def _report_hangs(self, comm: _C.Comm) -> None:
         self.hang_reporter: HangReporter | None = None
         if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
@@ -160,11 +168,17 @@ class Reducer(_C.Reducer):
         return self._told_of_rebuilding and not told
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        if self.is_sharded:
+            raise NotImplementedError(
+                "DistributedDataParallel with shard= cannot change its process group: the new ranks have no states. "
+                "Save a checkpoint, and construct the wrapper anew."
+            )
         self._process_group = process_group
         device = self._params[0].device
         comm = transports.make_comm(self._transport, process_group, device, self._wire_dtype)
         show_collectives(comm, process_group, device)
         self.set_comm(comm)
+        self.comm = comm
         self._report_hangs(comm)
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..optim import deferral
+from ..optim import deferral, pieces
 from ..optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
 from ..optim.sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
 
@@ -48,8 +48,9 @@ def clip_grad_norm_(
     grads = [param.grad for param in params if param.grad is not None]
     if not grads and any(is_stepped_in_backward(param) for param in params):
         raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
-    if any(is_dtensor(param) for param in params) and float(norm_type) == 2.0:
-        return _clip_over_mesh(params, max_norm, error_if_nonfinite)
+    if float(norm_type) == 2.0 and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
+        with pieces.parts_with_gradients(params) as stand_ins:
+            return _clip_over_mesh(stand_ins, max_norm, error_if_nonfinite)
     if not grads or float(norm_type) != 2.0 or not all(map(_is_plain, grads)):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _C.sum_of_squares(grads) ** 0.5

@@ -19,6 +19,7 @@ from .lamb import LAMB
 from .lion import Lion
 from .muon import Muon
 from .nadam import NAdam
+from .pieces import full_state_dict
 from .radam import RAdam
 from .rmsprop import RMSprop
 from .rprop import Rprop
@@ -45,4 +46,5 @@ __all__ = [
     "Rprop",
     "SparseAdam",
     "clip_grad_norm_",
+    "full_state_dict",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import _C
-from . import precision, sharded
+from . import pieces, precision, sharded
 from .arguments import check_arguments
 from .base import FusedOptimizer, hypers
 from .precision import StateBits
@@ -95,7 +95,10 @@ class AdamWScheduleFree(FusedOptimizer):
         )
 
     def eval(self) -> None:
-        """Moves the parameters to the average x. Does nothing in evaluation mode."""
+        """Moves the parameters to the average x. Does nothing in evaluation mode.
+
+        With DistributedDataParallel(shard=...) every rank must call it, and train().
+        """
         self._set_mode(train=False)
 
     def train(self) -> None:
@@ -104,13 +107,16 @@ class AdamWScheduleFree(FusedOptimizer):
 
     @torch.no_grad()
     def _set_mode(self, *, train: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] == train:
-                continue
-            beta1 = group["betas"][0]
-            for param in group["params"]:
-                self._move_towards_z(param, group, 1 - beta1 if train else 1 - 1 / beta1)
-            group["train_mode"] = train
+        with pieces.in_place(self) as swapped:
+            for group in self.param_groups:
+                if group["train_mode"] == train:
+                    continue
+                beta1 = group["betas"][0]
+                for param in group["params"]:
+                    self._move_towards_z(param, group, 1 - beta1 if train else 1 - 1 / beta1)
+                group["train_mode"] = train
+        if swapped is not None:
+            swapped.gather()
 
     def _move_towards_z(self, param: Tensor, group: dict[str, Any], weight: float) -> None:
         state = sharded.local_values(param, self.state.get(param, {}))

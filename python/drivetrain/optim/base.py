@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
-from . import precision, sharded
+from . import pieces, precision, sharded
 from .arguments import refuse_unsupported
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .native_step import hypers, learning_rate
@@ -77,9 +77,13 @@ class FusedOptimizer(StateDicts):
     sums, in `.grad`. LAMB's norms and Adafactor's means are summed over the ranks; Muon gathers its matrices one at a
     time.
 
+    Under DistributedDataParallel(shard=...) each rank steps its rows of plain parameters in the same way. States are
+    DTensors of the parameters' shapes. After a step that unscales, clips or zeroes, only these rows of `.grad` show it.
+
     csrc/optim/rules/ has the arithmetic, and csrc/optim/rules.h the names of each rule's states.
     """
 
+    steps_pieces = True  # pieces.py leaves the step alone
     _is_in_constructor: bool = False
 
     def __init__(
@@ -223,13 +227,18 @@ class FusedOptimizer(StateDicts):
             return loss
         begin = time.perf_counter()
         try:
-            result = self._step_all(self._reader, self._options(overflow_flag))
+            with pieces.in_place(self, with_gradients=True) as swapped:
+                result = self._step_all(self._reader, self._options(overflow_flag))
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # Nothing has changed.
             if self._torchs_class() is None:
                 raise
             self._step_as_torch(overflow_flag)
             self._stay_torchs(str(error))
             return loss
+        if swapped is not None:
+            if self.zero_grads_in_step:
+                swapped.zero_gradients()
+            swapped.gather()
         self._result = result
         # Copied and unpickled optimizers have no counts.
         counts: Counts = self.__dict__.setdefault("_counts", Counts())
@@ -297,6 +306,7 @@ class FusedOptimizer(StateDicts):
         """
         groups = self.param_groups if hasattr(self, "param_groups") else []
         is_own = self.max_grad_norm is not None or self.zero_grads_in_step or self.in_backward is not None
+        is_own = is_own or pieces.has_any(param for group in groups for param in group["params"])
         if is_own or any(precision.DEFAULTS.keys() & options.keys() for options in (self._precision, *groups)):
             return None
         return next((in_place_of[each] for each in type(self).__mro__ if each in in_place_of), None)
@@ -316,6 +326,11 @@ class FusedOptimizer(StateDicts):
 
     def _step_as_torch(self, overflow_flag: Tensor | None) -> None:
         """Takes a step of torch's class, whose states have the same names."""
+        if pieces.has_any(param for group in self.param_groups for param in group["params"]):
+            raise NotImplementedError(
+                f"{type(self).__name__} takes torch's steps, and has parameters of a DistributedDataParallel with "
+                "shard=: wrap before the first step, or leave shard= out."
+            )
         if overflow_flag is not None:  # A GradScaler has left the search for overflows to this step.
             grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
             torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow_flag, torch.ones_like(overflow_flag))
@@ -349,4 +364,5 @@ class FusedOptimizer(StateDicts):
         it gives expected sizes. The share of updates lost to rounding needs gradients: the report steps copies of the
         16-bit parameters, one at a time. Measuring the memory bandwidth takes a few hundred milliseconds.
         """
-        return report_of(self, self.__dict__.get("_counts", Counts()))
+        with pieces.in_place(self, with_gradients=True):
+            return report_of(self, self.__dict__.get("_counts", Counts()))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .. import _C
+from . import pieces
 
 # Below, the squares of unscaled gradients may be subnormal, and a norm may differ in bits from that of scaled ones.
 _SMALLEST_NORM = 2.0**-40
@@ -61,7 +62,7 @@ def defer_unscaling(params: list[Tensor], inv_scale: Tensor, found_inf: Tensor) 
     Returns:
         The flags of the search for overflows, or None if a gradient cannot wait. Nothing has changed then.
     """
-    if inv_scale.device.type != "cpu":
+    if inv_scale.device.type != "cpu" or pieces.has_any(params):
         return None
     deferral = _C.defer_gradients(params, float(inv_scale))
     return None if deferral is None else FoundInf(found_inf, deferral)
@@ -107,7 +108,7 @@ def clip_grad_norm_(
 
 def _clip_in_step(params: list[Tensor], max_norm: float, foreach: bool | None) -> Tensor | None:
     """Defers clipping and returns the norm, or returns None if torch's function must do it."""
-    if not all(isinstance(param, Tensor) for param in params):
+    if not all(isinstance(param, Tensor) for param in params) or pieces.has_any(params):
         return None
     deferrals = _C.deferrals_of(params)
     if not deferrals:

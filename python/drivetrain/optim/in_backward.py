@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..ddp.lookup import wrapper_in
+from .pieces import piece_of
 from .sharded import is_dtensor, local_sum_of_squares
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class StepInBackward:
                 raise NotImplementedError(
                     f"parameter {name!r} is a DTensor: step_in_backward() is for plain parameters; call step() after "
                     "backward (fully_shard() frees the gradients that it has reduced by itself)."
+                )
+            if piece_of(param) is not None:
+                raise NotImplementedError(
+                    f"parameter {name!r} belongs to a DistributedDataParallel with shard=, whose steps need whole "
+                    "gradients or states after backward: leave one of the two out."
                 )
         for param, name in self._names.items():
             if is_stepped_in_backward(param):

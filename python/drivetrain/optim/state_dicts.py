@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import precision, sharded
+from . import pieces, precision, sharded
 from .native_step import NativeStep, counter_device
 
 # Older state dicts of torch's classes lack the first ones. The second ones identify another class's state.
@@ -85,15 +85,18 @@ class StateDicts(NativeStep):
             self._check_loaded(loaded)
             self._loading = loaded
 
-        before = self.state, self.param_groups
         handle = self.register_load_state_dict_pre_hook(
             remember
         )  # It runs after the users' hooks, which may replace the dict.
         try:
-            super().load_state_dict(state_dict)
-        except BaseException:
-            self.state, self.param_groups = before
-            raise
+            with pieces.in_place(self):
+                before = self.state, self.param_groups
+                try:
+                    super().load_state_dict(state_dict)
+                    pieces.share_states(self)
+                except BaseException:
+                    self.state, self.param_groups = before
+                    raise
         finally:
             handle.remove()
             self._loading = None
@@ -143,9 +146,10 @@ class StateDicts(NativeStep):
         number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same bits
         where the parts are the same.
         """
-        result = super().state_dict()
-        params = self._params_by_key(result)
-        result["state"] = {key: sharded.portable(params.get(key), state) for key, state in result["state"].items()}
+        with pieces.in_place(self):
+            result = super().state_dict()
+            params = self._params_by_key(result)
+            result["state"] = {key: sharded.portable(params.get(key), state) for key, state in result["state"].items()}
         for group in result["param_groups"]:
             group.pop(precision.VERSION_NAME, None)
             if precision.DEFAULTS.keys() & group.keys():
@@ -197,7 +201,9 @@ class StateDicts(NativeStep):
         """
         for group in self.param_groups:
             if any(param is other for other in group["params"]):
-                values = sharded.local_values(param, self.state.get(param, {}))
-                value = precision.float32_value(values, sharded.local_part(param), group)
-                return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
+                with pieces.in_place(self):
+                    param = pieces.part_or_itself(param)
+                    values = sharded.local_values(param, self.state.get(param, {}))
+                    value = precision.float32_value(values, sharded.local_part(param), group)
+                    return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
         raise KeyError(f"param is a tensor of shape {tuple(param.shape)} that is not in this optimizer's param_groups")

@@ -1,0 +1,338 @@
+"""Shares optimizer states and gradients among ranks: the part of DistributedDataParallel behind `shard`."""
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _C
+from ..optim import pieces
+from ..optim.sharded import is_dtensor, local_part
+from . import transport as transports
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+CHOICES = (None, "optimizer", "gradients")
+_ALIGNMENT = 64  # bytes, of each parameter's memory
+_BUCKET_BYTES = 25 * 2**20
+
+
+def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
+    """Checks the arguments `shard` and `shard_group` of DistributedDataParallel.
+
+    Args:
+        shard: The argument.
+        shard_group: The argument.
+        others: Further arguments that were given, by name.
+
+    Raises:
+        ValueError: `shard` is none of `CHOICES`, or `shard_group` is given without it.
+        NotImplementedError: Another argument does not go together with `shard`.
+    """
+    if shard not in CHOICES:
+        raise ValueError(f"shard is {shard!r}, expected one of: {', '.join(map(repr, CHOICES))}.")
+    if shard is None:
+        if shard_group is not None:
+            raise ValueError("shard_group is given and shard is None: pass shard='optimizer' or 'gradients', too.")
+        return
+    refused = ["mixed_precision", "delay_all_reduce_named_params"]
+    if shard == "gradients":
+        refused += ["static_graph", "find_unused_parameters", "reuse_norm", "check_gradients"]
+    for name in refused:
+        if others.get(name):
+            instead = " or pass shard='optimizer'" if shard == "gradients" and refused.index(name) > 1 else ""
+            raise NotImplementedError(
+                f"{name} does not go together with shard={shard!r}: leave one of the two out{instead}."
+            )
+    if others.get("transport") == "nccl":
+        raise NotImplementedError("transport='nccl' does not go together with shard=, which is for the CPU: leave it.")
+
+
+def refuse(wrapper: Any, what: str) -> None:
+    """Raises NotImplementedError if ranks keep parts of gradients, which `what` needs whole."""
+    if wrapper.__dict__.get("_shard") == "gradients":
+        raise NotImplementedError(
+            f"{what} does not go together with shard='gradients', where no rank has whole gradients: pass "
+            "shard='optimizer'."
+        )
+
+
+def keeps_buckets_small(wrapper: Any) -> str:
+    """Returns why buckets must be small, for the plan's report; "": they need not.
+
+    The buffer that buckets take turns in has room for two of the largest.
+    """
+    return "shard='gradients' keeps buckets small" if wrapper.__dict__.get("_shard") == "gradients" else ""
+
+
+def of(wrapper: Any, shard: str | None, shard_group: Any, transport: str) -> "Sharding | None":
+    """Returns what divides the states of a new wrapper's parameters; None without `shard`, or on one rank.
+
+    Raises:
+        NotImplementedError: The wrapper reduces past its reducer, or has sparse gradients.
+        ValueError: This rank is not in `shard_group`, or that has ranks outside of the wrapper's group.
+    """
+    group = wrapper.process_group if shard_group is None else _checked_group(shard_group, wrapper.process_group)
+    if shard is None or dist.get_world_size(group) == 1:
+        wrapper._shard = None
+        return None
+    if not wrapper._has_reducer() or wrapper._use_python_reducer:
+        raise NotImplementedError(
+            "shard= does not go together with torch._dynamo.config.optimize_ddp = 'python_reducer', nor with "
+            "parameters that are all delayed or ignored: leave one of the two out."
+        )
+    for (name, _), is_sparse in zip(wrapper.reducer.named_parameters(), wrapper.reducer.sparse, strict=True):
+        if is_sparse:
+            raise NotImplementedError(
+                f"parameter {name!r} gets sparse gradients, which shard= does not support: construct its layer with "
+                "sparse=False, or leave shard= out."
+            )
+    return Sharding(
+        shard,
+        wrapper.reducer.named_parameters(),
+        wrapper.reducer,
+        wrapper.process_group,
+        shard_group,
+        wrapper.reducer.comm,
+        transport,
+    )
+
+
+class _Bucket(NamedTuple):
+    """Parameters that are gathered together.
+
+    Attributes:
+        flat: Their memory, uint8.
+        ranges: Which of its bytes belong to which rank, for transports that gather in place.
+        own: This rank's bytes in it, one view per parameter.
+        others: Likewise for every rank, in order.
+        bytes: The most bytes that a rank has in it.
+    """
+
+    flat: Tensor
+    ranges: _C.RankRanges
+    own: list[Tensor]
+    others: list[list[Tensor]]
+    bytes: int
+
+
+class Sharding:
+    """Divides the rows of every parameter among ranks, as torch's DTensors with Shard(0) do.
+
+    Each rank steps its own rows. The parameters' memory comes from the transport, in buckets. After a step the ranks
+    gather the buckets that it changed, before `step()` returns. No forward pass or reader sees old values.
+
+    Args:
+        shard: "optimizer" or "gradients".
+        named: The trained parameters with their names. They get other memory.
+        reducer: Their reducer.
+        process_group: The ranks of the wrapper.
+        shard_group: The ranks that share states; None takes `process_group`.
+        comm: The transport over `process_group`.
+        transport: The requested transport.
+
+    Raises:
+        NotImplementedError: A parameter cannot be divided, or its gradients cannot be kept in parts.
+    """
+
+    def __init__(
+        self,
+        shard: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        reducer: "Reducer",
+        process_group: dist.ProcessGroup,
+        shard_group: dist.ProcessGroup | None,
+        comm: _C.Comm,
+        transport: str,
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        for name, param in named:
+            _check_param(name, param, shard)
+        group = process_group if shard_group is None else shard_group
+        self._group = group
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._comm = comm if shard_group is None else transports.make_comm(transport, group, named[0][1].device)
+        self._mesh = DeviceMesh.from_group(group, "cpu")
+        self._params = [param for _, param in named]
+        self._bucket_of: dict[int, int] = {}
+        self._buckets: list[_Bucket] = []
+        self._lay_out(named)
+        reducer.is_sharded = True
+        self._handles = []
+        if shard == "gradients":
+            for param in self._params:
+                strip = functools.partial(_strip, weakref.ref(param))
+                self._handles.append(param.register_hook(strip))
+            if shard_group is None:  # else a rank outside of the group may own the same rows
+                reducer.set_kept([self._elements(param) for param in self._params])
+            reducer.add_on_reduced(_keep)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("DistributedDataParallel(shard=...) cannot be copied or pickled: copy its `module`.")
+
+    def gather(self, params: Iterable[Tensor]) -> None:
+        """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
+        changed = sorted({self._bucket_of[id(param)] for param in params})
+        pending = []
+        for index in changed:
+            bucket = self._buckets[index]
+            work = self._comm.start_gather(bucket.flat.view(torch.int32), bucket.ranges)
+            if work is None:
+                self._gather_in_group(bucket)
+            else:
+                pending.append(work)
+        for work in pending:
+            work.wait()
+        torch.autograd.graph.increment_version(self._params)
+
+    def _gather_in_group(self, bucket: _Bucket) -> None:
+        """Gathers through the process group, by way of a copy of one bucket."""
+        sent = torch.empty(bucket.bytes, dtype=torch.uint8)
+        torch.cat(bucket.own, out=sent[: sum(map(len, bucket.own))])
+        received = torch.empty(self._size, bucket.bytes, dtype=torch.uint8)
+        dist.all_gather_into_tensor(received.view(-1), sent, group=self._group)
+        targets, sources = [], []
+        for rank, theirs in enumerate(bucket.others):
+            if rank == self._rank:
+                continue
+            targets += theirs
+            sources += received[rank, : sum(map(len, theirs))].split([len(target) for target in theirs])
+        torch._foreach_copy_(targets, sources)
+
+    def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Moves the parameters to buckets of the transport's memory, and divides them."""
+        plans: list[list[tuple[str, nn.Parameter, int]]] = []
+        end = _BUCKET_BYTES
+        for name, param in named:
+            if end >= _BUCKET_BYTES:
+                plans.append([])
+                end = 0
+            plans[-1].append((name, param, end))
+            end += (param.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        for plan in plans:
+            _, last, offset = plan[-1]
+            size = offset + (last.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            flat = self._comm.allocate(max(size, _ALIGNMENT), "cpu")
+            ranges: list[tuple[int, int, int]] = []
+            views: list[list[Tensor]] = [[] for _ in range(self._size)]
+            for name, param, offset in plan:
+                moved = _C.piece_of(flat, offset, param.shape, param.stride(), param.dtype)
+                moved.copy_(param.detach())
+                param.data = moved
+                self._divide(name, param, offset, ranges, views, flat)
+                self._bucket_of[id(param)] = len(self._buckets)
+            most = max(sum(map(len, theirs)) for theirs in views)
+            self._buckets.append(_Bucket(flat, _C.RankRanges(ranges), views[self._rank], views, most))
+
+    def _elements(self, param: nn.Parameter) -> list[tuple[int, int, int]]:
+        """Returns which of a parameter's elements belong to which rank."""
+        if not param.ndim or not param.numel():
+            return []
+        per_row = param.numel() // param.shape[0]
+        return [(first * per_row, last * per_row, rank) for rank, (first, last) in enumerate(self._rows(param))]
+
+    def _rows(self, param: nn.Parameter) -> list[tuple[int, int]]:
+        """Returns each rank's first row of a parameter and the one behind its last."""
+        count = param.shape[0]
+        per_rank = -(-count // self._size)
+        return [(min(rank * per_rank, count), min((rank + 1) * per_rank, count)) for rank in range(self._size)]
+
+    def _divide(
+        self,
+        name: str,
+        param: nn.Parameter,
+        offset: int,
+        ranges: list[tuple[int, int, int]],
+        views: list[list[Tensor]],
+        flat: Tensor,
+    ) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placement: Any = Replicate()
+        rows = (0, 0)
+        whole: Tensor = param.detach()
+        if param.ndim:
+            placement = Shard(0)
+            row_bytes = param.nbytes // max(param.shape[0], 1)
+            rows = self._rows(param)[self._rank]
+            for rank, (first, last) in enumerate(self._rows(param)):
+                if last > first:
+                    begin, end = offset + first * row_bytes, offset + last * row_bytes
+                    ranges.append((begin, end, rank))
+                    views[rank].append(flat[begin:end])
+            whole = whole[rows[0] : rows[1]]
+        part = DTensor.from_local(
+            whole, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
+        )
+        pieces.add(param, pieces.Piece(name, param, part, rows, self))
+
+
+def _check_param(name: str, param: Tensor, shard: str) -> None:
+    if is_dtensor(param):
+        raise NotImplementedError(f"parameter {name!r} is a DTensor, which is sharded already: leave shard= out.")
+    if param.device.type != "cpu":
+        raise NotImplementedError(f"parameter {name!r} is on {param.device}, and shard= is for the CPU: leave it out.")
+    if param.ndim and not param[:1].numel() == 0 and not _has_rows_in_order(param):
+        raise NotImplementedError(
+            f"parameter {name!r} has strides {param.stride()}, whose rows do not lie one behind another: make it "
+            "contiguous before wrapping, or leave shard= out."
+        )
+    if pieces.piece_of(param) is not None:
+        raise RuntimeError(f"parameter {name!r} is sharded by another DistributedDataParallel already.")
+    if shard == "gradients" and getattr(param, "main_grad", None) is not None:
+        raise NotImplementedError(
+            f"parameter {name!r} has a main gradient, which shard='gradients' does not divide: pass shard='optimizer'."
+        )
+
+
+def _has_rows_in_order(param: Tensor) -> bool:
+    """Returns whether each row is a block of memory of its own, directly behind the one before."""
+    row = param[0]
+    return param.stride(0) == row.numel() and torch.empty_like(row).stride() == row.stride()
+
+
+def _checked_group(shard_group: Any, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if not isinstance(shard_group, dist.ProcessGroup):
+        raise ValueError(
+            f"shard_group is {shard_group!r}, expected the process group of this rank, from dist.new_group()."
+        )
+    ranks = dist.get_process_group_ranks(shard_group)
+    outside = set(ranks) - set(dist.get_process_group_ranks(process_group))
+    if outside:
+        raise ValueError(f"shard_group has the ranks {ranks}, of which process_group lacks {sorted(outside)}.")
+    return shard_group
+
+
+# ---- Gradients of which each rank keeps its rows. `.grad` is then a DTensor.
+
+
+def _strip(of: "weakref.ref[nn.Parameter]", _: Tensor) -> None:
+    """Takes the kept rows out of `.grad` before autograd adds a gradient of all rows."""
+    param = of()
+    piece = None if param is None else pieces.piece_of(param)
+    if param is None or piece is None:
+        return
+    if param.grad is None:
+        piece.kept = None
+    elif is_dtensor(param.grad):
+        piece.kept = local_part(param.grad)
+        param.grad = None
+
+
+def _keep(params: list[nn.Parameter], _: bool) -> None:
+    """Adds this rank's rows of the reduced gradients to the kept ones, and lets go of the rest."""
+    with torch.no_grad():
+        for param in params:
+            piece = pieces.piece_of(param)
+            if piece is None or param.grad is None:
+                continue
+            rows = piece.rows_of(param.grad)
+            kept, piece.kept = piece.kept, None
+            kept = rows.clone() if kept is None else kept.add_(rows)
+            param.grad = piece.distributed(kept)

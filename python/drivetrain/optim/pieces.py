@@ -1,0 +1,385 @@
+"""Pieces: the rows of a parameter that this rank steps under DistributedDataParallel(shard=...), and their use.
+
+The script, its hooks and its schedulers see whole parameters in `param_groups`. Only while an optimizer steps, or saves
+or loads its state, do pieces stand in their place. Optimizers of drivetrain.optim get them as DTensors, which know the
+other ranks. torch's optimizers get plain tensors, on which their element-wise rules run as on any parameter.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import precision
+from .sharded import is_dtensor, local_part, state_placements
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Owner(Protocol):
+    """What shares parameters among ranks: a wrapper's ddp.sharding.Sharding."""
+
+    def gather(self, params: list[Tensor]) -> None:
+        """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
+
+
+class Piece:
+    """This rank's rows of one parameter.
+
+    Args:
+        name: The parameter's name, for messages.
+        param: The parameter, whose memory the piece shares.
+        part: A DTensor of the parameter's shape whose local part becomes the piece. Its placement splits dimension 0,
+            or is a replica for parameters without dimensions.
+        rows: The first row of this rank and the one behind its last.
+        owner: What gathers the parameter after a step.
+    """
+
+    def __init__(self, name: str, param: Tensor, part: "DTensor", rows: tuple[int, int], owner: Owner) -> None:
+        self.name = name
+        self.part = part
+        self.local = local_part(part)
+        self.kept: Tensor | None = None  # reduced gradient that a backward under way adds to
+        self._rows = rows
+        self._owner = weakref.ref(owner)
+        self._address = param.data_ptr()
+
+    @property
+    def owner(self) -> Owner:
+        """What gathers the parameter after a step.
+
+        Raises:
+            RuntimeError: The wrapper is gone.
+        """
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(
+                f"parameter {self.name!r} belongs to a DistributedDataParallel with shard= that was deleted: keep the "
+                "wrapper as long as its optimizer."
+            )
+        return owner
+
+    def check(self, param: Tensor) -> None:
+        """Raises RuntimeError if the parameter no longer lies in the wrapper's memory, or the wrapper is gone."""
+        _ = self.owner
+        if param.data_ptr() != self._address:
+            raise RuntimeError(
+                f"parameter {self.name!r} has other memory than DistributedDataParallel(shard=...) gave it: move or "
+                "cast the module before wrapping, and change values in place."
+            )
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """Returns this rank's rows of a tensor of the parameter's shape, as a view."""
+        return whole[self._rows[0] : self._rows[1]] if whole.ndim else whole
+
+    def distributed(self, local: Tensor) -> "DTensor":
+        """Returns a DTensor of the parameter's shape of which this rank has `local`, which it shares memory with."""
+        return type(self.part)(local, self.part._spec, requires_grad=False)
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """Returns this rank's rows of the parameter's gradient."""
+        grad = param.grad
+        if grad is None:
+            return None
+        if is_dtensor(grad):
+            return local_part(grad)
+        if grad.layout != torch.strided:
+            raise NotImplementedError(
+                f"parameter {self.name!r} has a sparse gradient, which shard= does not support: construct its layer "
+                "with sparse=False."
+            )
+        rows = self.rows_of(grad.detach())
+        return rows if self.kept is None else rows + self.kept
+
+    def local_state(self, name: str, value: Any) -> Any:
+        """Returns this rank's part of a state: of a DTensor, or of a tensor of all rows; other values unchanged."""
+        if not isinstance(value, Tensor):
+            return value
+        if is_dtensor(value):
+            placements = state_placements(self.part, name)
+            return local_part(value if value.placements == placements else value.redistribute(placements=placements))
+        if not self._is_whole(name, value) or value.shape[0] == self.local.shape[0]:
+            return value
+        return self.rows_of(value).clone()  # a view would keep the whole
+
+    def shared_state(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns a parameter's states with those of all rows as DTensors. 8-bit blocks of all rows become float32."""
+        whole_blocks = [
+            name for name in values if name.endswith("_codes") and values[name].numel() == self.part.numel()
+        ]
+        if whole_blocks and self.local.numel() != self.part.numel():
+            values = precision.without_blocks(values)
+        return {
+            name: self._placed(name, self.local_state(name, value)) if self._is_whole(name, value) else value
+            for name, value in values.items()
+        }
+
+    def distributed_state(self, name: str, value: Any) -> Any:
+        """Returns a state of the piece's shape as a DTensor; other values unchanged."""
+        is_local = isinstance(value, Tensor) and not is_dtensor(value) and value.shape == self.local.shape
+        return self.distributed(value) if is_local and name not in precision.SCALAR_NAMES else value
+
+    def _is_whole(self, name: str, value: Any) -> bool:
+        if not isinstance(value, Tensor) or is_dtensor(value) or not self.part.ndim or not value.ndim:
+            return False
+        if name in precision.SCALAR_NAMES or precision.is_of_blocks(name):
+            return False
+        is_split = not state_placements(self.part, name)[0].is_replicate()
+        return is_split and value.shape[0] == self.part.shape[0]
+
+    def _placed(self, name: str, local: Tensor) -> "DTensor":
+        if local.shape == self.local.shape:
+            return self.distributed(local)
+        shape = torch.Size((self.part.shape[0], *local.shape[1:]))
+        return type(self.part).from_local(
+            local,
+            self.part.device_mesh,
+            state_placements(self.part, name),
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+
+_pieces: MutableMapping[Tensor, Piece] = WeakIdKeyDictionary()
+_hooks: list[Any] = []  # on the steps of all optimizers, from the first piece on
+_SWAPPED = "_drivetrain_swapped"  # the name of an attribute of torch's optimizers while they step
+
+
+def add(param: Tensor, piece: Piece) -> None:
+    """Lets optimizers step this piece in place of the parameter."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
+    _pieces[param] = piece
+
+
+def piece_of(param: Tensor) -> Piece | None:
+    """Returns the parameter's piece, if a wrapper shares it among ranks."""
+    return _pieces.get(param) if _pieces else None
+
+
+def part_or_itself(param: Tensor) -> Tensor:
+    """Returns a DTensor with the placements of a sharded parameter's states, or the parameter itself."""
+    piece = piece_of(param)
+    return param if piece is None else piece.part
+
+
+def has_any(params: Iterable[Tensor]) -> bool:
+    """Returns whether a wrapper shares one of the parameters among ranks."""
+    return bool(_pieces) and any(param in _pieces for param in params)
+
+
+@contextmanager
+def parts_with_gradients(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Puts parts that have the gradients in place of the parameters whose gradients each rank keeps a part of."""
+    found = [piece_of(param) if is_dtensor(param.grad) else None for param in params]
+    stand_ins = [param if piece is None else piece.part for param, piece in zip(params, found, strict=True)]
+    try:
+        for param, stand_in in zip(params, stand_ins, strict=True):
+            if stand_in is not param:
+                _set_gradient(stand_in, param.grad)
+        yield stand_ins
+    finally:
+        for param, stand_in in zip(params, stand_ins, strict=True):
+            if stand_in is not param:
+                stand_in.grad = None
+
+
+class _Swapped:
+    """The pieces that stand in an optimizer's groups and state in place of parameters.
+
+    Args:
+        optimizer: The optimizer. If a piece cannot be used, nothing has changed.
+        as_parts: Takes DTensors, else plain tensors.
+        with_gradients: Gives them gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, as_parts: bool, with_gradients: bool) -> None:
+        self._optimizer = optimizer
+        found = [
+            (param, piece)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (piece := _pieces.get(param)) is not None
+        ]
+        gradients = []
+        for param, piece in found:
+            piece.check(param)
+            gradients.append(piece.gradient(param) if with_gradients else None)
+        self._params = [param for param, _ in found]
+        self._stand_ins = [piece.part if as_parts else piece.local for _, piece in found]
+        self._owners: dict[Owner, list[Tensor]] = {}
+        for param, piece in found:
+            self._owners.setdefault(piece.owner, []).append(param)
+        for (param, piece), stand_in, grad in zip(found, self._stand_ins, gradients, strict=True):
+            _set_gradient(stand_in, piece.distributed(grad) if as_parts and grad is not None else grad)
+            if param in optimizer.state:
+                values = optimizer.state.pop(param)
+                if as_parts:
+                    values = piece.shared_state(values)
+                else:
+                    values = {name: piece.local_state(name, value) for name, value in values.items()}
+                optimizer.state[stand_in] = values
+        self._replace(self._params, self._stand_ins)
+
+    def back(self) -> None:
+        """Puts the parameters back."""
+        state = self._optimizer.state
+        for param, stand_in in zip(self._params, self._stand_ins, strict=True):
+            stand_in.grad = None
+            if stand_in in state:
+                state[param] = state.pop(stand_in)
+        self._replace(self._stand_ins, self._params)
+
+    def zero_gradients(self) -> None:
+        """Fills the whole gradients with zeros, of which the step has zeroed a part."""
+        for param in self._params:
+            if param.grad is not None:
+                param.grad.zero_()
+
+    def gather(self) -> None:
+        """Gets the rows that the other ranks have stepped."""
+        for owner, params in self._owners.items():
+            owner.gather(params)
+
+    def _replace(self, before: list[Tensor], after: list[Tensor]) -> None:
+        by_id = {id(old): new for old, new in zip(before, after, strict=True)}
+        for group in self._optimizer.param_groups:
+            group["params"] = [by_id.get(id(param), param) for param in group["params"]]
+
+
+@contextmanager
+def in_place(optimizer: torch.optim.Optimizer, with_gradients: bool = False) -> Iterator[_Swapped | None]:
+    """Puts parts in place of sharded parameters in the groups and the state of an optimizer of drivetrain.optim."""
+    if not _pieces or not has_any(param for group in optimizer.param_groups for param in group["params"]):
+        yield None
+        return
+    swapped = _Swapped(optimizer, as_parts=True, with_gradients=with_gradients)
+    try:
+        yield swapped
+    finally:
+        swapped.back()
+
+
+def share_states(optimizer: torch.optim.Optimizer) -> None:
+    """Makes DTensors of the states that were loaded for parts. Call it under `in_place`."""
+    parts = {id(piece.part): piece for piece in _pieces.values()} if _pieces else {}
+    for param, values in optimizer.state.items():
+        if (piece := parts.get(id(param))) is not None:
+            optimizer.state[param] = piece.shared_state(values)
+
+
+def _set_gradient(stand_in: Tensor, grad: Tensor | None) -> None:
+    if grad is not None and grad.dtype != stand_in.dtype:
+        stand_in.grad_dtype = grad.dtype
+    stand_in.grad = grad
+
+
+# ---- torch's optimizers.
+
+_ELEMENT_WISE = {
+    inspect.unwrap(getattr(torch.optim, name).step)
+    for name in (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+}
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Makes torch's optimizers step pieces. Those of drivetrain.optim do so themselves."""
+    if getattr(optimizer, "steps_pieces", False):
+        return
+    restore(optimizer)
+    if not has_any(param for group in optimizer.param_groups for param in group["params"]):
+        return
+    kind = type(optimizer).__name__
+    if inspect.unwrap(type(optimizer).step) not in _ELEMENT_WISE:
+        raise NotImplementedError(
+            f"{kind} has parameters of a DistributedDataParallel with shard=, which supports the optimizers of "
+            f"drivetrain.optim and torch's element-wise ones: {kind} may need whole parameters. Leave shard= out."
+        )
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        raise NotImplementedError(
+            f"{kind}.step() got a closure, which shard= supports for optimizers of drivetrain.optim only: compute "
+            "gradients before step()."
+        )
+    # The optimizer's own hooks see parameters: ours is the last one before the step, and the first one after it.
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    if _swap not in before.values():
+        optimizer.register_step_pre_hook(_swap)
+        optimizer.register_step_post_hook(_swap_back)
+        optimizer.register_state_dict_pre_hook(restore)
+        optimizer.register_state_dict_post_hook(_distributed)
+    before.move_to_end(_key_of(before, _swap))
+    after.move_to_end(_key_of(after, _swap_back), last=False)
+
+
+def _key_of(hooks: Any, hook: Callable[..., Any]) -> int:
+    key: int = next(key for key, value in hooks.items() if value is hook)
+    return key
+
+
+def _swap(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    setattr(optimizer, _SWAPPED, _Swapped(optimizer, as_parts=False, with_gradients=True))
+
+
+def _swap_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    swapped: _Swapped = getattr(optimizer, _SWAPPED)
+    restore(optimizer)
+    swapped.gather()
+
+
+def restore(optimizer: torch.optim.Optimizer) -> None:
+    """Puts the parameters back into an optimizer of torch whose step has raised."""
+    swapped = optimizer.__dict__.pop(_SWAPPED, None)
+    if swapped is not None:
+        swapped.back()
+
+
+def _distributed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dict with this rank's rows as DTensors, which other numbers of ranks can load."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = dict(state_dict["state"])
+    for key, param in zip(keys, params, strict=True):
+        piece = piece_of(param)
+        if piece is not None and key in states:
+            states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
+    return {**state_dict, "state": states}
+
+
+# ---- Whole states.
+
+
+def full_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:
+    """Returns an optimizer's state dict with whole tensors in place of DTensors, which one process can load.
+
+    All ranks gather one state at a time, so that no rank but `rank` has more than one whole state. Every rank must
+    call it. It takes any optimizer with DTensor states, such as those of DistributedDataParallel(shard=...).
+
+    Args:
+        optimizer: The optimizer.
+        rank: The global rank that keeps the result. None keeps it on every rank.
+
+    Returns:
+        The state dict on that rank, with tensors on the CPU; an empty dict on the others.
+    """
+    keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
+    state_dict = optimizer.state_dict()
+    states: dict[Any, Any] = {}
+    for key, values in state_dict["state"].items():
+        whole = {}
+        for name, value in values.items():
+            found = value.full_tensor() if is_dtensor(value) else value
+            if keeps:
+                whole[name] = found.cpu() if isinstance(found, Tensor) else found
+        states[key] = whole
+    return {**state_dict, "state": states} if keeps else {}

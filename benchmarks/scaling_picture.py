@@ -1,6 +1,6 @@
 """Draws docs/images/scaling.svg from the JSON of `drivetrain bench scaling`.
 
-python benchmarks/scaling_picture.py [FILE]    (default: benchmarks/results/scaling.json)
+python benchmarks/scaling_picture.py [FILE]    (default: benchmarks/results/clusters/scaling.json)
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, nargs="?", default=REPOSITORY / "benchmarks" / "results" / "scaling.json")
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=REPOSITORY / "benchmarks" / "results" / "clusters" / "scaling.json"
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "images" / "scaling.svg")
     args = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "drivetrain"

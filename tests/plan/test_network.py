@@ -21,7 +21,7 @@ from drivetrain.plan.network import (
     relative_error,
 )
 
-PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "results" / "published_nccl.json"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "results" / "clusters" / "published_nccl.json"
 
 SIMPLE = Cluster("simple", "simple", 8, Link(100e9, 1e-6, 1e-12), Link(10e9, 5e-6), ("two_level",))
 

@@ -131,6 +131,36 @@ def test_every_store_of_torch_coordinates(kind: str, tmp_path: Path) -> None:
         assert latest.load(["w0", "w1"])["w1"].tolist() == [2.0] * 5
 
 
+class _Mute:
+    """Passes everything on to a store, except that a rank has read the end of a save."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        if "/read/" not in key:
+            self._store.set(key, value)
+
+
+def test_rank_0_waits_until_the_others_know_that_a_save_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivetrain.checkpointing.writer._READ_S", 0.2)
+    store = dist.HashStore()
+    for generation, mute in enumerate([False, True], start=1):
+        ranks = _opened([store, _Mute(store) if mute else store], [tmp_path / str(mute)] * 2)
+        saves = [rank.save(1, {f"w{i}": torch.ones(2)}, None) for i, rank in enumerate(ranks)]
+        assert _outcome(saves[0]) == "saved"
+        # Rank 0's process may end now, and the store with it.
+        assert store.check([f"drivetrain/checkpoint/{generation}/0/read/1"]) != mute
+        assert _outcome(saves[1]) == "saved"
+        for rank in ranks:
+            rank.close()
+
+
 def test_ranks_without_a_shared_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.checkpointing.writer._VISIBLE_S", 0.2)
     ranks = _opened(_stores("hash", tmp_path), [tmp_path / "host-a", tmp_path / "host-b"])

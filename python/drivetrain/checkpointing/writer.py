@@ -29,6 +29,7 @@ from .save import Save
 
 _logger = logging.getLogger("drivetrain")
 _VISIBLE_S = 30.0  # a network file system may show a new name late
+_READ_S = 5.0  # ranks look for the end of a save every 50 ms
 _WRITE_THREADS = 2
 
 _ADVICE = {
@@ -128,7 +129,22 @@ class Writer:
             self._tell_failure(key, {"step": save.step, "error": f"rank 0: {describe(error)}"})
             raise
         self._tell(key, {"step": save.step, "folder": final.name})
+        self._await_readers(index)
         return final
+
+    def _await_readers(self, index: int) -> None:
+        """Waits until the other ranks know that a save is complete.
+
+        This process may host the store and end right after its last save. Ranks that had not read the end of that save
+        would then report it as failed. A rank that does not answer is no error: the checkpoint is complete.
+        """
+        if self._coordinator is None:
+            return
+        deadline = time.monotonic() + min(_READ_S, self._timeout_s)
+        with contextlib.suppress(CheckpointError):
+            for rank in range(1, self._world_size):
+                left = max(0.0, deadline - time.monotonic())
+                self._coordinator.ask(f"{index}/read/{rank}", left, f"rank {rank} to learn that the save is complete")
 
     def _follow(self, index: int, save: Save) -> Path:
         temporary: Path | None = None
@@ -147,6 +163,8 @@ class Writer:
             if key:
                 self._tell_failure(key, {"step": save.step, "error": f"rank {self._rank}: {describe(error)}"})
             raise
+        with contextlib.suppress(CheckpointError):  # rank 0 does not need the answer, and the checkpoint is complete
+            self._tell(f"{index}/read/{self._rank}", {"step": save.step})
         final: Path = self._directory / end["folder"]
         return final
 
@@ -227,8 +245,8 @@ class Writer:
             yield part
         for key in self._old_keys:
             self._forget(key)
-        parts = [f"{index}/part/{rank}" for rank in range(1, self._world_size)]
-        self._old_keys = [f"{index}/begin", f"{index}/end", *parts]
+        told = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self._world_size)]
+        self._old_keys = [f"{index}/begin", f"{index}/end", *told]
 
     def _await_visible(self, path: Path, made_by: str) -> None:
         deadline = time.monotonic() + min(_VISIBLE_S, self._timeout_s)

@@ -346,6 +346,7 @@ def test_doctor_on_a_healthy_machine() -> None:
         "build",
         "libstdc++",
         "gloo",
+        "topology",
         "differences",
         "memory",
         "shm",

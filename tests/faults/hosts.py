@@ -1,5 +1,6 @@
 """Makes network namespaces that stand for hosts, each with a link to one bridge, for a round's ranks."""
 
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -10,14 +11,16 @@ from . import room
 INTERFACE = "wire"
 _NAMES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
+_made = itertools.count()  # the system removes a namespace's links some time after it, so each gets names of its own
 
 
 class Hosts:
     """Makes `count` hosts, and removes them. Raises PermissionError where none can be made."""
 
     def __init__(self, count: int) -> None:
-        self.names = [f"drivetrain-{os.getpid()}-{i}" for i in range(count)]
-        self._bridge = f"dt{os.getpid() % 1_000_000}"
+        number = next(_made)
+        self.names = [f"drivetrain-{os.getpid()}-{number}-{i}" for i in range(count)]
+        self._bridge = f"dt{os.getpid() % 1_000_000}n{number % 100}"
 
     def __enter__(self) -> "Hosts":
         try:

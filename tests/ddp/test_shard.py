@@ -67,6 +67,25 @@ def test_parameters_that_move_between_steps_are_gathered(on_ranks: OnRanks) -> N
     on_ranks(compare_modes)
 
 
+def backward_over_a_step_of_other_parameters() -> list[int]:
+    model = nn.ModuleDict({"stepped": nn.Linear(4, 4), "kept": nn.Linear(4, 4)})
+    model.forward = lambda inputs: model["kept"](model["stepped"](inputs))
+    wrapped = DistributedDataParallel(model, shard="optimizer")
+    optimizer = drivetrain.optim.SGD(model["stepped"].parameters(), lr=0.1)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    inputs = torch.ones(2, 4, requires_grad=True)
+    loss = model["kept"](inputs).square().sum()  # saves the weight for its input's gradient
+    before = [param._version for param in (model["stepped"].weight, model["kept"].weight)]
+    optimizer.step()
+    loss.backward()
+    after = [param._version for param in (model["stepped"].weight, model["kept"].weight)]
+    return [int(new > old) for old, new in zip(before, after, strict=True)]
+
+
+def test_a_step_leaves_the_versions_of_other_parameters(on_ranks: OnRanks) -> None:
+    assert on_ranks(backward_over_a_step_of_other_parameters) == [[1, 0]] * 2
+
+
 def test_element_wise_steps_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
     on_ranks(compare_bits)
     on_four_ranks(compare_bits)

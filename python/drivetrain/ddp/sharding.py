@@ -178,7 +178,8 @@ class Sharding:
 
     def gather(self, params: Iterable[Tensor]) -> None:
         """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
-        changed = sorted({self._bucket_of[id(param)] for param in params})
+        stepped = list(params)
+        changed = sorted({self._bucket_of[id(param)] for param in stepped})
         pending = []
         for index in changed:
             bucket = self._buckets[index]
@@ -189,7 +190,7 @@ class Sharding:
                 pending.append(work)
         for work in pending:
             work.wait()
-        torch.autograd.graph.increment_version(self._params)
+        torch.autograd.graph.increment_version(stepped)  # the others keep their values
 
     def _gather_in_group(self, bucket: _Bucket) -> None:
         """Gathers through the process group, by way of a copy of one bucket."""

@@ -126,3 +126,12 @@ def on_four_ranks(_more_ranks: dict[int, RankPool]) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).parent.parent
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Makes this process the only rank of a gloo group."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

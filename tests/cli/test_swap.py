@@ -165,14 +165,6 @@ def test_torch_compile_finds_the_active_module() -> None:
     assert active == [model]
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_optimizers_are_rebound_only_when_asked(framework: ModuleType) -> None:
     framework.AdamW = TORCH_OPTIMIZERS["AdamW"]
     drivetrain.install()

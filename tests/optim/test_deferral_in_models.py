@@ -1,7 +1,6 @@
 """Tests gradients that wait for the step under data parallelism, after install(), and with autograd's own metadata."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -53,14 +52,6 @@ def test_views_and_other_tensors_keep_their_metadata() -> None:
 
 
 # ---- Data parallel.
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -125,9 +125,8 @@ def main() -> None:
         goal = GOALS[name]
         runs: dict[str, list[Run]] = {engine: [] for engine in ENGINES}
         for seed in range(args.seeds):
-            for engine in (
-                ENGINES if seed % 2 else reversed(ENGINES)
-            ):  # so that a machine that slows down favors neither
+            # A machine that slows down favors neither engine.
+            for engine in ENGINES if seed % 2 else reversed(ENGINES):
                 console.print(f"{name}, seed {seed}, engine {engine} ...")
                 runs[engine].append(train(goal, engine, seed, args))
                 if runs[engine][-1]["seconds_to_target"] is None:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from faults.hosts import INTERFACE, Hosts, enter
+from faults.hosts import INTERFACE, Hosts, enter  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
     import torch

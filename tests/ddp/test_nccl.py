@@ -548,7 +548,6 @@ def failing_step(fakes: Path, fault: str) -> tuple[str, list[str]]:
     ],
 )
 def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes: Path, fault: str, words: str) -> None:
-    begin = time.monotonic()
     for message, log in on_ranks(failing_step, fakes, fault):
         assert "drivetrain: the all-reduce of bucket 0 of 3 [" in message
         assert "4.weight" in message
@@ -556,7 +555,6 @@ def test_a_failure_names_the_bucket_and_its_parameters(on_ranks: OnRanks, fakes:
         assert words in message
         assert log.count("Abort") == 1
         assert "Destroy" not in log
-    assert time.monotonic() - begin < 60
 
 
 def step_left_out(fakes: Path) -> str:

@@ -327,7 +327,6 @@ KILLED = """
     ],
 )
 def test_a_killed_rank_is_named(tmp_path: Path, killed: int, awaited: str) -> None:
-    start = time.monotonic()
     ranks = script_ranks(tmp_path, KILLED, 2, WarmScript, DRIVETRAIN_TRANSPORT="torch", KILLED=str(killed))
     try:
         _, said_before = ranks[killed].communicate(timeout=60)
@@ -340,7 +339,6 @@ def test_a_killed_rank_is_named(tmp_path: Path, killed: int, awaited: str) -> No
     assert re.search(rf"drivetrain: {awaited}", error), error
     last_seen = r"last seen (at \S+|in .*\()\S*train\.py:\d+ in .*in step \d\."
     assert re.search(rf"Rank {killed} has ended: its process {pid[1]} is gone, {last_seen}", error), error
-    assert time.monotonic() - start < 30
 
 
 # ---- Many hosts.

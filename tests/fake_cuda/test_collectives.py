@@ -154,9 +154,8 @@ def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
     dist.all_reduce(x)
     torch.cuda.synchronize()
     """
-    begin = time.monotonic()
     (code, output), (other, _) = on_ranks(script, 2, tmp_path)
     assert other == 3
     assert code not in (0, None)
     assert "remote process exited or there was a network error" in output
-    assert time.monotonic() - begin < 60  # the group's timeout
+    assert "Watchdog caught collective operation timeout" not in output  # the group's timeout has not found it

@@ -1,16 +1,12 @@
-"""Tests the NCCL transport over a fake libnccl on the CPU (tests/fake_nccl), and over the real one on a GPU."""
+"""Tests the NCCL transport over a fake libnccl on the CPU (tests/fake_nccl)."""
 
 import copy
 import gc
 import json
 import os
-import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import nccl_ranks
 from ddp_cases import (
     SMALL_BUCKETS,
     OnRanks,
@@ -589,207 +584,3 @@ def given_up(fakes: Path) -> None:
 
 def test_buckets_held_back_in_a_step_that_was_given_up(on_ranks: OnRanks, fakes: Path) -> None:
     on_ranks(given_up, fakes)
-
-
-# ---- On a GPU.
-
-GPU_PREAMBLE = """
-import os, signal, sys, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch import nn
-from drivetrain import DistributedDataParallel as DDP
-from drivetrain import _C
-from drivetrain.ddp import transport
-
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.cuda.set_device(rank % torch.cuda.device_count())
-dist.init_process_group(
-    "cpu:gloo,cuda:nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=15)
-)
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).cuda()
-"""
-
-
-def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
-    """Runs the script on ranks; returns exit code and output of all or of the first."""
-    code = textwrap.dedent(GPU_PREAMBLE) + textwrap.dedent(script)
-    return run_ranks(["-c", code], size, folder, awaited=awaited)
-
-
-def run_ranks(
-    command: list[str], size: int, folder: Path, *arguments: str, awaited: int | None = None
-) -> list[tuple[int, str]]:
-    """Runs Python on ranks, which share a GPU if they must; adds rank, size and the store's path to the arguments."""
-    ranks = []
-    for rank in range(size):
-        environment = dict(os.environ)
-        environment["FAKE_NCCL_LOG"] = str(folder / f"log-{rank}")  # of tests/fake_nccl, where that is NCCL
-        if size > torch.cuda.device_count():
-            # NCCL then takes each rank for a host of its own. Otherwise it refuses two ranks on one GPU.
-            environment.update(NCCL_HOSTID=f"host-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-        whole = [sys.executable, *command, str(rank), str(size), str(folder / "store"), *arguments]
-        ranks.append(
-            subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    deadline = time.monotonic() + GPU_SCRIPT_TIMEOUT_S * (3 if command[0] != "-c" else 1)
-    try:
-        results = []
-        for process in ranks[:awaited]:
-            output, _ = process.communicate(timeout=deadline - time.monotonic())
-            results.append((process.returncode, output))
-            if "Duplicate GPU detected" in output:
-                pytest.xfail("this NCCL refuses two ranks on one GPU")
-        return results
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("carrier", ["torch", "nccl"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_equals_torchs_class_under_a_pure_nccl_group(
-    tmp_path: Path, repository: Path, ranks: int, carrier: str
-) -> None:
-    """Runs the cases of tests/nccl_ranks.py in a group that takes no CPU tensors."""
-    results = run_ranks([str(repository / "tests/nccl_ranks.py")], ranks, tmp_path, carrier)
-    for code, output in results:
-        assert code == 0, output
-        assert output.count("ok ") == len(nccl_ranks.cases), output
-    for log in tmp_path.glob("log-*"):  # of the stand-in
-        calls = log.read_text().splitlines()
-        assert not [call for call in calls if "mean" in call]
-        windows = [call.split()[1] for call in calls if call.startswith("WindowRegister")]
-        assert [call.split()[1] for call in calls if call.startswith("MemAlloc")] == windows
-        assert bool(windows) == (carrier == "nccl")
-
-
-def train_example(repository: Path, folder: Path, engine: str, carrier: str) -> list[float]:
-    """Returns the losses of five steps of examples/gpt on at most two GPUs."""
-    ranks = min(2, torch.cuda.device_count())
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(repository / "examples/gpt/train.py"), "--device=cuda", "--preset=tiny", "--steps=5"]
-    command += ["--batch-size=4", "--sample-bytes=0", f"--engine={engine}", f"--json={folder / engine}"]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    common |= {"LOCAL_WORLD_SIZE": str(ranks), "DRIVETRAIN_TRANSPORT": carrier}
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + 3 * GPU_SCRIPT_TIMEOUT_S
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=deadline - time.monotonic())
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return list(json.loads((folder / engine).read_text())["losses"])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("carrier", ["torch", "nccl"])
-def test_the_example_trains_as_with_torchs_class(repository: Path, tmp_path: Path, carrier: str) -> None:
-    ours = train_example(repository, tmp_path, "drivetrain", carrier)
-    assert len(ours) == 5
-    assert ours == pytest.approx(train_example(repository, tmp_path, "torch", "auto"), abs=1e-4)
-
-
-@pytest.mark.gpu
-def test_one_rank_on_a_gpu(tmp_path: Path) -> None:
-    script = """
-    import copy
-    plain, model = copy.deepcopy(net), DDP(net, transport="nccl", bucket_cap_mb=0.1)
-    print(model._get_ddp_logging_data()["transport"])
-    for _ in range(3):
-        x = torch.randn(8, 10, device="cuda")
-        for m in (plain, model):
-            m.zero_grad()
-            m(x).pow(2).sum().backward()
-        for p, q in zip(plain.parameters(), model.parameters()):
-            torch.testing.assert_close(q.grad, p.grad)
-    path, version = _C.nccl_library("")
-    comm = _C.nccl_comm(process_group=dist.group.WORLD.group_name, device="cuda:0", timeout_s=15, fallback="")
-    flat = comm.allocate(4096, "cuda:0")
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        values = flat.view(dtype)
-        values.copy_(torch.arange(values.numel()))
-        before = values.clone()
-        comm.all_reduce(values, mean=False)
-        assert torch.equal(values, before)
-    del comm
-    assert torch.equal(values, before)  # memory outlives its communicator
-    del flat, values, model
-    print("fine with", version)
-    """
-    ((code, output),) = on_gpu(script, 1, tmp_path)
-    assert code == 0, output
-    assert "nccl 2." in output
-    assert "registered" in output
-    assert "fine with 2." in output
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", sorted({2, max(2, torch.cuda.device_count())}))
-def test_ranks_agree_with_the_process_group(tmp_path: Path, ranks: int) -> None:
-    script = """
-    import copy
-    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
-    model = DDP(net, transport="nccl", bucket_cap_mb=0.1)
-    torch.manual_seed(rank)
-    for _ in range(5):
-        x = torch.randn(8, 10, device="cuda")
-        for m in (theirs, model):
-            m.zero_grad()
-            m(x).pow(2).sum().backward()
-        for p, q in zip(theirs.parameters(), model.parameters()):
-            torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6)
-            others = q.grad.clone()
-            dist.broadcast(others, 0)
-            assert torch.equal(q.grad, others)
-    model.zero_grad()  # no weight counts the gradients of the loop
-    model.backward(model(x).pow(2).sum(), weight=1 + rank)
-    print("fine")
-    """
-    for code, output in on_gpu(script, ranks, tmp_path):
-        assert code == 0, output
-        assert "fine" in output
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_an_error_within_the_timeout(tmp_path: Path, how: signal.Signals) -> None:
-    script = f"""
-    model = DDP(net, transport="nccl", bucket_cap_mb=0.1)
-    begin = time.monotonic()
-    for step in range(100000):
-        if rank == 1 and step == 20:
-            os.kill(os.getpid(), {int(how)})
-        begin = time.monotonic()
-        try:
-            model(torch.randn(8, 10, device="cuda")).sum().backward()
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            print(f"after {{time.monotonic() - begin:.0f}} s: {{error}}")
-            break
-    os._exit(0)
-    """
-    ((code, output),) = on_gpu(script, 2, tmp_path, awaited=1)
-    assert code == 0, output
-    # The next reduction raises the loss: the first, or a later one that started before it was noticed.
-    assert re.search(r"the all-reduce of bucket \d of \d \[[024]\.(weight|bias)\b", output), output

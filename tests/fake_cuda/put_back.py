@@ -37,7 +37,7 @@ DEFECTS = [
         "csrc/ddp/collectives.cpp",
         "const at::Tensor all = copied_to(mine, device);",
         "const at::Tensor all = mine;",
-        ("tests/ddp/test_nccl.py::test_equals_torchs_class_under_a_pure_nccl_group[2-torch]",),
+        ("tests/ddp/test_nccl_gpu.py::test_equals_torchs_class_under_a_pure_nccl_group[2-torch]",),
         (
             r"the all-reduce of the buckets' checksums failed in synchronized step \d+",
             "No backend type associated with device type cpu",
@@ -67,7 +67,7 @@ DEFECTS = [
         "csrc/ddp/transport/nccl_communicator.cpp",
         "    while (result == ncclSuccess || result == ncclInProgress) {\n",
         "    if (result == ncclSuccess) return;\n    while (result == ncclSuccess || result == ncclInProgress) {\n",
-        ("tests/ddp/test_nccl.py::test_equals_torchs_class_under_a_pure_nccl_group[2-nccl]",),
+        ("tests/ddp/test_nccl_gpu.py::test_equals_torchs_class_under_a_pure_nccl_group[2-nccl]",),
         (r"failed with NCCL error 4 .*Attempt to use communicator before the previous operation returned ncclSuccess",),
     ),
     Defect(

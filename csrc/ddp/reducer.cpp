@@ -193,7 +193,7 @@ void Reducer::begin_backward() {
   parts_.now.backward_start = clock_ns();
   // After several forwards the first of several backwards may leave out what the others use.
   if (parts_.forwards > 1 && parts_.options.find_unused_parameters) mark_rest_unused_at_end();
-  parts_.weights.begin_step();
+  parts_.weights.begin_step(parts_.kind);
   parts_.queue.scaling() = parts_.choose_scaling();
   parts_.replicas.begin_step(parts_.uneven.is_joining());
   parts_.begin_gradient_check();
@@ -352,15 +352,15 @@ void Reducer::reduce_announced(int task) {
       }
       if (!parts_.gradients.missing().empty()) parts_.fail_incomplete();
     }
-    reduce_gradients(/*is_announced=*/true);
+    reduce_gradients(BackwardKind::kUnprepared);
   });
 }
 
 // Reduces the gradients in `.grad` as a step of its own.
-void Reducer::reduce_gradients(bool is_announced) {
+void Reducer::reduce_gradients(BackwardKind kind) {
   parts_.planner.miss_times();
   parts_.reset();
-  parts_.announced.is_reducing = is_announced;
+  parts_.kind = kind;
   begin_backward();
   for (size_t i = 0; i < parts_.params.size(); ++i) {
     if (parts_.gradients[i].ready) continue;
@@ -402,7 +402,7 @@ void Reducer::reduce_collected() {
   parts_.errors.note([&] {
     if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
     parts_.weights.count_nothing();
-    reduce_gradients(/*is_announced=*/false);
+    reduce_gradients(BackwardKind::kAny);
   });
 }
 

@@ -95,7 +95,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finalize();
   void on_output();
   void reduce_announced(int task);
-  void reduce_gradients(bool is_announced);
+  void reduce_gradients(BackwardKind kind);
 
   std::recursive_mutex mutex_;  // recursive: a communication hook may ask this reducer something
   ReducerParts parts_;

@@ -113,7 +113,8 @@ void ReducerParts::set_comm(std::shared_ptr<Comm> comm) {
 
 void ReducerParts::reset() {
   claims.release();
-  announced.is_under_way = announced.is_reducing = false;
+  announced.is_under_way = false;
+  kind = BackwardKind::kPrepared;
   gradients.reset();
   queue.reset();
   streams.reset();
@@ -261,9 +262,11 @@ Scaling ReducerParts::choose_scaling() const {
 }
 
 Purpose ReducerParts::bucket_purpose() const {
-  if (queue.has_hook()) return announced.is_reducing ? Purpose::kUnpreparedHook : Purpose::kHook;
-  if (weights.has_weight()) return Purpose::kWeightedBucket;  // ranks of weight 0 run no backward
-  return announced.is_reducing ? Purpose::kUnpreparedBucket : Purpose::kBucket;
+  // Ranks of weight 0 run no backward and match any, so that the sum of weights tells the kinds apart, not the tag.
+  if (weights.has_weight()) return queue.has_hook() ? Purpose::kHook : Purpose::kWeightedBucket;
+  const bool is_prepared = kind != BackwardKind::kUnprepared;
+  if (queue.has_hook()) return is_prepared ? Purpose::kHook : Purpose::kUnpreparedHook;
+  return is_prepared ? Purpose::kBucket : Purpose::kUnpreparedBucket;
 }
 
 void ReducerParts::promise_collectives() {

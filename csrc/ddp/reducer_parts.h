@@ -55,8 +55,7 @@ enum class StepPhase {
 struct AnnouncedBackward {
   bool is_under_way = false;  // or has raised
   bool has_gradient = false;
-  bool is_reducing = false;  // its gradients, now
-  int task = -1;             // autograd's number of it
+  int task = -1;  // autograd's number of it
 };
 
 // Invariant: the parts refer to each other, so that the object never moves. Each has its own state; here is only what
@@ -87,9 +86,10 @@ struct ReducerParts {
 
   StepPhase phase = StepPhase::kIdle;
   AnnouncedBackward announced;
-  int forwards = 0;                    // prepared since the last synchronized backward
-  bool norm_is_due = false;            // the transport computes sums of squares
-  bool has_begun = false;              // a synchronized forward or backward has begun
+  BackwardKind kind = BackwardKind::kPrepared;  // of the step under way
+  int forwards = 0;                             // prepared since the last synchronized backward
+  bool norm_is_due = false;                     // the transport computes sums of squares
+  bool has_begun = false;                       // a synchronized forward or backward has begun
   bool optimizer_in_backward = false;  // the communication hook steps parameters, and keeps or drops their gradients
   std::vector<std::function<void()>> end_callbacks;
   std::shared_ptr<c10::Event> device_end;  // of the last step, for Progress; null on the CPU

@@ -4,6 +4,7 @@
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -24,6 +25,12 @@ constexpr const char* kUnweighted =
     "every backward of an accumulation a weight, or call optimizer.zero_grad() first.";
 constexpr const char* kWasLate =
     " It was an earlier backward, whose gradients are wrong: the device found it, and the host does not wait for that.";
+
+constexpr const char* kParted =
+    "drivetrain: the ranks ran different backwards: some backward(loss, weight=...) after a forward, others a second "
+    "time over its outputs, or over outputs of a forward under no_sync()";
+constexpr const char* kEqualBackwards =
+    "Every rank must run the same forwards and backwards. The replicas may differ: load the last checkpoint.";
 
 const auto kWeights = std::make_shared<const std::string>("the weights");
 
@@ -119,6 +126,10 @@ void WeightedMean::check_late() {
     forget_step_();
     throw UserError(text(kUnweighted, kWasLate));
   }
+  if (parted_.has_failed()) {
+    forget_step_();
+    throw EnvironmentError(text(kParted, ". ", kEqualBackwards, kWasLate));
+  }
 }
 
 void WeightedMean::check_unweighted(size_t came) {
@@ -141,10 +152,12 @@ bool WeightedMean::were_zeroed(size_t came) {
   return true;
 }
 
-void WeightedMean::begin_step() {
+void WeightedMean::begin_step(BackwardKind kind) {
   if (!weight_) return;
-  sum_ = at::full({1}, *weight_, at::TensorOptions(at::kDouble).device(params_[0].tensor.device()));
-  if (kept_weight_.defined()) sum_.add_(kept_weight_);
+  const std::vector<double> mine = {*weight_, kind == BackwardKind::kPrepared ? 1.0 : 0.0,
+                                    kind == BackwardKind::kUnprepared ? 1.0 : 0.0};
+  sum_ = copied_to(at::tensor(mine, at::kDouble), params_[0].tensor.device());
+  if (kept_weight_.defined()) sum_.narrow(0, 0, 1).add_(kept_weight_);
 }
 
 void WeightedMean::start() {
@@ -155,22 +168,32 @@ void WeightedMean::wait(int64_t position) {
   if (reduce_) collectives_.wait(*reduce_, kWeights, position);
 }
 
+void WeightedMean::fail_parted(double prepared, double unprepared) {
+  forget_step_();
+  throw EnvironmentError(text(kParted, ". In synchronized step ", collectives_.steps(), ", ", prepared,
+                              " of the ranks did the former, and ", unprepared, " the latter. ", kEqualBackwards));
+}
+
 // Weights are finite and not negative. A rank with a weight above 0 therefore knows that the sum is above 0, and only a
 // rank without one must wait for it.
 void WeightedMean::divide(GradBuffer& buffer, double factor) {
   if (!weight_) return;
   const size_t count = buffer.buckets().size();
   if (sum_.is_cpu() || !(*weight_ > 0)) {
-    const double total = sum_.cpu().data_ptr<double>()[0];
-    if (!(total > 0)) {
+    const at::Tensor on_host = sum_.cpu();
+    const double* const sums = on_host.data_ptr<double>();
+    if (sums[1] > 0 && sums[2] > 0) fail_parted(sums[1], sums[2]);
+    if (!(sums[0] > 0)) {
       forget_step_();
-      throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", total,
+      throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", sums[0],
                              " over all ranks, expected a sum above 0."));
     }
-    for (size_t i = 0; i < count; ++i) buffer.bucket(i).flat.mul_(as_scalar(factor / total));
+    for (size_t i = 0; i < count; ++i) buffer.bucket(i).flat.mul_(as_scalar(factor / sums[0]));
     return;
   }
-  const at::Tensor scale = at::full({1}, factor, sum_.options()).div_(sum_);
+  parted_.add(sum_.narrow(0, 1, 1).mul(sum_.narrow(0, 2, 1)));
+  const at::Tensor total = sum_.narrow(0, 0, 1);
+  const at::Tensor scale = at::full({1}, factor, total.options()).div_(total);
   for (size_t i = 0; i < count; ++i) {
     const Bucket& bucket = buffer.bucket(i);
     scale_by(bucket.sparse ? bucket.flat._values() : bucket.flat, scale);

@@ -18,6 +18,13 @@
 
 namespace drivetrain::ddp {
 
+// What a step's backward belongs to.
+enum class BackwardKind {
+  kPrepared,    // a forward that prepared it
+  kUnprepared,  // the outputs of a forward that did not: a second backward, or one whose forward ran under no_sync()
+  kAny          // either: a rank of weight 0 runs none, and a weighted loss may have come from elsewhere
+};
+
 // The gradients of weighted backwards become the sum over ranks divided by the sum of weights, not by the number of
 // ranks.
 //
@@ -50,17 +57,19 @@ class WeightedMean {
 
   // ---- A step's reduction.
 
-  void begin_step();
+  void begin_step(BackwardKind kind);
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);
   // Makes the sums in the buffer the means over what all weights count. factor: the number by which a communication
-  // hook has divided, else 1.
+  // hook has divided, else 1. Throws if some ranks ran a prepared backward and others an unprepared one; on a device
+  // other than the CPU in a later call.
   void divide(GradBuffer& buffer, double factor);
   void forget_weights();
   void reset() { reduce_.reset(); }
 
  private:
+  [[noreturn]] void fail_parted(double prepared, double unprepared);
   // Identifies the tensor that is `.grad` and every write to it that autograd would notice.
   using Seen = std::pair<const void*, uint32_t>;
   static Seen see_grad(const Parameter& param);
@@ -80,7 +89,9 @@ class WeightedMean {
   LateCheck uncounted_;           // gradients that a weighted backward added to and no weight counts
   LateCheck unzeroed_;            // gradients with weights that a backward without one added to
   std::vector<Seen> seen_;        // by parameter: `.grad` after the last weighted backward
-  at::Tensor sum_;                // float64 [1], on the parameters' device; over ranks
+  LateCheck parted_;              // kinds of backwards that differ between ranks
+  // float64 [3], on the parameters' device, summed over ranks: weights, ranks of kPrepared, ranks of kUnprepared.
+  at::Tensor sum_;
   std::unique_ptr<PendingReduce> reduce_;
 };
 

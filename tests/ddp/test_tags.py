@@ -1,10 +1,11 @@
 """Checks that collectives which do not belong together raise on every rank, name both steps, and sum nothing."""
 
+import copy
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -285,7 +286,77 @@ def test_a_backward_on_one_rank(
     )
 
 
+def weighted_backward_on_one_rank(
+    make: Callable[[], tuple[nn.Module, Tensor]], runs_under_no_sync: bool, transport: str
+) -> str:
+    with over(transport):
+        model, x = make()
+        assert isinstance(model, DDP)
+
+        def go_on() -> None:
+            for number in range(6):
+                on_its_own = number == 3 and dist.get_rank() == 0
+                with model.no_sync() if on_its_own and runs_under_no_sync else nullcontext():
+                    loss = loss_of(model, x)
+                model.backward(loss, weight=2.0, retain_graph=on_its_own)
+                model.zero_grad()
+                if on_its_own and not runs_under_no_sync:
+                    model.backward(loss, weight=2.0)
+                    model.zero_grad()
+
+        return message_of(RuntimeError, go_on)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("make", [dense, hooked, static])
+@pytest.mark.parametrize("runs_under_no_sync", [False, True])
+def test_a_weighted_backward_on_one_rank(
+    on_ranks: OnRanks, make: Callable[[], tuple[nn.Module, Tensor]], runs_under_no_sync: bool, transport: str
+) -> None:
+    """Weighted backwards of two kinds raise on both ranks, although a rank of weight 0 may match either kind."""
+    for message in on_ranks(weighted_backward_on_one_rank, make, runs_under_no_sync, transport):
+        assert "the ranks ran different backwards: some backward(loss, weight=...) after a forward" in message
+        step_of_both = 4 if runs_under_no_sync else 5
+        assert f"In synchronized step {step_of_both}, 1 of the ranks did the former, and 1 the latter." in message
+
+
 # ---- What works under torch raises nothing.
+
+
+def weighted_backwards_again(make: Callable[[], tuple[nn.Module, Tensor]], transport: str) -> None:
+    """Every rank runs a second weighted backward, in which a rank of weight 0 takes part without a forward of its own.
+
+    The gradients are those of rank 0, as only its loss has a weight.
+    """
+    with over(transport):
+        model, x = make()
+        assert isinstance(model, DDP)
+        net = copy.deepcopy(model.module)
+        for _ in range(3):
+            if dist.get_rank() == 0:
+                loss = loss_of(model, x)
+                model.backward(loss, weight=3.0, retain_graph=True)
+                model.zero_grad()
+                model.backward(loss, weight=5.0)
+            else:
+                model.backward(x.sum(), weight=0)
+                model.zero_grad()
+                model.backward(x.sum(), weight=0)
+            seen = [x if dist.get_rank() == 0 else torch.empty_like(x)]
+            dist.broadcast_object_list(seen, src=0)
+            net.zero_grad()
+            loss_of(net, seen[0]).backward()
+            for ours, theirs in zip(model.module.parameters(), net.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-3)  # the hook sends float16
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("make", [dense, hooked])
+def test_weighted_backwards_again(
+    on_ranks: OnRanks, make: Callable[[], tuple[nn.Module, Tensor]], transport: str
+) -> None:
+    on_ranks(weighted_backwards_again, make, transport)
 
 
 def two_models_and_two_groups(transport: str) -> None:

@@ -34,16 +34,18 @@ from drivetrain.ddp import transport
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group(
-    "cpu:gloo,cuda:nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=15)
+    "BACKEND", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=15)
 )
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).cuda()
 """
 
 
-def on_gpu(script: str, size: int, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
+def on_gpu(
+    script: str, size: int, folder: Path, awaited: int | None = None, backend: str = "cpu:gloo,cuda:nccl"
+) -> list[tuple[int, str]]:
     """Runs the script on ranks; returns exit code and output of all or of the first."""
-    code = textwrap.dedent(GPU_PREAMBLE) + textwrap.dedent(script)
+    code = textwrap.dedent(GPU_PREAMBLE.replace("BACKEND", backend)) + textwrap.dedent(script)
     return run_ranks(["-c", code], size, folder, awaited=awaited)
 
 
@@ -258,3 +260,48 @@ def test_emit_nvtx_shows_every_bucket(tmp_path: Path, carrier: str) -> None:
         assert not open_ranges
         for name in ("drivetrain::all_reduce", "nccl:all_reduce", "drivetrain::wait"):
             assert counts[name] == buckets, counts
+
+
+HOSTS_SCRIPT = """
+    from drivetrain.ddp import tag_board
+
+    transport._host_identity = lambda: (str(rank),)  # each rank is on a host of its own
+    tag_board.CONNECT_WITHIN = timedelta(seconds={connect_s})
+    if rank == 1 and {connect_s} < 10:
+        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-network"
+    model = DDP(net, transport={transport!r}, bucket_cap_mb=0.1)
+    inputs = torch.randn(8, 10, device="cuda")
+    try:
+        for step in range(6):
+            loss = model(inputs).sum()
+            if is_wrong := {is_wrong} and step == 3 and rank == 0:
+                loss.backward(retain_graph=True)
+                model.zero_grad()
+            loss.backward()
+            model.zero_grad()
+        torch.cuda.synchronize()
+        print("fine")
+    except RuntimeError as error:
+        print(error, flush=True)
+        time.sleep(1)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("carrier", ["torch", "nccl"])
+def test_hosts_compare_collectives_of_a_pure_nccl_group(tmp_path: Path, carrier: str) -> None:
+    script = HOSTS_SCRIPT.format(transport=carrier, connect_s=60, is_wrong=True)
+    for code, output in on_gpu(script, 2, tmp_path, backend="nccl"):
+        assert code == 0, output
+        assert "the ranks start different collectives: " in output, output
+        assert "of a second backward, or one whose forward ran under no_sync(), in synchronized step 5" in output, (
+            output
+        )
+
+
+def test_hosts_that_gloo_cannot_connect_train_with_a_warning(tmp_path: Path) -> None:
+    script = HOSTS_SCRIPT.format(transport="torch", connect_s=3, is_wrong=False)
+    for code, output in on_gpu(script, 2, tmp_path, backend="nccl"):
+        assert code == 0, output
+        assert "fine" in output, output
+        assert "the hosts cannot connect over gloo, so that they do not compare their collectives" in output, output

@@ -1,5 +1,7 @@
 """Gives each process group a board on which its ranks show each other which collective they start next."""
 
+import warnings
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -8,6 +10,8 @@ import torch.distributed as dist
 from .. import _C
 from .gather import cpu_backend, gather_bytes, on_device
 from .transport import group_beside, group_timeout, host_digest, rank_name
+
+CONNECT_WITHIN = timedelta(seconds=60)  # between hosts, whose process group has connected them over NCCL only
 
 # By group and device: collectives on one device of a process have one order, and those on two devices have none. None:
 # a single rank, or ranks that cannot make shared memory.
@@ -58,13 +62,12 @@ def _board_of(
 ) -> _C.TagBoard | None:
     """Makes this rank's board; None: it fails.
 
-    The first ranks of several hosts get a group of their own, if the group has gloo, to agree on their collectives.
+    The first ranks of several hosts get a gloo group of their own, to agree on their collectives.
     """
     rank = dist.get_rank(group)
     neighbors = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     first_ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    do_agree = len(first_ranks) > 1 and cpu_backend(group) == "gloo"
-    between = group_beside(group, first_ranks) if do_agree else None
+    do_agree, between = _connected(first_ranks, group) if len(first_ranks) > 1 else (False, None)
     try:
         return _C.tag_board(
             own=line,
@@ -74,7 +77,35 @@ def _board_of(
             rank_names=[rank_name(other, group) for other in range(len(hosts))],
             between=between.group_name if between else "",
             hosts=first_ranks if do_agree else [],
-            timeout_s=group_timeout(group, torch.device("cpu")).total_seconds() if do_agree else 0,
+            timeout_s=group_timeout(group).total_seconds() if do_agree else 0,
         )
     except RuntimeError:
         return None
+
+
+def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, dist.ProcessGroup | None]:
+    """Connects each host's first rank with those of the other hosts.
+
+    Returns:
+        Whether hosts are connected, equal on every rank, and the group of the first ranks, None on other ranks.
+    """
+    backend = cpu_backend(group)
+    if backend == "gloo":
+        return True, group_beside(group, first_ranks)
+    if backend is not None:
+        return False, None
+    # The script has asked for NCCL alone, which may use networks that gloo does not find. It must train without them.
+    between, failure = None, ""
+    try:
+        between = group_beside(group, first_ranks, CONNECT_WITHIN)
+    except RuntimeError as error:
+        failure = str(error)
+    are_connected = all(made == b"\1" for made in gather_bytes(bytes([not failure]), group))
+    if failure or (not are_connected and dist.get_rank(group) == 0):
+        warnings.warn(
+            "drivetrain: the hosts cannot connect over gloo, so that they do not compare their collectives: ranks of "
+            "different hosts that leave out a step may train on with different parameters. Set GLOO_SOCKET_IFNAME to "
+            f"the network interface that connects the hosts. {failure or 'Another rank has the error.'}",
+            stacklevel=2,
+        )
+    return are_connected, between if are_connected else None

@@ -234,14 +234,31 @@ def _host_identity() -> tuple[str, ...]:
     return (boot, *spaces, str(os.getuid()))
 
 
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Returns the group's timeout for operations on that type of device."""
+def group_timeout(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta:
+    """Returns the group's timeout for operations on that type of device; None: on the CPU, if the group has those."""
+    if device is None:
+        devices = group._device_types
+        device = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
-def group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
-    """Makes another gloo group of some of the group's ranks; None on the others. Every rank must call it."""
+def group_beside(
+    group: dist.ProcessGroup, ranks: list[int], connect_within: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """Makes another gloo group of some of the group's ranks. Every rank must call it.
+
+    Args:
+        group: Its timeout becomes the new group's.
+        ranks: Members of the new group, as ranks of `group`.
+        connect_within: Limit for the connections between the members; None: the group's timeout.
+
+    Returns:
+        The new group, or None on ranks that are not in it.
+
+    Raises:
+        RuntimeError: The members cannot connect.
+    """
     is_member = dist.get_rank(group) in ranks
     # All ranks of the job take part in making a group, unless the call says that only its own ranks do.
     is_whole_job = dist.get_world_size(group) == dist.get_world_size()
@@ -251,11 +268,15 @@ def group_beside(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGrou
     with alike:
         beside = dist.new_group(
             [dist.get_global_rank(group, rank) for rank in ranks],
-            timeout=group_timeout(group, torch.device("cpu")),
+            timeout=connect_within or group_timeout(group),
             backend="gloo",
             use_local_synchronization=not is_whole_job,
         )
-    return beside if is_member else None
+    if not is_member:
+        return None
+    if connect_within:
+        dist.distributed_c10d._set_pg_timeout(group_timeout(group), beside)
+    return beside
 
 
 def _most_groups(group: dist.ProcessGroup) -> int:

@@ -266,7 +266,7 @@ def group_beside(
     if not (is_whole_job or is_member):
         return None
     with alike:
-        beside = dist.new_group(
+        beside: dist.ProcessGroup = dist.new_group(
             [dist.get_global_rank(group, rank) for rank in ranks],
             timeout=connect_within or group_timeout(group),
             backend="gloo",

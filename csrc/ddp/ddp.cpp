@@ -15,6 +15,7 @@
 #include "ddp/bucket_plan.h"
 #include "ddp/progress.h"
 #include "ddp/reducer.h"
+#include "ddp/transport/peer_process.h"
 #include "ddp/transport/shm_segment.h"
 #include "ddp/transport/transport.h"
 
@@ -170,6 +171,10 @@ std::shared_ptr<TagBoard> make_tag_board(std::shared_ptr<Segment> own, const std
       throw EnvironmentError(text(rank_names.at(ranks.at(i)), " has no line for a board of tags"));
     }
     options.lines.push_back(memory->others.emplace_back(Segment::open(address)).data());
+    if (i == 0 && !hosts.empty()) {
+      const auto first = std::make_shared<const PeerProcess>(address.pid);
+      options.has_first_rank_ended = [first] { return first->has_ended(); };
+    }
   }
   options.rank = rank;
   options.memory = memory;

@@ -99,8 +99,12 @@ class Lines {
   ~Lines() { ::operator delete(memory_, std::align_val_t(64)); }
   Lines(const Lines&) = delete;
 
-  std::unique_ptr<TagBoard> board(int rank) {
+  // exchange: replaces the one between the hosts.
+  std::unique_ptr<TagBoard> board(
+      int rank, std::function<bool()> has_first_rank_ended = [] { return false; },
+      std::unique_ptr<HostExchange> exchange = nullptr) {
     TagBoard::Options options;
+    options.has_first_rank_ended = std::move(has_first_rank_ended);
     options.rank = rank % per_host_;
     const int host = rank / per_host_;
     std::vector<uint64_t> first_ranks;
@@ -114,7 +118,8 @@ class Lines {
     options.do_hosts_agree = size_ > per_host_;
     options.limit = std::chrono::minutes(1);
     if (options.do_hosts_agree && options.rank == 0) {
-      options.agreement = std::make_unique<HostAgreement>(std::move(exchanges_[host]), std::move(first_ranks));
+      options.agreement = std::make_unique<HostAgreement>(exchange ? std::move(exchange) : std::move(exchanges_[host]),
+                                                          std::move(first_ranks));
     }
     return std::make_unique<TagBoard>(std::move(options));
   }
@@ -245,6 +250,31 @@ void test_differences(int rounds, bool has_hosts) {
   }
 }
 
+// Connections that break.
+class BrokenExchange final : public HostExchange {
+ public:
+  std::shared_ptr<HostExchange::Round> start(const HostMessage&) override {
+    throw EnvironmentError("the connection is closed");
+  }
+};
+
+// The first rank of a host cannot reach the others, or dies. The host's other ranks learn it before their limit.
+void test_lost_hosts() {
+  for (const bool has_died : {false, true}) {
+    Lines lines(4, 2);
+    run_ranks(2, [&](int rank) {
+      if (rank == 0 && has_died) return;
+      const auto board =
+          rank == 0 ? lines.board(0, {}, std::make_unique<BrokenExchange>()) : lines.board(1, [&] { return has_died; });
+      const std::string error = error_of([&] { board->show(tag_at(1)); });
+      const std::string expected = rank == 0  ? "the connection is closed"
+                                   : has_died ? "rank 0 has died before the hosts agreed on bucket 1"
+                                              : "rank 0 has lost its connection to another host";
+      expect(error.find(expected) != std::string::npos, text("the error says '", expected, "': ", error));
+    });
+  }
+}
+
 void test_wrappers() {
   Lines lines(2);
   const auto first = lines.board(0), second = lines.board(1);
@@ -268,6 +298,7 @@ void test_tag_board() {
   test_agreement_of_hosts();
   test_differences(100, /*has_hosts=*/false);
   test_differences(6, /*has_hosts=*/true);
+  test_lost_hosts();
   test_wrappers();
 }
 

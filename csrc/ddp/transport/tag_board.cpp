@@ -32,9 +32,11 @@ struct alignas(64) TagBoard::Line {
   std::atomic<uint64_t> has_difference;             // 1: the following is set
   std::array<std::atomic<uint64_t>, 4> difference;  // as in TagDifference
   std::atomic<uint64_t> words[kKept];
-  // Of a host's first rank: the number up to which hosts agree, and the words on which they do.
+  // Of a host's first rank: the number up to which hosts agree, the words on which they do, and 1 if it has lost a
+  // host.
   std::atomic<uint64_t> agreed;
   std::atomic<uint64_t> agreed_words[kKept];
+  std::atomic<uint64_t> has_lost_host;
 
   // Returns the tag of that number; none if it is not shown yet, or no longer kept.
   std::optional<uint64_t> find(uint64_t number) const {
@@ -61,6 +63,7 @@ int64_t TagBoard::line_bytes() { return sizeof(Line); }
 TagBoard::TagBoard(Options options) : options_(std::move(options)), creator_(fork_depth()) {
   DT_INVARIANT(options_.lines.size() == options_.ranks.size());
   DT_INVARIANT(!options_.agreement || (is_first() && !has_all_ranks()));
+  DT_INVARIANT(!options_.do_hosts_agree || options_.agreement || options_.has_first_rank_ended);
 }
 
 TagBoard::Line& TagBoard::line(size_t rank) const { return *reinterpret_cast<Line*>(options_.lines[rank]); }
@@ -163,9 +166,15 @@ void TagBoard::compare_on_host(uint64_t number, uint64_t word) {
 // ---- Agreement of hosts.
 
 std::shared_ptr<HostExchange::Round> TagBoard::advance() {
-  std::vector<HostAgreement::Agreed> agreed;
-  const std::optional<TagDifference> difference = options_.agreement->advance(agreed);
   Line& mine = line(options_.rank);
+  std::vector<HostAgreement::Agreed> agreed;
+  std::optional<TagDifference> difference;
+  try {
+    difference = options_.agreement->advance(agreed);
+  } catch (const EnvironmentError&) {
+    mine.has_lost_host.store(1, std::memory_order_release);
+    throw;
+  }
   for (const auto& [first, words] : agreed) {
     for (size_t i = 0; i < words.size(); ++i) {
       mine.agreed_words[(first + i) % kKept].store(words[i], std::memory_order_release);
@@ -208,13 +217,27 @@ void TagBoard::agree(uint64_t number, uint64_t word, std::unique_lock<std::mutex
 
 void TagBoard::wait_for_first_rank(uint64_t number, uint64_t word, std::unique_lock<std::mutex>& lock) {
   const auto start = Clock::now();
+  const std::string& first = options_.rank_names[options_.ranks[0]];
+  Clock::time_point next_look = start + kBetweenTagLooks;
   while (!line(0).is_agreed(number, word)) {
     throw_difference();
-    const auto waited = Clock::now() - start;
+    const Clock::time_point now = Clock::now();
+    const Clock::duration waited = now - start;
+    if (line(0).has_lost_host.load(std::memory_order_acquire) != 0) {
+      throw EnvironmentError(text(first,
+                                  " has lost its connection to another host, whose ranks have probably died, "
+                                  "before the hosts agreed on ",
+                                  describe_shown(word)));
+    }
+    if (now >= next_look) {
+      next_look = now + kBetweenTagLooks;
+      if (options_.has_first_rank_ended() && !line(0).is_agreed(number, word)) {
+        throw EnvironmentError(text(first, " has died before the hosts agreed on ", describe_shown(word)));
+      }
+    }
     if (waited > options_.limit) {
       throw EnvironmentError(text("waited ", std::chrono::duration_cast<std::chrono::seconds>(waited).count(),
-                                  " s for ", options_.rank_names[options_.ranks[0]], " to start ",
-                                  describe_shown(word)));
+                                  " s for ", first, " to start ", describe_shown(word)));
     }
     lock.unlock();
     if (waited < kShortWait) {

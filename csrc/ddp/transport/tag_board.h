@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -38,6 +39,7 @@ class TagBoard {
     std::unique_ptr<HostAgreement> agreement;  // of the host's first rank with those of other hosts; null on the others
     bool do_hosts_agree = false;               // before a collective starts
     std::chrono::milliseconds limit{};         // for the wait of the host's other ranks for its first one
+    std::function<bool()> has_first_rank_ended;  // its process; needed on the host's other ranks if hosts agree
   };
   static constexpr uint64_t kKept = 1024;
   static constexpr uint64_t kLongestPromise = 512;  // collectives
@@ -71,7 +73,8 @@ class TagBoard {
   void set_difference(const TagDifference& difference);
   void look_for_difference();
   void compare_on_host(uint64_t number, uint64_t word);
-  // Takes the results of rounds. Returns the round to wait for; null: the hosts agree on all that was asked for.
+  // Takes the results of rounds. Returns the round to wait for; null: the hosts agree on all that was asked for. Throws
+  // if a connection has failed, after it has told the host's other ranks.
   std::shared_ptr<HostExchange::Round> advance();
   void agree(uint64_t number, uint64_t word, std::unique_lock<std::mutex>& lock);
   void wait_for_first_rank(uint64_t number, uint64_t word, std::unique_lock<std::mutex>& lock);

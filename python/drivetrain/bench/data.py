@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..data import CachedImages, prefetch
 from ..data.images import _decoded
@@ -39,6 +40,38 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(_decoded(file, _SIZE, _SIZE)).permute(2, 0, 1), label
 
 
+def _tar_files(samples: list[tuple[Path, int]], folder: Path, count: int) -> list[str]:
+    """Writes the samples to that many tar files, as webdataset reads them."""
+    import webdataset
+
+    files = [str(folder / f"{number}.tar") for number in range(count)]
+    for number, name in enumerate(files):
+        with webdataset.TarWriter(name) as writer:
+            for index in range(number, len(samples), count):
+                file, label = samples[index]
+                writer.write({"__key__": f"{index:06d}", "jpg": file.read_bytes(), "cls": label})
+    return files
+
+
+def _from_tar(sample: dict[str, bytes]) -> tuple[Tensor, int]:
+    image = _decoded(io.BytesIO(sample["jpg"]), _SIZE, _SIZE)
+    return torch.from_numpy(image).permute(2, 0, 1), int(sample["cls"])
+
+
+def _webdataset(samples: list[tuple[Path, int]], folder: Path) -> IterableDataset[tuple[Tensor, int]] | None:
+    """Returns the samples as a stream of tar files, one for each of two workers; None: webdataset is not installed."""
+    try:
+        import webdataset
+    except ImportError:
+        print(
+            "bench data: webdataset is not installed, so its row is omitted (pip install webdataset)", file=sys.stderr
+        )
+        return None
+    stream = webdataset.WebDataset(_tar_files(samples, folder, 2), shardshuffle=False)
+    dataset: IterableDataset[tuple[Tensor, int]] = stream.shuffle(_BATCH).map(_from_tar)
+    return dataset
+
+
 class _SlowReads(Dataset[Tensor]):
     """Waits for each sample as for a disk or a network, which needs no processor."""
 
@@ -51,7 +84,7 @@ class _SlowReads(Dataset[Tensor]):
 
 
 def run(threads: int, rounds: int) -> list[Row]:
-    """Returns the rows. The first column of figures is the plain DataLoader's.
+    """Returns the rows. The first column of figures is the plain DataLoader's, or webdataset's where the row says so.
 
     Args:
         threads: CPU threads of the training.
@@ -94,12 +127,17 @@ def _measure_images(rounds: int) -> list[Row]:
             optimizer.step()
             optimizer.zero_grad()
 
-        theirs, ours = _epochs((plain, cached), step, rounds)
-    return [
+        loaders: list[Iterable[Any]] = [plain, cached]
+        if (streamed := _webdataset(samples, folder)) is not None:
+            loaders.append(DataLoader(streamed, batch_size=_BATCH, num_workers=2, persistent_workers=True))
+        theirs, ours, *others = _epochs(loaders, step, rounds)
+    rows = [
         _row("images per second: 2 workers that decode, against a cache and prefetch", "/s", _rates(theirs, _IMAGES),
              _rates(ours, _IMAGES), 4.0),
         _row("  share of the time that steps run", "%", _shares(theirs), _shares(ours)),
     ]  # fmt: skip
+    what = "images per second: webdataset with 2 workers that decode, against a cache and prefetch"
+    return rows + [_row(what, "/s", _rates(other, _IMAGES), _rates(ours, _IMAGES)) for other in others]
 
 
 def _measure_prefetch(rounds: int) -> list[Row]:
@@ -112,7 +150,7 @@ def _measure_prefetch(rounds: int) -> list[Row]:
         while time.perf_counter() < end:
             torch.mm(left, right)
 
-    theirs, ours = _epochs((loader, prefetch(loader)), step, rounds)
+    theirs, ours = _epochs([loader, prefetch(loader)], step, rounds)
     return [
         _row(
             "slow reads, utilization: the plain loader, against prefetch",
@@ -127,12 +165,17 @@ def _measure_prefetch(rounds: int) -> list[Row]:
 
 
 def _epochs(
-    loaders: tuple[Iterable[Any], Iterable[Any]], step: Callable[[Any], None], rounds: int
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Runs epochs in turn after one of each that is not timed. Returns (seconds, seconds of steps) per epoch."""
-    found: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+    loaders: Sequence[Iterable[Any]], step: Callable[[Any], None], rounds: int
+) -> list[list[tuple[float, float]]]:
+    """Runs epochs in turn after one of each that is not timed.
+
+    Returns:
+        (seconds, seconds of steps) of each epoch, by loader.
+    """
+    found: list[list[tuple[float, float]]] = [[] for _ in loaders]
+    in_order = range(len(loaders))
     for index in track(range(-1, rounds), description="epochs", transient=True):
-        for which in (0, 1) if index % 2 else (1, 0):
+        for which in in_order if index % 2 else reversed(in_order):
             begin, in_steps = time.perf_counter(), 0.0
             for batch in loaders[which]:
                 now = time.perf_counter()

@@ -7,7 +7,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -179,7 +179,7 @@ def _checksum(pixels: "np.ndarray[Any, Any]") -> int:
     return zlib.crc32(pixels.data) or 1
 
 
-def _decoded(file: Path, height: int, width: int) -> "np.ndarray[Any, Any]":
+def _decoded(file: Path | BinaryIO, height: int, width: int) -> "np.ndarray[Any, Any]":
     import numpy as np
     from PIL import Image
 

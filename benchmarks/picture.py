@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from matplotlib import pyplot
 
 REPOSITORY = Path(__file__).parents[1]
 COLORS = {"optim": "tab:blue", "accumulate": "tab:green", "ddp": "tab:orange", "comm": "tab:red"}
+OTHER_SIDE = re.compile(r"\bagainst\b|without and with")
 TITLES = {"optim": "optimizers", "accumulate": "gradient accumulation", "ddp": "DDP", "comm": "all-reduce"}
 
 
@@ -38,8 +41,15 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Selects the rows that compare the two sides; indented rows explain the row above."""
-    return [row for row in rows if row["ratio"] is not None and not row["what"].startswith(" ")]
+    """Selects the rows that compare drivetrain with torch.
+
+    Indented rows explain the row above. Rows that name another side, such as "AVX2 against AVX-512", need their text.
+    """
+    return [
+        row
+        for row in rows
+        if row["ratio"] is not None and not row["what"].startswith(" ") and not OTHER_SIDE.search(row["what"])
+    ]
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -58,10 +68,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         ]
         axes.barh(places, ratios, xerr=intervals, color=color, ecolor="0.4", label=TITLES[topic])
     axes.axvline(1, color="0.2", linewidth=1)
-    axes.set_yticks(range(len(bars)), [row["what"] for _, row in bars], fontsize=8)
+    axes.set_yticks(range(len(bars)), [textwrap.fill(row["what"], 60) for _, row in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("drivetrain / torch; left of the line, drivetrain is faster")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
     axes.set_title(f"torch {found['torch']}, {found['isa']}, two CPU cores", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})  # keeps the file equal for equal figures

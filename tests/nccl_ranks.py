@@ -17,8 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from drivetrain import DistributedDataParallel
+from drivetrain.monitor import Monitor
 
 GROUP_TIMEOUT_S = 60
+LATE_CYCLES = 100_000_000  # 50 ms at 2 GHz
 SMALL_BUCKETS = 0.001  # MB: several to a step
 
 cases: dict[str, Callable[[str], None]] = {}
@@ -103,7 +105,7 @@ def gradients_kept_in_place(transport: str) -> None:
 
 @case
 def find_unused_parameters(transport: str) -> None:
-    models = pair(transport, find_unused_parameters=True)
+    models = pair(transport)
     for step in range(4):
         step_both(models, step, uses_maybe=(step + dist.get_rank()) % 2 == 0)
 
@@ -179,6 +181,24 @@ def large_float16_gradients(transport: str) -> None:
         model(torch.full((1, 1), 40000.0).cuda().half()).sum().backward()
         grad = model.module.weight.grad
         assert torch.equal(grad, torch.full_like(grad, 40000.0)), grad
+
+
+@case
+def exposed_communication(transport: str) -> None:
+    """The device of rank 1 is late in its forward pass, and the other devices wait for it in the backward pass."""
+    model = DistributedDataParallel(Net().cuda(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        model.module.first.register_forward_pre_hook(lambda *_: torch.cuda._sleep(LATE_CYCLES))
+    with Monitor(model, optimizer, progress=False, flops=None) as monitor:
+        for inputs in monitor([batch(step) for step in range(8)]):
+            model(inputs).sum().backward()
+            optimizer.step()
+    phases = [torch.zeros(2).cuda() for _ in range(dist.get_world_size())]
+    spent = monitor.summary().phase_s
+    dist.all_gather(phases, torch.tensor([spent["forward"], spent["communication"]]).cuda())
+    late, others = phases.pop(1).tolist(), [other.tolist() for other in phases]
+    assert all(late[0] > forward and communication > late[1] for forward, communication in others), (late, others)
 
 
 def main() -> None:

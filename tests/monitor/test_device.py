@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from loops import Kept, make_batches, make_model, train
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain import _C
 from drivetrain.monitor import Monitor
 from drivetrain.monitor.script import ScriptMonitor
+from waits import no_waiting
 
 
 def on_device(count: int) -> Iterator[Any]:
@@ -35,16 +36,12 @@ def test_a_training_on_a_gpu_is_accounted_without_a_wait() -> None:
         model = plain_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = list(on_device(12))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             if is_monitored:
                 with Monitor(model, optimizer, to=[kept], progress=False, flops=None) as monitor:
                     losses.append(train(model, optimizer, monitor(batches)))
             else:
                 losses.append(train(model, optimizer, batches))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
     steps = kept.steps()
     assert [step["step"] for step in steps] == list(range(1, 13))
@@ -60,33 +57,67 @@ def test_a_training_on_a_gpu_is_accounted_without_a_wait() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("slow", ["copy", "forward", "backward", "optimizer", "host"])
+def test_time_of_the_device_is_found_where_its_work_was_enqueued(slow: str) -> None:
+    """The host only enqueues, and is done at once."""
+    num_cycles, least_s = 40_000_000, 0.01
+
+    def work(place: str) -> None:
+        if place == slow:
+            torch.cuda._sleep(num_cycles)
+
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            work("forward")
+            result = super().forward(input)
+            result.register_hook(lambda grad: work("backward"))
+            return result
+
+    class SGD(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            work("optimizer")
+            return super().step(*args, **kwargs)
+
+    kept, model = Kept(), Model(8, 4).cuda()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, to=[kept], progress=False, flops=None) as monitor:
+        for inputs, targets in monitor(list(on_device(4))):
+            work("copy")
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            work("host")
+    assert len(kept.steps()) == 4
+    for step in kept.steps():
+        assert step["complete"]
+        assert step["phases"][slow] >= least_s
+
+
+@pytest.mark.gpu
 def test_a_wait_of_the_host_that_the_device_does_not_notice_is_no_wait_for_data() -> None:
-    """The device is busy with the first step, while the host waits for the second batch."""
     kept, model = Kept(), plain_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    nap_s = 0.02
-    busy = torch.randn(512, 512, device="cuda")
+    nap_s, num_cycles = 0.05, 400_000_000  # 0.2 s at 2 GHz
+    was_busy = []
 
     def batches() -> Iterator[Any]:
         for batch in list(on_device(4)):
+            done = torch.cuda.current_stream().record_event()
             time.sleep(nap_s)
+            was_busy.append(not done.query())
             yield batch
 
     with Monitor(model, optimizer, to=[kept], progress=False, flops=None) as monitor:
         for inputs, targets in monitor(batches()):
-            host = time.perf_counter()
-            done = torch.cuda.Event()
-            while True:  # enqueue work that takes the device longer than the nap
-                for _ in range(20):
-                    busy = (busy @ busy).clamp(-1, 1)
-                done.record()
-                if time.perf_counter() - host > 2 * nap_s and not done.query():
-                    break
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
+            torch.cuda._sleep(num_cycles)
     waits = [step["phases"]["data"] for step in kept.steps()]
     assert len(waits) == 4
-    assert waits[0] >= 0.5 * nap_s  # nothing was enqueued yet
+    assert not was_busy[0]
+    assert waits[0] >= nap_s / 2  # the device was idle; it may reach the first mark late
+    assert any(was_busy)
+    # The device reaches both marks of such a wait one after the other.
+    assert all(wait < nap_s for wait, was in zip(waits, was_busy, strict=True) if was)
 
 
 @pytest.mark.gpu

@@ -116,6 +116,7 @@ lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## check format, 
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
 	$(PYTHON) tools/sizes.py
+	$(ENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/monitoring/docker-compose.yml
 
 sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## run the native tests, and many of the package's, under the sanitizers (half an hour)
 	tests/sanitize.sh $(ENV)/bin/python
@@ -155,7 +156,7 @@ $(STAMPS)/built-with-kernels: $(SOURCES) $(STAMPS)/build-tools
 # could otherwise replace.
 $(STAMPS)/test-tools: pyproject.toml $(STAMPS)/built
 	$(PYTHON) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(STAMPS)/constraints.txt
-	$(PYTHON) -m pip install --quiet --constraint $(STAMPS)/constraints.txt "drivetrain[test,frameworks]"
+	$(PYTHON) -m pip install --quiet --constraint $(STAMPS)/constraints.txt "drivetrain[test,frameworks,trackers]"
 	touch $@
 
 # This installs the disassembler.

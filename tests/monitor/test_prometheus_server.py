@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -26,8 +27,14 @@ from drivetrain.monitor.sinks.prometheus import Prometheus
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 LIMIT_S = 90
+UNPACKED = Path(__file__).parents[2] / "build/prometheus/usr/bin"  # by unpack_prometheus.sh
+PROGRAMS = {
+    name: shutil.which(name, path=os.pathsep.join([os.environ["PATH"], str(UNPACKED)]))
+    for name in ("prometheus", "promtool")
+}
 pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="prometheus is not installed: apt-get install prometheus"
+    None in PROGRAMS.values(),
+    reason="prometheus is not installed: apt-get install prometheus, or tests/monitor/unpack_prometheus.sh",
 )
 
 
@@ -88,7 +95,11 @@ def test_a_real_prometheus(tmp_path: Path, on_ranks: Callable[..., list[Any]]) -
         except BaseException as error:
             errors.append(error)
 
-    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    command = [
+        str(PROGRAMS["prometheus"]),
+        f"--config.file={tmp_path}/prometheus.yml",
+        f"--storage.tsdb.path={tmp_path}/data",
+    ]
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{own}"], stdout=log, stderr=log)
     training = threading.Thread(target=train)
@@ -132,7 +143,7 @@ def test_every_alert_fires_when_it_should(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "alerts.yml", tmp_path)
     shutil.copy(Path(__file__).with_name("alerts_test.yml"), tmp_path)
     done = subprocess.run(
-        ["promtool", "test", "rules", "alerts_test.yml"],
+        [str(PROGRAMS["promtool"]), "test", "rules", "alerts_test.yml"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

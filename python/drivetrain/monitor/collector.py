@@ -23,7 +23,9 @@ from .summary import Summary
 from .system import System
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
-_POLL_S, _EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 0.1, 1.0, 5.0, 5.0
+# Each look takes the lock of Python and a processor's time from the training, whose caches are cold for it.
+_POLL_S = 0.2
+_EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 1.0, 5.0, 5.0
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 

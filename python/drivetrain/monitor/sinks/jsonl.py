@@ -19,6 +19,7 @@ class JSONL(Sink):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.name = f"jsonl:{self.path}"
+        self._encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
         self._file: int | None = None
         self._is_regular = True
         self._end = 0  # of the last whole line
@@ -36,7 +37,7 @@ class JSONL(Sink):
             OSError: The line cannot be written; the file ends with the line before it.
         """
         assert self._file is not None
-        line = (json.dumps(event, separators=(",", ":"), default=str) + "\n").encode()
+        line = (self._encode(event) + "\n").encode()
         done = 0
         try:
             while done < len(line):

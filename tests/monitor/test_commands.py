@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,19 @@ def test_monitor_compares_runs(recorded: Path, capsys: pytest.CaptureFixture[str
     assert step.split()[-2] == "3.00"
 
 
+def test_runs_in_files_of_one_name_are_told_apart(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded.parent)
+    for folder in ("before", "after"):
+        Path(folder).mkdir()
+        shutil.copy(recorded, f"{folder}/run.jsonl")
+    assert main(["monitor", "before/run.jsonl", "after/run.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert "before/run: 17 steps" in shown
+    assert "after/run: 17 steps" in shown
+
+
 def test_monitor_follows_a_run_to_its_end(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--live", str(recorded)]) == 0
     assert "a: 17 steps" in capsys.readouterr().out
@@ -156,6 +170,15 @@ def test_lines_without_a_terminal() -> None:
     assert file.getvalue() == "step 1 (batch 1/10) · 40.0 ms · 200 samples/s · waiting for data 80%, " + (
         "copy to the device 2%, forward and loss 2%\n"
     )
+
+
+def test_the_rate_belongs_to_the_shown_time() -> None:
+    """Workers deliver batches in bursts; the mean of such steps' rates is far above the run's."""
+    progress = Progress("lines", file=io.StringIO())
+    for step in range(200):
+        progress.take(step_event(step, 0.080 if step % 2 else 0.0), (0, 0))
+    _, milliseconds, rate, _ = progress.text().split(" · ")
+    assert float(rate.split()[0]) == pytest.approx(8 / (1e-3 * float(milliseconds.split()[0])), rel=0.01)
 
 
 def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

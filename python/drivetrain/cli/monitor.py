@@ -64,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
 def _show(files: Sequence[Path]) -> None:
     from rich.console import Console
 
-    from ..monitor.summary import compare
+    from ..monitor.summary import compare, names_of
 
     console = Console()
     console.width = console.width if console.is_terminal else 120
-    summaries = [_summary_of(file) for file in files]
+    summaries = [_summary_of(file, name) for file, name in zip(files, names_of(files), strict=True)]
     for summary in summaries:
         # An empty table would say nothing.
         console.print(summary.table() if summary.num_steps else str(summary), markup=False, highlight=False)
@@ -84,13 +84,13 @@ def _print_stacks(file: Path) -> int:
     return 0 if all(has_answered for _, has_answered in answers) else 1
 
 
-def _summary_of(file: Path) -> Summary:
+def _summary_of(file: Path, name: str) -> Summary:
     from ..monitor import read_events, summarize
 
     events = read_events(file)
     if not events:
         raise ValueError(f"{file} has no event yet: no monitor has written to it")
-    return summarize(events, name=file.stem)
+    return summarize(events, name=name)
 
 
 def _follow(file: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..phases import LABELS
 from .sinks.requirement import require
 from .stream import Event
-from .summary import read_events
+from .summary import names_of, read_events
 
 _COLUMNS = 400  # longer runs are drawn by means over as many groups of steps
 _COLORS = dict(
@@ -39,7 +38,7 @@ def draw(files: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) 
     figure_module: Any = importlib.import_module("matplotlib.figure")  # without pyplot's global state
     figure = figure_module.Figure(figsize=(9, 0.6 + 2.6 * len(files)), layout="constrained")
     panels = figure.subplots(len(files), 1, sharey=True, squeeze=False)[:, 0]
-    for file, panel in zip(files, panels, strict=True):
+    for file, name, panel in zip(files, names_of(files), panels, strict=True):
         steps = [event for event in read_events(file) if event["type"] == "step"]
         if not steps:
             raise ValueError(f"{file} has no steps to draw")
@@ -52,7 +51,7 @@ def draw(files: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) 
             colors=[_COLORS[phase] for phase in used],
             step="mid",
         )
-        panel.set_title(Path(file).stem, loc="left", fontsize=9)
+        panel.set_title(name, loc="left", fontsize=9)
         panel.set_ylabel("ms")
         panel.margins(x=0)
     panels[-1].set_xlabel("step")

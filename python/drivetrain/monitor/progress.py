@@ -44,7 +44,7 @@ class Progress:
             place: Number of the batch in its epoch and number of batches, 0 if it is not known.
         """
         self._last, self._place = event, place
-        for name, value in {"wall": event["wall_s"], "rate": event["samples_per_s"] or 0.0, **event["phases"]}.items():
+        for name, value in {"wall": event["wall_s"], "samples": event["samples"], **event["phases"]}.items():
             mean = self._means.get(name, value)
             self._means[name] = mean + _SMOOTHING * (value - mean)
 
@@ -55,8 +55,8 @@ class Progress:
         batch, batches = self._place
         done = f" (batch {batch}/{batches})" if batches else ""
         parts = [f"step {self._last['step']}{done}", f"{1e3 * self._means['wall']:.1f} ms"]
-        if self._means["rate"]:
-            parts.append(f"{self._means['rate']:,.0f} samples/s")
+        if self._means["samples"] and self._means["wall"]:
+            parts.append(f"{self._means['samples'] / self._means['wall']:,.0f} samples/s")
         shares = {phase: self._means[phase] / (self._means["wall"] or 1.0) for phase in LABELS}
         largest = sorted(shares, key=lambda phase: -shares[phase])[:3]
         parts.append(", ".join(f"{LABELS[phase]} {shares[phase]:.0%}" for phase in largest))

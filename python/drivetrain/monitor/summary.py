@@ -58,6 +58,8 @@ class Summary:
                 self._add(event)
         elif event["type"] in ("advice", "straggler", "hang"):
             self._texts[event["type"], event["phase"]] = event["text"]
+            if event["type"] == "straggler":  # the network is not what the others wait for
+                self._texts.pop(("advice", "communication"), None)
         elif event["type"] == "end":
             self.note_dropped(event["dropped"])
 
@@ -174,6 +176,12 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
             )
         events.append(event)
     return events
+
+
+def names_of(files: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Returns titles of runs: the names of their files without suffix, or the paths where two names are equal."""
+    names = [Path(file).stem for file in files]
+    return names if len(set(names)) == len(names) else [str(Path(file).with_suffix("")) for file in files]
 
 
 def compare(summaries: Sequence[Summary]) -> Table:

@@ -7,6 +7,7 @@ import os
 import ssl
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -285,7 +286,7 @@ def test_a_token_is_required(served: Any, given: str | None) -> None:
         fetch(sink.url, given)
 
 
-def test_tls(served: Any, tmp_path: Path) -> None:
+def test_tls(served: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -293,7 +294,13 @@ def test_tls(served: Any, tmp_path: Path) -> None:
     sink = served(certfile=str(certificate), keyfile=str(key))
     assert sink.url.startswith("https://")
     assert "drivetrain_step_seconds" in fetch(sink.url, certificate=certificate)
-    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        fetch(sink.url)
+    with caplog.at_level("DEBUG"):
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            fetch(sink.url)
+        deadline = time.monotonic() + 30
+        while "to the exporter failed" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)  # the server's thread notes it
+    assert "to the exporter failed" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
     with pytest.raises(ValueError, match="certfile and keyfile belong together"):
         Prometheus(9400, certfile="a")

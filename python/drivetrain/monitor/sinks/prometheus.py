@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import ssl
 import threading
@@ -15,6 +16,7 @@ from .requirement import require
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_logger = logging.getLogger("drivetrain")
 TOKEN_VARIABLE = "DRIVETRAIN_METRICS_TOKEN"
 _BUCKETS_S = tuple(round(base * 10.0**power, 6) for power in range(-3, 3) for base in (1, 1.8, 3.2, 5.6))
 
@@ -69,6 +71,8 @@ class Prometheus(Sink):
                 f"{error.strerror}: the sink {self.name} cannot listen on {self._host}:{self._port} "
                 f"(each local rank takes the next port); choose a free port",
             ) from error
+        # socketserver would write a traceback into the training's output, for example for each failed handshake.
+        self._server.handle_error = _note_error  # type: ignore[method-assign]
         if certfile is not None:
             try:
                 context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -102,6 +106,10 @@ class Prometheus(Sink):
             self._server.shutdown()
             self._thread.join(5)
         self._server.server_close()
+
+
+def _note_error(request: Any, address: Any) -> None:
+    _logger.debug("monitor: a request of %s to the exporter failed", address, exc_info=True)
 
 
 class _Silent(WSGIRequestHandler):

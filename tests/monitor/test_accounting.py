@@ -359,6 +359,43 @@ def test_epochs_and_evaluations_are_no_steps() -> None:
     assert all(step["forwards"] == 1 for step in kept.steps())
 
 
+def test_a_loop_that_is_left_ends_its_last_step() -> None:
+    kept, model = Kept(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loops_s = 0.0
+    with Monitor(model, optimizer, to=[kept], progress=False) as monitor:
+        next(iter(monitor(make_batches(1))))  # a look at a batch is no step
+        for _ in range(2):
+            begin = time.perf_counter()
+            for number, (inputs, _) in enumerate(monitor(make_batches(9)), 1):
+                model(inputs).sum().backward()
+                optimizer.step()
+                if number == 3:
+                    break
+            loops_s += time.perf_counter() - begin
+            time.sleep(NAP_S)
+    assert [step["step"] for step in kept.steps()] == list(range(1, 7))
+    assert [step["forwards"] for step in kept.steps()] == [1] * 6
+    assert sum(step["wall_s"] for step in kept.steps()) <= loops_s
+
+
+def test_an_iterator_that_outlives_its_monitor_does_not_disturb_the_next() -> None:
+    kept, model = Kept(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, progress=False) as monitor:
+        old = iter(monitor(make_batches(3)))
+        next(old)
+    with pytest.raises(RuntimeError, match="outside of the block"):
+        monitor([])
+    with Monitor(model, optimizer, to=[kept], progress=False) as other:
+        for number, (inputs, _) in enumerate(other(make_batches(3))):
+            model(inputs).sum().backward()
+            if number == 1:
+                old.close()
+            optimizer.step()
+    assert [step["complete"] for step in kept.steps()] == [True] * 3
+
+
 def test_a_loop_without_a_loader_ends_steps_with_the_optimizer() -> None:
     kept, model = Kept(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -79,7 +80,7 @@ def test_nothing_is_said_before_all_ranks_have_enough_steps() -> None:
     assert find_straggler({0: runs[0], 1: runs[1]}) is not None
 
 
-def slow_loader_on_rank_1() -> tuple[dict[str, float], Any, list[str]]:
+def slow_loader_on_rank_1() -> tuple[dict[str, float], Any, dict[str, list[str]]]:
     """Trains until rank 0 has named the slow rank, which it tells the others by a flag."""
     model = drivetrain.DistributedDataParallel(make_model(), report_hang_after=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,16 +103,19 @@ def slow_loader_on_rank_1() -> tuple[dict[str, float], Any, list[str]]:
             if is_done:
                 break
     means = {phase: monitor.summary().share(phase) for phase in PHASES}
-    return means, monitor.straggler, [event["text"] for event in kept.events if event["type"] == "straggler"]
+    texts = {kind: [one["text"] for one in kept.events if one["type"] == kind] for kind in ("straggler", "advice")}
+    return means, monitor.straggler, texts
 
 
 def test_two_real_ranks(on_ranks: Callable[..., list[Any]]) -> None:
-    (fast, straggler, texts), (slow, other, no_texts) = on_ranks(slow_loader_on_rank_1)
+    (fast, straggler, texts), (slow, other, others_texts) = on_ranks(slow_loader_on_rank_1)
     assert (straggler.rank, straggler.phase) == (1, "data")
-    assert "rank 1 is" in texts[0]
-    assert "it loses the time in: waiting for data" in texts[0]
+    pattern = r"rank 1 (is \d+% slower than|takes \d+\.\d times as long as) the others, which wait for it; "
+    assert re.match(pattern + "it loses the time in: waiting for data$", texts["straggler"][0])
+    # The fast rank waits for the slow one and not for the network.
+    assert not [text for text in texts["advice"] + others_texts["advice"] if "exposed communication" in text]
     assert other is None
-    assert no_texts == []
+    assert others_texts["straggler"] == []
     # The fast rank waits in backward, for the gradients of the slow one.
     assert fast["communication"] > slow["communication"]
     assert slow["data"] > fast["data"]

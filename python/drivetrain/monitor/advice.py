@@ -18,14 +18,14 @@ class Setup:
     Attributes:
         num_workers: Of the loader; None if it is not known.
         num_cores: Cores that this process may use.
-        world_size: Number of ranks.
-        straggler: True if a straggler is named: others then wait for it and not for the network.
+        sees_loader: True if the loop's waits for its loader are marked.
+        ranks_are_even: True if the ranks were compared and none is slow. They then wait for the network.
     """
 
     num_workers: int | None = None
     num_cores: int = 1
-    world_size: int = 1
-    straggler: bool = False
+    sees_loader: bool = True
+    ranks_are_even: bool = False
 
 
 def advise(summary: Summary, setup: Setup) -> dict[str, str]:
@@ -53,7 +53,7 @@ def _sentence(phase: str, share: float, summary: Summary, setup: Setup) -> str |
         return _of_data(share, summary, setup)
     per_step_ms = 1e3 * summary.phase_s[phase] / summary.num_steps
     if phase == "communication":
-        if setup.straggler or setup.world_size == 1:
+        if not setup.ranks_are_even:
             return None
         return (
             f"{share:.0%} exposed communication: {per_step_ms:.1f} ms of each step wait for gradients that backward "
@@ -68,6 +68,11 @@ def _sentence(phase: str, share: float, summary: Summary, setup: Setup) -> str |
         return (
             f"{share:.0%} checkpoint: saves take {per_step_ms:.1f} ms per step; saving {math.ceil(share / 0.02)} times "
             "less often would bring them to 2 %"
+        )
+    if not setup.sees_loader:
+        return (
+            f"{share:.0%} of each step ({per_step_ms:.1f} ms) lies outside of forward, backward and optimizer: loop "
+            "over monitor(loader), which tells how much of it is waiting for data"
         )
     return (
         f"{share:.0%} of each step ({per_step_ms:.1f} ms) lies outside of loading, forward, backward and optimizer: "

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Collector:
         rank: This rank.
         samples_of: Takes the number of a step and returns its samples.
         rates_of: Takes samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
-        setup: Facts for advice.
+        setup: Returns facts for advice.
         place: Returns the position in the epoch, for the progress line.
         device: Where the training runs.
         hangs: Watches the training thread.
@@ -53,7 +54,7 @@ class Collector:
         rank: int,
         samples_of: Callable[[int], int],
         rates_of: Callable[[int, int, float], dict[str, float | None]],
-        setup: Setup,
+        setup: Callable[[], Setup],
         place: Callable[[], tuple[int, int]],
         device: torch.device,
         hangs: HangWatch,
@@ -153,12 +154,8 @@ class Collector:
             self._progress.take(step, self._place())
 
     def _advise(self, is_last: bool) -> None:
-        setup = Setup(
-            self._setup.num_workers,
-            self._setup.num_cores,
-            dist.get_world_size() if dist.is_initialized() else 1,
-            self.straggler is not None,
-        )
+        were_compared = self._exchange is not None and self._exchange.has_compared
+        setup = replace(self._setup(), ranks_are_even=were_compared and self.straggler is None)
         for phase, text in advise(self.summary, setup).items():
             if phase not in self.advice or (is_last and text != self.advice[phase]):  # the figures of the whole run
                 self._send("advice", phase=phase, text=text)
@@ -196,10 +193,13 @@ class Collector:
 
     def _name(self, found: Straggler) -> None:
         if self.straggler is None or (found.rank, found.phase) != (self.straggler.rank, self.straggler.phase):
-            text = (
-                f"rank {found.rank} is {found.excess:.0%} slower than the others, which wait for it; it loses the time "
-                f"in: {LABELS[found.phase]}"
+            how = (
+                f"is {found.excess:.0%} slower than"
+                if found.excess < 1
+                else f"takes {1 + found.excess:.1f} times as long as"
             )
+            text = f"rank {found.rank} {how} the others, which wait for it; it loses the time in: {LABELS[found.phase]}"
             self._send("straggler", slow_rank=found.rank, phase=found.phase, excess=found.excess, text=text)
             _logger.warning("monitor: %s", text)
         self.straggler = found
+        self.advice.pop("communication", None)

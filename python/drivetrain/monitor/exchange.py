@@ -24,9 +24,13 @@ class Exchange:
 
     Args:
         group: The process group.
+
+    Attributes:
+        has_compared: True on rank 0 once all ranks have published enough steps.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.has_compared = False
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         ranks = [dist.get_global_rank(group, rank) for rank in range(self._world_size)]
         # Only its questions with a time limit are used here, none of its keys.
@@ -66,7 +70,9 @@ class Exchange:
         steps, places = self._store.ask(ask) or ([], [])
         straggler = None
         if steps:
-            straggler = find_straggler({self._ranks[rank]: json.loads(text) for rank, text in enumerate(steps)})
+            windows = {self._ranks[rank]: json.loads(text) for rank, text in enumerate(steps)}
+            self.has_compared = all(len(window) == WINDOW for window in windows.values())
+            straggler = find_straggler(windows)
         return straggler, {self._ranks[rank]: json.loads(text) for rank, text in places}
 
 

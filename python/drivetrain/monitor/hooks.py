@@ -99,7 +99,7 @@ class Batches:
         loader: Any iterable of batches.
         on_wait: Called before the loop waits for a batch.
         on_batch: Called with each batch.
-        on_end: Called after the last batch.
+        on_end: Called after the last batch, and when the loop is left before it.
     """
 
     def __init__(
@@ -138,7 +138,11 @@ class Batches:
                 self._on_end()
                 return
             self._on_batch(batch)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left by break
+                self._on_end()
+                raise
 
 
 _END = object()

@@ -50,7 +50,7 @@ class Monitor:
         model: The module whose calls are the forward passes, wrapped or not. None counts the time between a batch and
             the backward pass as forward.
         optimizer: The optimizer, or several, whose `step` ends a step. None ends a step with each batch.
-        loader: The loader of the loop, for advice on its workers.
+        loader: The loader of the loop, for advice on its workers. None takes the one that the first step iterates over.
         flops: "auto" counts the floating-point operations of the second step, which takes longer, for MFU and HFU. A
             number is taken as those of a sample, without recomputation. None reports neither.
         peak_flops: Peak FLOP/s of a device, for MFU and HFU. None takes a data sheet's value, where the GPU is known.
@@ -97,6 +97,8 @@ class Monitor:
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._model, self._loader = model, loader
+        self._iterated: Iterable[Any] | None = None  # the loader that the loop iterates over
+        self._is_active = False
         # None: all optimizers of the process, see ScriptMonitor.
         self._optimizers: list[torch.optim.Optimizer] | None = [] if optimizer is None else _as_list(optimizer)
         self._flops, self._peak_flops = flops, peak_flops
@@ -131,10 +133,6 @@ class Monitor:
             self._stream = Stream(self._sinks)
             self._progress = self._make_progress() if self._shows_progress else None
             self._follow(self._device)
-            setup = Setup(
-                num_workers=getattr(self._loader, "num_workers", None),
-                num_cores=len(os.sched_getaffinity(0)),
-            )
             self._collector = Collector(
                 self._reader,
                 self._stream,
@@ -142,7 +140,7 @@ class Monitor:
                 samples_of=lambda step: self._samples.pop(step, 0),
                 device=self._device,
                 rates_of=self._rates,
-                setup=setup,
+                setup=self._setup,
                 place=lambda: self._place,
                 hangs=HangWatch(
                     self._rank, threading.get_ident(), self._hang_limit_s, is_in_step=lambda: self._num_batches > 0
@@ -154,6 +152,7 @@ class Monitor:
             self._hooks.attach()
             _C.trace_step(OUTSIDE)
             self._collector.start()
+            self._is_active = True
         except BaseException:
             self._reader.stop()
             raise
@@ -166,6 +165,7 @@ class Monitor:
         assert self._reader is not None
         assert self._stream is not None
         assert self._collector is not None
+        self._is_active = False
         self._end_counting()
         self._hooks.detach()
         self._reader.stop()
@@ -197,10 +197,10 @@ class Monitor:
         Raises:
             RuntimeError: The call is outside of the block.
         """
-        if self._collector is None:
+        if not self._is_active:
             raise RuntimeError("monitor(loader) was called outside of the block: with Monitor(...) as monitor")
         self._place = (0, len(loader) if isinstance(loader, Sized) else 0)
-        return Batches(loader, self._before_batch, self._take_batch, self._end_batches)
+        return self._batches(loader, loader)
 
     def phase(self, name: str) -> Any:
         """Returns a context that attributes its time to a phase, for example "checkpoint".
@@ -255,6 +255,11 @@ class Monitor:
 
     # ---- Steps.
 
+    def _batches(self, batches: Iterable[Any], loader: Iterable[Any]) -> Batches:
+        """Returns an iterable over the batches of a loader that marks the waits for them."""
+        self._iterated = loader
+        return Batches(batches, self._before_batch, self._take_batch, self._end_batches)
+
     def _before_batch(self) -> None:
         """Ends the step, if its optimizer step has been made; time without batches belongs to no step."""
         self._end_counting()
@@ -266,6 +271,8 @@ class Monitor:
 
     def _end_batches(self) -> None:
         """Ends the last step; batches without an optimizer step, as of an evaluation, belong to none."""
+        if not self._is_active:  # an iterator of the past, which Python has kept beside an error's traceback
+            return
         self._before_batch()
         if self._num_batches:
             _C.trace_step(OUTSIDE)
@@ -304,6 +311,7 @@ class Monitor:
 
     def _end_step(self) -> None:
         self._num_steps += 1
+        self._loader = self._iterated if self._loader is None else self._loader
         self._samples[self._num_steps] = self._num_samples
         _C.trace_step(self._num_steps)
         self._num_batches = self._num_samples = 0
@@ -337,6 +345,13 @@ class Monitor:
         return rates
 
     # ---- Reports.
+
+    def _setup(self) -> Setup:
+        return Setup(
+            num_workers=getattr(self._loader, "num_workers", None),
+            num_cores=len(os.sched_getaffinity(0)),
+            sees_loader=self._has_loader,
+        )
 
     def _make_progress(self) -> Progress:
         return Progress()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .hooks import Batches, Iterations
+from .hooks import Iterations
 from .monitor import Monitor
 from .progress import Progress
 from .stream import Sink
@@ -36,7 +36,7 @@ class ScriptMonitor(Monitor):
         plain = DataLoader.__iter__
 
         def marked(loader: DataLoader[Any]) -> Iterator[Any]:
-            return iter(Batches(Iterations(plain, loader), self._before_batch, self._take_batch, self._end_batches))
+            return iter(self._batches(Iterations(plain, loader), loader))
 
         DataLoader.__iter__ = marked  # type: ignore[method-assign, assignment]
         atexit.register(self._finish)

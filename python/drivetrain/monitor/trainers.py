@@ -73,7 +73,7 @@ class TrainerMonitor(Monitor):
         """Marks the waits of all later iterations over the loader, until the end."""
 
         def marked(batches: Iterable[Any]) -> Batches:
-            return Batches(batches, self._before_batch, self._take_batch, self._end_batches)
+            return self._batches(batches, loader)
 
         self._restores.append(replace_iterations(loader, marked))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -181,19 +182,54 @@ def test_the_rate_belongs_to_the_shown_time() -> None:
     assert float(rate.split()[0]) == pytest.approx(8 / (1e-3 * float(milliseconds.split()[0])), rel=0.01)
 
 
-def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batches", [0, 10])
+def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as file:
         progress = Progress(file=file)
         assert progress.kind == "live"
-        progress.take(step_event(1, 0.032), (0, 0))
+        progress.take(step_event(1, 0.032), (5, batches))
         progress.close()
     shown = os.read(ours, 10_000).decode()
     os.close(ours)
-    assert "step 1 · 40.0 ms" in shown
+    assert " · 40.0 ms · 200 samples/s" in shown
     assert "\x1b[" in shown
+    assert ("━" in shown) == (batches > 0)
+
+
+@pytest.mark.parametrize("batches", [0, 10])
+def test_a_bar_in_a_notebook(batches: int) -> None:
+    pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
+    progress = Progress("notebook")
+    progress.take(step_event(1, 0.032), (5, batches))
+    progress.close()
+    cell: Any = progress._cell
+    assert cell.text.value == progress.text()
+    assert (cell.bar.value, cell.bar.max) == ((5, 10) if batches else (1, 1))
+    assert (cell.bar.layout.display == "none") == (not batches)
+
+
+def test_a_line_in_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython import display
+
+    class Handle:
+        def update(self, output: Any, raw: bool) -> None:
+            shown.append(output["text/plain"])
+
+    def show(output: Any, raw: bool, display_id: bool) -> Handle:
+        shown.append(output["text/plain"])
+        return Handle()
+
+    shown: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(display, "display", show)
+    progress = Progress("notebook")
+    for step in (1, 2):
+        progress.take(step_event(step, 0.032), (step, 10))
+        progress.show(is_last=True)
+    assert [text.split(" · ")[0] for text in shown] == ["step 1 (batch 1/10)", "step 2 (batch 2/10)"]
 
 
 def test_a_summary_shows_itself(recorded: Path) -> None:
@@ -202,6 +238,7 @@ def test_a_summary_shows_itself(recorded: Path) -> None:
     console.print(summarize(read_events(recorded), "[red]").table())
     assert "[red]: 17 steps" in console.file.getvalue()
     assert "waiting for data" in str(summary)
+    assert repr(summary) == str(summary)
     html = summary._repr_html_()
     assert "&lt;b&gt;: 17 steps" in html
     assert "waiting for data" in html

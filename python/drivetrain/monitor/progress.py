@@ -1,8 +1,9 @@
-"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere, one updated cell in a notebook."""
+"""Shows the progress of a run: a live bar on a terminal, plain lines elsewhere, one updated cell in a notebook."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
@@ -11,14 +12,16 @@ from ..phases import LABELS
 from .stream import Event
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.live import Live
 
 _LIVE_PERIOD_S, _LINE_PERIOD_S = 0.25, 10.0
 _SMOOTHING = 0.1  # weight of the last step in the shown mean
+_BAR_WIDTH = 12  # characters
 
 
 class Progress:
-    """Shows one line: the step, its time, the rate and the largest phases.
+    """Shows one line: a bar where the loader has a length, the step, its time, the rate and the largest phases.
 
     Args:
         kind: "live", "lines" or "notebook"; None finds out where the output goes.
@@ -34,7 +37,7 @@ class Progress:
         self._last: Event | None = None
         self._place = (0, 0)
         self._live: Live | None = None
-        self._cell: Any = None
+        self._cell: _TextCell | _WidgetCell | None = None
 
     def take(self, event: Event, place: tuple[int, int]) -> None:
         """Takes the event of a step.
@@ -68,9 +71,11 @@ class Progress:
             return
         self._shown_at = time.monotonic()
         if self.kind == "live":
-            self._live_line().update(importlib.import_module("rich.text").Text(self.text()), refresh=True)
+            self._live_line().update(self._bar_and_text(), refresh=True)
         elif self.kind == "notebook":
-            self._update_cell()
+            if self._cell is None:
+                self._cell = _WidgetCell() if importlib.util.find_spec("ipywidgets") is not None else _TextCell()
+            self._cell.show(self.text(), *self._place)
         else:
             print(self.text(), file=self._file, flush=True)
 
@@ -92,13 +97,47 @@ class Progress:
             self._live.start()
         return self._live
 
-    def _update_cell(self) -> None:
-        display: Any = importlib.import_module("IPython.display").display
-        text = {"text/plain": self.text()}
-        if self._cell is None:
-            self._cell = display(text, raw=True, display_id=True)
+    def _bar_and_text(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        text = Text(self.text())
+        batch, batches = self._place
+        if not batches:
+            return text
+        line = Table.grid(padding=(0, 1))
+        line.add_row(ProgressBar(total=batches, completed=batch, width=_BAR_WIDTH), text)
+        return line
+
+
+class _TextCell:
+    """Is the output of a notebook's cell without ipywidgets."""
+
+    def __init__(self) -> None:
+        self._display: Any = importlib.import_module("IPython.display").display
+        self._handle: Any = None
+
+    def show(self, text: str, batch: int, batches: int) -> None:
+        output = {"text/plain": text}
+        if self._handle is None:
+            self._handle = self._display(output, raw=True, display_id=True)
         else:
-            self._cell.update(text, raw=True)
+            self._handle.update(output, raw=True)
+
+
+class _WidgetCell:
+    """Is the output of a notebook's cell: a bar, and the text."""
+
+    def __init__(self) -> None:
+        widgets: Any = importlib.import_module("ipywidgets")
+        self.bar, self.text = widgets.IntProgress(), widgets.Label()
+        importlib.import_module("IPython.display").display(widgets.HBox([self.bar, self.text]))
+
+    def show(self, text: str, batch: int, batches: int) -> None:
+        self.bar.layout.display = None if batches else "none"
+        self.bar.max, self.bar.value = max(batches, 1), batch
+        self.text.value = text
 
 
 def _kind_of(file: TextIO) -> str:

@@ -24,7 +24,7 @@ _STEPS_KEPT = 10_000
 _BAR = 24  # characters
 
 
-@dataclass
+@dataclass(repr=False)
 class Summary:
     """Where the time of a run's steps went.
 
@@ -135,6 +135,8 @@ class Summary:
         lines = [self.heading()]
         lines += [f"  {label:<24}{ms:>10} ms {share:>7}  {bar}" for label, ms, share, bar in self.rows()]
         return "\n".join(lines + [f"  {note}" for note in self.notes])
+
+    __repr__ = __str__  # a prompt shows the table
 
     def _repr_html_(self) -> str:
         header = ("phase", "ms per step", "share", "")

@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from .traceml import traceml_row
 
 STEPS = 12  # of a timed block
 _PROFILED_ROUNDS = 3
-_EMPTY_STEPS = 100
+_ADDED_STEPS, _ADDED_ROUNDS = 50, 9
 _LOADING_S = 2e-3  # of a batch
 _TARGET_STEP_S = 0.020  # the overhead is a share of such a step
 _OVERHEAD, _ATTRIBUTED, _DIFFERENCE = 0.005, 0.97, 0.05
@@ -104,7 +103,7 @@ def run(threads: int = 2, rounds: int = 31) -> list[Row]:
         return [
             *_overhead(training, folder, rounds),
             *([found] if (found := traceml_row(threads, rounds)) else []),
-            _cost_of_an_empty_step(folder),
+            _added_processor_time(folder),
             *_account(training, folder),
         ]
 
@@ -145,32 +144,47 @@ def _overhead(training: Training, folder: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def _cost_of_an_empty_step(folder: Path) -> Row:
-    """Measures what the monitor adds to a step of 20 ms that does nothing, in processor time of all threads.
+def _added_processor_time(folder: Path) -> Row:
+    """Measures what the monitor adds to a step of 20 ms, in processor time of all threads.
 
-    Other processes do not disturb it, so that it judges the overhead on a busy machine, too. The hooks of a forward
-    pass, a backward pass and an optimizer step are called, each on one number.
+    Other processes disturb it less than times, so that it judges the overhead on a busy machine, too. Products of
+    matrices fill the step, and the caches. They are not measured, but a forward pass, a backward pass and an optimizer
+    step of one number, whose hooks are called.
     """
     weight = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
-    one = torch.ones(1)
+    one, filling = torch.ones(1), torch.randn(400, 400)
 
-    def loop(batches: Iterator[Tensor]) -> float:
-        begin = time.process_time()
-        for batch in batches:
+    def other_threads() -> float:
+        return time.process_time() - time.thread_time()
+
+    def loop(batches: Iterator[Tensor]) -> tuple[float, float]:
+        """Returns the seconds per step of this thread in the step's calls, and those of other threads."""
+        own, before = 0.0, other_threads()
+        while True:
+            begin = time.thread_time()
+            if (batch := next(batches, None)) is None:
+                break
             weight(batch).sum().backward()
             optimizer.step()
-            time.sleep(_TARGET_STEP_S)  # the monitor's threads look five times a second, and find cold caches
-        return (time.process_time() - begin) / _EMPTY_STEPS
+            own += time.thread_time() - begin
+            end = time.perf_counter() + _TARGET_STEP_S
+            while time.perf_counter() < end:
+                filling @ filling
+        return own / _ADDED_STEPS, (other_threads() - before) / _ADDED_STEPS
 
-    bare, watched = [], []
-    for _ in range(5):
-        bare.append(loop(iter([one] * _EMPTY_STEPS)))
-        with ExitStack() as stack:
-            to = [f"jsonl:{folder}/empty.jsonl"]
-            monitor = stack.enter_context(Monitor(weight, optimizer, to=to, progress=False, flops=None))
-            watched.append(loop(iter(monitor([one] * _EMPTY_STEPS))))
-    added = statistics.median(watched) - statistics.median(bare)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's threads would count as others
+    bare, watched, others = [], [], []
+    for _ in range(_ADDED_ROUNDS):
+        bare.append(loop(iter([one] * _ADDED_STEPS))[0])
+        to = [f"jsonl:{folder}/added.jsonl"]
+        with Monitor(weight, optimizer, to=to, progress=False, flops=None) as monitor:
+            own, other = loop(iter(monitor([one] * _ADDED_STEPS)))
+        watched.append(own)
+        others.append(other)
+    torch.set_num_threads(num_threads)
+    added = statistics.median(watched) - statistics.median(bare) + statistics.median(others)
     limit_us = 1e6 * _OVERHEAD * _TARGET_STEP_S
     row = Row("processor time that the monitor adds to a step of 20 ms", "us", 1e6 * statistics.median(bare))
     row.ours = 1e6 * added

@@ -24,8 +24,10 @@ from .summary import Summary
 from .system import System
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
-# Each look takes the lock of Python and a processor's time from the training, whose caches are cold for it.
-_POLL_S = 0.2
+# A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
+# Short steps fill it, and so do those of a device, whose recomputation has records of its own.
+_POLL_S, _BUSY_POLL_S = 0.5, 0.1
+_BUSY_STEPS_PER_S = 80
 _EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 1.0, 5.0, 5.0
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
@@ -112,11 +114,15 @@ class Collector:
                 self._progress.show()
 
     def _work(self) -> None:
-        while not self._has_stopped.wait(_POLL_S):
+        wait_s = _BUSY_POLL_S
+        while not self._has_stopped.wait(wait_s):
+            before = self.num_steps
             try:
                 self.poll()
             except Exception:
                 _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
+            is_busy = self.num_steps - before > _BUSY_STEPS_PER_S * wait_s
+            wait_s = _BUSY_POLL_S if is_busy or self._device.type == "cuda" else _POLL_S
 
     def _is_due(self, what: str, period_s: float) -> bool:
         now = time.monotonic()

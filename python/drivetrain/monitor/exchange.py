@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..ddp.control_block import ControlBlock, connection_to_store, host_name
 from .hangs import Place
-from .stragglers import WINDOW, Straggler, find_straggler
+from .stragglers import WINDOW, Straggler, find_straggler, profile_of
 
 _PERIOD_S = 1.0
 _PREFIX = "drivetrain/monitor/"
@@ -41,7 +41,7 @@ class Exchange:
 
     def add(self, phases: Mapping[str, float]) -> None:
         """Notes a step of this rank: seconds by phase."""
-        self._steps.append({name: round(seconds, 7) for name, seconds in phases.items()})
+        self._steps.append(phases)
         self._is_new = True
 
     def exchange(self, place: Place, wants_others: bool) -> tuple[Straggler | None, dict[int, Place]]:
@@ -54,7 +54,8 @@ class Exchange:
         Returns:
             On rank 0 the straggler, if there is one; and the places that were asked for. Both by global ranks.
         """
-        mine = json.dumps(list(self._steps)) if self._is_new else ""
+        profile = profile_of(list(self._steps)) if self._is_new else None
+        mine = json.dumps(profile) if profile is not None else ""
         self._is_new = False
 
         def ask(store: Any) -> tuple[list[bytes], list[tuple[int, bytes]]]:
@@ -63,16 +64,15 @@ class Exchange:
                 store.set(f"{_PREFIX}{self._rank}", mine)
             keys = [f"{_PREFIX}{rank}" for rank in range(self._world_size)]
             # The store would wait for a key that does not exist.
-            steps = list(store.multi_get(keys)) if mine and self._rank == 0 and store.check(keys) else []
+            profiles = list(store.multi_get(keys)) if mine and self._rank == 0 and store.check(keys) else []
             others = [rank for rank in range(self._world_size) if rank != self._rank] if wants_others else []
-            return steps, [(rank, store.get(_place_of(rank))) for rank in others if store.check([_place_of(rank)])]
+            return profiles, [(rank, store.get(_place_of(rank))) for rank in others if store.check([_place_of(rank)])]
 
-        steps, places = self._store.ask(ask) or ([], [])
+        profiles, places = self._store.ask(ask) or ([], [])
         straggler = None
-        if steps:
-            windows = {self._ranks[rank]: json.loads(text) for rank, text in enumerate(steps)}
-            self.has_compared = all(len(window) == WINDOW for window in windows.values())
-            straggler = find_straggler(windows)
+        if profiles:
+            self.has_compared = True
+            straggler = find_straggler({self._ranks[rank]: json.loads(text) for rank, text in enumerate(profiles)})
         return straggler, {self._ranks[rank]: json.loads(text) for rank, text in places}
 
 

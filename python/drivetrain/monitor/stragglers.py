@@ -6,11 +6,20 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
-WINDOW = 40  # steps that are compared
+WINDOW = 32  # steps that are compared
 _LEAST_EXCESS = 0.03
 _SIGMAS = 6.0
 _OWN = ("data", "copy", "forward", "backward", "recomputation", "optimizer", "checkpoint", "host")
+
+
+class Profile(TypedDict):
+    """A rank's last steps, as it shows them to the others."""
+
+    own_s: float  # median of its own time
+    error_s: float  # standard error of that median
+    phases: dict[str, float]  # medians in seconds, without the wait for others
 
 
 @dataclass(frozen=True)
@@ -33,36 +42,50 @@ def own_time(phases: Mapping[str, float]) -> float:
     return sum(phases[name] for name in _OWN)
 
 
-def find_straggler(steps: Mapping[int, Sequence[Mapping[str, float]]]) -> Straggler | None:
+def profile_of(steps: Sequence[Mapping[str, float]]) -> Profile | None:
+    """Returns the medians of a rank's last `WINDOW` steps; None with fewer steps.
+
+    Args:
+        steps: Seconds by phase of every step.
+    """
+    if len(steps) < WINDOW:
+        return None
+    window = steps[-WINDOW:]
+    times = [own_time(step) for step in window]
+    own_s = statistics.median(times)
+    return {
+        "own_s": own_s,
+        "error_s": _standard_error(times, own_s),
+        "phases": {phase: statistics.median(step[phase] for step in window) for phase in _OWN},
+    }
+
+
+def find_straggler(profiles: Mapping[int, Profile]) -> Straggler | None:
     """Compares the ranks' last steps.
 
     A rank's own time leaves out exposed communication, because a fast rank waits there for the slow one. A rank is
     named if its median exceeds the median of the others' by 3 %, and by six standard errors of both medians.
 
     Args:
-        steps: Seconds by phase of the last `WINDOW` steps of every rank. Ranks need not have the same steps.
+        profiles: Of every rank. Ranks need not have the same steps.
 
     Returns:
-        The slowest such rank, or None. Also None with fewer than two ranks, or fewer than `WINDOW` steps of one.
+        The slowest such rank, or None. Also None with fewer than two ranks.
     """
-    windows = {rank: list(own)[-WINDOW:] for rank, own in steps.items()}
-    if len(windows) < 2 or any(len(window) < WINDOW for window in windows.values()):
+    if len(profiles) < 2:
         return None
-    times = {rank: [own_time(step) for step in window] for rank, window in windows.items()}
-    centers = {rank: statistics.median(values) for rank, values in times.items()}
-    errors = {rank: _standard_error(values, centers[rank]) for rank, values in times.items()}
-    slow = max(centers, key=lambda rank: centers[rank])
-    others = [rank for rank in centers if rank != slow]
-    normal = statistics.median(centers[rank] for rank in others)
+    slow = max(profiles, key=lambda rank: profiles[rank]["own_s"])
+    others = [profile for rank, profile in profiles.items() if rank != slow]
+    normal = statistics.median(other["own_s"] for other in others)
     if normal <= 0:
         return None
-    error = math.hypot(errors[slow], statistics.median(errors[rank] for rank in others))
-    excess = centers[slow] - normal
+    error = math.hypot(profiles[slow]["error_s"], statistics.median(other["error_s"] for other in others))
+    excess = profiles[slow]["own_s"] - normal
     if excess < _LEAST_EXCESS * normal or excess < _SIGMAS * error:
         return None
     lost = {
-        phase: _median(windows[slow], phase) - statistics.median(_median(windows[rank], phase) for rank in others)
-        for phase in _OWN
+        phase: seconds - statistics.median(other["phases"][phase] for other in others)
+        for phase, seconds in profiles[slow]["phases"].items()
     }
     return Straggler(slow, max(lost, key=lambda phase: lost[phase]), excess / normal)
 
@@ -71,7 +94,3 @@ def _standard_error(values: Sequence[float], center: float) -> float:
     """Returns the standard error of the median, from the median absolute deviation: outliers do not widen it."""
     deviation = statistics.median(abs(value - center) for value in values)
     return 1.4826 * 1.2533 * deviation / math.sqrt(len(values))
-
-
-def _median(window: Sequence[Mapping[str, float]], phase: str) -> float:
-    return statistics.median(step[phase] for step in window)

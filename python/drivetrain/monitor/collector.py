@@ -28,7 +28,7 @@ OUTSIDE = -1  # number of a step that is none: the time between epochs, and eval
 # Short steps fill it, and so do those of a device, whose recomputation has records of its own.
 _POLL_S, _BUSY_POLL_S = 0.5, 0.1
 _BUSY_STEPS_PER_S = 80
-_EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 1.0, 5.0, 5.0
+_EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 0.5, 5.0, 5.0
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 

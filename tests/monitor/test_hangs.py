@@ -203,7 +203,7 @@ def standing(phase: str, since_s: float, longest_s: float = 0.0) -> Any:
     return SimpleNamespace(phase=number_of(phase), since_ns=int(since_s * 1e9), longest_ns=int(longest_s * 1e9))
 
 
-def watch(limit_s: float = 20.0, in_step: bool = True) -> HangWatch:
+def watch(limit_s: float = hangs.LIMIT_S, in_step: bool = True) -> HangWatch:
     return HangWatch(0, threading.get_ident(), limit_s, is_in_step=lambda: in_step)
 
 

@@ -238,7 +238,16 @@ def test_interruptions_agree_with_a_simulation() -> None:
 @pytest.mark.parametrize(
     ("prices", "message"),
     [
-        ({}, r"no \[devices.h100\]"),
+        ({}, r"no \[devices.h100\]; it has: none"),
+        ({"devices": {"a100": {"spot": 1}}}, r"no \[devices.h100\]; it has: a100"),
+        ({"devices": 3}, r"devices is 3, expected a table: \[devices\]"),
+        (
+            {"devices": {"h100": {"spot": 1, "ondemand": 2}}},
+            "devices.h100 has an entry 'ondemand', expected one of: on_",
+        ),
+        ({"devices": {"h100": {"spot": 1}}, "spot": {"restart_minute": 3}}, "spot has an entry 'restart_minute'"),
+        ({"devices": {"h100": {"spot": 1}}, "prices": {}}, "prices has an entry 'prices'"),
+        ({"devices": {"h100": {"spot": -1}}}, "devices.h100.spot is -1, expected a number of 0 or more"),
         ({"devices": {"h100": {}}}, "none of on_demand"),
         ({"devices": {"h100": {"spot": "cheap"}}}, "devices.h100.spot is 'cheap'"),
         ({"devices": {"h100": {"spot": 1}}, "spot": {"interruptions_per_hour": 1e6}}, "makes no progress"),

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, 1 if the step does not fit, or 2 if it cannot be planned."""
+    from ..plan.script import ScriptError
     from ..plan.tracer import PlanError
 
     try:
@@ -74,10 +76,22 @@ def run(args: argparse.Namespace) -> int:
         plan = _plan(args)
         print(plan)
         _answer(plan, args)
-    except (OSError, ValueError, ImportError, PlanError) as error:
+    except (OSError, ValueError, ImportError, PlanError, ScriptError) as error:
+        if isinstance(error, ScriptError):
+            _print_traceback(error.__cause__, args.script)
         print(f"drivetrain plan: {error}", file=sys.stderr)
         return 2
     return 0 if plan.memory.fits else 1
+
+
+def _print_traceback(error: BaseException | None, script: str) -> None:
+    """Prints an error of the script, from the script's first line on."""
+    if error is None:
+        return
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename != str(Path(script).absolute()):
+        entry = entry.tb_next
+    traceback.print_exception(error.with_traceback(entry))
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -85,8 +99,12 @@ def _check_files(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: A file that is read is missing, or the folder of one that is written.
-        ValueError: --price lacks --steps, or a plot's name has another suffix.
+        ValueError: --price lacks --steps, a price is wrong, a plot's name has another suffix, or --calibrate is not for
+            the CPU.
     """
+    from ..plan.cost import read_prices
+    from ..plan.devices import device_of
+
     if args.price is not None and args.steps is None:
         raise ValueError("--price needs --steps, the number of optimizer steps of the run")
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
@@ -99,6 +117,11 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, option)
         if path is not None and not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"--{option} is {path}, and there is no folder {path.absolute().parent}")
+    device = device_of(args.gpu, args.devices)
+    if args.calibrate and device.kind != "cpu":
+        raise ValueError(f"--calibrate measures this machine's CPU, and --gpu is {args.gpu}: leave it out")
+    if args.price is not None:
+        read_prices(args.price, device.key)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -123,13 +146,13 @@ def _plan(args: argparse.Namespace) -> Plan:
     trace = trace_script(
         args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size
     )
-    plan = Plan.of(trace, device, options, batch=args.batch, devices=args.devices)
+    plan = Plan.of(trace, device, options, batch=trace.samples or None, devices=args.devices)
     return plan.calibrated() if args.calibrate else plan
 
 
 def _answer(plan: Plan, args: argparse.Namespace) -> None:
     from ..plan.cost import Run
-    from ..plan.options import formatted
+    from ..plan.options import duration, formatted
     from ..plan.questions import text_table
 
     if args.questions:
@@ -146,7 +169,7 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print("\n" + text_table(("device", "needs", "has", "fits"), fits))
         print(f"\nsmallest number of devices: {'none fits' if count is None else count}")
     if args.steps is not None:
-        print(f"\n{args.steps:,} steps take {_duration(args.steps * plan.time.step_s)}")
+        print(f"\n{args.steps:,} steps take {duration(args.steps * plan.time.step_s)}")
     if args.price is not None:
         rows = [
             (price.tariff, f"{price.hours:,.1f}", f"{price.device_hours:,.1f}", f"{price.total:,.2f} {price.currency}")
@@ -162,13 +185,6 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print(f"\nwrote {args.plot}")
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
-
-
-def _duration(seconds: float) -> str:
-    """Returns a time in hours, or in a smaller unit where hours would round to little."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:,.2f} hours"
 
 
 def _count(text: str) -> int:

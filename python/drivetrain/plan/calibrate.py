@@ -29,6 +29,7 @@ _COLD_BYTES = 64 << 20  # arguments take turns over so many bytes, so that cache
 _MAX_COPIES = 16
 _LEAST_RUNS = 3
 _MOST_RUNS = 25
+_NOTHING = "6"  # above the highest level of libkineto's messages
 _RUN_S = 0.02  # time for one operation, unless its least number of runs takes longer
 
 
@@ -188,7 +189,7 @@ def _workspace(signature: Signature, call: tuple[Any, dict[str, Any]]) -> int:
     """Returns the most bytes that a call holds at a time, results included; 0 if it holds no more than these."""
     args, kwargs = call
     signature.op(*args, **kwargs)  # a first call may fill caches
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with memory_profile() as profiled:
         result = signature.op(*args, **kwargs)
     live = peak = 0
     for event in sorted(allocations(profiled), key=lambda one: one.start_time_ns):
@@ -196,6 +197,13 @@ def _workspace(signature: Signature, call: tuple[Any, dict[str, Any]]) -> int:
         peak = max(peak, live)
     del result
     return peak if peak > max(live, 0) else 0
+
+
+def memory_profile() -> profile:
+    """Returns a profile whose `allocations` can be read."""
+    # Otherwise the profiler prints two lines for each profile. It reads the variable once.
+    os.environ.setdefault("KINETO_LOG_LEVEL", _NOTHING)
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
 def allocations(profiled: Any) -> Iterable[Any]:

@@ -8,8 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from doctor_faults.launch import examine, free_port, ranks
 from drivetrain.cli import launch, machine, network, speed
 from drivetrain.cli.finding import Finding
 from drivetrain.cli.network import Address, Probe
-from faults.hosts import INTERFACE, IPV4, IPV6, Hosts
+from faults.hosts import INTERFACE, IPV4, IPV6
+from namespaces import simulated_hosts
 
 TIMEOUT_S = 90
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -213,22 +213,8 @@ def test_a_slow_rank_is_named() -> None:
 # ---- Several hosts, as network namespaces.
 
 
-@contextmanager
-def made(count: int, networks: Sequence[str] = (IPV4,)) -> Iterator[Hosts]:
-    """Makes hosts, or skips the test where this user may not."""
-    hosts = Hosts(count, networks)
-    try:
-        hosts.__enter__()
-    except PermissionError as error:
-        pytest.skip(str(error))
-    try:
-        yield hosts
-    finally:
-        hosts.__exit__(None, None, None)
-
-
 def test_a_host_whose_name_means_loopback_and_a_slow_link() -> None:
-    with made(2) as hosts:
+    with simulated_hosts(2) as hosts:
         # Nothing resolves the names of these hosts: gloo then takes the loopback interface. The limit is short, because
         # the ranks wait for it where they cannot reach each other.
         report = examine(faults.on_hosts(hosts, arguments=["--timeout", "8"], environ={}))
@@ -248,14 +234,14 @@ def test_a_host_whose_name_means_loopback_and_a_slow_link() -> None:
 
 
 def test_hosts_with_ipv6_alone_and_beside_ipv4() -> None:
-    with made(2, [IPV6]) as hosts:
+    with simulated_hosts(2, [IPV6]) as hosts:
         report = examine(faults.on_hosts(hosts, master=IPV6))
         assert report.status_of("network") == report.status_of("ipv6") == "PASS"
         assert report.text_of("ipv6").startswith("every rank has an IPv6 address only")
         assert report.text_of("master").startswith("[fd13:8::1]:")
         assert report.status_of("all-reduce") == "PASS"
 
-    with made(2, [IPV4, IPV6]) as hosts:
+    with simulated_hosts(2, [IPV4, IPV6]) as hosts:
         inside = ["ip", "netns", "exec", hosts.names[0], "ip", "-6", "route", "add", "unreachable", "fd13:8::2/128"]
         subprocess.run(inside, check=True, capture_output=True, timeout=30)
         report = examine(faults.on_hosts(hosts))

@@ -67,7 +67,8 @@ def test_plans_an_unedited_script_for_gpus(tmp_path: Path) -> None:
     assert figures["at_peak"]["optimizer states"] >= 8 * NUM_PARAMETERS
     assert figures["at_peak"].get("activations", 0) < 2000 * 256 * 4  # the data set stays on the host
     assert figures["communication_s"] > 0
-    for text in ("16 ranks of NVIDIA H100", 'shard="optimizer"', "rtx4090", "on_demand"):
+    largest = "largest micro-batch: 1,000 or more: half of the data set"
+    for text in ("16 ranks of NVIDIA H100", 'shard="optimizer"', "rtx4090", "on_demand", largest):
         assert text in done.stdout
     assert done.stdout.count("\n1.0\n") <= 2  # two steps ran, and their loss has no value
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -150,6 +152,44 @@ def _plan(args: argparse.Namespace) -> Plan:
     return plan.calibrated() if args.calibrate else plan
 
 
+def needed_bytes(args: argparse.Namespace) -> int:
+    """Returns the bytes that a rank needs, of the plan that the arguments ask for."""
+    return _plan(args).memory.total
+
+
+def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:
+    """Returns the largest micro-batch that fits, and plans the script for each size in a process of its own."""
+    from ..plan.questions import largest_by_line
+
+    # A loader gives smaller batches than asked for if a step takes more than half of its data set.
+    batch, limit = plan.trace.samples, plan.trace.epoch_samples // 2
+    if not batch or not limit:
+        return "not known, because the script takes no batches from a DataLoader: plan.largest_batch() answers it"
+
+    def needs(size: int) -> int:
+        return plan.memory.total if size == args.batch else _in_a_process({**vars(args), "batch": size})
+
+    found = largest_by_line(needs, plan.memory.capacity, batch, limit)
+    return f"{found:,}{' or more: half of the data set' if found == limit else ''}"
+
+
+def _in_a_process(args: dict[str, Any]) -> int:
+    """Returns `needed_bytes` from a fresh process, because a traced script leaves its traces in this one.
+
+    Raises:
+        ValueError: The script cannot be planned with these arguments.
+    """
+    code = (
+        "import argparse, pickle, sys; from drivetrain.cli.plan import needed_bytes; "
+        "print(needed_bytes(argparse.Namespace(**pickle.load(sys.stdin.buffer))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(args), capture_output=True, check=False)
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"the plan with a batch of {args['batch']} failed: {why}")
+    return int(done.stdout.split()[-1])
+
+
 def _answer(plan: Plan, args: argparse.Namespace) -> None:
     from ..plan.cost import Run
     from ..plan.options import duration, formatted
@@ -168,6 +208,7 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print("\n" + text_table(("option", "saves", "costs", "fits"), helps))
         print("\n" + text_table(("device", "needs", "has", "fits"), fits))
         print(f"\nsmallest number of devices: {'none fits' if count is None else count}")
+        print(f"largest micro-batch: {_largest_batch(plan, args)}")
     if args.steps is not None:
         print(f"\n{args.steps:,} steps take {duration(args.steps * plan.time.step_s)}")
     if args.price is not None:

@@ -291,7 +291,7 @@ def _judge_ipv6(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe
     if is_needed and without:
         return fail("ipv6", f"{FAMILY_VARIABLE}=AF_INET6, and {without[0]} has no IPv6 address", cure)
     if not tried:
-        return not_applicable("ipv6", "no two ranks have an IPv6 address beside an IPv4 one")
+        return not_applicable("ipv6", "no two ranks have an IPv6 address on the interface that they use")
     if not failures:
         return passed("ipv6", f"{len(tried)} connections over IPv6, beside those over IPv4")
     rank, probe = failures[0]

@@ -47,6 +47,10 @@ def test_bandwidths_stand_beside_the_expectation() -> None:
     assert slow.status == "WARN"
     assert "GLOO_SOCKET_IFNAME" in slow.cure
     assert collectives.judge({0: GOOD, 1: GOOD}, 2, slowest_link=None).status == "PASS"
+    half = collectives.judge({0: GOOD, 1: GOOD}, 2, 2.2e9, collectives.NCCL)  # 1.05 GB/s of it
+    assert half.status == "WARN"
+    assert "expected at least about the slowest link's 2.20 GB/s" in half.text
+    assert "NCCL_IB_HCA" in half.cure
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,38 @@ def test_failures_are_named(outcome: Outcome | None, text: str) -> None:
     assert finding.status == "FAIL"
     assert text in finding.text
     assert finding.cure
+
+
+def test_nccl_says_why_it_does_not_run_here() -> None:
+    report = examine(ranks(2))
+    assert report.status_of("nccl-reduce") == "--"
+    assert report.text_of("nccl-reduce") == "NCCL cannot run here: ranks 0, 1 have no GPU"
+
+
+# Each rank has a made-up GPU, and a group that sums on the CPU stands for NCCL's.
+MADE_UP_GPUS = """
+import torch.distributed as dist
+from datetime import timedelta
+from drivetrain.cli import collectives, devices
+devices.measure = lambda: {what: 1e9 for what in devices._UNITS}
+devices.own_gpu = collectives.own_gpu = lambda: __import__("torch").device("cpu", rank)
+class Options:
+    pass
+def made(store, rank, world_size, options):
+    return dist.ProcessGroupGloo(store, rank, world_size, options._timeout)
+made.Options = Options
+dist.ProcessGroupNCCL = made
+collectives.NCCL = collectives.replace(collectives.NCCL, sizes=collectives.SIZES)
+"""
+
+
+def test_ranks_with_gpus_sum_over_nccl() -> None:
+    report = examine(ranks(2, change=MADE_UP_GPUS))
+    assert report.status_of("nccl-reduce") == "PASS", report.alarms()
+    assert "passes over NCCL between 2 ranks, sums checked" in report.text_of("nccl-reduce")
+    one_gpu = MADE_UP_GPUS.replace('device("cpu", rank)', 'device("cpu", 0)')
+    report = examine(ranks(2, change=one_gpu))
+    assert report.text_of("nccl-reduce") == "NCCL cannot run here: several ranks have one GPU"
 
 
 def hosts_of(group: list[int], hosts: list[str]) -> set[str]:

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from drivetrain.cli import machine, network, speed
+from doctor_faults import faults
+from doctor_faults.launch import examine, free_port, ranks
+from drivetrain.cli import launch, machine, network, speed
 from drivetrain.cli.finding import Finding
 from drivetrain.cli.network import Address, Probe
-from faults.hosts import INTERFACE, Hosts
+from faults.hosts import INTERFACE, IPV4, IPV6
+from namespaces import simulated_hosts
 
 TIMEOUT_S = 90
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-Findings = dict[str, dict[str, str]]
-
-
-def python(command: list[str], **environ: str) -> subprocess.Popen[str]:
-    plain = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-    return subprocess.Popen(
-        command,
-        env={**plain, "OMP_NUM_THREADS": "1", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def findings_of(processes: list[subprocess.Popen[str]]) -> Findings:
-    """Returns the findings of rank 0, which prints for all ranks, after all of them have ended."""
-    (out, errors), *_ = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    assert out, errors
-    report: dict[str, Any] = json.loads(out)
-    assert report["ok"] == (processes[0].returncode == 0)
-    return {finding["name"]: finding for finding in report["findings"]}
+CSRC = Path(__file__).parents[2] / "csrc"
+SUFFIXES = (".cpp", ".h", ".cu", ".cuh")
 
 
 def judged(finding: Finding, status: str, text: str, cure: str) -> None:
@@ -58,9 +40,12 @@ def judged(finding: Finding, status: str, text: str, cure: str) -> None:
 def test_interface_that_is_not_there() -> None:
     listed = ", ".join(machine.interface_addresses())
     finding = machine.check_interfaces({"GLOO_SOCKET_IFNAME": "eth99"})
-    judged(finding, "FAIL", "eth99 has no IPv4 address here", "export GLOO_SOCKET_IFNAME=")
+    judged(finding, "FAIL", "eth99 has no address here", "export GLOO_SOCKET_IFNAME=")
     assert listed.split(",")[0] in finding.text
     judged(machine.check_interfaces({"NCCL_SOCKET_IFNAME": "=l"}), "FAIL", "=l", "export NCCL_SOCKET_IFNAME=")
+    judged(
+        machine.check_interfaces({"NCCL_SOCKET_FAMILY": "inet6"}), "FAIL", "expected AF_INET or AF_INET6", "unset NCCL_"
+    )
     for value in ("lo", "l", "^docker", "=lo"):  # NCCL takes prefixes unless it starts with =
         assert machine.check_interfaces({"NCCL_SOCKET_IFNAME": value}).status == "PASS"
 
@@ -72,7 +57,8 @@ def test_variables() -> None:
         "DRIVETRAIN_TRANSPROT is not a variable of drivetrain",
         "write DRIVETRAIN_TRANSPORT",
     )
-    judged(machine.check_variables({"DRIVETRAIN_XYZ": "1"}), "FAIL", "DRIVETRAIN_XYZ", "unset DRIVETRAIN_XYZ")
+    for name in ("DRIVETRAIN_XYZ", "DRIVETRAIN_CUDA"):  # the common prefix makes no name similar
+        judged(machine.check_variables({name: "1"}), "FAIL", name, f"unset {name}; known are DRIVETRAIN_ISA")
 
 
 @pytest.mark.parametrize(("name", "value"), [("DRIVETRAIN_TRANSPORT", "tcp"), ("DRIVETRAIN_REPORT_HANG_AFTER", "soon")])
@@ -81,14 +67,29 @@ def test_values_of_variables(name: str, value: str, monkeypatch: pytest.MonkeyPa
     judged(machine.check_variables(os.environ), "FAIL", value, f"set {name} as expected")
 
 
-def test_every_variable_of_the_sources_is_known() -> None:
-    sources = Path(machine.__file__).parents[1].rglob("*.py")
-    named = {
-        line.split('"')[1] for path in sources for line in path.read_text().splitlines() if '= "DRIVETRAIN_' in line
-    }
-    assert {"DRIVETRAIN_TRANSPORT", "DRIVETRAIN_REPORT_HANG_AFTER"} <= named
-    for name in named:
+READS = re.compile(r"""(?:getenv|environ\.get|environ|= )[\[(]*"(DRIVETRAIN_\w+)\"""")
+
+
+def test_every_variable_that_the_sources_read_is_known() -> None:
+    package = Path(machine.__file__).parents[1]
+    sources = [*package.rglob("*.py"), *(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)]
+    read = {name for path in sources for name in READS.findall(path.read_text())}
+    assert {
+        "DRIVETRAIN_TRANSPORT",
+        "DRIVETRAIN_REPORT_HANG_AFTER",
+        "DRIVETRAIN_ISA",
+        "DRIVETRAIN_METRICS_TOKEN",
+    } <= read
+    for name in read:
         assert "is not a variable" not in machine.check_variables({name: ""}).text
+    # Every function of libraries that reads the environment has a literal name, which the pattern sees.
+    calls = [line for path in sources for line in path.read_text().splitlines() if "getenv(" in line]
+    assert all(READS.search(line) for line in calls), calls
+
+
+def test_every_known_variable_is_read() -> None:
+    text = "".join(path.read_text() for path in Path(machine.__file__).parents[1].rglob("*.py"))
+    assert [name for name in machine._VARIABLES if f'"{name}"' not in text] == []
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ print(machine.check_shared_memory(small))
 print(machine.check_disk(small))
 print(machine.check_disk(read_only / "new" / "folder"))
 print(machine.check_disk(healthy))
+print(machine.check_disk(healthy / "new" / "folder"))
 print(machine.check_disk(None))
 """
 
@@ -149,7 +151,7 @@ def test_small_full_and_read_only_file_systems(tmp_path: Path) -> None:
     script = f'{mount} && exec "$0" "$@"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, "-c", MOUNTS, small, read_only, healthy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    shm, full, no_write, fine, none = done.stdout.splitlines()
+    shm, full, no_write, fine, new, none = done.stdout.splitlines()
     assert shm.startswith("WARN")
     assert "--shm-size" in shm
     assert full.startswith("FAIL")
@@ -158,66 +160,44 @@ def test_small_full_and_read_only_file_systems(tmp_path: Path) -> None:
     assert no_write.startswith("FAIL")
     assert "Read-only file system" in no_write
     assert fine.startswith("PASS  disk")
+    assert f"folder (does not exist yet; measured in {healthy}): " in new
     assert none.startswith("--    disk")
     assert list((tmp_path / "healthy").iterdir()) == []
 
 
 # ---- Ranks on this machine.
 
-DOCTOR = [sys.executable, "-m", "drivetrain", "doctor", "--json", "--timeout", "20"]
-ODD_RANK = """
-import os, sys, time
-import drivetrain.cli
-rank = int(os.environ["RANK"])
-{change}
-sys.exit(drivetrain.cli.main(["doctor", "--json"]))
-"""
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def launch(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-
-
-def test_two_processes_of_one_rank(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    script = tmp_path / "doctor.py"
-    # Rank 0 waits for both others, because it leaves once each rank has come.
-    arrive = f"open(os.path.join({str(here)!r}, str(os.getpid())), 'w').close()"
-    wait = f"while len(os.listdir({str(here)!r})) < 3: time.sleep(0.05)"
-    script.write_text(ODD_RANK.format(change=f"{arrive}\nif rank == 0:\n    {wait}"))
-    port = free_port()
-    processes = [python([sys.executable, str(script)], **launch(rank, 2, port)) for rank in (0, 1, 1)]
-    found = findings_of(processes)
-    assert "two processes have RANK=1" in found["ranks"]["text"]
-    assert "RANK of its own" in found["ranks"]["cure"]
-    assert sorted(process.returncode for process in processes) == [0, 1, 1]
+def test_two_processes_of_one_rank() -> None:
+    report, *expected = faults.duplicate_rank()
+    assert report.named(*expected), report.alarms()
+    assert sorted(report.exit_codes) == [0, 1, 1]  # the rank that came first is healthy
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "text", "cure"),
+    ("change", "expected"),
     [
-        ("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", "binding", "bound to core", "GOMP_CPU_AFFINITY"),
-        ("clock = time.time; time.time = lambda: clock() + 30 * rank", "clocks", "s ahead of rank 0", "chrony"),
+        ("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", ("binding", "bound to core", "GOMP_CPU_AFFINITY")),
+        ("clock = time.time; time.time = lambda: clock() + 30 * rank", ("clocks", "s ahead of rank 0", "chrony")),
     ],
     ids=["one-core", "clock"],
 )
-def test_odd_ranks(tmp_path: Path, change: str, name: str, text: str, cure: str) -> None:
-    script = tmp_path / "odd_rank.py"
-    script.write_text(ODD_RANK.format(change=change))
-    port = free_port()
-    processes = [python([sys.executable, str(script)], **launch(rank, 2, port)) for rank in (0, 1)]
-    found = findings_of(processes)
-    assert found[name]["status"] == "WARN"
-    assert text in found[name]["text"]
-    assert cure in found[name]["cure"]
-    assert found["network"]["status"] == found["all-reduce"]["status"] == "PASS"
+def test_odd_ranks(change: str, expected: tuple[str, str, str]) -> None:
+    report = examine(ranks(2, change=change))
+    assert report.named(*expected), report.alarms()
+    assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
+
+
+@pytest.mark.parametrize("slow_looks", [1, 2])
+def test_a_rank_that_seemed_slow_measures_again(slow_looks: int) -> None:
+    change = (
+        "from drivetrain.cli import speed\n"
+        f"speeds = iter([10e9] * {slow_looks} + [100e9] * 9)\n"
+        "speed.flops_per_s = lambda: next(speeds) if rank == 2 else 100e9"
+    )
+    report = examine(ranks(3, change=change))
+    named = report.named("speed", "rank 2 on", "look there for other programs")
+    assert named == (slow_looks == 2), report.alarms()
 
 
 def test_a_slow_rank_is_named() -> None:
@@ -234,57 +214,43 @@ def test_a_slow_rank_is_named() -> None:
 
 
 def test_a_host_whose_name_means_loopback_and_a_slow_link() -> None:
-    port = free_port()
-    hosts = Hosts(2)
-    try:
-        hosts.__enter__()
-    except PermissionError as error:
-        pytest.skip(str(error))
-    try:
+    with simulated_hosts(2) as hosts:
+        # Nothing resolves the names of these hosts: gloo then takes the loopback interface. The limit is short, because
+        # the ranks wait for it where they cannot reach each other.
+        report = examine(faults.on_hosts(hosts, arguments=["--timeout", "8"], environ={}))
+        cure = f"export GLOO_SOCKET_IFNAME={INTERFACE} on host-"
+        assert report.named("network", "does not reach rank", cure), report.alarms()
 
-        def ranks(**environ: str) -> Findings:
-            processes = []
-            for rank, name in enumerate(hosts.names):
-                # A host name of its own, which nothing resolves: gloo then takes the loopback interface.
-                inside = f'hostname host-{rank} && exec "$0" "$@"'
-                # A short limit, because the ranks wait for it where they cannot reach each other.
-                doctor = [*DOCTOR[:-1], "8"]
-                command = ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", inside, *doctor]
-                processes.append(python(command, **launch(rank, 2, port, "10.213.8.1"), **environ))
-            return findings_of(processes)
+        report = examine(faults.on_hosts(hosts))
+        assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
+        assert "2 host(s)" in report.text_of("network")
 
-        found = ranks()
-        assert found["network"]["status"] == "FAIL"
-        assert "does not reach rank" in found["network"]["text"]
-        assert f"export GLOO_SOCKET_IFNAME={INTERFACE} on host-" in found["network"]["cure"]
-
-        found = ranks(GLOO_SOCKET_IFNAME=INTERFACE)
-        assert found["network"]["status"] == found["all-reduce"]["status"] == "PASS"
-        assert "2 host(s)" in found["network"]["text"]
-
-        shape = [
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            INTERFACE,
-            "root",
-            "tbf",
-            "rate",
-            "40mbit",
-            "burst",
-            "64kb",
-            "latency",
-            "50ms",
-        ]
-        subprocess.run(["ip", "netns", "exec", hosts.names[1], *shape], check=True, capture_output=True, timeout=30)
-        found = ranks(GLOO_SOCKET_IFNAME=INTERFACE)
-        assert found["links"]["status"] == "WARN"
+        faults.shape(hosts, 1, "rate", "40mbit", "burst", "64kb", "latency", "50ms")
+        report = examine(faults.on_hosts(hosts))
+        assert report.status_of("links") == "WARN"
         # The full queue drops packets of both directions, as a link with a defect does.
-        assert "on host-0" in found["links"]["text"]
-        assert "on host-1" in found["links"]["text"]
-    finally:
-        hosts.__exit__(None, None, None)
+        assert "on host-0" in report.text_of("links")
+        assert "on host-1" in report.text_of("links")
+
+
+def test_hosts_with_ipv6_alone_and_beside_ipv4() -> None:
+    with simulated_hosts(2, [IPV6]) as hosts:
+        report = examine(faults.on_hosts(hosts, master=IPV6))
+        assert report.status_of("network") == report.status_of("ipv6") == "PASS"
+        assert report.text_of("ipv6").startswith("every rank has an IPv6 address only")
+        assert report.text_of("master").startswith("[fd13:8::1]:")
+        assert report.status_of("all-reduce") == "PASS"
+
+    with simulated_hosts(2, [IPV4, IPV6]) as hosts:
+        inside = ["ip", "netns", "exec", hosts.names[0], "ip", "-6", "route", "add", "unreachable", "fd13:8::2/128"]
+        subprocess.run(inside, check=True, capture_output=True, timeout=30)
+        report = examine(faults.on_hosts(hosts))
+        assert report.status_of("network") == "PASS"
+        assert report.status_of("ipv6") == "--"  # IPv4 is in use
+        both = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_FAMILY": "AF_INET6"}
+        report = examine(faults.on_hosts(hosts, environ=both))
+        text = "2 of 2 connections over IPv6 fail; rank 0 on host-0 does not reach rank 1 on host-1 at [fd13:8::2]:"
+        assert report.named("ipv6", text, "unset NCCL_SOCKET_FAMILY"), report.alarms()
 
 
 # ---- The judgments, on probes that no machine here can give.
@@ -303,34 +269,67 @@ def healthy() -> dict[int, list[Probe]]:
 
 
 def test_healthy_probes_pass() -> None:
-    assert [finding.status for finding in network.judge(ADDRESSES, healthy())] == ["PASS"] * 3
+    assert [finding.status for finding in network.judge(ADDRESSES, healthy())] == ["PASS", "--", "PASS", "PASS"]
 
 
 def test_a_closed_port_names_the_pair_and_the_firewall() -> None:
     probes = healthy()
     probes[2][3] = Probe(probes[2][3].peer, error="Connection timed out")
-    reach, _, _ = network.judge(ADDRESSES, probes)
+    reach, *_ = network.judge(ADDRESSES, probes)
     judged(reach, "FAIL", "1 of 56 connections fail; rank 2 on host-1 does not reach rank 6", "firewalls")
 
 
 def test_a_lossy_and_a_slow_link_are_named() -> None:
     probes = healthy()
     probes[5][0] = Probe(6, bytes_per_s=90e6, lost=0.05)
-    _, _, links = network.judge(ADDRESSES, probes)
+    *_, links = network.judge(ADDRESSES, probes)
     judged(links, "WARN", "rank 5 on host-2 to rank 6 on host-3 sends 5.0% of its packets again", "cable")
     probes[5][0] = Probe(6, bytes_per_s=10 * 2.0**20)
-    _, _, links = network.judge(ADDRESSES, probes)
+    *_, links = network.judge(ADDRESSES, probes)
     judged(links, "WARN", "carries 10 MiB/s, the median link 103 MiB/s", "cable")
     probes[5][0] = Probe(6, bytes_per_s=101 * 2.0**20)
     probes[4][0] = Probe(5, bytes_per_s=10 * 2.0**20, lost=0.05)  # inside of a host other programs decide
-    assert network.judge(ADDRESSES, probes)[2].status == "PASS"
+    assert network.judge(ADDRESSES, probes)[3].status == "PASS"
 
 
 def test_a_rank_that_does_not_report_its_connections_is_named() -> None:
     probes = healthy()
     del probes[3]
-    reach, _, _ = network.judge(ADDRESSES, probes)
+    reach, *_ = network.judge(ADDRESSES, probes)
     judged(reach, "FAIL", "rank 3 on host-1 has not reported", "--timeout")
+
+
+def test_ipv6_matters_where_nccl_is_told_to_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [replace(where, ipv6=f"fd00::{rank}") for rank, where in enumerate(ADDRESSES)]
+    probes = {rank: [replace(probe, ipv6_error="") for probe in of_rank] for rank, of_rank in healthy().items()}
+    assert "56 connections over IPv6" in network.judge(addresses, probes)[1].text
+    probes[2][3] = replace(probes[2][3], ipv6_error="Connection timed out")
+    text = "1 of 56 connections over IPv6 fail; rank 2 on host-1 does not reach rank 6 on host-3 at [fd00::6]:5006"
+    assert network.judge(addresses, probes)[1].status == "--"
+    monkeypatch.setenv("NCCL_SOCKET_FAMILY", "AF_INET6")
+    judged(network.judge(addresses, probes)[1], "FAIL", text, "ip6tables")
+    addresses[4] = ADDRESSES[4]
+    judged(network.judge(addresses, probes)[1], "FAIL", "host-2 has no IPv6 address", "unset NCCL_SOCKET_FAMILY")
+
+
+def test_a_master_whose_first_address_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        one = launch.Launch(1, 2, "master", port, agent_store=True)
+        answers = launch._check_answers(one, ["::1", "127.0.0.1"], 5)  # refused at once: nothing waits
+        assert answers.status == "PASS"
+        silent = launch._check_answers(one, ["fe80::1%none", "127.0.0.1"], 5)
+        judged(silent, "WARN", "answers at 127.0.0.1, but not at fe80::1%none", "export MASTER_ADDR=127.0.0.1")
+    judged(launch._check_answers(one, ["::1"], 5), "FAIL", "does not answer", "it means IPv6 here")
+
+
+def test_a_port_that_is_taken_over_ipv6_alone() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        one = launch.Launch(0, 2, "localhost", server.getsockname()[1], agent_store=False)
+        judged(launch._check_port_is_free(one), "FAIL", "another program listens on it", "export MASTER_PORT=")
+    assert launch._check_port_is_free(launch.Launch(0, 2, "localhost", free_port(), False)).status == "PASS"
 
 
 def test_many_ranks_connect_to_a_few_that_link_all_of_them() -> None:

@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from namespaces import needs_namespaces
+from faults.hosts import INTERFACE, IPV4
+from namespaces import simulated_hosts
 
 TWO_HOSTS = """
     import os, random, time, torch, torch.distributed as dist
@@ -77,54 +77,40 @@ TWO_HOSTS = """
 """
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Yields the names of two network namespaces. Host i has the address 10.213.7.<i + 1> on its interface `wire`."""
-    names = [f"drivetrain-{os.getpid()}-{i}" for i in range(2)]
-    needs_namespaces("ip", "netns", "add", names[0])
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-    try:
-        ip("netns", "add", names[1])
-        needs_namespaces(
-            *["ip", "link", "add", "wire", "netns", names[0], "type", "veth", "peer", "wire", "netns", names[1]]
-        )
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.213.7.{i + 1}/24", "dev", "wire")
-            ip("-n", name, "link", "set", "wire", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
-
-
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (2, 1)], ids=str)
-def test_two_hosts(two_hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int]) -> None:
+def test_two_hosts(tmp_path: Path, ranks_per_host: tuple[int, int]) -> None:
+    with simulated_hosts(2) as hosts:
+        results, codes = launch(hosts.names, tmp_path, ranks_per_host)
+    assert codes == [0, 0], results
+    world = sum(ranks_per_host)
+    said = sorted(line for out, _ in results for line in out.splitlines())
+    assert said == [f"rank {rank} of {world} shm, {wire}" for rank in range(world) for wire in ("as it is", "wire")]
+
+
+def launch(
+    hosts: list[str], tmp_path: Path, ranks_per_host: tuple[int, int]
+) -> tuple[list[tuple[str, str]], list[int]]:
+    """Runs the script on both hosts, and returns what each launcher has printed, and their exit codes."""
     script = tmp_path / "hosts.py"
     script.write_text(textwrap.dedent(TWO_HOSTS))
+    master = IPV4.format(1).partition("/")[0]
     launchers = [
         subprocess.Popen(
             [
                 *["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"],
                 *["--node-rank", str(node), "--nproc-per-node", str(count)],
-                *["--master-addr", "10.213.7.1", "--master-port", "29500", str(script)],
+                *["--master-addr", master, "--master-port", "29500", str(script)],
             ],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "wire"},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node, (name, count) in enumerate(zip(two_hosts, ranks_per_host, strict=True))
+        for node, (name, count) in enumerate(zip(hosts, ranks_per_host, strict=True))
     ]
     try:
         results = [launcher.communicate(timeout=120) for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.terminate()
-    assert [launcher.returncode for launcher in launchers] == [0, 0], results
-    world = sum(ranks_per_host)
-    said = sorted(line for out, _ in results for line in out.splitlines())
-    assert said == [f"rank {rank} of {world} shm, {wire}" for rank in range(world) for wire in ("as it is", "wire")]
+    return results, [launcher.returncode for launcher in launchers]

@@ -6,20 +6,22 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from faults.hosts import INTERFACE, Hosts
+from faults.hosts import INTERFACE, IPV4, Hosts
 
 from .launch import Report, Start, examine, free_port, ranks
+
+_GLOO = {"GLOO_SOCKET_IFNAME": INTERFACE}
 
 Named = tuple[Report, str, str, str]  # the report, and the check, part of its text, and part of its cure
 
 
 def wrong_interface() -> Named:
     report = examine([Start(environ={"GLOO_SOCKET_IFNAME": "eth99"})])
-    return report, "interfaces", "eth99 has no IPv4 address here", "export GLOO_SOCKET_IFNAME="
+    return report, "interfaces", "eth99 has no address here", "export GLOO_SOCKET_IFNAME="
 
 
 def closed_port() -> Named:
@@ -113,9 +115,19 @@ def slow_rank() -> Named:
             other.wait()
 
 
-def on_hosts(hosts: Hosts, change: str = "", arguments: Sequence[str] = ()) -> list[Start]:
-    """Returns the starts of one rank per host, each with a host name of its own."""
-    starts = ranks(len(hosts.names), "10.213.8.1", environ={"GLOO_SOCKET_IFNAME": INTERFACE}, arguments=arguments)
+def on_hosts(
+    hosts: Hosts,
+    change: str = "",
+    arguments: Sequence[str] = (),
+    environ: Mapping[str, str] = _GLOO,
+    master: str = IPV4,
+) -> list[Start]:
+    """Returns the starts of one rank per host, each with a host name of its own.
+
+    `master` is the network by whose address the first host is found.
+    """
+    address = master.format(1).partition("/")[0]
+    starts = ranks(len(hosts.names), address, environ=dict(environ), arguments=arguments)
     for rank, (start, name) in enumerate(zip(starts, hosts.names, strict=True)):
         start.before = ["ip", "netns", "exec", name, "unshare", "-u"]
         start.shell, start.change = f"hostname host-{rank}", change

@@ -45,10 +45,20 @@ class Start:
 
 @dataclass
 class Report:
-    """What the first process has printed, and how long all of them took."""
+    """What the first process has printed, how long all of them took, and how they ended."""
 
     findings: list[dict[str, Any]]
     seconds: float
+    exit_codes: list[int]
+
+    def status_of(self, check: str) -> str:
+        return str(self._finding(check)["status"])
+
+    def text_of(self, check: str) -> str:
+        return str(self._finding(check)["text"])
+
+    def _finding(self, check: str) -> dict[str, Any]:
+        return next(one for one in self.findings if one["name"] == check)
 
     def named(self, check: str, text: str, cure: str) -> bool:
         """Returns whether a finding of that check has the text, and the cure."""
@@ -66,7 +76,7 @@ def examine(starts: Sequence[Start]) -> Report:
     """Runs the doctor in processes and returns the report of the first one.
 
     Raises:
-        RuntimeError: The first process printed no report.
+        RuntimeError: The first process printed no report, or ended with the exit code of another one.
     """
     begin = time.monotonic()
     processes = [_start(one) for one in starts]
@@ -78,7 +88,10 @@ def examine(starts: Sequence[Start]) -> Report:
     out, errors = answers[0]
     if not out:
         raise RuntimeError(f"the doctor printed nothing: {errors[-2000:]}")
-    return Report(json.loads(out)["findings"], time.monotonic() - begin)
+    report, codes = json.loads(out), [process.returncode for process in processes]
+    if report["ok"] != (codes[0] == 0):
+        raise RuntimeError(f"the doctor ended with {codes[0]}, and its report says {report['ok']}")
+    return Report(report["findings"], time.monotonic() - begin, codes)
 
 
 def _start(one: Start) -> subprocess.Popen[str]:

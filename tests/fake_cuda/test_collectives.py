@@ -102,6 +102,23 @@ dist.destroy_process_group()
 """
 
 
+DOCTOR = """
+from drivetrain.cli import collectives
+os.environ["LOCAL_RANK"] = str(rank)
+own = dist.PrefixStore("doctor", dist.FileStore(store + "-doctor", size))
+outcome = collectives.reduce_by_size(own, rank, size, (4, 1024, 65536), 60, collectives.NCCL)
+assert outcome.has_passed, outcome
+assert list(outcome.seconds) == ["4", "1024", "65536"]
+print("fine")
+dist.destroy_process_group()
+"""
+
+
+def test_the_doctors_sums(tmp_path: Path) -> None:
+    for code, output in on_ranks(DOCTOR, 2, tmp_path):
+        assert code == 0, output
+
+
 @pytest.mark.parametrize("nonblocking", ["0", "1"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives(tmp_path: Path, size: int, nonblocking: str) -> None:

@@ -3,23 +3,29 @@
 import itertools
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from . import room
 
 INTERFACE = "wire"
+IPV4, IPV6 = "10.213.8.{}/24", "fd13:8::{}/64"
 _NAMES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _made = itertools.count()  # the system removes a namespace's links some time after it, so each gets names of its own
 
 
 class Hosts:
-    """Makes `count` hosts, and removes them. Raises PermissionError where none can be made."""
+    """Makes `count` hosts, and removes them. Raises PermissionError where none can be made.
 
-    def __init__(self, count: int) -> None:
+    `networks` are their addresses, with {} in place of a host's number from 1.
+    """
+
+    def __init__(self, count: int, networks: Sequence[str] = (IPV4,)) -> None:
         number = next(_made)
         self.names = [f"drivetrain-{os.getpid()}-{number}-{i}" for i in range(count)]
+        self._networks = networks
         self._bridge = f"dt{os.getpid() % 1_000_000}n{number % 100}"
 
     def __enter__(self) -> "Hosts":
@@ -31,7 +37,10 @@ class Hosts:
                 port = f"{self._bridge}p{i}"
                 _ip("link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
                 _ip("link", "set", port, "master", self._bridge, "up")
-                _ip("-n", name, "addr", "add", f"10.213.8.{i + 1}/24", "dev", INTERFACE)
+                for network in self._networks:
+                    # Without duplicate address detection, an IPv6 address can be used at once.
+                    once = ["nodad"] if ":" in network else []
+                    _ip("-n", name, "addr", "add", network.format(i + 1), "dev", INTERFACE, *once)
                 _ip("-n", name, "link", "set", INTERFACE, "up")
                 _ip("-n", name, "link", "set", "lo", "up")
         except (OSError, subprocess.CalledProcessError) as error:

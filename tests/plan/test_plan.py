@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect_right
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import drivetrain
 from drivetrain.bench.activation_models import GPT
@@ -18,7 +22,7 @@ from drivetrain.plan.compare import compare, table
 from drivetrain.plan.cost import Run, price_run, with_interruptions
 from drivetrain.plan.devices import device_names, device_of
 from drivetrain.plan.options import Options, bytes_of
-from drivetrain.plan.questions import largest
+from drivetrain.plan.questions import largest, largest_by_line
 from drivetrain.plan.result import Plan
 from drivetrain.plan.timing import all_reduce_seconds
 
@@ -143,6 +147,40 @@ def test_calibration_measures_every_operation_and_keeps_it(tmp_path: Path, monke
         drivetrain.plan(model, lambda: None, device="h100", calibrate=True)
 
 
+def test_a_correction_is_of_one_way_to_train_a_model() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def key(batch: int = 8, autocast: bool = False, checkpointed: bool = False) -> str:
+        def step() -> None:
+            x = torch.ones(batch, 32)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            out.sum().backward()
+
+        return calibration.fingerprint(drivetrain.plan(model, step, device="cpu").trace)
+
+    assert key() == key(batch=16)
+    assert len({key(), key(autocast=True), key(checkpointed=True)}) == 3
+
+
+def test_the_less_disturbed_of_two_passes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(32, 32)
+    planned = drivetrain.plan(model, lambda: model(torch.ones(8, 32)).sum().backward(), device="cpu")
+    seen: list[object] = []
+
+    def measure(signature: object) -> tuple[float, int]:
+        seen.append(signature)
+        return 3.0 - seen.count(signature), seen.count(signature)
+
+    monkeypatch.setattr(calibration, "_measure", measure)
+    monkeypatch.setattr(calibration, "_figures", lambda: {})
+    found = calibration.calibrate(planned.trace, planned.device)
+    num_ops = len(found.seconds)
+    assert seen == [*seen[:num_ops], *seen[:num_ops]]
+    assert set(found.seconds.values()) == {1.0}
+    assert set(found.workspaces.values()) == {2}
+
+
 # ---- Questions.
 
 
@@ -150,6 +188,34 @@ def test_calibration_measures_every_operation_and_keeps_it(tmp_path: Path, monke
 def test_largest_finds_the_bound(bound: int) -> None:
     assert largest(lambda size: size <= bound, 100) == bound
     assert largest(lambda size: size <= 200, 100) == 100
+
+
+@given(
+    per_sample=st.integers(1, 1000),
+    fixed=st.integers(0, 100_000),
+    step=st.sampled_from([1, 512, 20_000]),
+    capacity=st.integers(1, 10_000_000),
+    start=st.integers(1, 2000),
+    limit=st.integers(1, 100_000),
+)
+def test_largest_by_line_finds_the_bound_in_few_tries(
+    per_sample: int, fixed: int, step: int, capacity: int, start: int, limit: int
+) -> None:
+    tried = []
+
+    def needs(size: int) -> int:
+        return -(-(fixed + per_sample * size) // step) * step
+
+    def counted(size: int) -> int:
+        tried.append(size)
+        return needs(size)
+
+    found = largest_by_line(counted, capacity, start, limit)
+    assert found == bisect_right(range(1, limit + 1), capacity, key=needs)
+    assert all(1 <= size <= limit for size in tried)
+    assert len(tried) <= 4 * limit.bit_length() + 4  # doubling and halving alone take half of that
+    if step == 1:
+        assert len(tried) <= 8  # a line
 
 
 def test_largest_batch_and_length_fit_and_one_more_does_not(tmp_path: Path) -> None:
@@ -238,7 +304,16 @@ def test_interruptions_agree_with_a_simulation() -> None:
 @pytest.mark.parametrize(
     ("prices", "message"),
     [
-        ({}, r"no \[devices.h100\]"),
+        ({}, r"no \[devices.h100\]; it has: none"),
+        ({"devices": {"a100": {"spot": 1}}}, r"no \[devices.h100\]; it has: a100"),
+        ({"devices": 3}, r"devices is 3, expected a table: \[devices\]"),
+        (
+            {"devices": {"h100": {"spot": 1, "ondemand": 2}}},
+            "devices.h100 has an entry 'ondemand', expected one of: on_",
+        ),
+        ({"devices": {"h100": {"spot": 1}}, "spot": {"restart_minute": 3}}, "spot has an entry 'restart_minute'"),
+        ({"devices": {"h100": {"spot": 1}}, "prices": {}}, "prices has an entry 'prices'"),
+        ({"devices": {"h100": {"spot": -1}}}, "devices.h100.spot is -1, expected a number of 0 or more"),
         ({"devices": {"h100": {}}}, "none of on_demand"),
         ({"devices": {"h100": {"spot": "cheap"}}}, "devices.h100.spot is 'cheap'"),
         ({"devices": {"h100": {"spot": 1}}, "spot": {"interruptions_per_hour": 1e6}}, "makes no progress"),

@@ -41,6 +41,7 @@ for step, (x, y) in enumerate(loader):
     optimizer.step()
     print(loss.item())
 """
+STEP_OF_TWO = "    if step % 2 == 1:\n        optimizer.step()\n        optimizer.zero_grad()\n"
 NUM_PARAMETERS = 256 * 512 + 512 + 512 * 16 + 16
 
 
@@ -66,7 +67,8 @@ def test_plans_an_unedited_script_for_gpus(tmp_path: Path) -> None:
     assert figures["at_peak"]["optimizer states"] >= 8 * NUM_PARAMETERS
     assert figures["at_peak"].get("activations", 0) < 2000 * 256 * 4  # the data set stays on the host
     assert figures["communication_s"] > 0
-    for text in ("16 ranks of NVIDIA H100", 'shard="optimizer"', "rtx4090", "on_demand"):
+    largest = "largest micro-batch: 1,000 or more: half of the data set"
+    for text in ("16 ranks of NVIDIA H100", 'shard="optimizer"', "rtx4090", "on_demand", largest):
         assert text in done.stdout
     assert done.stdout.count("\n1.0\n") <= 2  # two steps ran, and their loss has no value
 
@@ -80,7 +82,66 @@ def test_batch_and_arguments_reach_the_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     large = json.loads((tmp_path / "plan.json").read_text())
     assert large["peak_bytes"] > small["peak_bytes"] + 992 * 16 * 4
-    assert small["samples_per_s"] is not None
+    assert small["samples_per_s"] == pytest.approx(8 / small["step_s"])
+    assert large["epoch_s"] == pytest.approx(2000 / 1000 * large["step_s"])  # of the data set's samples
+    assert "epoch of 2,000 samples" in done.stdout
+
+
+def test_micro_batches_of_the_script_count(tmp_path: Path) -> None:
+    script = SCRIPT.replace("    optimizer.zero_grad()\n", "").replace("    optimizer.step()\n", STEP_OF_TWO)
+    done = planned(tmp_path, "--gpu", "cpu", "train.py", script=script)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["samples_per_s"] == pytest.approx(2 * 64 / figures["step_s"])
+
+
+TOY = """
+import argparse
+import torch
+from torch import nn
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=8)
+    width = parser.parse_args().width
+    model = nn.Linear(4, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        loss = model(torch.randn(3, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {}
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_batch_without_a_loader_is_noted(tmp_path: Path) -> None:
+    done = planned(tmp_path, "--gpu", "cpu", "--batch", "64", "train.py", script=TOY.format("pass"))
+    assert done.returncode == 0, done.stderr
+    assert "--batch 64 changes nothing: the script has made no DataLoader" in done.stdout
+    assert "samples per second" not in done.stdout
+    assert done.stdout.startswith("40 parameters on 1 rank of CPU: fits")
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        ("open('missing.txt')", "FileNotFoundError", "train.py raised FileNotFoundError after 1 optimizer steps"),
+        ("raise SystemExit(3)", "", "train.py exited with 3 after 1 optimizer steps"),
+        ("loss.detach().numpy()", "", "the script reads the values of a tensor ("),
+        ("model.weight[model.weight > 0]", "", "train.py:17 in main), whose result has a shape that depends on values"),
+        ("def", "SyntaxError", "train.py cannot be compiled"),
+    ],
+)
+def test_a_script_that_fails_is_no_plan(tmp_path: Path, body: str, line: str, message: str) -> None:
+    done = planned(tmp_path, "--gpu", "cpu", "train.py", script=TOY.format(body))
+    assert done.returncode == 2  # 1 would mean that the step does not fit
+    assert line in done.stderr
+    assert message in done.stderr.splitlines()[-1]
+    assert "drivetrain/plan" not in done.stderr  # tracebacks begin in the script
 
 
 def test_options_may_follow_the_script(tmp_path: Path) -> None:
@@ -106,6 +167,8 @@ def test_options_may_follow_the_script(tmp_path: Path) -> None:
         (["--plot", "plan.gif", "train.py"], "expected a name that ends in .svg or .png"),
         (["--plot", "nowhere/plan.svg", "train.py"], "--plot is nowhere/plan.svg, and there is no folder"),
         (["--price", "prices.toml", "--steps", "9", "train.py"], "--price is prices.toml, which is no file"),
+        (["--calibrate", "train.py"], "--calibrate measures this machine's CPU, and --gpu is h100"),
+        (["--price", "train.py", "--steps", "9", "train.py"], "train.py is not TOML"),
         (["--compare", "run.jsonl", "train.py"], "--compare is run.jsonl, which is no file"),
     ],
 )

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from ..plan.calibrate import allocations
+from ..plan.calibrate import allocations, memory_profile
 from .activation_models import GPT, UNet
 
 _VOCABULARY = 2048
@@ -74,7 +73,7 @@ def measured_peak(case: Case, steps: int = 2) -> int:
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*case.model.parameters(), *case.model.buffers(), *case.batch)
     }
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with memory_profile() as profiled:
         for _ in range(steps):
             case.step()
     live = peak = 0

@@ -34,7 +34,7 @@ def measure(device: torch.device | None = None, size: int = _SIZE, copied: int =
     if device is None:
         if not torch.cuda.is_available():
             return None
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = own_gpu()
     host = torch.empty(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(copied, dtype=torch.uint8, device=device)
     a = torch.rand(size, size, device=device).bfloat16()
@@ -43,6 +43,11 @@ def measure(device: torch.device | None = None, size: int = _SIZE, copied: int =
         "from the device": copied / _fastest(lambda: host.copy_(there, non_blocking=True), device),
         "products": 2 * size**3 / _fastest(lambda: torch.mm(a, a), device),
     }
+
+
+def own_gpu() -> torch.device:
+    """Returns this rank's GPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def _fastest(call: Callable[[], Any], device: torch.device) -> float:
@@ -57,6 +62,27 @@ def _fastest(call: Callable[[], Any], device: torch.device) -> float:
     return min(seconds() for _ in range(_ROUNDS))
 
 
+def slow_rank(rates: Mapping[int, Mapping[str, float] | None]) -> int | None:
+    """Returns a rank whose GPU is too slow beside the median rank's."""
+    found = _slowest(_measured(rates))
+    return None if found is None else found[1]
+
+
+def _measured(rates: Mapping[int, Mapping[str, float] | None]) -> dict[int, Mapping[str, float]]:
+    return {rank: of_rank for rank, of_rank in rates.items() if of_rank is not None}
+
+
+def _slowest(measured: Mapping[int, Mapping[str, float]]) -> tuple[str, int, float] | None:
+    """Returns the first rate that is too low: its name, the slowest rank, and the median rank's rate."""
+    for what in _UNITS if measured else ():
+        of_ranks = {rank: of_rank[what] for rank, of_rank in measured.items()}
+        typical = statistics.median_high(of_ranks.values())
+        slow = min(of_ranks, key=lambda rank: of_ranks[rank])
+        if of_ranks[slow] < _SLOW * typical:
+            return what, slow, typical
+    return None
+
+
 def judge(rates: Mapping[int, Mapping[str, float] | None], hosts: Sequence[str]) -> list[Finding]:
     """Compares each rank's rates with the median rank's.
 
@@ -64,24 +90,23 @@ def judge(rates: Mapping[int, Mapping[str, float] | None], hosts: Sequence[str])
         rates: What `measure` returned, by rank.
         hosts: The host of each rank.
     """
-    measured = {rank: of_rank for rank, of_rank in rates.items() if of_rank is not None}
+    measured = _measured(rates)
     if not measured:
         return [not_applicable("devices", "no rank has a GPU")]
     if len(measured) < len(rates):
         without = next(rank for rank in rates if rank not in measured)
         cure = "look at CUDA_VISIBLE_DEVICES and nvidia-smi there"
         return [warn("devices", f"rank {without} on {hosts[without]} sees no GPU, and other ranks do", cure)]
-    spans = []
-    for what, unit in _UNITS.items():
-        of_ranks = {rank: of_rank[what] for rank, of_rank in measured.items()}
-        typical = statistics.median_high(of_ranks.values())
-        slow = min(of_ranks, key=lambda rank: of_ranks[rank])
-        if of_ranks[slow] < _SLOW * typical:
-            text = (
-                f"{what}: rank {slow} on {hosts[slow]} reaches {of_ranks[slow] / unit:.1f} {_NAMES[what]}, the median "
-                f"rank {typical / unit:.1f}"
-            )
-            cure = "look there for other processes, clocks and temperature (nvidia-smi -q), and the PCIe link's width"
-            return [warn("devices", text, cure)]
-        spans.append(f"{what} {of_ranks[slow] / unit:.1f} {_NAMES[what]} or more")
+    if (found := _slowest(measured)) is not None:
+        what, slow, typical = found
+        text = (
+            f"{what}: rank {slow} on {hosts[slow]} reaches {measured[slow][what] / _UNITS[what]:.1f} {_NAMES[what]}, "
+            f"the median rank {typical / _UNITS[what]:.1f}"
+        )
+        cure = "look there for other processes, clocks and temperature (nvidia-smi -q), and the PCIe link's width"
+        return [warn("devices", text, cure)]
+    spans = [
+        f"{what} {min(of_rank[what] for of_rank in measured.values()) / unit:.1f} {_NAMES[what]} or more"
+        for what, unit in _UNITS.items()
+    ]
     return [passed("devices", ", ".join(spans))]

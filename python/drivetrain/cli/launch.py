@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from drivetrain.cli.finding import Finding, fail, not_applicable, passed
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 
 LAUNCH_CURE = "start with torchrun, or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process"
 _CONNECT_S = 5.0
@@ -35,7 +35,7 @@ class Launch:
     @property
     def master(self) -> str:
         """Address and port of the store."""
-        return f"{self.master_addr}:{self.master_port}"
+        return joined(self.master_addr, self.master_port)
 
     def answers(self) -> bool:
         """Checks whether a process listens at the address now."""
@@ -44,6 +44,11 @@ class Launch:
         except OSError:
             return False
         return True
+
+
+def joined(address: str, port: int) -> str:
+    """Returns an address and a port as one text. An IPv6 address stands in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
@@ -101,7 +106,7 @@ def read_launch(environ: Mapping[str, str], timeout_s: float) -> tuple[Launch | 
     except ValueError as error:
         return None, [fail("launch", str(error), LAUNCH_CURE)]
     findings = [passed("launch", text), _check_master(launch, timeout_s)]
-    meets = launch.world_size > 1 and findings[-1].status == "PASS"
+    meets = launch.world_size > 1 and findings[-1].status != "FAIL"
     return launch if meets else None, findings
 
 
@@ -157,11 +162,15 @@ def _check_master(launch: Launch, timeout_s: float) -> Finding:
 
 
 def _check_port_is_free(launch: Launch) -> Finding:
-    """Checks on rank 0 that no process listens on the port yet."""
+    """Checks on rank 0 that no process listens on the port yet, over IPv4 or IPv6."""
+    families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])]
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store sets it too
-            probe.bind(("", launch.master_port))
+        for family in families:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store sets it too
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(("", launch.master_port))
     except OSError as error:
         what = "another program listens on it" if error.errno == errno.EADDRINUSE else error.strerror
         cure = f"export MASTER_PORT={_free_port()} (free here) on every rank"
@@ -176,17 +185,29 @@ def _free_port() -> int:
 
 
 def _check_answers(launch: Launch, addresses: Sequence[str], timeout_s: float) -> Finding:
-    failure: OSError = OSError("no address")
+    """Connects to rank 0 by each address that MASTER_ADDR means, as torch does, in their order."""
+    failures: dict[str, OSError] = {}
     for address in addresses:
         try:
             socket.create_connection((address, launch.master_port), timeout_s).close()
-            return passed("master", f"{launch.master} ({address}) answers")
         except OSError as error:
-            failure = error
-    if isinstance(failure, ConnectionRefusedError) and not launch.agent_store:
+            failures[address] = error
+            continue
+        waited = [tried for tried, error in failures.items() if not isinstance(error, ConnectionRefusedError)]
+        if waited:
+            text = (
+                f"{launch.master} answers at {address}, but not at {waited[0]} ({failures[waited[0]]}), which is first"
+            )
+            return warn("master", text, f"export MASTER_ADDR={address} on every rank")
+        return passed("master", f"{launch.master} ({address}) answers")
+    refused = any(isinstance(error, ConnectionRefusedError) for error in failures.values())
+    if refused and not launch.agent_store:
         return passed("master", f"{launch.master} is reachable; no process listens yet, as rank 0 has not started")
     cure = (
         "check that MASTER_ADDR is rank 0's address on the network the machines share, and that no firewall "
         f"closes TCP port {launch.master_port} or the unprivileged ports between them"
     )
+    if addresses and all(":" in address for address in addresses):
+        cure += "; it means IPv6 here: give this host an IPv6 address, or export MASTER_ADDR=<rank 0's IPv4 address>"
+    failure = next(reversed(failures.values()), OSError("no address"))
     return fail("master", f"{launch.master} does not answer ({failure})", cure)

@@ -28,8 +28,11 @@ _LEAST_SHARED_MEMORY = 2**27  # Docker's default is 64 MiB
 _LEAST_FILES = 1024  # Linux's usual soft limit
 _LEAST_DISK = 2**30
 _WRITTEN = 2**26  # bytes that the disk's check writes
+FAMILY_VARIABLE = "NCCL_SOCKET_FAMILY"
 _SIOCGIFADDR = 0x8915  # ioctl of netdevice(7): the IPv4 address of an interface
+_DUPLICATE_ADDRESS = 0x08  # flag of rtnetlink(7): the address is in use elsewhere
 
+_PREFIX = "DRIVETRAIN_"
 # Maps each variable of drivetrain to the function that raises ValueError for a wrong value.
 _VARIABLES: dict[str, Callable[[], object]] = {
     "DRIVETRAIN_ISA": lambda: None,  # the check `isa` judges its value
@@ -177,11 +180,17 @@ def _has(status: Mapping[str, str], field: str) -> bool:
 
 def check_variables(environ: Mapping[str, str]) -> Finding:
     """Checks that every variable DRIVETRAIN_* is known and has a value that its reader takes."""
-    given = sorted(name for name in environ if name.startswith("DRIVETRAIN_"))
+    given = sorted(name for name in environ if name.startswith(_PREFIX))
     for name in given:
         if name not in _VARIABLES:
-            near = difflib.get_close_matches(name, _VARIABLES, n=1)
-            cure = f"write {near[0]}, or unset {name}" if near else f"unset {name}; known are {', '.join(_VARIABLES)}"
+            # Without the prefix, which all have in common.
+            known = [one.removeprefix(_PREFIX) for one in _VARIABLES]
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1)
+            cure = (
+                f"write {_PREFIX}{near[0]}, or unset {name}"
+                if near
+                else f"unset {name}; known are {', '.join(_VARIABLES)}"
+            )
             return fail("variables", f"{name} is not a variable of drivetrain", cure)
         try:
             _VARIABLES[name]()
@@ -191,9 +200,9 @@ def check_variables(environ: Mapping[str, str]) -> Finding:
 
 
 def check_interfaces(environ: Mapping[str, str]) -> Finding:
-    """Checks that the interfaces named for gloo and NCCL exist and have an address."""
-    addresses = interface_addresses()
-    listed = ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none"
+    """Checks that the interfaces named for gloo and NCCL exist and have an address, of the family that NCCL takes."""
+    addresses, ipv6 = interface_addresses(), ipv6_addresses()
+    listed = ", ".join(_with_ipv6(name, address, ipv6) for name, address in addresses.items()) or "none"
     usable = [name for name in addresses if name != "lo"] or list(addresses)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environ.get(variable, "")
@@ -202,22 +211,53 @@ def check_interfaces(environ: Mapping[str, str]) -> Finding:
             continue
         for name in value.removeprefix("=").split(","):
             if not any(found == name if is_exact else found.startswith(name) for found in addresses):
-                text = f"{variable}={value}, but {name} has no IPv4 address here; there are: {listed}"
+                text = f"{variable}={value}, but {name} has no address here; there are: {listed}"
                 cure = f"export {variable}={usable[0]}" if usable else "bring an interface up: ip link set ... up"
                 return fail("interfaces", text, cure)
+    family = environ.get(FAMILY_VARIABLE, "")
+    if family not in ("", "AF_INET", "AF_INET6"):
+        return fail(
+            "interfaces", f"{FAMILY_VARIABLE}={family}, expected AF_INET or AF_INET6", f"unset {FAMILY_VARIABLE}"
+        )
+    if family == "AF_INET6" and not ipv6:
+        text = f"{FAMILY_VARIABLE}=AF_INET6, but no interface has an IPv6 address; there are: {listed}"
+        return fail("interfaces", text, f"unset {FAMILY_VARIABLE}")
     return passed("interfaces", listed)
 
 
+def _with_ipv6(name: str, address: str, ipv6: Mapping[str, str]) -> str:
+    return " ".join(dict.fromkeys([name, address, ipv6.get(name, "")])).strip()
+
+
 def interface_addresses() -> dict[str, str]:
-    """Returns the IPv4 address of each network interface that has one and is up."""
+    """Returns an address of each network interface that is up: its IPv4 address, else its IPv6 address."""
     found = {}
+    ipv6 = ipv6_addresses()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             if Path("/sys/class/net", name, "operstate").exists() and _state(name) == "down":
                 continue
-            with suppress(OSError):  # the interface has no IPv4 address
+            try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found[name] = socket.inet_ntoa(answer[20:24])
+            except OSError:  # the interface has no IPv4 address
+                if name in ipv6:
+                    found[name] = ipv6[name]
+    return found
+
+
+def ipv6_addresses() -> dict[str, str]:
+    """Returns the first IPv6 address of each network interface that other hosts may reach it by."""
+    found: dict[str, str] = {}
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # the kernel has no IPv6
+        return found
+    for line in lines:
+        digits, _, _, scope, flags, name = line.split()
+        # Other hosts need a zone for addresses of one link, and cannot use an address that is another host's.
+        if int(scope, 16) == 0 and not int(flags, 16) & _DUPLICATE_ADDRESS:
+            found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
 
@@ -245,7 +285,8 @@ def check_disk(folder: Path | None) -> Finding:
         return fail("disk", f"{folder} cannot be written: {error.strerror}", cure)
     found = os.statvfs(existing)
     free = found.f_bavail * found.f_frsize
-    text = f"{folder}: {_WRITTEN / seconds / 2**20:.0f} MiB/s with fsync, {free / _GIB:.1f} GiB free"
+    where = "" if existing == folder else f" (does not exist yet; measured in {existing})"
+    text = f"{folder}{where}: {_WRITTEN / seconds / 2**20:.0f} MiB/s with fsync, {free / _GIB:.1f} GiB free"
     if free < _LEAST_DISK:
         return warn("disk", text, "free space there, or choose another directory")
     return passed("disk", text)

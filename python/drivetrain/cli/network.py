@@ -1,6 +1,7 @@
 """Tests the connections between ranks for `drivetrain doctor`: reachability, clocks, bandwidth and lost packets.
 
-Every rank listens on a TCP port of its own, as gloo's ranks do, and connects to the others before any collective.
+Every rank listens on a TCP port of its own, as gloo's ranks do, and connects to the others before any collective. It
+takes IPv4 and IPv6.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from drivetrain.cli.finding import Finding, fail, passed, warn
-from drivetrain.cli.machine import interface_addresses
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
+from drivetrain.cli.launch import joined
+from drivetrain.cli.machine import FAMILY_VARIABLE, interface_addresses, ipv6_addresses
 
 _CONNECT_S = 3.0
 _FULL_MATRIX = 64  # ranks up to which every rank connects to every other one
@@ -34,12 +36,21 @@ _SEGMENTS = slice(100, 140)  # tcpi_total_retrans ... tcpi_segs_out in Linux's s
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and what its host is called."""
+    """Where a rank listens, and what its host is called.
+
+    Attributes:
+        host: The host's name.
+        address: What gloo tells the other ranks, of either family.
+        port: The TCP port.
+        reaches_master_by: Interface and address, as in "eth0 10.0.0.2"; "": unknown.
+        ipv6: The IPv6 address of that interface, beside an IPv4 `address`; "": none.
+    """
 
     host: str
     address: str
     port: int
-    reaches_master_by: str  # "eth0 10.0.0.2"; "": unknown
+    reaches_master_by: str
+    ipv6: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Probe:
         offset_s: Seconds by which the other's clock is ahead.
         bytes_per_s: Bandwidth to it; 0 where it was not measured.
         lost: Share of segments that had to be sent again.
+        ipv6_error: Why it could not be reached over IPv6, too; "" if it could. None: one has one family.
     """
 
     peer: int
@@ -59,6 +71,7 @@ class Probe:
     offset_s: float = 0.0
     bytes_per_s: float = 0.0
     lost: float = 0.0
+    ipv6_error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Returns the probe as an object for the store."""
@@ -83,18 +96,32 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 class _Server(socketserver.ThreadingTCPServer):
+    """Listens on a free port, for both families where the system has both."""
+
     daemon_threads = True
     request_queue_size = 128
+
+    def __init__(self) -> None:
+        self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        super().__init__(("", 0), _Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 class Listener:
     """Listens for the other ranks while the `with` block runs."""
 
     def __init__(self, master_addr: str) -> None:
-        self._server = _Server(("", 0), _Handler)
+        self._server = _Server()
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        way = _way_to(master_addr)
+        address = advertised_address()
+        ipv6 = ipv6_addresses().get(_gloos_interface() or way.partition(" ")[0], "")
         self.address = Address(
-            socket.gethostname(), advertised_address(), self._server.server_address[1], _way_to(master_addr)
+            socket.gethostname(), address, self._server.server_address[1], way, "" if ":" in address else ipv6
         )
 
     def __enter__(self) -> Listener:
@@ -106,27 +133,32 @@ class Listener:
         self._server.server_close()
 
 
+def _gloos_interface() -> str:
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+
+
 def advertised_address() -> str:
     """Returns the address that gloo tells the other ranks: the interface's, else the host name's, else loopback."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if name:
+    if name := _gloos_interface():
         return interface_addresses().get(name, "127.0.0.1")
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return "127.0.0.1"
-    return address
+    with suppress(OSError):
+        for family, _, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family) as probe:  # gloo takes the first that can be bound
+                probe.bind(where)
+                return str(where[0])
+    return "127.0.0.1"
 
 
 def _way_to(master_addr: str) -> str:
     """Returns the interface and address by which this host reaches rank 0's."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_addr, 9))  # a datagram socket sends nothing here
-        mine = str(probe.getsockname()[0])
-        name = next((name for name, address in interface_addresses().items() if address == mine), "")
-        return f"{name} {mine}".strip()
+    with suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(where)  # a datagram socket sends nothing here
+                mine = str(probe.getsockname()[0])
+                of_both = [*interface_addresses().items(), *ipv6_addresses().items()]
+                name = next((name for name, address in of_both if address == mine), "")
+                return f"{name} {mine}".strip()
     return ""
 
 
@@ -142,21 +174,33 @@ def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
     """Connects to other ranks, compares clocks, and measures the link to the next rank."""
     peers = peers_of(rank, len(addresses))
     with ThreadPoolExecutor(max_workers=16) as pool:
-        probes = list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers))
+        probes = list(pool.map(lambda peer: _probe(peer, addresses[rank], addresses[peer]), peers))
     if probes and not probes[0].error:
         probes[0] = _measure(probes[0], addresses[probes[0].peer])
     return probes
 
 
-def _probe(peer: int, where: Address) -> Probe:
+def _probe(peer: int, mine: Address, theirs: Address) -> Probe:
     try:
-        with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
-            start = time.time()
-            connection.sendall(_ASK_TIME)
-            (theirs,) = struct.unpack("!d", _receive(connection, 8))
-            return Probe(peer, offset_s=theirs - (start + time.time()) / 2)
+        offset = _clock_offset(theirs.address, theirs.port)
     except OSError as error:
         return Probe(peer, error=error.strerror or str(error))
+    if not (mine.ipv6 and theirs.ipv6):
+        return Probe(peer, offset_s=offset)
+    try:
+        _clock_offset(theirs.ipv6, theirs.port)
+    except OSError as error:
+        return Probe(peer, offset_s=offset, ipv6_error=error.strerror or str(error))
+    return Probe(peer, offset_s=offset, ipv6_error="")
+
+
+def _clock_offset(address: str, port: int) -> float:
+    """Connects to a listener, and returns the seconds by which its clock is ahead."""
+    with socket.create_connection((address, port), _CONNECT_S) as connection:
+        start = time.time()
+        connection.sendall(_ASK_TIME)
+        (theirs,) = struct.unpack("!d", _receive(connection, 8))
+        return float(theirs) - (start + time.time()) / 2
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -183,7 +227,7 @@ def _measure(probe: Probe, where: Address) -> Probe:
             resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
     except OSError as error:
         return Probe(probe.peer, error=f"the link broke or was too slow for {_SENT >> 20} MiB ({error})")
-    return Probe(probe.peer, "", probe.offset_s, _SENT / seconds, resent / max(sent, 1))
+    return replace(probe, bytes_per_s=_SENT / seconds, lost=resent / max(sent, 1))
 
 
 def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> list[Finding]:
@@ -193,7 +237,12 @@ def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) ->
         addresses: Where each rank listens, by rank.
         found: The probes of each rank that has reported.
     """
-    return [_judge_reach(addresses, found), _judge_clocks(addresses, found), _judge_links(addresses, found)]
+    return [
+        _judge_reach(addresses, found),
+        _judge_ipv6(addresses, found),
+        _judge_clocks(addresses, found),
+        _judge_links(addresses, found),
+    ]
 
 
 def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
@@ -209,8 +258,8 @@ def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
     rank, probe = failures[0]
     where = addresses[probe.peer]
     text = (
-        f"{len(failures)} of {count} connections fail; rank {rank} on {addresses[rank].host} does not reach rank "
-        f"{probe.peer} on {where.host} at {where.address}:{where.port} ({probe.error})"
+        f"{len(failures)} of {count} connections fail; "
+        f"{_unreached(addresses, rank, probe.peer, where.address, probe.error)}"
     )
     if where.address.startswith("127.") and hosts > 1:
         interface = where.reaches_master_by.partition(" ")[0] or "<the interface between the hosts>"
@@ -221,6 +270,38 @@ def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
             "NCCL_SOCKET_IFNAME=<the interface between the hosts>"
         )
     return fail("network", text, cure)
+
+
+def _unreached(addresses: Sequence[Address], rank: int, peer: int, address: str, error: str) -> str:
+    at = joined(address, addresses[peer].port)
+    return (
+        f"rank {rank} on {addresses[rank].host} does not reach rank {peer} on {addresses[peer].host} at {at} ({error})"
+    )
+
+
+def _judge_ipv6(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
+    """Judges connections over IPv6. They matter where NCCL is told to take that family, or gloo has no other one."""
+    if all(":" in where.address for where in addresses):
+        return passed("ipv6", "every rank has an IPv6 address only: the connections of `network` are over IPv6")
+    tried = [(rank, probe) for rank, probes in found.items() for probe in probes if probe.ipv6_error is not None]
+    failures = [(rank, probe) for rank, probe in tried if probe.ipv6_error]
+    is_needed = os.environ.get(FAMILY_VARIABLE) == "AF_INET6"
+    without = [where.host for where in addresses if not where.ipv6 and ":" not in where.address]
+    cure = f"unset {FAMILY_VARIABLE} for IPv4"
+    if is_needed and without:
+        return fail("ipv6", f"{FAMILY_VARIABLE}=AF_INET6, and {without[0]} has no IPv6 address", cure)
+    if not tried:
+        return not_applicable("ipv6", "no two ranks have an IPv6 address on the interface that they use")
+    if not failures:
+        return passed("ipv6", f"{len(tried)} connections over IPv6, beside those over IPv4")
+    rank, probe = failures[0]
+    text = (
+        f"{len(failures)} of {len(tried)} connections over IPv6 fail; "
+        f"{_unreached(addresses, rank, probe.peer, addresses[probe.peer].ipv6, probe.ipv6_error or '')}"
+    )
+    if is_needed:
+        return fail("ipv6", text, f"open the ports for IPv6 in the firewalls (ip6tables), or {cure}")
+    return not_applicable("ipv6", f"not used here, where IPv4 is: {text}")
 
 
 def _judge_clocks(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:

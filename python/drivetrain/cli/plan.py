@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import re
+import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +70,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, 1 if the step does not fit, or 2 if it cannot be planned."""
+    from ..plan.script import ScriptError
     from ..plan.tracer import PlanError
 
     try:
@@ -74,10 +78,22 @@ def run(args: argparse.Namespace) -> int:
         plan = _plan(args)
         print(plan)
         _answer(plan, args)
-    except (OSError, ValueError, ImportError, PlanError) as error:
+    except (OSError, ValueError, ImportError, PlanError, ScriptError) as error:
+        if isinstance(error, ScriptError):
+            _print_traceback(error.__cause__, args.script)
         print(f"drivetrain plan: {error}", file=sys.stderr)
         return 2
     return 0 if plan.memory.fits else 1
+
+
+def _print_traceback(error: BaseException | None, script: str) -> None:
+    """Prints an error of the script, from the script's first line on."""
+    if error is None:
+        return
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename != str(Path(script).absolute()):
+        entry = entry.tb_next
+    traceback.print_exception(error.with_traceback(entry))
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -85,8 +101,12 @@ def _check_files(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: A file that is read is missing, or the folder of one that is written.
-        ValueError: --price lacks --steps, or a plot's name has another suffix.
+        ValueError: --price lacks --steps, a price is wrong, a plot's name has another suffix, or --calibrate is not for
+            the CPU.
     """
+    from ..plan.cost import read_prices
+    from ..plan.devices import device_of
+
     if args.price is not None and args.steps is None:
         raise ValueError("--price needs --steps, the number of optimizer steps of the run")
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
@@ -99,6 +119,11 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, option)
         if path is not None and not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"--{option} is {path}, and there is no folder {path.absolute().parent}")
+    device = device_of(args.gpu, args.devices)
+    if args.calibrate and device.kind != "cpu":
+        raise ValueError(f"--calibrate measures this machine's CPU, and --gpu is {args.gpu}: leave it out")
+    if args.price is not None:
+        read_prices(args.price, device.key)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -123,13 +148,51 @@ def _plan(args: argparse.Namespace) -> Plan:
     trace = trace_script(
         args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size
     )
-    plan = Plan.of(trace, device, options, batch=args.batch, devices=args.devices)
+    plan = Plan.of(trace, device, options, batch=trace.samples or None, devices=args.devices)
     return plan.calibrated() if args.calibrate else plan
+
+
+def needed_bytes(args: argparse.Namespace) -> int:
+    """Returns the bytes that a rank needs, of the plan that the arguments ask for."""
+    return _plan(args).memory.total
+
+
+def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:
+    """Returns the largest micro-batch that fits, and plans the script for each size in a process of its own."""
+    from ..plan.questions import largest_by_line
+
+    # A loader gives smaller batches than asked for if a step takes more than half of its data set.
+    batch, limit = plan.trace.samples, plan.trace.epoch_samples // 2
+    if not batch or not limit:
+        return "not known, because the script takes no batches from a DataLoader: plan.largest_batch() answers it"
+
+    def needs(size: int) -> int:
+        return plan.memory.total if size == args.batch else _in_a_process({**vars(args), "batch": size})
+
+    found = largest_by_line(needs, plan.memory.capacity, batch, limit)
+    return f"{found:,}{' or more: half of the data set' if found == limit else ''}"
+
+
+def _in_a_process(args: dict[str, Any]) -> int:
+    """Returns `needed_bytes` from a fresh process, because a traced script leaves its traces in this one.
+
+    Raises:
+        ValueError: The script cannot be planned with these arguments.
+    """
+    code = (
+        "import argparse, pickle, sys; from drivetrain.cli.plan import needed_bytes; "
+        "print(needed_bytes(argparse.Namespace(**pickle.load(sys.stdin.buffer))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(args), capture_output=True, check=False)
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"the plan with a batch of {args['batch']} failed: {why}")
+    return int(done.stdout.split()[-1])
 
 
 def _answer(plan: Plan, args: argparse.Namespace) -> None:
     from ..plan.cost import Run
-    from ..plan.options import formatted
+    from ..plan.options import duration, formatted
     from ..plan.questions import text_table
 
     if args.questions:
@@ -145,8 +208,9 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print("\n" + text_table(("option", "saves", "costs", "fits"), helps))
         print("\n" + text_table(("device", "needs", "has", "fits"), fits))
         print(f"\nsmallest number of devices: {'none fits' if count is None else count}")
+        print(f"largest micro-batch: {_largest_batch(plan, args)}")
     if args.steps is not None:
-        print(f"\n{args.steps:,} steps take {_duration(args.steps * plan.time.step_s)}")
+        print(f"\n{args.steps:,} steps take {duration(args.steps * plan.time.step_s)}")
     if args.price is not None:
         rows = [
             (price.tariff, f"{price.hours:,.1f}", f"{price.device_hours:,.1f}", f"{price.total:,.2f} {price.currency}")
@@ -162,13 +226,6 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print(f"\nwrote {args.plot}")
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
-
-
-def _duration(seconds: float) -> str:
-    """Returns a time in hours, or in a smaller unit where hours would round to little."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:,.2f} hours"
 
 
 def _count(text: str) -> int:

@@ -16,11 +16,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drivetrain.cli import collectives, devices, network, speed
-from drivetrain.cli.finding import Finding, fail, passed
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line
 
 _DUPLICATE_CURE = "give every process a RANK of its own, and end processes that an earlier start left behind"
-_POLL_S = 0.05
+_LEAST_POLL_S, _MOST_POLL_S = 0.02, 0.5
+_POLLS = 10  # the pause is that part of the time waited so far, so that many ranks of one machine leave it its cores
+_LOOKS = 8  # ranks that measure again, one at a time
 
 Show = Callable[[Sequence[Finding]], None]
 _Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, instruction set, cores, speed and failed checks
@@ -53,8 +55,7 @@ class Meeting:
             "versions": dict(versions),
             "isa": isa,
             "cores": speed.cores(),
-            "flops_per_s": speed.flops_per_s(),
-            "device": devices.measure(),
+            **_measure(),
             "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
         }
         try:
@@ -113,6 +114,7 @@ class Meeting:
         else:
             hosts = [_host(cards[rank]) for rank in range(world_size)]
             findings += _compare(cards)
+            self._look_again(store, cards)
             findings += speed.judge(
                 {rank: card["flops_per_s"] for rank, card in cards.items()},
                 hosts,
@@ -121,7 +123,13 @@ class Meeting:
             findings += devices.judge({rank: card["device"] for rank, card in cards.items()}, hosts)
             probed, slowest_link = self._probe(store)
             findings += probed
-            findings.append(self._all_reduce(store, hosts, slowest_link))
+            findings.append(self._all_reduce(store, hosts, slowest_link, collectives.GLOO))
+            why_not = _why_no_nccl(cards)
+            store.set("nccl", "no" if why_not else "yes")
+            if why_not:
+                findings.append(not_applicable(collectives.NCCL.check, f"NCCL cannot run here: {why_not}"))
+            else:
+                findings.append(self._all_reduce(store, hosts, slowest_link, collectives.NCCL))
         findings += _duplicates(store, cards)
         show(findings)
         store.set("shown", "yes")
@@ -132,8 +140,11 @@ class Meeting:
         findings = list(own)
         # Rank 0 may start to wait one timeout later than this rank, and its all-reduce may take two more.
         if self._wait(store, ["complete"], 2 * self._timeout_s) and store.get("complete") == b"yes":
+            self._measure_again(store)
             self._probe(store)
-            self._join_all_reduce(store)
+            self._join_all_reduce(store, collectives.GLOO)
+            if self._wait(store, ["nccl"], 2 * self._timeout_s) and store.get("nccl") == b"yes":
+                self._join_all_reduce(store, collectives.NCCL)
         self._wait(store, ["shown"], 3 * self._timeout_s)
         with suppress(RuntimeError):  # rank 0 may have left
             store.set(f"done/{self._launch.rank}", "yes")
@@ -154,6 +165,39 @@ class Meeting:
             return _poll(lambda: store.check(keys), seconds or self._timeout_s)
         except RuntimeError:  # the store has ended
             return False
+
+    def _look_again(self, store: Store, cards: _Cards) -> None:
+        """Lets ranks that seem slow measure again, one at a time, while the others wait.
+
+        Ranks that share a machine have disturbed each other's first measurements. The better one counts.
+        """
+        number = 0
+        seen: set[int] = set()
+        while number < _LOOKS:
+            rank = speed.slow_rank({rank: card["flops_per_s"] for rank, card in cards.items()})
+            if rank is None or rank in seen:
+                rank = devices.slow_rank({rank: card["device"] for rank, card in cards.items()})
+            if rank is None or rank in seen:
+                break
+            seen.add(rank)
+            store.set(f"again/{number}", str(rank))
+            if rank == self._launch.rank:
+                _keep_better(cards[rank], _measure())
+            elif self._wait(store, [f"again/{number}/measured"]):
+                _keep_better(cards[rank], json.loads(store.get(f"again/{number}/measured")))
+            number += 1
+        store.set(f"again/{number}", "")
+
+    def _measure_again(self, store: Store) -> None:
+        """Measures again if rank 0 asks for it, until rank 0 ends it."""
+        for number in range(_LOOKS + 1):
+            if not self._wait(store, [f"again/{number}"], 2 * self._timeout_s):
+                return
+            rank = store.get(f"again/{number}").decode()
+            if not rank:
+                return
+            if int(rank) == self._launch.rank:
+                store.set(f"again/{number}/measured", json.dumps(_measure()))
 
     def _probe(self, store: Store) -> tuple[list[Finding], float | None]:
         """Tests the connections to other ranks.
@@ -182,9 +226,12 @@ class Meeting:
             }
         return network.judge(addresses, found), network.slowest_between_hosts(addresses, found)
 
-    def _all_reduce(self, store: Store, hosts: Sequence[str], slowest_link: float | None) -> Finding:
+    def _all_reduce(
+        self, store: Store, hosts: Sequence[str], slowest_link: float | None, backend: collectives.Backend
+    ) -> Finding:
         """Sums between all ranks. If that fails, rank 0 searches for the host that breaks it."""
-        self._sum(store)
+        store = PrefixStore(backend.name, store)
+        self._sum(store, backend)
         ranks = range(self._launch.world_size)
         self._wait(store, [f"sum/{rank}" for rank in ranks], 3 * self._timeout_s)
         outcomes = {
@@ -192,33 +239,67 @@ class Meeting:
             for rank in ranks
             if store.check([f"sum/{rank}"])
         }
-        finding = collectives.judge(outcomes, self._launch.world_size, slowest_link)
+        finding = collectives.judge(outcomes, self._launch.world_size, slowest_link, backend)
         store.set("search", "yes" if finding.status == "FAIL" else "no")
         if finding.status != "FAIL":
             return finding
-        found = collectives.lead_search(store, 0, hosts, lambda keys, seconds: self._wait(store, keys, seconds))
+        found = collectives.lead_search(store, 0, hosts, self._waiting(store), backend)
         return collectives.named(finding, found)
 
-    def _join_all_reduce(self, store: Store) -> None:
-        self._sum(store)
+    def _join_all_reduce(self, store: Store, backend: collectives.Backend) -> None:
+        store = PrefixStore(backend.name, store)
+        self._sum(store, backend)
         if self._wait(store, ["search"], 4 * self._timeout_s) and store.get("search") == b"yes":
-            rank = self._launch.rank
-            collectives.follow_search(store, rank, lambda keys, seconds: self._wait(store, keys, seconds))
+            collectives.follow_search(store, self._launch.rank, self._waiting(store), backend)
 
-    def _sum(self, store: Store) -> None:
-        launch, prefix = self._launch, PrefixStore("gloo", store)
-        outcome = collectives.reduce_by_size(prefix, launch.rank, launch.world_size, collectives.SIZES, self._timeout_s)
+    def _waiting(self, store: Store) -> collectives.Wait:
+        return lambda keys, seconds: self._wait(store, keys, seconds)
+
+    def _sum(self, store: Store, backend: collectives.Backend) -> None:
+        launch, prefix = self._launch, PrefixStore("group", store)
+        outcome = collectives.reduce_by_size(
+            prefix, launch.rank, launch.world_size, backend.sizes, self._timeout_s, backend
+        )
         with suppress(RuntimeError):  # the store has ended
             store.set(f"sum/{launch.rank}", json.dumps(asdict(outcome)))
 
 
+def _why_no_nccl(cards: _Cards) -> str:
+    """Returns why the ranks cannot sum over NCCL; "": they can."""
+    without = [rank for rank in sorted(cards) if cards[rank]["device"] is None]
+    if without:
+        return (
+            f"{_ranks(without)} of {len(cards)} has no GPU" if len(without) == 1 else f"{_ranks(without)} have no GPU"
+        )
+    gpus = [(_host(card), card["gpu"]) for card in cards.values()]
+    if len(set(gpus)) < len(gpus):
+        return "several ranks have one GPU"
+    return ""
+
+
+def _measure() -> dict[str, Any]:
+    rates = devices.measure()
+    return {
+        "flops_per_s": speed.flops_per_s(),
+        "device": rates,
+        "gpu": "" if rates is None else str(devices.own_gpu()),
+    }
+
+
+def _keep_better(card: dict[str, Any], again: Mapping[str, Any]) -> None:
+    card["flops_per_s"] = max(card["flops_per_s"], again["flops_per_s"])
+    if card["device"] is not None and again["device"] is not None:
+        card["device"] = {what: max(rate, again["device"][what]) for what, rate in card["device"].items()}
+
+
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:
     """Polls a condition; returns False if it does not become true in time."""
-    deadline = monotonic() + seconds
+    begin = monotonic()
     while not condition():
-        if monotonic() > deadline:
+        waited = monotonic() - begin
+        if waited > seconds:
             return False
-        sleep(_POLL_S)
+        sleep(min(max(_LEAST_POLL_S, waited / _POLLS), _MOST_POLL_S))
     return True
 
 

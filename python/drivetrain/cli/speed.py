@@ -49,11 +49,17 @@ def judge(speeds: Mapping[int, float], hosts: Sequence[str], cores_of: Mapping[i
     return [_judge_speed(speeds, hosts), _judge_binding(hosts, cores_of)]
 
 
+def slow_rank(speeds: Mapping[int, float]) -> int | None:
+    """Returns the slowest rank if it is too slow beside the median rank."""
+    slow = min(speeds, key=lambda rank: speeds[rank])
+    return slow if speeds[slow] < _SLOW * statistics.median_high(speeds.values()) else None
+
+
 def _judge_speed(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
     typical = statistics.median_high(speeds.values())
-    slow = min(speeds, key=lambda rank: speeds[rank])
-    if speeds[slow] >= _SLOW * typical:
-        return passed("speed", f"{speeds[slow] / 1e9:.0f} to {max(speeds.values()) / 1e9:.0f} GFLOP/s per rank")
+    slow = slow_rank(speeds)
+    if slow is None:
+        return passed("speed", f"{min(speeds.values()) / 1e9:.0f} to {max(speeds.values()) / 1e9:.0f} GFLOP/s per rank")
     text = (
         f"rank {slow} on {hosts[slow]} computes {speeds[slow] / 1e9:.0f} GFLOP/s, the median rank {typical / 1e9:.0f}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from .devices import read_toml
 
 _HOUR_S = 3600.0
 _MONTH_H = 730.0
+_TARIFFS = ("on_demand", "spot", "reserved")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,58 @@ class Price:
         return self.amount + self.storage
 
 
+@dataclass(frozen=True)
+class Prices:
+    """A user's prices for one device, per device and hour.
+
+    Attributes:
+        tariffs: Prices by tariff.
+        interruptions_per_hour: Of Spot instances, of the whole job.
+        restart_minutes: From an interruption to the first step after it.
+        gib_month: Price of a stored GiB per month.
+        currency: Of all prices.
+    """
+
+    tariffs: dict[str, float]
+    interruptions_per_hour: float = 0.0
+    restart_minutes: float = 5.0
+    gib_month: float = 0.0
+    currency: str = "USD"
+
+
+def read_prices(prices: str | os.PathLike[str] | dict[str, Any], device: str) -> Prices:
+    """Reads the prices of a device.
+
+    Args:
+        prices: A TOML file, or its content; docs/plan.md shows one.
+        device: The key of the device.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not TOML, it has no prices for the device, or an entry is unknown or no number of 0 or more.
+    """
+    name = "prices" if isinstance(prices, dict) else os.fspath(prices)
+    table = prices if isinstance(prices, dict) else read_toml(Path(prices))
+    _check_names(table, ("currency", "devices", "spot", "storage"), name)
+    devices = _section(table, "devices", name)
+    if device not in devices:
+        raise ValueError(f"{name} has no [devices.{device}]; it has: {', '.join(devices) or 'none'}")
+    entry = _section(devices, device, f"{name}: devices")
+    _check_names(entry, _TARIFFS, f"{name}: devices.{device}")
+    if not entry:
+        raise ValueError(f"{name} has none of {', '.join(_TARIFFS)} under [devices.{device}]")
+    spot, storage = _section(table, "spot", name), _section(table, "storage", name)
+    _check_names(spot, ("interruptions_per_hour", "restart_minutes"), f"{name}: spot")
+    _check_names(storage, ("gib_month",), f"{name}: storage")
+    return Prices(
+        {tariff: _number(entry, tariff, f"{name}: devices.{device}", 0.0) for tariff in _TARIFFS if tariff in entry},
+        _number(spot, "interruptions_per_hour", f"{name}: spot", Prices.interruptions_per_hour),
+        _number(spot, "restart_minutes", f"{name}: spot", Prices.restart_minutes),
+        _number(storage, "gib_month", f"{name}: storage", Prices.gib_month),
+        str(table.get("currency", Prices.currency)),
+    )
+
+
 def price_run(
     prices: str | os.PathLike[str] | dict[str, Any],
     device: str,
@@ -71,7 +125,7 @@ def price_run(
     """Prices a run under every tariff of a file.
 
     Args:
-        prices: A TOML file, or its content; docs/plan.md shows one. Prices are per device and hour.
+        prices: A TOML file, or its content, as for `read_prices`.
         device: The key of the device.
         num_devices: Number of devices.
         step_s: Seconds of a step.
@@ -80,31 +134,20 @@ def price_run(
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It has no prices for the device, or an entry is missing or no number of 0 or more.
+        ValueError: The prices are wrong, or interruptions leave no time between checkpoints.
     """
-    table = prices if isinstance(prices, dict) else read_toml(Path(prices))
-    entry = table.get("devices", {}).get(device)
-    if not isinstance(entry, dict):
-        raise ValueError(f"prices has no [devices.{device}]")
-    currency = str(table.get("currency", "USD"))
-    per_gib_month = _number(table.get("storage", {}), "gib_month", "storage", 0.0)
+    table = read_prices(prices, device)
     train_s = run.num_steps * step_s
+    gib = run.checkpoints_kept * checkpoint_bytes / 2**30
     found = []
-    for tariff in ("on_demand", "spot", "reserved"):
-        if tariff not in entry:
-            continue
+    for tariff, hourly in table.tariffs.items():
         wall_s = train_s
-        hourly = _number(entry, tariff, f"devices.{device}")
         if tariff == "spot":
-            rate = _number(table.get("spot", {}), "interruptions_per_hour", "spot", 0.0)
-            restart_s = _number(table.get("spot", {}), "restart_minutes", "spot", 5.0) * 60
-            wall_s = with_interruptions(train_s, rate, run.checkpoint_interval_s, restart_s)
+            restart_s = 60 * table.restart_minutes
+            wall_s = with_interruptions(train_s, table.interruptions_per_hour, run.checkpoint_interval_s, restart_s)
         hours = wall_s / _HOUR_S
-        gib = run.checkpoints_kept * checkpoint_bytes / 2**30
-        storage = per_gib_month * gib * hours / _MONTH_H
-        found.append(Price(tariff, hours, hours * num_devices, hourly * hours * num_devices, storage, currency))
-    if not found:
-        raise ValueError(f"prices has none of on_demand, spot and reserved under [devices.{device}]")
+        storage = table.gib_month * gib * hours / _MONTH_H
+        found.append(Price(tariff, hours, hours * num_devices, hourly * hours * num_devices, storage, table.currency))
     return found
 
 
@@ -132,8 +175,21 @@ def with_interruptions(train_s: float, per_hour: float, interval_s: float, resta
     return train_s / interval * math.expm1(rate * interval) * (1 / rate + restart_s)
 
 
-def _number(entry: Any, name: str, where: str, default: float | None = None) -> float:
-    value = entry.get(name, default) if isinstance(entry, dict) else default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"prices: {where}.{name} is {value!r}, expected a number of 0 or more")
+def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    section = table.get(name, {})
+    if not isinstance(section, dict):
+        raise ValueError(f"{where}: {name} is {section!r}, expected a table: [{name}]")
+    return section
+
+
+def _check_names(entries: dict[str, Any], known: Sequence[str], where: str) -> None:
+    for name in entries:
+        if name not in known:
+            raise ValueError(f"{where} has an entry {name!r}, expected one of: {', '.join(known)}")
+
+
+def _number(entries: dict[str, Any], name: str, where: str, default: float) -> float:
+    value = entries.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{where}.{name} is {value!r}, expected a number of 0 or more")
     return float(value)

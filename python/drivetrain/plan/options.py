@@ -99,3 +99,10 @@ def formatted(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in hours, or in a smaller unit where hours would round to little."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:,.2f} hours"

@@ -61,6 +61,36 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
+def largest_by_line(needs: Callable[[int], int], capacity: int, start: int, limit: int) -> int:
+    """Returns the largest number from 1 to `limit` whose need is no more than a capacity; 0 if that of 1 is more.
+
+    Needs grow about linearly, so it tries numbers on the line through the nearest two, and halves where that fails.
+
+    Args:
+        needs: The bytes that a number needs, which grow with it.
+        capacity: The bytes that there are.
+        start: The first number to try.
+        limit: The largest number to try.
+    """
+    low, high = 0, limit + 1
+    tried: dict[int, int] = {}
+    guess, width = start, high - low
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        tried[guess] = needs(guess)
+        low, high = (guess, high) if tried[guess] <= capacity else (low, guess)
+        guess = 2 * low if high > limit else (low + high) // 2
+        is_closing_in = 2 * (high - low) <= width
+        width = high - low
+        if len(tried) > 1 and (is_closing_in or len(tried) % 2 == 0):
+            (near, least), (far, most) = (
+                (each, tried[each]) for each in sorted(tried, key=lambda n: abs(n - guess))[:2]
+            )
+            if most != least:
+                guess = int(near + (capacity - least) * (far - near) / (most - least))
+    return low
+
+
 def devices_that_fit(plan: Plan, devices: str | os.PathLike[str] | None) -> list[Fit]:
     """Returns all devices of the plan's kind, smallest memory first."""
     found = []

@@ -15,7 +15,7 @@ from .cost import Price, Run, price_run
 from .devices import Device
 from .formats import state_bytes, with_states
 from .memory import MemoryPlan, plan_memory
-from .options import Options, formatted
+from .options import Options, duration, formatted
 from .recompute import Recomputation, recompute_within
 from .timing import TimePlan, plan_time
 from .trace import StepTrace
@@ -278,6 +278,7 @@ class Plan:
             "exposed_s": time.exposed_s,
             "mfu": time.mfu,
             "samples_per_s": time.samples_per_s if time.samples else None,
+            "epoch_s": self.epoch_s(self.trace.epoch_samples) if time.samples and self.trace.epoch_samples else None,
             "checkpoint_bytes": self.checkpoint_bytes,
         }
 
@@ -293,7 +294,7 @@ class Plan:
             where = "the optimizer step" if op.phase == "optimizer" else f"{op.phase} of {op.module or 'the loss'}"
             peak = f"{where}, {op.name}"
         lines = [
-            f"{self.trace.num_parameters / 1e6:,.1f} M parameters on {ranks} of {self.device.name}: {verdict}, "
+            f"{_counted(self.trace.num_parameters)} parameters on {ranks} of {self.device.name}: {verdict}, "
             f"{formatted(memory.total)} of {formatted(memory.capacity)} per rank",
             f"peak: {peak}",
         ]
@@ -335,6 +336,9 @@ class Plan:
         ]
         if time.samples:
             rows.append(("samples per second, all ranks", f"{time.samples_per_s:,.1f}"))
+            if self.trace.epoch_samples:
+                name = f"epoch of {self.trace.epoch_samples:,} samples"
+                rows.append((name, duration(self.epoch_s(self.trace.epoch_samples))))
         return rows
 
     def _tables(self) -> list[tuple[tuple[str, ...], Sequence[Sequence[str]]]]:
@@ -355,3 +359,7 @@ class Plan:
     def _repr_html_(self) -> str:
         tables = [html_table([], header, rows) for header, rows in self._tables()]
         return html_table(self._heading(), ("",), []) + "".join(tables)
+
+
+def _counted(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1_000_000 else f"{number:,}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ _CUDA_ANSWERS: dict[str, Any] = {
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "init", "ipc_collect")
 
 
+class ScriptError(RuntimeError):
+    """A script has failed by itself. The cause is the script's error."""
+
+
 class _Enough(BaseException):
     """Ends the script after the last traced step. Handlers for Exception do not catch it."""
 
@@ -57,42 +61,94 @@ def trace_script(
 
     Raises:
         PlanError: The script ends before its second optimizer step, or depends on values.
+        ScriptError: The script cannot be compiled, or raises an error of its own.
         OSError: The script cannot be read.
     """
     from ..cli.run import load_script
 
     tracer = Tracer(torch.device("cpu"), device_kind, is_script=True)
-    steps = 0
+    batches = _Batches()
+    steps, exit_code = 0, None
 
     def after_step(*_: object) -> None:
         nonlocal steps
         steps += 1
+        batches.end_step()
         if steps >= _STEPS:
             raise _Enough
         tracer.begin_step()
 
-    main, code = load_script(path)
+    try:
+        main, code = load_script(path)
+    except SyntaxError as error:
+        raise ScriptError(f"{path} cannot be compiled") from error
     argv = sys.argv
     sys.argv = [path, *arguments]
     tracer.begin_step()
     try:
-        with _stand_ins(tracer, device_kind, batch, world_size), tracer:
+        with _stand_ins(tracer, device_kind, batch, world_size, batches), tracer:
             hook = register_optimizer_step_post_hook(after_step)
             try:
                 exec(code, main.__dict__)
-            except (_Enough, SystemExit):
+            except _Enough:
                 pass
+            except SystemExit as error:
+                exit_code = error.code
             finally:
                 hook.remove()
+    except PlanError:
+        raise
+    except Exception as error:
+        raise ScriptError(f"{path} raised {type(error).__name__} after {steps} optimizer steps") from error
     finally:
         sys.argv = argv
     if steps < _STEPS:
-        raise PlanError(f"{path} ended after {steps} optimizer steps, and a plan needs {_STEPS}: let it run longer")
-    return tracer.finish()
+        how = "ended" if exit_code in (None, 0) else f"exited with {exit_code!r}"
+        advice = "let it run longer" if exit_code in (None, 0) else "see what it has printed"
+        raise PlanError(f"{path} {how} after {steps} optimizer steps, and a plan needs {_STEPS}: {advice}")
+    trace = tracer.finish()
+    trace.samples, trace.epoch_samples = batches.samples(), batches.epoch_samples()
+    if batch is not None and not batches.is_batch_taken:
+        trace.notes.append(
+            f"--batch {batch} changes nothing: the script has made no DataLoader that takes a batch size"
+        )
+    return trace
+
+
+class _Batches:
+    """Counts what the script takes from its DataLoaders."""
+
+    def __init__(self) -> None:
+        self.is_batch_taken = False
+        self._loader: DataLoader[Any] | None = None  # from which the last step has taken its batches
+        self._taken = self._of_last_step = 0
+
+    def take(self, loader: DataLoader[Any]) -> None:
+        """Notes that the script takes a batch."""
+        if self._loader is not loader:
+            self._loader, self._taken = loader, 0
+        self._taken += 1
+
+    def end_step(self) -> None:
+        """Notes that the optimizer has stepped."""
+        self._of_last_step, self._taken = self._taken, 0
+
+    def samples(self) -> int:
+        """Returns the samples of the last step; 0 if they are not known."""
+        sampler = None if self._loader is None else self._loader.batch_sampler
+        return self._of_last_step * int(getattr(sampler, "batch_size", None) or 0)
+
+    def epoch_samples(self) -> int:
+        """Returns the samples of the data set; 0 if they are not known."""
+        if self._loader is None or not isinstance(self._loader.dataset, Sized):
+            return 0
+        return len(self._loader.dataset)
 
 
 @contextlib.contextmanager
-def _stand_ins(tracer: Tracer, device_kind: str, batch: int | None, world_size: int) -> Iterator[None]:
+def _stand_ins(
+    tracer: Tracer, device_kind: str, batch: int | None, world_size: int, batches: _Batches
+) -> Iterator[None]:
     """Replaces what a script may not do while it is planned, and restores it."""
     with contextlib.ExitStack() as stack:
 
@@ -106,7 +162,8 @@ def _stand_ins(tracer: Tracer, device_kind: str, batch: int | None, world_size: 
             for name in (*_CUDA_CALLS, "reset_peak_memory_stats"):
                 put(torch.cuda, name, _answering(None))
         put(torch.amp.autocast_mode.autocast, "__init__", _autocast_init(torch.amp.autocast_mode.autocast.__init__))
-        put(DataLoader, "__init__", _loader_init(DataLoader.__init__, batch))
+        put(DataLoader, "__init__", _loader_init(DataLoader.__init__, batch, batches))
+        put(DataLoader, "__iter__", _loader_iter(DataLoader.__iter__, batches))
         put(nn.Module, "_apply", _apply)
         put(dist, "init_process_group", _pretended_group(world_size))
         wrapper = _wrapper()
@@ -141,17 +198,26 @@ def _autocast_init(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _loader_init(plain: Callable[..., None], batch: int | None) -> Callable[..., None]:
+def _loader_init(plain: Callable[..., None], batch: int | None, batches: _Batches) -> Callable[..., None]:
     """Loads in this process, because tensors without values do not travel between processes."""
 
     def init(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
         for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "pin_memory"):
             kwargs.pop(name, None)
         if batch is not None and batch_size is not None and kwargs.get("batch_sampler") is None:
-            batch_size = batch
+            batch_size, batches.is_batch_taken = batch, True
         plain(self, dataset, batch_size, *args, **kwargs)
 
     return init
+
+
+def _loader_iter(plain: Callable[..., Iterator[Any]], batches: _Batches) -> Callable[..., Iterator[Any]]:
+    def iterate(self: Any) -> Iterator[Any]:
+        for batch in plain(self):
+            batches.take(self)
+            yield batch
+
+    return iterate
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

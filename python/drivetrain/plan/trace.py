@@ -108,6 +108,8 @@ class StepTrace:
         num_steps: Number of traced steps.
         optimizers: Names of the optimizers' classes that stepped.
         notes: What the trace leaves out.
+        samples: Samples that the last step took from a script's DataLoader; 0: not known.
+        epoch_samples: Samples of that DataLoader's data set; 0: not known.
     """
 
     parameters: list[ParameterInfo] = field(default_factory=list)
@@ -118,6 +120,8 @@ class StepTrace:
     num_steps: int = 0
     optimizers: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    samples: int = 0
+    epoch_samples: int = 0
 
     def begin_of_last_step(self) -> int:
         """Returns the index of the event that begins the last step."""

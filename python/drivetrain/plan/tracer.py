@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..frames import users_line
 from .kernels import KernelChoice
 from .native import NativeSteps
 from .recorder import Recorder
@@ -20,7 +22,7 @@ from .trace import STEP, Event, ParameterInfo, StepTrace
 
 
 class PlanError(RuntimeError):
-    """A step cannot be planned, because it depends on values that a plan does not compute."""
+    """A step cannot be planned: it depends on values that a plan does not compute, or it is incomplete."""
 
 
 def trace_steps(
@@ -68,6 +70,7 @@ class Tracer:
     def __init__(self, label: torch.device, device_kind: str, *, is_script: bool = False) -> None:
         self.trace = StepTrace()
         self._is_script = is_script
+        self._what = "the script" if is_script else "step_fn"  # in errors
         self._recorder = Recorder(self, self.trace, label)
         if is_script and device_kind == "cuda":
             self._recorder.on_device = set()
@@ -128,15 +131,17 @@ class Tracer:
         self._stack.close()
         for restore in reversed(self._restore):
             restore()
+        if error is None or kind is None or not issubclass(kind, Exception):
+            return
         if isinstance(error, DynamicOutputShapeException):
             raise PlanError(
-                f"step_fn calls {error.func}, whose result has a shape that depends on values, and a plan computes no "
-                "values: leave the call out of step_fn, or compute it before"
+                f"{self._what} calls {error.func} ({_line_of(error)}), whose result has a shape that depends on "
+                f"values, and a plan computes no values: leave the call out of {self._what}, or compute it before"
             ) from error
-        if error is not None and _needs_values(error):
+        if _needs_values(error):
             raise PlanError(
-                "step_fn reads the values of a tensor, and a plan computes no values. Leave out of step_fn what reads "
-                f"them, such as .numpy() or .tolist(). ({error})"
+                f"{self._what} reads the values of a tensor ({_line_of(error)}), and a plan computes no values. Leave "
+                f"out what reads them, such as .numpy() or .tolist(). ({error})"
             ) from error
 
     def begin_step(self) -> None:
@@ -149,7 +154,7 @@ class Tracer:
         self._recorder.finish()
         self.trace.events = without_copies(self.trace, self._recorder.accumulations)
         if not any(op.phase == "backward" for op in self.trace.ops):
-            raise PlanError("step_fn ran no backward: it must run forward, loss and backward of a training step")
+            raise PlanError(f"{self._what} ran no backward: a training step runs forward, loss and backward")
         if any(op.name.startswith("aten::mkldnn_rnn_layer") for op in self.trace.ops):
             self.trace.notes.append("not counted: what oneDNN's recurrent layers keep for backward")
         return self.trace
@@ -197,6 +202,12 @@ class Tracer:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self._recorder.mark(value, "optimizer states", self._params.get(id(parameter), -1))
+
+
+def _line_of(error: BaseException) -> str:
+    """Returns the user's line that raised the error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return users_line(frames[::-1])
 
 
 def _needs_values(error: BaseException) -> bool:

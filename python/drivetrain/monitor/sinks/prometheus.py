@@ -72,7 +72,7 @@ class Prometheus(Sink):
                 f"(each local rank takes the next port); choose a free port",
             ) from error
         # socketserver would write a traceback into the training's output, for example for each failed handshake.
-        self._server.handle_error = _note_error  # type: ignore[method-assign]
+        self._server.handle_error = _note_error  # type: ignore[method-assign, assignment]
         if certfile is not None:
             try:
                 context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

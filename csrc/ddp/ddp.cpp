@@ -106,6 +106,19 @@ void set_kept(Reducer& reducer, const std::vector<PlainRanges>& kept) {
   });
 }
 
+// Tells how to take parts of earlier reduced gradients out of `.grad`. Their owner also divides weighted sums.
+void set_put_aside(Reducer& reducer, py::function put_aside) {
+  const auto call = [held = hold(std::move(put_aside))] {
+    const py::gil_scoped_acquire gil;
+    (*held)();
+  };
+  const py::gil_scoped_release no_gil;
+  reducer.with_parts([&](ReducerParts& parts) {
+    parts.put_aside = call;
+    parts.weights.leave_to_owner();
+  });
+}
+
 void add_end_callback(Reducer& reducer, py::function callback) {
   const auto call = [held = hold(std::move(callback))] {
     const py::gil_scoped_acquire gil;
@@ -271,7 +284,7 @@ void register_reducer(py::module_& m) {
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
       .def("announce", &Reducer::announce, py::arg("outputs"), no_gil())
-      .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), no_gil())
+      .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), py::arg("holds") = false, no_gil())
       .def("end_weighted", &Reducer::end_weighted, py::arg("failed"), no_gil())
       .def("reduce_collected", &Reducer::reduce_collected, no_gil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, no_gil())
@@ -299,6 +312,11 @@ void register_reducer(py::module_& m) {
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("set_kept", &set_kept, py::arg("kept"), no_gil())
+      .def("set_put_aside", &set_put_aside, py::arg("put_aside"))
+      .def("weighted_total", with_parts(+[](Parts& parts) {
+             return std::make_pair(parts.weights.total().weight, parts.weights.total().holding);
+           }),
+           no_gil())
       .def("add_end_callback", &add_end_callback, py::arg("callback"))
       .def("set_gradient_check", with_parts(+[](Parts& parts, bool skips, double spike_factor) {
              parts.check.set_options({skips ? GradientCheck::Mode::kSkip : GradientCheck::Mode::kRaise, spike_factor});

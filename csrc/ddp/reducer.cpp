@@ -358,6 +358,7 @@ void Reducer::reduce_announced(int task) {
 
 // Reduces the gradients in `.grad` as a step of its own.
 void Reducer::reduce_gradients(BackwardKind kind) {
+  if (parts_.put_aside) parts_.put_aside();
   parts_.planner.miss_times();
   parts_.reset();
   parts_.kind = kind;
@@ -375,16 +376,16 @@ void Reducer::reduce_gradients(BackwardKind kind) {
 
 // ---- Weighted backwards.
 
-void Reducer::begin_weighted(double weight) {
+void Reducer::begin_weighted(double weight, bool holds) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (parts_.optimizer_in_backward || parts_.queue.has_on_reduced() ||
-      parts_.buffer.settings.low_precision.has_value()) {
+  const bool is_used_early = parts_.queue.has_on_reduced() && !parts_.put_aside;
+  if (parts_.optimizer_in_backward || is_used_early || parts_.buffer.settings.low_precision.has_value()) {
     throw UnsupportedError(
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
         "mixed_precision: both use gradients before the sum of weights is known.");
   }
   const at::NoGradGuard no_grad_tracking;
-  parts_.weights.begin(weight);
+  parts_.weights.begin(weight, holds);
 }
 
 void Reducer::end_weighted(bool failed) {

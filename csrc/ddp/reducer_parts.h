@@ -92,6 +92,8 @@ struct ReducerParts {
   bool has_begun = false;                       // a synchronized forward or backward has begun
   bool optimizer_in_backward = false;  // the communication hook steps parameters, and keeps or drops their gradients
   std::vector<std::function<void()>> end_callbacks;
+  // Takes parts of earlier reduced gradients out of `.grad`, which on_reduced has put there; null: there are none.
+  std::function<void()> put_aside;
   std::shared_ptr<c10::Event> device_end;  // of the last step, for Progress; null on the CPU
 
   // ---- Settings.

@@ -58,12 +58,14 @@ WeightedMean::Seen WeightedMean::see_grad(const Parameter& param) {
   return {grad.unsafeGetTensorImpl(), grad._version()};
 }
 
-void WeightedMean::begin(double weight) {
+void WeightedMean::begin(double weight, bool holds) {
   check_late();
   bool is_untouched = true;
   for (size_t i = 0; i < params_.size() && is_untouched; ++i) is_untouched = seen_[i] == see_grad(params_[i]);
   // Reads gradients only if something has written to them since the last weight.
-  if (!weight_ || !is_untouched) forget_zeroed_weights();
+  if (!has_owner_ && (!weight_ || !is_untouched)) forget_zeroed_weights();
+  holds_ = holds;
+  total_ = {};
   weight_ = weight_.value_or(0) + weight;
   is_weighted_ = true;
   begun_in_ = collectives_.steps();
@@ -155,7 +157,7 @@ bool WeightedMean::were_zeroed(size_t came) {
 void WeightedMean::begin_step(BackwardKind kind) {
   if (!weight_) return;
   const std::vector<double> mine = {*weight_, kind == BackwardKind::kPrepared ? 1.0 : 0.0,
-                                    kind == BackwardKind::kUnprepared ? 1.0 : 0.0};
+                                    kind == BackwardKind::kUnprepared ? 1.0 : 0.0, holds_ ? 1.0 : 0.0};
   sum_ = copied_to(at::tensor(mine, at::kDouble), params_[0].tensor.device());
   if (kept_weight_.defined()) sum_.narrow(0, 0, 1).add_(kept_weight_);
 }
@@ -178,11 +180,16 @@ void WeightedMean::fail_parted(double prepared, double unprepared) {
 // rank without one must wait for it.
 void WeightedMean::divide(GradBuffer& buffer, double factor) {
   if (!weight_) return;
+  DT_INVARIANT(!has_owner_ || sum_.is_cpu());
   const size_t count = buffer.buckets().size();
   if (sum_.is_cpu() || !(*weight_ > 0)) {
     const at::Tensor on_host = sum_.cpu();
     const double* const sums = on_host.data_ptr<double>();
     if (sums[1] > 0 && sums[2] > 0) fail_parted(sums[1], sums[2]);
+    if (has_owner_) {
+      total_ = {sums[0], sums[3]};
+      return;
+    }
     if (!(sums[0] > 0)) {
       forget_step_();
       throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", sums[0],

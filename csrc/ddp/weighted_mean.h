@@ -35,9 +35,18 @@ class WeightedMean {
   // forget_step: abandons the step, before an error.
   WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
 
+  // What the ranks have said of a step, for an owner that keeps this rank's part of sums over several steps.
+  struct Total {
+    double weight = 0;   // the sum of weights
+    double holding = 0;  // the number of ranks with `holds`
+  };
+  // Leaves sums as they are, and the check that weights count all gradients to the owner. On the CPU.
+  void leave_to_owner() { has_owner_ = true; }
+  // Returns what the ranks have said of the last step, after leave_to_owner(); zeros if it has not ended.
+  const Total& total() const { return total_; }
   // Begins a backward whose loss was multiplied with this weight. Throws if `.grad` holds gradients that no weight
-  // counts; on a device other than the CPU in a later call.
-  void begin(double weight);
+  // counts; on a device other than the CPU in a later call. holds: the owner's parts of gradients are not all zero.
+  void begin(double weight, bool holds);
   // Ends it. failed: it raised, and its weights count nothing.
   void end(bool failed);
   // Notes the gradients that the weights count, after the backward and its reduction.
@@ -82,6 +91,9 @@ class WeightedMean {
   const Parameters& params_;
   Collectives& collectives_;
   const std::function<void()> forget_step_;
+  bool has_owner_ = false;
+  bool holds_ = false;  // this rank's word for total_
+  Total total_;
   bool is_weighted_ = false;      // the backward under way has a weight
   int64_t begun_in_ = 0;          // finished steps at begin()
   std::optional<double> weight_;  // the sum of this rank's weights
@@ -90,7 +102,8 @@ class WeightedMean {
   LateCheck unzeroed_;            // gradients with weights that a backward without one added to
   std::vector<Seen> seen_;        // by parameter: `.grad` after the last weighted backward
   LateCheck parted_;              // kinds of backwards that differ between ranks
-  // float64 [3], on the parameters' device, summed over ranks: weights, ranks of kPrepared, ranks of kUnprepared.
+  // float64 [4], on the parameters' device, summed over ranks: weights, ranks of kPrepared, ranks of kUnprepared, ranks
+  // with `holds`.
   at::Tensor sum_;
   std::unique_ptr<PendingReduce> reduce_;
 };

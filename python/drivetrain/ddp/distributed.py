@@ -165,14 +165,11 @@ class DistributedDataParallel(JoinsUnevenInputs):
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
         sharding.check(shard, shard_group, changed)
-        self._shard = shard
+        self._shard, self._shard_group = shard, shard_group
         self._transport = transports.requested(transport)
         self._wire_dtype = transports.requested_wire_dtype(wire_dtype)
-        if self._wire_dtype is not None and delay_all_reduce_named_params is not None:
-            raise NotImplementedError(
-                "wire_dtype does not go together with delay_all_reduce_named_params: torch reduces those parameters "
-                "past the reducer, as they are. Leave one of the two out."
-            )
+        if delay_all_reduce_named_params is not None:
+            transports.refuse_wire_dtype(self._wire_dtype, "delay_all_reduce_named_params")
         self._hooks_a_delayed_parameter = any(
             param is param_to_hook_all_reduce for _, param in delay_all_reduce_named_params or ()
         )
@@ -197,11 +194,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         self._reuse_norm = reuse_norm
         super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
-            if self._wire_dtype is not None:
-                raise NotImplementedError(
-                    "wire_dtype does not go together with torch._dynamo.config.optimize_ddp = 'python_reducer': torch "
-                    "then reduces past the reducer. Leave one of the two out."
-                )
+            transports.refuse_wire_dtype(self._wire_dtype, "torch._dynamo.config.optimize_ddp = 'python_reducer'")
             self.reducer._remove_autograd_hooks()
         if not self._has_reducer():  # every all-reduce is delayed, and torch returned before these two lines
             self._lazy_init_ran = True
@@ -222,6 +215,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, sync: bool) -> None:
+        self.__dict__["_asks_for_sync"] = sync
         sync = sync or self.__dict__.get("_shard") == "gradients"  # no rank has memory for gradients of all rows
         self.__dict__["_require_backward_grad_sync"] = sync
         if self._has_reducer():
@@ -291,25 +285,19 @@ class DistributedDataParallel(JoinsUnevenInputs):
         Raises:
             ValueError: The weight is negative or not finite, or `.grad` holds gradients that no weight counts. Also if
                 all ranks' weights sum to 0 (on every rank), and in `join()`.
-            NotImplementedError: An optimizer runs inside backward, `mixed_precision` is set, or shard is "gradients".
+            NotImplementedError: An optimizer runs inside backward, or `mixed_precision` is set.
         """
         if weight is None:
             loss.backward(**kwargs)
             return
         weight = checked_weight(weight)
-        sharding.refuse(self, "backward(loss, weight=...)")
         if self._join_config.enable:
             raise ValueError("weight does not go together with join(): ranks without inputs take no part in it")
-        self.reducer.begin_weighted(weight)
-        failed = True
-        try:
+        with sharding.weighted(self, weight):
             if weight > 0:
                 (loss * weight).backward(**kwargs)
             elif self.require_backward_grad_sync:
                 self.reducer.reduce_collected()
-            failed = False
-        finally:
-            self.reducer.end_weighted(failed)
 
     def stragglers(self) -> list[float]:
         """Returns the seconds by which each rank delays the others in a step, to find the slow one.
@@ -399,7 +387,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
         )
         set_gradient_check(self.reducer, self.__dict__.get("_check_gradients"), parameters[0].device)
         self.reducer.set_sync(self.require_backward_grad_sync)
-        if main_grads.keep_in_buffer(self.reducer, parameters) and self.mixed_precision is not None:
+        keeps_main_grads = not sharding.keeps_rows(self) and main_grads.keep_in_buffer(self.reducer, parameters)
+        if keeps_main_grads and self.mixed_precision is not None:
             raise NotImplementedError(
                 "main_grads() does not go together with mixed_precision: both say in which dtype gradients are kept. "
                 "Leave one of the two out."

@@ -1,8 +1,7 @@
 """Shares optimizer states and gradients among ranks: the part of DistributedDataParallel behind `shard`."""
 
-import functools
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _C
+from ..grad import main_grads
 from ..optim import pieces
-from ..optim.sharded import is_dtensor, local_part
+from ..optim.sharded import is_dtensor
 from . import transport as transports
+from .kept_rows import KeptRows
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -40,6 +41,10 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
         if shard_group is not None:
             raise ValueError("shard_group is given and shard is None: pass shard='optimizer' or 'gradients', too.")
         return
+    if shard_group is not None and not isinstance(shard_group, dist.ProcessGroup):
+        raise ValueError(
+            f"shard_group is {shard_group!r}, expected the process group of this rank, from dist.new_group()."
+        )
     refused = ["mixed_precision", "delay_all_reduce_named_params"]
     if shard == "gradients":
         refused += ["static_graph", "find_unused_parameters", "reuse_norm", "check_gradients"]
@@ -62,12 +67,40 @@ def refuse(wrapper: Any, what: str) -> None:
         )
 
 
+def keeps_rows(wrapper: Any) -> bool:
+    """Returns whether ranks keep their rows of gradients only, for a wrapper whose process group is known."""
+    if wrapper.__dict__.get("_shard") != "gradients":
+        return False
+    return dist.get_world_size(wrapper.__dict__.get("_shard_group") or wrapper.process_group) > 1
+
+
 def keeps_buckets_small(wrapper: Any) -> str:
     """Returns why buckets must be small, for the plan's report; "": they need not.
 
     The buffer that buckets take turns in has room for two of the largest.
     """
-    return "shard='gradients' keeps buckets small" if wrapper.__dict__.get("_shard") == "gradients" else ""
+    return "shard='gradients' keeps buckets small" if keeps_rows(wrapper) else ""
+
+
+def rows_of(wrapper: Any) -> KeptRows | None:
+    """Returns what keeps this rank's rows of the wrapper's gradients; None: it keeps all rows."""
+    return None if wrapper._sharding is None else wrapper._sharding.rows
+
+
+@contextmanager
+def weighted(wrapper: Any, weight: float) -> Iterator[None]:
+    """Surrounds a backward whose loss was multiplied with this rank's weight."""
+    if (rows := rows_of(wrapper)) is not None:
+        with rows.weighted(weight, ends=wrapper._asks_for_sync):
+            yield
+        return
+    wrapper.reducer.begin_weighted(weight)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        wrapper.reducer.end_weighted(failed)
 
 
 def of(wrapper: Any, shard: str | None, shard_group: Any, transport: str) -> "Sharding | None":
@@ -153,7 +186,7 @@ class Sharding:
         from torch.distributed.device_mesh import DeviceMesh
 
         for name, param in named:
-            _check_param(name, param, shard)
+            _check_param(name, param)
         group = process_group if shard_group is None else shard_group
         self._group = group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
@@ -164,14 +197,12 @@ class Sharding:
         self._buckets: list[_Bucket] = []
         self._lay_out(named)
         reducer.is_sharded = True
-        self._handles = []
+        self.rows: KeptRows | None = None
         if shard == "gradients":
-            for param in self._params:
-                strip = functools.partial(_strip, weakref.ref(param))
-                self._handles.append(param.register_hook(strip))
+            main_grads.leave_to_rows(self._params)
             if shard_group is None:  # else a rank outside of the group may own the same rows
                 reducer.set_kept([self._elements(param) for param in self._params])
-            reducer.add_on_reduced(_keep)
+            self.rows = KeptRows(self._params, reducer, process_group)
 
     def __reduce__(self) -> Any:
         raise TypeError("DistributedDataParallel(shard=...) cannot be copied or pickled: copy its `module`.")
@@ -274,7 +305,7 @@ class Sharding:
         pieces.add(param, pieces.Piece(name, param, part, rows, self))
 
 
-def _check_param(name: str, param: Tensor, shard: str) -> None:
+def _check_param(name: str, param: Tensor) -> None:
     if is_dtensor(param):
         raise NotImplementedError(f"parameter {name!r} is a DTensor, which is sharded already: leave shard= out.")
     if param.device.type != "cpu":
@@ -286,10 +317,6 @@ def _check_param(name: str, param: Tensor, shard: str) -> None:
         )
     if pieces.piece_of(param) is not None:
         raise RuntimeError(f"parameter {name!r} is sharded by another DistributedDataParallel already.")
-    if shard == "gradients" and getattr(param, "main_grad", None) is not None:
-        raise NotImplementedError(
-            f"parameter {name!r} has a main gradient, which shard='gradients' does not divide: pass shard='optimizer'."
-        )
 
 
 def _has_rows_in_order(param: Tensor) -> bool:
@@ -298,42 +325,9 @@ def _has_rows_in_order(param: Tensor) -> bool:
     return param.stride(0) == row.numel() and torch.empty_like(row).stride() == row.stride()
 
 
-def _checked_group(shard_group: Any, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if not isinstance(shard_group, dist.ProcessGroup):
-        raise ValueError(
-            f"shard_group is {shard_group!r}, expected the process group of this rank, from dist.new_group()."
-        )
+def _checked_group(shard_group: dist.ProcessGroup, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(shard_group)
     outside = set(ranks) - set(dist.get_process_group_ranks(process_group))
     if outside:
         raise ValueError(f"shard_group has the ranks {ranks}, of which process_group lacks {sorted(outside)}.")
     return shard_group
-
-
-# ---- Gradients of which each rank keeps its rows. `.grad` is then a DTensor.
-
-
-def _strip(of: "weakref.ref[nn.Parameter]", _: Tensor) -> None:
-    """Takes the kept rows out of `.grad` before autograd adds a gradient of all rows."""
-    param = of()
-    piece = None if param is None else pieces.piece_of(param)
-    if param is None or piece is None:
-        return
-    if param.grad is None:
-        piece.kept = None
-    elif is_dtensor(param.grad):
-        piece.kept = local_part(param.grad)
-        param.grad = None
-
-
-def _keep(params: list[nn.Parameter], _: bool) -> None:
-    """Adds this rank's rows of the reduced gradients to the kept ones, and lets go of the rest."""
-    with torch.no_grad():
-        for param in params:
-            piece = pieces.piece_of(param)
-            if piece is None or param.grad is None:
-                continue
-            rows = piece.rows_of(param.grad)
-            kept, piece.kept = piece.kept, None
-            kept = rows.clone() if kept is None else kept.add_(rows)
-            param.grad = piece.distributed(kept)

@@ -62,6 +62,15 @@ def requested_wire_dtype(argument: torch.dtype | str | None) -> torch.dtype | No
     raise ValueError(f"wire_dtype is {argument!r}, expected torch.bfloat16 or None.")
 
 
+def refuse_wire_dtype(wire_dtype: torch.dtype | None, what: str) -> None:
+    """Raises NotImplementedError if there is a wire_dtype, where `what` lets torch reduce without the reducer."""
+    if wire_dtype is not None:
+        raise NotImplementedError(
+            f"wire_dtype does not go together with {what}: torch then reduces past the reducer. Leave one of the two "
+            "out."
+        )
+
+
 def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
     """Returns a rank's name in errors: its number in the job, and its number in the group where that differs."""
     everywhere = dist.get_global_rank(group, rank) if group is not None else rank

@@ -1,6 +1,6 @@
 """Gradient accumulation: one optimizer step with the exact weighted mean over several micro-batches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from ..ddp import hang_reports
 from ..ddp.distributed import DistributedDataParallel, checked_weight
 from ..ddp.lookup import wrapper_in
+from ..ddp.sharding import rows_of
 from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
 from ..optim.in_backward import StepInBackward
 from ..wrapped import unwrapped
 from .clip_grad import clip_grad_norm_
+from .collected import divide, holds_anything
 
 _NOTHING = torch.zeros(())  # a loss of weight 0
 
@@ -116,6 +118,7 @@ class Window:
         self._in_backward: list[StepInBackward] = []
         self._check_in_backward()
         self._micro_steps = 0
+        self._has_forwarded = False  # since the last backward
         self._weight = 0.0  # weight of this rank's micro-batches in the current window
         self._begun: _Announcement | None = None  # the all-reduce that announced the window to the other ranks
         self._seen: tuple[Tensor, Tensor | None, int] | None = None  # parameter, gradient, its version
@@ -151,7 +154,7 @@ class Window:
         if self._entered:
             raise RuntimeError("this window was used before: call drivetrain.accumulate() for every with block.")
         self._check_in_backward()
-        if self._restored is None and _holds_anything(
+        if self._restored is None and holds_anything(
             [param.grad for param in self._params() if param.grad is not None]
         ):
             raise RuntimeError(
@@ -280,10 +283,13 @@ class Window:
         grads = [param.grad for param in params]
         for param in params:
             param.grad = None
-        ddp.reducer.begin_weighted(self._weight)
-        ddp.reducer.end_weighted(failed=False)
+        if (rows := rows_of(ddp)) is None:
+            ddp.reducer.begin_weighted(self._weight)
+            ddp.reducer.end_weighted(failed=False)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
+        if rows is not None:
+            rows.restore(self._weight)
 
     def _drop(self) -> None:
         """Drops the collected gradients. The window goes on for the other ranks."""
@@ -298,6 +304,7 @@ class Window:
 
     def _expect_next(self) -> None:
         """Prepares for the next forward and backward."""
+        self._has_forwarded = False
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = self._micro_steps + 1 >= self._steps
         self._remember()
@@ -311,14 +318,24 @@ class Window:
         if self._micro_steps > 0 or self._begun is not None:
             self._reduce_and_step()
         while self._is_any_rank_beginning():
-            if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                self._ddp._sync_buffers()  # matches the forward of those ranks
             self._reduce_and_step()
 
     def _reduce_and_step(self) -> None:
+        """Takes part in the rest of a window without micro-batches.
+
+        Under shard="gradients" each of them reduces, so that all ranks count to the window's end.
+        """
         assert self._ddp is not None
-        self._ddp.require_backward_grad_sync = True
-        self._ddp.backward(_NOTHING, weight=0.0)
+        each_reduces = rows_of(self._ddp) is not None
+        left = self._steps - self._micro_steps if each_reduces else 1
+        lacks_forward = not self._has_forwarded if each_reduces else self._micro_steps == 0 and self._begun is None
+        while left:
+            if lacks_forward and self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                self._ddp._sync_buffers()  # matches the forward of ranks with a micro-batch
+            left -= 1
+            self._ddp.require_backward_grad_sync = left == 0
+            self._ddp.backward(_NOTHING, weight=0.0)
+            lacks_forward = True
         self._step()
         self._begin()
 
@@ -334,7 +351,7 @@ class Window:
         alone = self._fused_and_alone()
         divisor = self._weight
         if alone is None or self._ddp is not None:
-            _divide(self._unreduced_params(), self._weight)
+            divide(self._unreduced_params(), self._weight)
             divisor = 1.0
         self._is_stepping = True
         try:
@@ -462,6 +479,7 @@ class Window:
 
     def _begin_at_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
+            self._has_forwarded = True
             self._announce()
 
     def _announce(self) -> None:
@@ -478,20 +496,3 @@ class Window:
         with hang_reports.waiting(self._ddp.reducer.progress(), "the beginning of another window of accumulate()"):
             dist.all_reduce(flag, group=self._ddp.process_group)
         return bool(flag.item() > 0)
-
-
-def _holds_anything(grads: list[Tensor]) -> bool:
-    """Returns whether any gradient has a nonzero element. Waits once per device, not once per gradient."""
-    counts: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        values = grad._values() if grad.is_sparse else grad
-        counts.setdefault(grad.device, []).append(values.count_nonzero())
-    return any(bool(torch.stack(on_device).any()) for on_device in counts.values())
-
-
-def _divide(params: Iterable[Tensor], divisor: float) -> None:
-    """Divides gradients by `divisor`. 0 leaves them alone: nothing was added, and they are zeros."""
-    grads = [param.grad for param in params if param.grad is not None]
-    if grads and divisor not in (0.0, 1.0):
-        with torch.no_grad():
-            torch._foreach_div_(grads, divisor)

@@ -30,7 +30,7 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
 
     `.grad` and its memory stay: zero_grad(set_to_none=True) frees nothing. The next backward overwrites a kept
     reference to a `.grad`, so clone it. Under drivetrain's DistributedDataParallel the memory is part of the flat
-    gradient buffer.
+    gradient buffer. Under shard="gradients" ranks keep float32 rows instead, and nothing of what follows holds.
 
     Megatron-LM's names exist too: `param.main_grad` is that memory. A layer that adds to it sets
     `param.grad_added_to_main_grad`, and the gradient from autograd is then dropped. Such layers need
@@ -154,3 +154,31 @@ def keep_in_buffer(reducer: _C.Reducer, params: Sequence[Tensor]) -> bool:
     move(reducer.gradient_views())
     reducer.set_on_moved(move)
     return True
+
+
+def leave_to_rows(params: Sequence[Tensor]) -> None:
+    """Ends main gradients whose wrapper keeps rows of float32 gradients, and adds to these alone.
+
+    autograd then converts each micro-batch's gradient to float32, and the wrapper frees it once it is reduced. No
+    memory for gradients of all rows stays, so that `main_grad` is None.
+
+    Raises:
+        NotImplementedError: A main gradient has 24 bits, or belongs to a parameter that is not among `params`.
+    """
+    reduced = {id(param) for param in params}
+    found = {id(kept): kept for kept, _ in _kept_of(params)}
+    for kept in found.values():
+        for param in kept.params:
+            if param.main_grad.dtype != torch.float32:  # type: ignore[attr-defined]
+                raise NotImplementedError(
+                    "main_grads(bits=24) does not go together with shard='gradients', whose ranks add gradients in "
+                    "float32: pass bits=32, or shard='optimizer'."
+                )
+            if id(param) not in reduced:
+                raise NotImplementedError(
+                    f"a parameter of shape {tuple(param.shape)} has a main gradient and is not reduced, which does not "
+                    "go together with shard='gradients': freeze or ignore it before main_grads()."
+                )
+    for model in [model for model, kept in _kept.items() if id(kept) in found]:
+        for param in _kept.pop(model).params:
+            param.main_grad = None  # type: ignore[attr-defined]

@@ -1,0 +1,189 @@
+"""Keeps this rank's rows of reduced gradients, and adds up those of several backwards, weighted or not."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..optim import pieces
+from ..optim.sharded import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+_UNCOUNTED = (
+    "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronized backward, of a "
+    "backward without weight, or of one that raised. They are dropped on every rank. Call optimizer.zero_grad() first."
+)
+_UNWEIGHTED = (
+    "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): give "
+    "every backward of an accumulation a weight, or call optimizer.zero_grad() first."
+)
+
+Seen = tuple[weakref.ref[Tensor], int] | None  # a gradient and its version
+
+
+class KeptRows:
+    """The gradients of which each rank keeps its rows: `.grad` is a DTensor over them.
+
+    Every backward reduces. The rows of its result are added to the kept ones. After weighted backwards under no_sync()
+    these are sums, which the next one outside of it divides by the sum of all weights.
+
+    Args:
+        params: The reduced parameters, each with a piece.
+        reducer: Their reducer.
+        process_group: The ranks that reduce.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], reducer: "Reducer", process_group: dist.ProcessGroup) -> None:
+        self._params = [weakref.ref(param) for param in params]
+        self._reducer = weakref.ref(reducer)
+        self._process_group = process_group
+        self._weight: float | None = None  # of the kept sums, over ranks; None: no weight counts the kept rows
+        self._is_weighted = False  # the backward under way has a weight
+        self._seen: list[Seen] = [None] * len(params)  # the gradients after the last weighted backward
+        # Native code refers to these calls, and gc does not see that.
+        reducer.set_put_aside(_weakly(self, KeptRows._put_all_aside))
+        reducer.add_on_reduced(_keep)
+        self._handles = [
+            param.register_hook(_weakly(self, KeptRows._put_aside, index)) for index, param in enumerate(params)
+        ]
+
+    # ---- Rows of one backward.
+
+    def _put_aside(self, index: int, *_: Any) -> None:
+        """Takes the kept rows out of `.grad` before autograd adds a gradient of all rows."""
+        if self._weight is not None and not self._is_weighted:
+            self._check_unweighted()
+        param = self._params[index]()
+        piece = None if param is None else pieces.piece_of(param)
+        if param is None or piece is None:
+            return
+        if param.grad is None:
+            piece.kept = None
+        elif is_dtensor(param.grad):
+            piece.kept = local_part(param.grad)
+            param.grad = None
+
+    def _put_all_aside(self) -> None:
+        for index in range(len(self._params)):
+            self._put_aside(index)
+
+    # ---- Weights.
+
+    @contextmanager
+    def weighted(self, weight: float, ends: bool) -> Iterator[None]:
+        """Surrounds a backward whose loss was multiplied with this rank's weight.
+
+        Args:
+            weight: The weight.
+            ends: The kept rows become means over everything that weights count.
+
+        Raises:
+            ValueError: `.grad` holds gradients that no weight counts, or all weights sum to 0. Every rank raises, and
+                drops its gradients.
+        """
+        reducer = self._reducer()
+        assert reducer is not None
+        is_untouched = self._weight is not None and self._are_untouched()
+        self._is_weighted = True
+        failed = True
+        try:
+            reducer.begin_weighted(weight, is_untouched or any(map(_is_nonzero, self._grads())))
+            try:
+                yield
+                failed = False
+            finally:
+                reducer.end_weighted(failed)
+        except BaseException:
+            self._weight = None
+            raise
+        finally:
+            self._is_weighted = False
+        self._count(*reducer.weighted_total(), ends)
+
+    def _count(self, weight: float, holding: float, ends: bool) -> None:
+        """Counts a backward. weight: over ranks; holding: the number of ranks that had gradients to add to."""
+        if holding > 0 and self._weight is None:
+            self._drop()
+            raise ValueError(_UNCOUNTED)
+        self._weight = weight + (self._weight or 0.0 if holding > 0 else 0.0)
+        if ends:
+            total, self._weight = self._weight, None
+            if not total > 0:
+                self._drop()
+                raise ValueError(
+                    f"the weights given to backward(loss, weight=...) sum to {total} over all ranks, expected a sum "
+                    "above 0."
+                )
+            with torch.no_grad():
+                for grad in self._grads():
+                    local_part(grad).mul_(1.0 / total)
+        self._seen = self._see()
+
+    def restore(self, weight: float) -> None:
+        """Gives gradients that were put into `.grad` the sum of all ranks' weights. Every rank must call it."""
+        total = torch.tensor([weight], dtype=torch.float64)
+        dist.all_reduce(total, group=self._process_group)
+        self._weight = float(total)
+        self._seen = self._see()
+
+    def _check_unweighted(self) -> None:
+        """Raises ValueError where a backward without weight would add to weighted sums; forgets those zeroed since."""
+        if self._are_untouched() or any(map(_is_nonzero, self._grads())):
+            raise ValueError(_UNWEIGHTED)
+        self._weight = None
+
+    def _grads(self) -> list[Tensor]:
+        return [param.grad for ref in self._params if (param := ref()) is not None and param.grad is not None]
+
+    def _see(self) -> list[Seen]:
+        grads = (None if (param := ref()) is None else param.grad for ref in self._params)
+        return [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+
+    def _are_untouched(self) -> bool:
+        return all(map(_is_same, self._see(), self._seen))
+
+    def _drop(self) -> None:
+        self._weight = None
+        for ref in self._params:
+            if (param := ref()) is not None:
+                param.grad = None
+
+
+def _weakly(owner: KeptRows, call: Any, *args: Any) -> Any:
+    """Returns a call of a method that does not keep its object alive."""
+    of = weakref.ref(owner)
+
+    def run(*more: Any) -> None:
+        if (found := of()) is not None:
+            call(found, *args, *more)
+
+    return run
+
+
+def _is_same(now: Seen, before: Seen) -> bool:
+    if now is None or before is None:
+        return now is before
+    return now[0]() is before[0]() and now[1] == before[1]
+
+
+def _is_nonzero(grad: Tensor) -> bool:
+    return bool(local_part(grad).any())
+
+
+def _keep(params: list[nn.Parameter], _: bool) -> None:
+    """Adds this rank's rows of the reduced gradients to the kept ones, and lets go of the rest."""
+    with torch.no_grad():
+        for param in params:
+            piece = pieces.piece_of(param)
+            if piece is None or param.grad is None:
+                continue
+            rows = piece.rows_of(param.grad)
+            kept, piece.kept = piece.kept, None
+            kept = rows.clone() if kept is None else kept.add_(rows)
+            param.grad = piece.distributed(kept)

@@ -25,6 +25,7 @@ MOST_OF_UNSHARDED = 1.05
 MOST_OF_ZERO = 0.7
 MIB = 2**20
 SHARDED = ("optimizer", "gradients")
+OVERLAPS = {"optimizer, overlap_gather": "optimizer", "gradients, overlap_gather": "gradients"}  # and what they vary
 
 Engine = tuple[nn.Module, Any]  # a wrapped model and its optimizer
 
@@ -39,8 +40,8 @@ def _unsharded(module: nn.Module) -> Engine:
     return _ours(None, module)
 
 
-def _ours(shard: str | None, module: nn.Module) -> Engine:
-    net = DistributedDataParallel(module, shard=shard)
+def _ours(shard: str | None, module: nn.Module, overlaps: bool = False) -> Engine:
+    net = DistributedDataParallel(module, shard=shard, overlap_gather=overlaps)
     return net, AdamW(net.parameters(), lr=1e-4)
 
 
@@ -67,6 +68,7 @@ ENGINES: dict[str, Callable[[nn.Module], Engine]] = {
     "unsharded": _unsharded,
     "optimizer": functools.partial(_ours, "optimizer"),
     "gradients": functools.partial(_ours, "gradients"),
+    **{name: functools.partial(_ours, shard, overlaps=True) for name, shard in OVERLAPS.items()},
     "ZeroRedundancyOptimizer": _zero,
     "fully_shard": _fsdp,
 }
@@ -112,7 +114,7 @@ def _measure(rounds: int) -> dict[str, Any]:
 def _compare(engines: dict[str, Engine]) -> None:
     """Raises RuntimeError if a sharded model does not have the bits of the unsharded one."""
     expected = list(engines["unsharded"][0].parameters())
-    for name in SHARDED:
+    for name in (*SHARDED, *OVERLAPS):
         found = engines[name][0].parameters()
         if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
             raise RuntimeError(f"shard={name!r} has other parameters than the unsharded wrapper")
@@ -152,26 +154,28 @@ def _byte_rows(found: dict[str, list[int]]) -> list[Row]:
 
 
 def _title(name: str) -> str:
-    return f"shard={name!r}" if name in SHARDED else name
+    shard, _, option = name.partition(", ")
+    return f"shard={shard!r}" + (f" and {option}" if option else "") if shard in SHARDED else name
 
 
 def _time_rows(seconds: dict[str, list[float]]) -> list[Row]:
     targets = {"unsharded": MOST_OF_UNSHARDED, "ZeroRedundancyOptimizer": MOST_OF_ZERO, "fully_shard": None}
-    rows = []
-    for ours in SHARDED:
-        for other, most in targets.items():
-            ratio, low, high = ratio_of_medians(seconds[other], seconds[ours])
-            rows.append(
-                Row(
-                    f"step, shard={ours!r} beside {other}, GPT of 10 M, {RANKS} ranks of 1 thread",
-                    "ms",
-                    1e3 * statistics.median(seconds[other]),
-                    1e3 * statistics.median(seconds[ours]),
-                    ratio,
-                    low,
-                    high,
-                    "" if most is None else f"<= {most}",
-                    None if most is None else ratio <= most,
-                )
-            )
+    rows = [_time_row(seconds, ours, other, most) for ours in SHARDED for other, most in targets.items()]
+    for ours, without in OVERLAPS.items():
+        rows += [_time_row(seconds, ours, "unsharded", MOST_OF_UNSHARDED), _time_row(seconds, ours, without, None)]
     return rows
+
+
+def _time_row(seconds: dict[str, list[float]], ours: str, other: str, most: float | None) -> Row:
+    ratio, low, high = ratio_of_medians(seconds[other], seconds[ours])
+    return Row(
+        f"step, {_title(ours)} beside {_title(other)}, GPT of 10 M, {RANKS} ranks of 1 thread",
+        "ms",
+        1e3 * statistics.median(seconds[other]),
+        1e3 * statistics.median(seconds[ours]),
+        ratio,
+        low,
+        high,
+        "" if most is None else f"<= {most}",
+        None if most is None else ratio <= most,
+    )

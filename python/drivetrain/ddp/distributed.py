@@ -48,6 +48,7 @@ _SAME_EVERYWHERE = (
     "check_replicas_every",
     "check_gradients",
     "spike_factor",
+    "overlap_gather",
 )
 
 
@@ -111,6 +112,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
             docs/sharding.md says what else a script sees. None divides nothing.
         shard_group: The ranks that share one set of states, such as those of a host; other groups of ranks have their
             own set. None takes `process_group`.
+        overlap_gather: With shard, `step()` returns before all parameters are gathered. Uses through the module wait
+            for them. Before any other use, such as of a kept list of parameters, call `wait_for_parameters()`.
 
     Raises:
         ValueError: No process group is initialized, parameters are on devices of several types, or the module is on
@@ -158,6 +161,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         spike_factor: float = 0.0,
         shard: str | None = None,
         shard_group: dist.ProcessGroup | None = None,
+        overlap_gather: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -200,7 +204,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             self._lazy_init_ran = True
             if init_sync:
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
-        self._sharding = sharding.of(self, shard, shard_group, self._transport)
+        self._sharding = sharding.of(self, shard, shard_group, self._transport, overlaps=overlap_gather)
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0
@@ -400,9 +404,18 @@ class DistributedDataParallel(JoinsUnevenInputs):
     def _post_forward(self, output: Any) -> Any:
         """Does what torch's does, and marks the outputs by which the reducer recognizes this forward's backward."""
         output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        self.wait_for_parameters()  # backward uses the transport
         if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
             _announce(self.reducer, output)
         return output
+
+    def wait_for_parameters(self) -> None:
+        """Waits until this rank has all rows of all parameters, with `overlap_gather`. Other ranks need not call it.
+
+        Raises:
+            RuntimeError: Another rank has ended, or did not step within the timeout.
+        """
+        sharding.wait(self)
 
     def _sync_buffers(self) -> None:
         """Broadcasts rank 0's buffers, and marks the wait for hang reports."""

@@ -1,5 +1,7 @@
 """Shares optimizer states and gradients among ranks: the part of DistributedDataParallel behind `shard`."""
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +15,7 @@ from ..grad import main_grads
 from ..optim import pieces
 from ..optim.sharded import is_dtensor
 from . import transport as transports
+from .gathers import Gathers, Pending, finish, watch
 from .kept_rows import KeptRows
 
 if TYPE_CHECKING:
@@ -38,8 +41,9 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
     if shard not in CHOICES:
         raise ValueError(f"shard is {shard!r}, expected one of: {', '.join(map(repr, CHOICES))}.")
     if shard is None:
-        if shard_group is not None:
-            raise ValueError("shard_group is given and shard is None: pass shard='optimizer' or 'gradients', too.")
+        for name in ("shard_group", "overlap_gather"):
+            if others.get(name):
+                raise ValueError(f"{name} is given and shard is None: pass shard='optimizer' or 'gradients', too.")
         return
     if shard_group is not None and not isinstance(shard_group, dist.ProcessGroup):
         raise ValueError(
@@ -87,6 +91,12 @@ def rows_of(wrapper: Any) -> KeptRows | None:
     return None if wrapper._sharding is None else wrapper._sharding.rows
 
 
+def wait(wrapper: Any) -> None:
+    """Waits for the gathers of the wrapper's parameters."""
+    if (parameters := wrapper.__dict__.get("_sharding")) is not None:
+        parameters.wait()
+
+
 @contextmanager
 def weighted(wrapper: Any, weight: float) -> Iterator[None]:
     """Surrounds a backward whose loss was multiplied with this rank's weight."""
@@ -103,7 +113,9 @@ def weighted(wrapper: Any, weight: float) -> Iterator[None]:
         wrapper.reducer.end_weighted(failed)
 
 
-def of(wrapper: Any, shard: str | None, shard_group: Any, transport: str) -> "Sharding | None":
+def of(
+    wrapper: Any, shard: str | None, shard_group: Any, transport: str, *, overlaps: bool = False
+) -> "Sharding | None":
     """Returns what divides the states of a new wrapper's parameters; None without `shard`, or on one rank.
 
     Raises:
@@ -133,6 +145,7 @@ def of(wrapper: Any, shard: str | None, shard_group: Any, transport: str) -> "Sh
         shard_group,
         wrapper.reducer.comm,
         transport,
+        wrapper.module if overlaps else None,
     )
 
 
@@ -154,11 +167,33 @@ class _Bucket(NamedTuple):
     bytes: int
 
 
+class _GroupGather:
+    """Gathers through a process group, by way of a copy of one bucket."""
+
+    def __init__(self, bucket: _Bucket, group: dist.ProcessGroup, rank: int) -> None:
+        self._bucket, self._rank = bucket, rank
+        self._sent = torch.zeros(bucket.bytes, dtype=torch.uint8)
+        torch.cat(bucket.own, out=self._sent[: sum(map(len, bucket.own))])
+        self._received = torch.empty(len(bucket.others), bucket.bytes, dtype=torch.uint8)
+        self._work: Any = dist.all_gather_into_tensor(self._received.view(-1), self._sent, group=group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        targets, sources = [], []
+        for rank, theirs in enumerate(self._bucket.others):
+            if rank == self._rank:
+                continue
+            targets += theirs
+            sources += self._received[rank, : sum(map(len, theirs))].split([len(target) for target in theirs])
+        torch._foreach_copy_(targets, sources)
+
+
 class Sharding:
     """Divides the rows of every parameter among ranks, as torch's DTensors with Shard(0) do.
 
     Each rank steps its own rows. The parameters' memory comes from the transport, in buckets. After a step the ranks
-    gather the buckets that it changed, before `step()` returns. No forward pass or reader sees old values.
+    gather the buckets that it changed: before `step()` returns, or until the first use of a bucket that gathers.py
+    sees.
 
     Args:
         shard: "optimizer" or "gradients".
@@ -168,6 +203,7 @@ class Sharding:
         shard_group: The ranks that share states; None takes `process_group`.
         comm: The transport over `process_group`.
         transport: The requested transport.
+        overlaps: The module whose use awaits gathers; None: they end in `step()`.
 
     Raises:
         NotImplementedError: A parameter cannot be divided, or its gradients cannot be kept in parts.
@@ -182,6 +218,7 @@ class Sharding:
         shard_group: dist.ProcessGroup | None,
         comm: _C.Comm,
         transport: str,
+        overlaps: nn.Module | None,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -196,6 +233,11 @@ class Sharding:
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[_Bucket] = []
         self._lay_out(named)
+        self._gathers = Gathers(self._bucket_of)
+        self._overlaps = overlaps is not None
+        if overlaps is not None:
+            watch(overlaps, self._gathers)
+            self._finish = weakref.finalize(self, finish, self._gathers)
         reducer.is_sharded = True
         self.rows: KeptRows | None = None
         if shard == "gradients":
@@ -210,32 +252,20 @@ class Sharding:
     def gather(self, params: Iterable[Tensor]) -> None:
         """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
         stepped = list(params)
-        changed = sorted({self._bucket_of[id(param)] for param in stepped})
-        pending = []
-        for index in changed:
-            bucket = self._buckets[index]
-            work = self._comm.start_gather(bucket.flat.view(torch.int32), bucket.ranges)
-            if work is None:
-                self._gather_in_group(bucket)
-            else:
-                pending.append(work)
-        for work in pending:
-            work.wait()
+        self.wait()
+        for index in sorted({self._bucket_of[id(param)] for param in stepped}):
+            self._gathers.begin(index, functools.partial(self._start, self._buckets[index]))
+        if not self._overlaps:
+            self.wait()
         torch.autograd.graph.increment_version(stepped)  # the others keep their values
 
-    def _gather_in_group(self, bucket: _Bucket) -> None:
-        """Gathers through the process group, by way of a copy of one bucket."""
-        sent = torch.empty(bucket.bytes, dtype=torch.uint8)
-        torch.cat(bucket.own, out=sent[: sum(map(len, bucket.own))])
-        received = torch.empty(self._size, bucket.bytes, dtype=torch.uint8)
-        dist.all_gather_into_tensor(received.view(-1), sent, group=self._group)
-        targets, sources = [], []
-        for rank, theirs in enumerate(bucket.others):
-            if rank == self._rank:
-                continue
-            targets += theirs
-            sources += received[rank, : sum(map(len, theirs))].split([len(target) for target in theirs])
-        torch._foreach_copy_(targets, sources)
+    def wait(self) -> None:
+        """Waits for the gathers under way."""
+        self._gathers.wait()
+
+    def _start(self, bucket: _Bucket) -> Pending:
+        work = self._comm.start_gather(bucket.flat.view(torch.int32), bucket.ranges)
+        return _GroupGather(bucket, self._group, self._rank) if work is None else work
 
     def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Moves the parameters to buckets of the transport's memory, and divides them."""

@@ -29,6 +29,9 @@ class Owner(Protocol):
     def gather(self, params: list[Tensor]) -> None:
         """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
 
+    def wait(self) -> None:
+        """Waits for the gathers under way."""
+
 
 class Piece:
     """This rank's rows of one parameter.
@@ -149,6 +152,7 @@ class Piece:
 
 
 _pieces: MutableMapping[Tensor, Piece] = WeakIdKeyDictionary()
+_owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
 _hooks: list[Any] = []  # on the steps of all optimizers, from the first piece on
 _SWAPPED = "_drivetrain_swapped"  # the name of an attribute of torch's optimizers while they step
 
@@ -158,6 +162,7 @@ def add(param: Tensor, piece: Piece) -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
     _pieces[param] = piece
+    _owners.add(piece.owner)
 
 
 def piece_of(param: Tensor) -> Piece | None:
@@ -293,7 +298,12 @@ _ELEMENT_WISE = {
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Makes torch's optimizers step pieces. Those of drivetrain.optim do so themselves."""
+    """Makes torch's optimizers step pieces. Those of drivetrain.optim do so themselves.
+
+    No step begins before all rows are there, as optimizers keep references to parameters.
+    """
+    for owner in list(_owners):
+        owner.wait()
     if getattr(optimizer, "steps_pieces", False):
         return
     restore(optimizer)

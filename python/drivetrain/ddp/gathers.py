@@ -1,0 +1,133 @@
+"""Awaits the gathers of parameters that a step has begun, each at the first use of its bucket that can be seen."""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+
+class Pending(Protocol):
+    """A gather under way."""
+
+    def wait(self) -> None:
+        """Returns once the other ranks' rows are there."""
+
+
+class Gathers:
+    """The gathers that a step has begun and that nobody has awaited.
+
+    Args:
+        bucket_of: The bucket of each parameter, by id. It may grow.
+    """
+
+    def __init__(self, bucket_of: dict[int, int]) -> None:
+        self._bucket_of = bucket_of
+        self.pending: dict[int, Pending] = {}  # by bucket, in the order of their begin
+        self._mutex = threading.RLock()  # a transport takes one call at a time
+
+    def begin(self, bucket: int, start: Callable[[], Pending]) -> None:
+        """Begins the gather of a bucket."""
+        with self._mutex:
+            self.pending[bucket] = start()
+
+    @_disable_dynamo
+    def wait(self) -> None:
+        """Waits for all gathers."""
+        while self.pending:
+            self._wait_for(next(iter(self.pending)))
+
+    @_disable_dynamo
+    def wait_for(self, params: Iterable[Tensor | None]) -> None:
+        """Waits for the gathers of these parameters."""
+        for bucket in sorted({self._bucket_of.get(id(param), -1) for param in params}):
+            self._wait_for(bucket)
+
+    def _wait_for(self, bucket: int) -> None:
+        with self._mutex:
+            if bucket in self.pending:
+                self.pending[bucket].wait()  # after an error the rows are still missing
+                del self.pending[bucket]
+
+
+class _Watched(dict[str, nn.Parameter | None]):
+    """A module's parameters by name, which waits for their gathers before it gives them away.
+
+    nn.Module finds attributes, parameters(), state_dict() and copies in it.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter | None], gathers: Gathers) -> None:
+        super().__init__(params)
+        self._gathers = gathers
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if self._gathers.pending:
+            self._gathers.wait_for([param])
+        return param
+
+    def _wait(self) -> None:
+        if self._gathers.pending:
+            self._gathers.wait_for(super().values())
+
+    def __iter__(self) -> Iterator[str]:  # dict(), ** and | then take values from __getitem__
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._wait()
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._wait()
+        return super().pop(name, *default)
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().values()
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().items()
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        return dict(self.items())
+
+    def __reduce_ex__(self, _: Any) -> Any:  # copies and files of the module have a plain dict
+        return dict, (self.copy(),)
+
+
+def finish(gathers: Gathers) -> None:
+    """Waits for what nobody has awaited, as other ranks may still copy this rank's rows. A failure is a warning."""
+    try:
+        gathers.wait()
+    except RuntimeError as error:
+        warnings.warn(f"drivetrain: parameters of a deleted wrapper were not gathered: {error}", stacklevel=2)
+
+
+def watch(module: nn.Module, gathers: Gathers) -> None:
+    """Makes the module's parts wait for gathers when something takes a parameter from them, or calls them.
+
+    The call matters for modules that keep references, as nn.LSTM does.
+    """
+    for part in module.modules():
+        if part._parameters:
+            part.__dict__["_parameters"] = _Watched(part._parameters, gathers)
+            part.register_forward_pre_hook(_Call(gathers))
+
+
+class _Call:
+    """Waits for the gathers of a module's own parameters before its forward."""
+
+    def __init__(self, gathers: Gathers | None) -> None:
+        self._of = None if gathers is None else weakref.ref(gathers)
+
+    def __call__(self, part: nn.Module, _: Any) -> None:
+        gathers = None if self._of is None else self._of()
+        if gathers is not None and gathers.pending:
+            gathers.wait_for(dict[str, Any].values(part._parameters))
+
+    def __reduce_ex__(self, _: Any) -> Any:  # copies and files of the module have nothing to wait for
+        return _Call, (None,)

@@ -23,6 +23,7 @@ _DUPLICATE_CURE = "give every process a RANK of its own, and end processes that 
 _LEAST_POLL_S, _MOST_POLL_S = 0.02, 0.5
 _POLLS = 10  # the pause is that part of the time waited so far, so that many ranks of one machine leave it its cores
 _LOOKS = 8  # ranks that measure again, one at a time
+_SETTLE_S = 1.5  # before they do: the others, which have just been woken, then ask the store seldom
 
 Show = Callable[[Sequence[Finding]], None]
 _Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, instruction set, cores, speed and failed checks
@@ -182,6 +183,7 @@ class Meeting:
             seen.add(rank)
             store.set(f"again/{number}", str(rank))
             if rank == self._launch.rank:
+                sleep(_SETTLE_S)
                 _keep_better(cards[rank], _measure())
             elif self._wait(store, [f"again/{number}/measured"]):
                 _keep_better(cards[rank], json.loads(store.get(f"again/{number}/measured")))
@@ -197,6 +199,7 @@ class Meeting:
             if not rank:
                 return
             if int(rank) == self._launch.rank:
+                sleep(_SETTLE_S)
                 store.set(f"again/{number}/measured", json.dumps(_measure()))
 
     def _probe(self, store: Store) -> tuple[list[Finding], float | None]:

@@ -210,6 +210,14 @@ def test_a_slow_rank_is_named() -> None:
     assert speed.judge({0: 100e9, 1: 50e9}, ["a", "a"], {0: [0], 1: [1]})[0].status == "WARN"
 
 
+def test_ranks_that_crowd_a_machine_are_not_compared() -> None:
+    machines = {rank: "a" if rank < 9 else "b" for rank in range(17)}
+    cores = {rank: [0, 1] for rank in machines}
+    assert speed.comparable(machines, cores) == list(range(9, 17))  # nine ranks share two cores of a
+    (finding, _) = speed.judge({}, ["a"] * 9, {rank: [0, 1] for rank in range(9)})
+    judged(finding, "--", "not compared: more than 4 ranks share a core", "")
+
+
 # ---- Several hosts, as network namespaces.
 
 

@@ -26,7 +26,7 @@ _LOOKS = 8  # ranks that measure again, one at a time
 _SETTLE_S = 1.5  # before they do: the others, which have just been woken, then ask the store seldom
 
 Show = Callable[[Sequence[Finding]], None]
-_Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, instruction set, cores, speed and failed checks
+_Cards = dict[int, dict[str, Any]]  # by rank: its host, machine, versions, cores, speed, failed checks and more
 
 
 class Meeting:
@@ -56,6 +56,7 @@ class Meeting:
             "versions": dict(versions),
             "isa": isa,
             "cores": speed.cores(),
+            "machine": speed.machine(),
             **_measure(),
             "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
         }
@@ -117,7 +118,7 @@ class Meeting:
             findings += _compare(cards)
             self._look_again(store, cards)
             findings += speed.judge(
-                {rank: card["flops_per_s"] for rank, card in cards.items()},
+                _speeds(cards),
                 hosts,
                 {rank: card["cores"] for rank, card in cards.items()},
             )
@@ -175,7 +176,7 @@ class Meeting:
         number = 0
         seen: set[int] = set()
         while number < _LOOKS:
-            rank = speed.slow_rank({rank: card["flops_per_s"] for rank, card in cards.items()})
+            rank = speed.slow_rank(_speeds(cards))
             if rank is None or rank in seen:
                 rank = devices.slow_rank({rank: card["device"] for rank, card in cards.items()})
             if rank is None or rank in seen:
@@ -278,6 +279,14 @@ def _why_no_nccl(cards: _Cards) -> str:
     if len(set(gpus)) < len(gpus):
         return "several ranks have one GPU"
     return ""
+
+
+def _speeds(cards: _Cards) -> dict[int, float]:
+    """Returns the speeds that can be compared, by rank."""
+    ranks = speed.comparable(
+        {rank: card["machine"] for rank, card in cards.items()}, {rank: card["cores"] for rank, card in cards.items()}
+    )
+    return {rank: cards[rank]["flops_per_s"] for rank in ranks}
 
 
 def _measure() -> dict[str, Any]:

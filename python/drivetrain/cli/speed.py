@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -10,12 +11,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drivetrain.cli.finding import Finding, passed, warn
+from drivetrain.cli.finding import Finding, not_applicable, passed, warn
+from drivetrain.processes import BOOT_ID
 
 _SIZE = 384
 _ROUNDS = 8  # the fastest one counts, so that a moment of other work raises no alarm
 _ROUND_S = 0.03  # several time slices of the scheduler, so that a round sees a program that shares the core
 _SLOW = 0.6  # of the median rank's speed
+_MOST_RANKS = 4  # to a core of a machine; more disturb each other's measurements beyond comparison
 
 
 def flops_per_s() -> float:
@@ -38,24 +41,52 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+def machine() -> str:
+    """Returns a name of this machine that containers and network namespaces of it share."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:  # some containers hide it
+        return socket.gethostname()
+
+
 def judge(speeds: Mapping[int, float], hosts: Sequence[str], cores_of: Mapping[int, Sequence[int]]) -> list[Finding]:
     """Turns the speeds and cores of all ranks into findings.
 
     Args:
-        speeds: Operations per second, by rank.
+        speeds: Operations per second of the comparable ranks, by rank; empty: none can be compared.
         hosts: The host of each rank.
         cores_of: The cores that each rank may use.
     """
     return [_judge_speed(speeds, hosts), _judge_binding(hosts, cores_of)]
 
 
+def comparable(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]]) -> list[int]:
+    """Returns the ranks whose speeds mean something, because their machine has cores for its ranks.
+
+    Args:
+        machines: The machine of each rank.
+        cores_of: The cores that each rank may use.
+    """
+    found = []
+    for rank, name in machines.items():
+        beside = [other for other, where in machines.items() if where == name]
+        cores_ = {core for other in beside for core in cores_of[other]}
+        if len(beside) <= _MOST_RANKS * len(cores_):
+            found.append(rank)
+    return found
+
+
 def slow_rank(speeds: Mapping[int, float]) -> int | None:
     """Returns the slowest rank if it is too slow beside the median rank."""
+    if not speeds:
+        return None
     slow = min(speeds, key=lambda rank: speeds[rank])
     return slow if speeds[slow] < _SLOW * statistics.median_high(speeds.values()) else None
 
 
 def _judge_speed(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
+    if not speeds:
+        return not_applicable("speed", f"not compared: more than {_MOST_RANKS} ranks share a core")
     typical = statistics.median_high(speeds.values())
     slow = slow_rank(speeds)
     if slow is None:

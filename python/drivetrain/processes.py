@@ -2,6 +2,7 @@
 
 import functools
 import os
+import socket
 from pathlib import Path
 from typing import TypedDict
 
@@ -15,6 +16,14 @@ class Process(TypedDict):
     host: str  # "": unknown, and so is whether its processes have ended
     pid: int
     started: int  # in the kernel's clock ticks since boot
+
+
+def machine() -> str:
+    """Returns a text that is equal for all containers and namespaces of this machine, as far as the kernel shows it."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:  # some containers hide it
+        return socket.gethostname()
 
 
 def this_process() -> Process:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from drivetrain.cli import collectives, devices, network, speed
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line
+from drivetrain.processes import machine
 
 _DUPLICATE_CURE = "give every process a RANK of its own, and end processes that an earlier start left behind"
 _LEAST_POLL_S, _MOST_POLL_S = 0.02, 0.5
@@ -56,7 +57,7 @@ class Meeting:
             "versions": dict(versions),
             "isa": isa,
             "cores": speed.cores(),
-            "machine": speed.machine(),
+            "machine": machine(),
             **_measure(),
             "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from drivetrain.cli.finding import Finding, not_applicable, passed, warn
-from drivetrain.processes import BOOT_ID
 
 _SIZE = 384
 _ROUNDS = 8  # the fastest one counts, so that a moment of other work raises no alarm
@@ -41,14 +39,6 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def machine() -> str:
-    """Returns a name of this machine that containers and network namespaces of it share."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:  # some containers hide it
-        return socket.gethostname()
-
-
 def judge(speeds: Mapping[int, float], hosts: Sequence[str], cores_of: Mapping[int, Sequence[int]]) -> list[Finding]:
     """Turns the speeds and cores of all ranks into findings.
 
@@ -67,13 +57,15 @@ def comparable(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]
         machines: The machine of each rank.
         cores_of: The cores that each rank may use.
     """
-    found = []
+    ranks_of: dict[str, list[int]] = {}
     for rank, name in machines.items():
-        beside = [other for other, where in machines.items() if where == name]
-        cores_ = {core for other in beside for core in cores_of[other]}
-        if len(beside) <= _MOST_RANKS * len(cores_):
-            found.append(rank)
-    return found
+        ranks_of.setdefault(name, []).append(rank)
+    crowded = {
+        name
+        for name, ranks in ranks_of.items()
+        if len(ranks) > _MOST_RANKS * len({core for rank in ranks for core in cores_of[rank]})
+    }
+    return [rank for rank, name in machines.items() if name not in crowded]
 
 
 def slow_rank(speeds: Mapping[int, float]) -> int | None:

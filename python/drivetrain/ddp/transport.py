@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import os
-import socket
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -236,11 +235,7 @@ def _host_identity() -> tuple[str, ...]:
         spaces = [str((processes.NAMESPACES / space).readlink()) for space in ("net", "pid")]
     except OSError:
         return (str(uuid.uuid4()),)  # nothing shows which ranks' memory can be opened
-    try:
-        boot = processes.BOOT_ID.read_text().strip()
-    except OSError:  # some containers hide it
-        boot = socket.gethostname()
-    return (boot, *spaces, str(os.getuid()))
+    return (processes.machine(), *spaces, str(os.getuid()))
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta:

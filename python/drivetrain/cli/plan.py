@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..plan.result import Plan
 
+_PROCESS_S = 600  # limit of the plan of one batch size
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments to its parser. Options may stand before or after the script."""
@@ -183,7 +185,12 @@ def _in_a_process(args: dict[str, Any]) -> int:
         "import argparse, pickle, sys; from drivetrain.cli.plan import needed_bytes; "
         "print(needed_bytes(argparse.Namespace(**pickle.load(sys.stdin.buffer))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(args), capture_output=True, check=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(args), capture_output=True, check=False, timeout=_PROCESS_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the plan with a batch of {args['batch']} did not end within {_PROCESS_S} s") from None
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ValueError(f"the plan with a batch of {args['batch']} failed: {why}")

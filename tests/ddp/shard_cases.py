@@ -1,5 +1,6 @@
 """Models, optimizers and training loops for the tests of DistributedDataParallel(shard=...)."""
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,6 +55,18 @@ def tokens_of(step: int, rank: int, vocabulary: int) -> Tensor:
 
 def loss_of(net: nn.Module, step: int, vocabulary: int = 37) -> Tensor:
     return net(tokens_of(step, dist.get_rank(), vocabulary)).float().square().mean() * 3
+
+
+def alone_before_a_step(**options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer] | None:
+    """Returns a wrapper after its backward and its optimizer; None on rank 1, which has deleted its own."""
+    net = DistributedDataParallel(Odd(), transport="shm", shard="optimizer", **options)
+    optimizer = OURS["AdamW"](net.parameters())
+    loss_of(net, 0).backward()
+    if dist.get_rank() == 1:
+        del net
+        gc.collect()
+        return None
+    return net, optimizer
 
 
 OURS: dict[str, Make] = {

@@ -13,6 +13,7 @@ from shard_cases import (
     WITH_SUMS,
     Blocks,
     Odd,
+    alone_before_a_step,
     expect_close,
     expect_equal,
     loss_of,
@@ -525,13 +526,9 @@ def test_hooks_on_steps_see_whole_parameters(on_ranks: OnRanks) -> None:
 
 def step_without_rank_1() -> None:
     """Rank 1 leaves before it has stepped. The other rank's step must end with an error that names it."""
-    net = DistributedDataParallel(Odd(), transport="shm", shard="optimizer")
-    optimizer = OURS["AdamW"](net.parameters())
-    loss_of(net, 0).backward()
-    if dist.get_rank() == 1:
-        del net
-        gc.collect()
+    if (alone := alone_before_a_step()) is None:
         return
+    _, optimizer = alone
     with pytest.raises(RuntimeError, match="rank 1 has already deleted its DistributedDataParallel"):
         optimizer.step()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shard_cases import OURS, TORCHS, WITH_SUMS, Odd, expect_close, expect_equal, loss_of, train
+from shard_cases import OURS, TORCHS, WITH_SUMS, Odd, alone_before_a_step, expect_close, expect_equal, loss_of, train
 from torch import Tensor, nn
 
 import drivetrain
@@ -213,13 +213,9 @@ def step_and_leave() -> None:
 
 
 def step_without_rank_1() -> None:
-    net = DistributedDataParallel(Odd(), transport="shm", shard="optimizer", overlap_gather=True)
-    optimizer = OURS["AdamW"](net.parameters())
-    loss_of(net, 0).backward()
-    if dist.get_rank() == 1:
-        del net
-        gc.collect()
+    if (alone := alone_before_a_step(overlap_gather=True)) is None:
         return
+    net, optimizer = alone
 
     def step_and_read() -> None:
         optimizer.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,25 @@ def make_batches(count: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
     return [
         (torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)) for _ in range(count)
     ]
+
+
+def working(work: Callable[[str], None]) -> tuple[type[nn.Linear], type[torch.optim.SGD]]:
+    """Returns a model and an optimizer that call work("forward"), work("backward") and work("optimizer") there."""
+
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            work("forward")
+            result = super().forward(input)
+            if result.requires_grad:
+                result.register_hook(lambda grad: work("backward"))
+            return result
+
+    class SGD(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            work("optimizer")
+            return super().step(*args, **kwargs)
+
+    return Model, SGD
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> list[Tensor]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import Kept, make_batches, make_model, train
+from loops import Kept, make_batches, make_model, train, working
 from torch import Tensor, nn
 
 import drivetrain
@@ -204,18 +204,7 @@ def test_time_lost_in_a_place_is_found_there(slow: str) -> None:
         if place == slow:
             time.sleep(NAP_S)
 
-    class Model(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            nap("forward")
-            result = super().forward(input)
-            if result.requires_grad:
-                result.register_hook(lambda grad: nap("backward"))
-            return result
-
-    class SGD(torch.optim.SGD):
-        def step(self, *args: Any, **kwargs: Any) -> Any:
-            nap("optimizer")
-            return super().step(*args, **kwargs)
+    Model, SGD = working(nap)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in make_batches(6):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Kept, make_batches, make_model, train
-from torch import Tensor, nn
+from loops import Kept, make_batches, make_model, train, working
+from torch import nn
 
 from drivetrain import _C
 from drivetrain.monitor import Monitor
@@ -66,17 +66,7 @@ def test_time_of_the_device_is_found_where_its_work_was_enqueued(slow: str) -> N
         if place == slow:
             torch.cuda._sleep(num_cycles)
 
-    class Model(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            work("forward")
-            result = super().forward(input)
-            result.register_hook(lambda grad: work("backward"))
-            return result
-
-    class SGD(torch.optim.SGD):
-        def step(self, *args: Any, **kwargs: Any) -> Any:
-            work("optimizer")
-            return super().step(*args, **kwargs)
+    Model, SGD = working(work)
 
     kept, model = Kept(), Model(8, 4).cuda()
     optimizer = SGD(model.parameters(), lr=0.1)

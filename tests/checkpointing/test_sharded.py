@@ -314,6 +314,8 @@ def test_zero_redundancy_states_are_saved_by_their_ranks(kind: str, pools: dict[
 def overlap() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     optimizer = zero_class()(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    if dist.get_rank() != 0:
+        return  # A refusal needs no other rank: with a group half made, the ranks that connect would fail instead.
     with pytest.raises(NotImplementedError, match=r"overlap_with_ddp=True.*expected overlap_with_ddp=False"):
         Checkpointer("unused", model=model, optimizer=optimizer, signals=())
 

@@ -179,6 +179,7 @@ class Checkpointer:
         self._elapsed = 0.0  # seconds inside of earlier blocks
         self._entered_at: float | None = None
         self._has_warned_of_grace = False
+        self._ranks.connect()
         self._notices.open()
 
     @property

@@ -145,6 +145,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             complete_checkpoints(self._directory, self._options.get("encryption")) if self._directory.is_dir() else []
         )
         ranks = Ranks(self._options.get("timeout", 1800.0))
+        ranks.connect()
         try:
             return ranks.agree(found[-1].serial if found else 0)[0]
         finally:

@@ -24,7 +24,8 @@ class Ranks:
     """Exchanges flags over a gloo group of its own, so that it never reorders the collectives of the training.
 
     Every rank calls the same methods in the same order. The all-reduce of one step runs while the next step computes;
-    its result is read at the end of that step. A rank waits only for ranks that are a whole step behind.
+    its result is read at the end of that step. A rank waits only for ranks that are a whole step behind. `connect` is
+    called before the first exchange.
 
     Args:
         timeout: Seconds after which a wait for another rank raises.
@@ -43,8 +44,16 @@ class Ranks:
         self.rank = dist.get_rank() if is_grouped else 0
         self.world_size = dist.get_world_size() if is_grouped else 1
         self._timeout = timedelta(seconds=timeout)
-        self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout) if self.world_size > 1 else None
+        self._group: Any = None
         self._running: tuple[Any, torch.Tensor] | None = None
+
+    def connect(self) -> None:
+        """Makes the group, together with all other ranks.
+
+        A caller first checks its arguments: a rank that gives up while others connect fails them with an error of gloo.
+        """
+        if self.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def start(self, flags: Flags) -> None:
         """Begins an exchange. The next call must be `result`."""

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from doctor_faults import faults
 from doctor_faults.launch import examine, free_port, ranks
 from drivetrain.cli import launch, machine, network, speed
 from drivetrain.cli.finding import Finding
 from drivetrain.cli.network import Address, Probe
+from drivetrain.cli.ranks import Meeting
 from faults.hosts import INTERFACE, IPV4, IPV6
 from namespaces import simulated_hosts
 
@@ -214,8 +216,23 @@ def test_ranks_that_crowd_a_machine_are_not_compared() -> None:
     machines = {rank: "a" if rank < 9 else "b" for rank in range(17)}
     cores = {rank: [0, 1] for rank in machines}
     assert speed.comparable(machines, cores) == list(range(9, 17))  # nine ranks share two cores of a
+    assert speed.crowds(machines, cores) == [list(range(9))]
     (finding, _) = speed.judge({}, ["a"] * 9, {rank: [0, 1] for rank in range(9)})
     judged(finding, "--", "not compared: more than 4 ranks share a core", "")
+
+
+def test_ranks_that_crowd_a_machine_measure_their_links_in_turns() -> None:
+    store = HashStore()
+    store.set("crowds", "[[0, 3, 1], [4, 5]]")
+
+    def has_turn(rank: int) -> bool:
+        return Meeting(launch.Launch(rank, 6, "127.0.0.1", 1, False), timeout_s=0.1)._has_turn(store)
+
+    assert [has_turn(rank) for rank in range(6)] == [True, False, True, False, True, False]
+    store.set("probes/0", "[]")
+    assert [has_turn(rank) for rank in range(6)] == [True, False, True, True, True, False]
+    store.set("probes/3", "[]")
+    assert has_turn(1)
 
 
 # ---- Several hosts, as network namespaces.

@@ -171,13 +171,10 @@ def peers_of(rank: int, world_size: int) -> list[int]:
 
 
 def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
-    """Connects to other ranks, compares clocks, and measures the link to the next rank."""
+    """Connects to other ranks, the next one first, and compares clocks."""
     peers = peers_of(rank, len(addresses))
     with ThreadPoolExecutor(max_workers=16) as pool:
-        probes = list(pool.map(lambda peer: _probe(peer, addresses[rank], addresses[peer]), peers))
-    if probes and not probes[0].error:
-        probes[0] = _measure(probes[0], addresses[probes[0].peer])
-    return probes
+        return list(pool.map(lambda peer: _probe(peer, addresses[rank], addresses[peer]), peers))
 
 
 def _probe(peer: int, mine: Address, theirs: Address) -> Probe:
@@ -212,8 +209,10 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _measure(probe: Probe, where: Address) -> Probe:
+def measure_link(probe: Probe, where: Address) -> Probe:
     """Adds bandwidth and loss to a probe. A link that ends meanwhile becomes the probe's error."""
+    if probe.error:
+        return probe
     try:
         with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
             connection.settimeout(4 * _CONNECT_S)

@@ -109,6 +109,7 @@ class Meeting:
         cards = self._collect(store)
         missing = [rank for rank in range(world_size) if rank not in cards]
         findings = [*own, *_wrong_elsewhere(cards, own)]
+        store.set("crowds", json.dumps(speed.crowds(*_machines_and_cores(cards))))
         store.set("complete", "no" if missing else "yes")
         if missing:
             text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
@@ -219,9 +220,12 @@ class Meeting:
                 return [fail("network", text, LAUNCH_CURE)], None
             addresses = [network.Address(**json.loads(store.get(f"address/{rank}"))) for rank in ranks]
             probes = network.probe_peers(self._launch.rank, addresses)
+            if probes and self._has_turn(store):
+                probes[0] = network.measure_link(probes[0], addresses[probes[0].peer])
             store.set(f"probes/{self._launch.rank}", json.dumps([probe.as_dict() for probe in probes]))
             keys = [f"probes/{rank}" for rank in ranks]
-            self._wait(store, keys)  # a listener must outlive the other ranks' probes
+            # A listener must outlive the other ranks' probes. The last turn may begin one timeout after this rank's.
+            self._wait(store, keys, 2 * self._timeout_s)
             if self._launch.rank != 0:
                 return [], None
             found = {
@@ -230,6 +234,16 @@ class Meeting:
                 if store.check([f"probes/{rank}"])
             }
         return network.judge(addresses, found), network.slowest_between_hosts(addresses, found)
+
+    def _has_turn(self, store: Store) -> bool:
+        """Waits until this rank may measure its link; returns False if its turn does not come in time.
+
+        Ranks that crowd a machine measure one after another. At the same time they would delay each other's packets
+        until TCP sends them again, and a sound link would look lossy.
+        """
+        crowd = next((ranks for ranks in json.loads(store.get("crowds")) if self._launch.rank in ranks), [])
+        before = crowd[: crowd.index(self._launch.rank)] if crowd else []
+        return not before or self._wait(store, [f"probes/{before[-1]}"])
 
     def _all_reduce(
         self, store: Store, hosts: Sequence[str], slowest_link: float | None, backend: collectives.Backend
@@ -284,10 +298,14 @@ def _why_no_nccl(cards: _Cards) -> str:
 
 def _speeds(cards: _Cards) -> dict[int, float]:
     """Returns the speeds that can be compared, by rank."""
-    ranks = speed.comparable(
-        {rank: card["machine"] for rank, card in cards.items()}, {rank: card["cores"] for rank, card in cards.items()}
-    )
-    return {rank: cards[rank]["flops_per_s"] for rank in ranks}
+    return {rank: cards[rank]["flops_per_s"] for rank in speed.comparable(*_machines_and_cores(cards))}
+
+
+def _machines_and_cores(cards: _Cards) -> tuple[dict[int, str], dict[int, list[int]]]:
+    """Returns the machine and the cores of each rank."""
+    return {rank: card["machine"] for rank, card in cards.items()}, {
+        rank: card["cores"] for rank, card in cards.items()
+    }
 
 
 def _measure() -> dict[str, Any]:

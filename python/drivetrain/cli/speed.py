@@ -57,15 +57,25 @@ def comparable(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]
         machines: The machine of each rank.
         cores_of: The cores that each rank may use.
     """
+    crowded = {rank for ranks in crowds(machines, cores_of) for rank in ranks}
+    return [rank for rank in machines if rank not in crowded]
+
+
+def crowds(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """Returns the ranks of each machine that has too few cores for them to measure at the same time.
+
+    Args:
+        machines: The machine of each rank.
+        cores_of: The cores that each rank may use.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, name in machines.items():
         ranks_of.setdefault(name, []).append(rank)
-    crowded = {
-        name
-        for name, ranks in ranks_of.items()
+    return [
+        ranks
+        for ranks in ranks_of.values()
         if len(ranks) > _MOST_RANKS * len({core for rank in ranks for core in cores_of[rank]})
-    }
-    return [rank for rank, name in machines.items() if name not in crowded]
+    ]
 
 
 def slow_rank(speeds: Mapping[int, float]) -> int | None:

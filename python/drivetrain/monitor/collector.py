@@ -26,9 +26,13 @@ from .system import System
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
 # Short steps fill it, and so do those of a device, whose recomputation has records of its own.
-_POLL_S, _BUSY_POLL_S = 0.5, 0.1
+_POLL_S, _BUSY_POLL_S = 0.25, 0.1
 _BUSY_STEPS_PER_S = 80
-_EXCHANGE_S, _SYSTEM_S, _ADVICE_S = 0.5, 5.0, 5.0
+_SYSTEM_S, _ADVICE_S = 5.0, 5.0
+_STOP_S = 5.0
+# Ranks show their steps at multiples of this by the clock, and rank 0 looks a little later. So it sees steps that are
+# at most one such period old, where the hosts' clocks agree.
+_EXCHANGE_S, _LATER_S = 0.25, 0.05
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 
@@ -75,7 +79,9 @@ class Collector:
         self.follow(device)
         self._exchange: Exchange | None = None  # from the time at which several ranks are connected
         self._has_warned = False
-        self._due = dict.fromkeys(("exchange", "system", "advice"), time.monotonic() + 1.0)
+        self._due = dict.fromkeys(("system", "advice"), time.monotonic() + 1.0)
+        self._delay_s = _LATER_S if rank == 0 else 0.0
+        self._period = self._period_now()
         self._has_stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="drivetrain-monitor", daemon=True)
@@ -92,7 +98,7 @@ class Collector:
     def stop(self) -> None:
         """Ends the thread, and takes what the trace still holds."""
         self._has_stopped.set()
-        self._thread.join(_EXCHANGE_S + 5.0)
+        self._thread.join(_STOP_S)
         deadline = time.monotonic() + _DRAIN_S
         while not self._reader.has_read_all() and time.monotonic() < deadline:
             self.poll()
@@ -106,7 +112,8 @@ class Collector:
                 self._take(account)
             if is_last or self._is_due("advice", _ADVICE_S):
                 self._advise(is_last)
-            if not is_last and self._is_due("exchange", _EXCHANGE_S):
+            if not is_last and self._period_now() != self._period:
+                self._period = self._period_now()
                 self._compare()
             if is_last or self._is_due("system", _SYSTEM_S):
                 self._send("system", values=self._system.sample(), dropped=self._stream.dropped())
@@ -115,7 +122,7 @@ class Collector:
 
     def _work(self) -> None:
         wait_s = _BUSY_POLL_S
-        while not self._has_stopped.wait(wait_s):
+        while not self._has_stopped.wait(wait_s - (time.time() - self._delay_s) % wait_s):
             before = self.num_steps
             try:
                 self.poll()
@@ -123,6 +130,10 @@ class Collector:
                 _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
             is_busy = self.num_steps - before > _BUSY_STEPS_PER_S * wait_s
             wait_s = _BUSY_POLL_S if is_busy or self._device.type == "cuda" else _POLL_S
+
+    def _period_now(self) -> int:
+        """Returns the number of the period of exchanges, by the clock that ranks share."""
+        return int((time.time() - self._delay_s) / _EXCHANGE_S)
 
     def _is_due(self, what: str, period_s: float) -> bool:
         now = time.monotonic()

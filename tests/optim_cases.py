@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from drivetrain import _C, optim
 from reference.adadelta import adadelta
@@ -39,6 +40,43 @@ OWN_CLASSES = [
     for name, value in vars(optim).items()
     if isinstance(value, type) and value.__module__.startswith(optim.__name__)
 ]
+
+
+class Scaled(Tensor):
+    """Stands for a quantized weight: float8 codes and a scale. Other operations see its float32 value."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> "Scaled":
+        return Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, value: Tensor) -> None:
+        self.quantize(value)
+
+    def quantize(self, value: Tensor) -> None:
+        self.scale = value.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+        self.codes = (value / self.scale).to(torch.float8_e4m3fn)
+
+    def value(self) -> Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        result = func(*tree_map_only(Scaled, Scaled.value, args), **tree_map_only(Scaled, Scaled.value, kwargs or {}))
+        if not func._schema.is_mutable or not isinstance(args[0], Scaled):
+            return result
+        args[0].quantize(result)
+        return args[0]
+
+
+def scaled() -> nn.Parameter:
+    """Returns a parameter without memory of its own."""
+    return nn.Parameter(Scaled(torch.linspace(-1, 1, 12).view(3, 4)))
+
 
 CASES: dict[str, Case] = {
     "adamw": Case(optim.AdamW, torch.optim.AdamW, adam, {"weight_decay": 0.1}),

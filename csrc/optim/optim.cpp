@@ -9,6 +9,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -277,7 +278,7 @@ StepResult step(StepReader& reader, const py::list& groups, const std::vector<st
                 const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
                 const py::list& fresh, const StepOptions& options) {
   if (reader.busy) {  // Two threads step one optimizer.
-    StepReader own;
+    StepReader own = reader.of_another_thread();
     return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options);
   }
   struct Busy {
@@ -301,7 +302,10 @@ Share as_share(std::optional<py::function> share) {
 
 void register_optim(py::module_& m) {
   register_state(m);
-  py::class_<StepReader>(m, "StepReader").def(py::init());
+  py::class_<StepReader>(m, "StepReader")
+      .def(py::init())
+      .def("leave_out", &StepReader::leave_out, py::arg("params"))
+      .def("take_refused", [](StepReader& reader) { return std::exchange(reader.refused, py::list()); });
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
                        std::optional<double> max_grad_norm, bool check_finite, bool zero_grads,

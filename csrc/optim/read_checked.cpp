@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cctype>
+#include <exception>
 #include <optional>
 
 #include "base/check.h"
@@ -16,12 +17,6 @@ namespace py = pybind11;
 
 namespace drivetrain::optim {
 namespace {
-
-// Returns whether the tensor's data is in its own storage: it wraps no other tensor (DTensor, FakeTensor).
-bool has_own_memory(const at::Tensor& tensor) {
-  return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) &&
-         !tensor.key_set().has(c10::DispatchKey::Functionalize);
-}
 
 bool has_place_of(const at::Tensor& tensor, const at::Tensor& param) {
   return tensor.sizes().equals(param.sizes()) && tensor.device() == param.device();
@@ -89,6 +84,26 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
     if ((wanted || is_block_dtype(state.scalar_type())) && !is_state_as(param, state, scales, wanted)) return true;
   }
   return false;
+}
+
+// Adds the jobs of all parameters, and reads those that are not plain. Collects the errors of all parameters before it
+// throws the first.
+void StepReader::add_jobs() {
+  std::exception_ptr first;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    try {
+      if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
+      if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
+    } catch (const py::error_already_set&) {
+      throw;
+    } catch (const InvariantError&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (first == nullptr) first = std::current_exception();
+      refuse(entries_[i], error.what());
+    }
+  }
+  if (first != nullptr) std::rethrow_exception(first);
 }
 
 void StepReader::read_other(const Entry& entry) {

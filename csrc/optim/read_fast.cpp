@@ -138,10 +138,7 @@ void StepReader::read() {
       if (readings_[i].kind == Kind::kPlain && was_cast(i)) readings_[i].kind = Kind::kOther;
     }
   });
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
-    if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
-  }
+  add_jobs();
   if (has_wrappers || !missing.empty()) return;
   check_apart();
   stepped_.resize(entries_.size());

@@ -64,7 +64,9 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
   for (const py::handle& param : fresh) fresh_.insert(param.ptr());
   groups_.clear();
   entries_.clear();
+  left_entries_.clear();
   missing = py::list();
+  refused = py::list();
   has_wrappers = false;
   has_deferred = false;
   for (Batch& batch : batches) {
@@ -117,8 +119,29 @@ void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule,
   DT_INVARIANT(params != nullptr && PyList_Check(params));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
     PyObject* param = PyList_GET_ITEM(params, i);
-    entries_.push_back({param, find_state(param), static_cast<uint32_t>(groups_.size() - 1), static_cast<uint32_t>(i)});
+    Entry entry = {param, nullptr, static_cast<uint32_t>(groups_.size() - 1), static_cast<uint32_t>(i)};
+    if (!left_out_.empty() && left_out_.contains(param)) {
+      left_entries_.push_back(entry);
+      continue;
+    }
+    entry.state = find_state(param);
+    entries_.push_back(entry);
   }
+}
+
+void StepReader::leave_out(const std::vector<py::object>& params) {
+  left_out_.clear();
+  for (const py::object& param : params) left_out_.insert(param.ptr());
+}
+
+StepReader StepReader::of_another_thread() const {
+  StepReader reader;
+  reader.left_out_ = left_out_;
+  return reader;
+}
+
+void StepReader::refuse(const Entry& entry, const std::string& reason) {
+  refused.append(py::make_tuple(py::handle(entry.param), reason));
 }
 
 // Returns state[param], without Python-level hashing in the usual case that the dict is in the parameters' order.
@@ -140,16 +163,16 @@ PyObject* StepReader::find_state(PyObject* param) {
 // Throws for memory that two parameters share, because two threads would write it at once.
 void StepReader::check_apart() {
   memory_.clear();
-  const auto add = [&](const c10::TensorImpl* tensor, size_t index, bool is_grad) {
+  const auto add = [&](const c10::TensorImpl* tensor, size_t owner, bool is_grad) {
     // Other layouts cannot be compared cheaply: x[::2] and x[1::2] do not overlap.
     if (tensor->numel() == 0 || !tensor->is_non_overlapping_and_dense()) return;
     const char* begin = static_cast<const char*>(tensor->unsafe_storage().data()) +
                         tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
-    memory_.push_back({begin, begin + tensor->numel() * tensor->itemsize(), static_cast<uint32_t>(index), is_grad});
+    memory_.push_back({begin, begin + tensor->numel() * tensor->itemsize(), static_cast<uint32_t>(owner), is_grad});
   };
-  const auto add_plain = [&](const TypedArray& stream, int64_t numel, size_t index, bool is_grad) {
+  const auto add_plain = [&](const TypedArray& stream, int64_t numel, size_t owner, bool is_grad) {
     const char* begin = static_cast<const char*>(stream.data);
-    memory_.push_back({begin, begin + numel * bytes_of(stream.format), static_cast<uint32_t>(index), is_grad});
+    memory_.push_back({begin, begin + numel * bytes_of(stream.format), static_cast<uint32_t>(owner), is_grad});
   };
   for (size_t i = 0; i < written.size(); ++i) {
     const Reading& reading = readings_[entry_of_[i]];
@@ -162,29 +185,60 @@ void StepReader::check_apart() {
       if (writes_grads_) add(written[i].grad, i, true);
     }
   }
+  for (size_t i = 0; i < left_entries_.size(); ++i) {
+    const at::Tensor& param = THPVariable_Unpack(left_entries_[i].param);
+    const bool has_memory = has_own_memory(param) && param.layout() == at::kStrided;
+    if (has_memory && param.unsafeGetTensorImpl()->unsafe_storage().data() != nullptr) {
+      add(param.unsafeGetTensorImpl(), written.size() + i, false);
+    }
+  }
   if (memory_ == known_as_apart_) return;  // This is the case in most steps.
   known_as_apart_ = memory_;
   std::sort(memory_.begin(), memory_.end(), [](const Memory& a, const Memory& b) { return a.begin < b.begin; });
+  std::unordered_set<const Entry*> together;
+  std::string first_reason;
+  size_t furthest = 0;  // of the memory so far, the one with the last end
   for (size_t i = 1; i < memory_.size(); ++i) {
-    if (memory_[i].begin >= memory_[i - 1].end) continue;
-    known_as_apart_.clear();
-    const auto [first, second] = std::minmax(memory_[i - 1].written, memory_[i].written);
-    const Entry &a = entries_[entry_of_[first]], &b = entries_[entry_of_[second]];
-    if (first == second) {
-      throw UserError(text(label(a),
-                           " and its gradient share memory, and this step writes gradients (max_grad_norm, "
-                           "zero_grads_in_step or grad_scale): give it a gradient of its own with .clone()."));
+    const bool is_apart = memory_[i].begin >= memory_[furthest].end;
+    const bool both_left = std::min(memory_[i].owner, memory_[furthest].owner) >= written.size();
+    if (!is_apart && !both_left) {
+      const std::string reason = why_together(memory_[furthest], memory_[i]);
+      if (first_reason.empty()) first_reason = reason;
+      for (const Memory& memory : {memory_[furthest], memory_[i]}) {
+        const bool is_left = memory.owner >= written.size();
+        if (!is_left && together.insert(&entry_of(memory)).second) refuse(entry_of(memory), reason);
+      }
     }
-    if (a.param == b.param) {
-      throw UserError(text(label(b), " is in its group twice (it is ", label(a), " too): leave one of the two out."));
-    }
-    if (!memory_[i].is_grad && !memory_[i - 1].is_grad) {
-      throw UserError(text(label(a), " and ", label(b), " share memory: give the optimizer one of them."));
-    }
-    throw UserError(text(label(a), " and ", label(b),
-                         " share the memory of a gradient, and this step writes gradients (max_grad_norm, "
-                         "zero_grads_in_step or grad_scale): give each one of its own with .clone()."));
+    if (memory_[i].end > memory_[furthest].end) furthest = i;
   }
+  if (first_reason.empty()) return;
+  known_as_apart_.clear();
+  throw UserError(first_reason);
+}
+
+const StepReader::Entry& StepReader::entry_of(const Memory& memory) const {
+  return memory.owner < written.size() ? entries_[entry_of_[memory.owner]]
+                                       : left_entries_[memory.owner - written.size()];
+}
+
+// Describes two pieces of memory that overlap.
+std::string StepReader::why_together(const Memory& first, const Memory& second) const {
+  const bool in_order = first.owner < second.owner;
+  const Entry &a = entry_of(in_order ? first : second), &b = entry_of(in_order ? second : first);
+  if (first.owner == second.owner) {
+    return text(label(a),
+                " and its gradient share memory, and this step writes gradients (max_grad_norm, "
+                "zero_grads_in_step or grad_scale): give it a gradient of its own with .clone().");
+  }
+  if (a.param == b.param) {
+    return text(label(b), " is in its group twice (it is ", label(a), " too): leave one of the two out.");
+  }
+  if (!first.is_grad && !second.is_grad) {
+    return text(label(a), " and ", label(b), " share memory: give the optimizer one of them.");
+  }
+  return text(label(a), " and ", label(b),
+              " share the memory of a gradient, and this step writes gradients (max_grad_norm, "
+              "zero_grads_in_step or grad_scale): give each one of its own with .clone().");
 }
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {

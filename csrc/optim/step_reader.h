@@ -28,7 +28,7 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
 struct Memory {
   const char* begin;
   const char* end;
-  uint32_t written;  // index into StepReader::written
+  uint32_t owner;  // index into StepReader::written, or behind it into the parameters that are left out
   bool is_grad;
 
   bool operator==(const Memory&) const = default;
@@ -54,9 +54,15 @@ class StepReader {
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers,
                  const Precision& precision);
 
-  // Reads all groups. Throws an error that names the parameter, before anything has changed.
+  // Leaves these parameters out of all steps: another step of the caller steps them, at another time than this one.
+  // The caller keeps the objects alive.
+  void leave_out(const std::vector<pybind11::object>& params);
+
+  // Reads all groups. Throws an error that names the parameter, before anything has changed. `refused` then has it, and
+  // every other parameter with an error.
   void read();
 
+  pybind11::list refused;  // (parameter, message of its error)
   pybind11::list
       missing;  // (parameter, index of its group, label): has a gradient, but states are missing or need conversion
   bool has_wrappers = false;  // a parameter with a gradient is a wrapper (a DTensor), so nothing was done
@@ -70,6 +76,9 @@ class StepReader {
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners() const;
 
   bool busy = false;  // another thread's step is running
+
+  // Returns a reader that leaves out the same parameters.
+  StepReader of_another_thread() const;
 
  private:
   struct Group {
@@ -124,10 +133,14 @@ class StepReader {
   bool lacks_state(const Entry& entry, const StateValues& values) const;
   void read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const;
   void read_other(const Entry& entry);
+  void add_jobs();
   void add_job(const Entry& entry, const Reading& reading);
 
   bool was_cast(size_t index) const;
+  void refuse(const Entry& entry, const std::string& reason);
   void check_apart();
+  std::string why_together(const Memory& first, const Memory& second) const;
+  const Entry& entry_of(const Memory& memory) const;
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
@@ -142,10 +155,12 @@ class StepReader {
 
   pybind11::handle state_;  // borrowed during the step
   std::unordered_set<PyObject*> fresh_;
+  std::unordered_set<PyObject*> left_out_;
   bool writes_grads_ = false;
   Py_ssize_t state_position_ = 0;
   std::vector<Group> groups_;
   std::vector<Entry> entries_;
+  std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
   std::vector<Footprint> footprints_;   // in the order of the entries
   std::vector<Stepped> stepped_;        // in the order of the entries; set only after a complete read

@@ -9,6 +9,12 @@
 
 namespace drivetrain::optim {
 
+// Returns whether the tensor's data is in its own storage: it wraps no other tensor (DTensor, FakeTensor).
+inline bool has_own_memory(const at::Tensor& tensor) {
+  return tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) &&
+         !tensor.key_set().has(c10::DispatchKey::Functionalize);
+}
+
 // Returns whether the parameter has that state.
 inline bool has_state(const c10::TensorImpl& param, const RuleInfo::State& state) {
   return state.of_all_shapes || (param.dim() < 2) == (state.kind == StateKind::kSquaredOfVector);

@@ -89,8 +89,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
 
     Args:
         optim: Rebinds the optimizers that drivetrain.optim has, torch.amp.GradScaler and
-            torch.nn.utils.clip_grad_norm_, too. Muon and Adafactor need whole matrices: for DTensor parameters they
-            build torch's optimizer instead, with a warning.
+            torch.nn.utils.clip_grad_norm_, too. torch's own step updates the parameters that ours
+            cannot, with a warning.
         **ddp_defaults: Arguments for every DistributedDataParallel whose caller does not pass them.
 
     Returns:

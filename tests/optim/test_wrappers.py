@@ -1,54 +1,16 @@
 """Tests parameters of tensor subclasses: those with memory of their own are stepped, others raise at construction."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 import drivetrain
 from drivetrain import optim
-from optim_cases import OWN_CLASSES
-
-
-class Scaled(Tensor):
-    """Stands for a quantized weight: float8 codes and a scale. Other operations see its float32 value."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, value: Tensor) -> "Scaled":
-        return Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)  # type: ignore[attr-defined]
-
-    def __init__(self, value: Tensor) -> None:
-        self.quantize(value)
-
-    def quantize(self, value: Tensor) -> None:
-        self.scale = value.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
-        self.codes = (value / self.scale).to(torch.float8_e4m3fn)
-
-    def value(self) -> Tensor:
-        return self.codes.float() * self.scale
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        result = func(*tree_map_only(Scaled, Scaled.value, args), **tree_map_only(Scaled, Scaled.value, kwargs or {}))
-        if not func._schema.is_mutable or not isinstance(args[0], Scaled):
-            return result
-        args[0].quantize(result)
-        return args[0]
+from optim_cases import OWN_CLASSES, scaled
 
 
 class Tagged(nn.Parameter):
     """Has memory of its own, as subclasses that only carry attributes do."""
-
-
-def scaled() -> nn.Parameter:
-    return nn.Parameter(Scaled(torch.linspace(-1, 1, 12).view(3, 4)))
 
 
 @pytest.mark.parametrize("name", OWN_CLASSES)

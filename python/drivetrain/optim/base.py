@@ -10,23 +10,17 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
-from . import pieces, precision, sharded
-from .arguments import refuse_unsupported
+from . import pieces, precision
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
+from .left_to_torch import LeftToTorch, constructed, in_place_of
 from .native_step import hypers, learning_rate
 from .report import Counts, Report, report_of
-from .state_dicts import StateDicts
+from .sharded import Measured
 
 __all__ = ["FusedOptimizer", "constructed", "hypers", "in_place_of", "learning_rate"]
 
-# drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
-in_place_of: dict[type, type] = {}
 
-# Describes every optimizer that this process has constructed, in order. `python -m drivetrain run` prints it.
-constructed: list[str] = []
-
-
-class FusedOptimizer(StateDicts):
+class FusedOptimizer(LeftToTorch):
     """Replaces the step of a torch.optim class and keeps its constructor, state and checks.
 
     Place it before the torch.optim class among the bases. Every class takes keyword arguments beside torch's.
@@ -84,7 +78,6 @@ class FusedOptimizer(StateDicts):
     """
 
     steps_pieces = True  # pieces.py leaves the step alone
-    _is_in_constructor: bool = False
 
     def __init__(
         self,
@@ -112,6 +105,7 @@ class FusedOptimizer(StateDicts):
         self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
         self._refuse_unsupported(kwargs)
         super().__init__(*args, **kwargs)
+        self._leave_what_groups_refused()
         if type(self) in in_place_of.values():  # see _stay_torchs
             return
         self._is_in_constructor = False
@@ -189,14 +183,19 @@ class FusedOptimizer(StateDicts):
             An object with `no_step()`, `remove()` and, with clip_by_previous_norm, `grad_norm`.
 
         Raises:
-            NotImplementedError: max_grad_norm is set, the model is wrapped into another parallel class, or a parameter
-            is a DTensor.
+            NotImplementedError: max_grad_norm is set, the model is wrapped into another parallel class, a parameter is
+            a DTensor, or torch's class steps some of the parameters.
             TypeError: `model` is not a module.
             ValueError: clip_by_previous_norm or bucket_cap_mb is not above 0, or the optimizer has no parameter of the
             model.
             RuntimeError: step_in_backward() is active already, or a DistributedDataParallel outside the model reduces
             some of the parameters. If that wraps them later, backward raises.
         """
+        if self._steps_as_torch or self._left_to_torch:
+            raise NotImplementedError(
+                f"step_in_backward() steps no parameter by torch's own {self._torchs_base().__name__}, and this "
+                "optimizer leaves some to it: call step() after backward."
+            )
         if self.in_backward is not None:
             raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
         if self.max_grad_norm is not None:
@@ -222,19 +221,26 @@ class FusedOptimizer(StateDicts):
                 loss = closure()
         if self._reader is None:  # Copied and unpickled optimizers have no reader.
             self._reader = _C.StepReader()
+            self._reader.leave_out(self._left_to_torch)
         if self._steps_as_torch:
-            self._step_as_torch(overflow_flag)
+            self._step_as_torch(self._params(), overflow_flag)
             return loss
-        begin = time.perf_counter()
-        try:
-            with pieces.in_place(self, with_gradients=True) as swapped:
-                result = self._step_all(self._reader, self._options(overflow_flag))
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # Nothing has changed.
-            if self._torchs_class() is None:
-                raise
-            self._step_as_torch(overflow_flag)
-            self._stay_torchs(str(error))
-            return loss
+        begin, refusal = time.perf_counter(), None
+        if not self._left_to_torch:
+            try:
+                result, swapped = self._step_natively(self._reader, overflow_flag)
+            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # Nothing has changed.
+                if self._torchs_class() is None:
+                    raise
+                refusal = error
+        if self._left_to_torch or refusal is not None:
+            num_states = len(self.state)
+            self._step_left(self._reader, refusal, overflow_flag)
+            if self._steps_as_torch:
+                return loss
+            overflow_flag = None
+            result, swapped = self._step_natively(self._reader, overflow_flag)
+            self._order_states(num_states)
         if swapped is not None:
             if self.zero_grads_in_step:
                 swapped.zero_gradients()
@@ -257,6 +263,12 @@ class FusedOptimizer(StateDicts):
             )
         return loss
 
+    def _step_natively(
+        self, reader: _C.StepReader, overflow_flag: Tensor | None
+    ) -> tuple[_C.StepResult | Measured, pieces.Swapped | None]:
+        with pieces.in_place(self, with_gradients=True) as swapped:
+            return self._step_all(reader, self._options(overflow_flag)), swapped
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, and rejects the options that the constructor rejects.
 
@@ -275,87 +287,12 @@ class FusedOptimizer(StateDicts):
             param_group.setdefault(option, value)
         precision.check(param_group)
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        try:
-            for place, param in enumerate(self.param_groups[index]["params"]):
-                if (reason := sharded.why_not(param, self.param_groups[index], self._gathers)) is not None:
-                    self._stay_torchs(f"{sharded.label_of(self.param_groups[index], index, place)} {reason}.")
-                    return
-            _C.optim_check_hypers(self._asked_by(self.param_groups[index], index)[2], index)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            if self._torchs_class() is None:
-                self.param_groups.pop()
-                raise
-            self._stay_torchs(str(error))
-            return
+        refused = self._refused_in(len(self.param_groups) - 1)
+        if refused and self._torchs_class() is None:
+            self.param_groups.pop()
+            raise refused[0][1]
+        self._note_refused(refused)
         self._find_devices()
-
-    def _refuse_unsupported(self, options: dict[str, Any]) -> None:
-        """Raises for options of torch's that no step here has, or leaves the steps to torch's class."""
-        try:
-            refuse_unsupported(type(self).__name__, options)
-        except NotImplementedError as error:
-            if self._torchs_class() is None:
-                raise
-            self._leave_steps_to_torch(str(error))
-
-    def _torchs_class(self) -> type[torch.optim.Optimizer] | None:
-        """Returns the torch class that may take over the steps, or None.
-
-        drivetrain.install(optim=True) must have replaced it, and the caller have asked for nothing that it lacks.
-        """
-        groups = self.param_groups if hasattr(self, "param_groups") else []
-        is_own = self.max_grad_norm is not None or self.zero_grads_in_step or self.in_backward is not None
-        is_own = is_own or pieces.has_any(param for group in groups for param in group["params"])
-        if is_own or any(precision.DEFAULTS.keys() & options.keys() for options in (self._precision, *groups)):
-            return None
-        return next((in_place_of[each] for each in type(self).__mro__ if each in in_place_of), None)
-
-    def _torchs_base(self) -> type[torch.optim.Optimizer]:
-        """Returns the torch class that this class derives from and takes its states' names from."""
-        return next(each for each in type(self).__mro__ if each.__module__.partition(".")[0] == "torch")
-
-    def _leave_steps_to_torch(self, reason: str, stacklevel: int = 2) -> None:
-        """Makes torch's class take all steps from now on, and says so once and in the exit report."""
-        if self._steps_as_torch:
-            return
-        self._steps_as_torch = True
-        message = f"torch.optim.{self._torchs_base().__name__} stays torch's own class: {reason}"
-        warnings.warn(message, stacklevel=stacklevel + 1)
-        constructed.append(message)
-
-    def _step_as_torch(self, overflow_flag: Tensor | None) -> None:
-        """Takes a step of torch's class, whose states have the same names."""
-        if pieces.has_any(param for group in self.param_groups for param in group["params"]):
-            raise NotImplementedError(
-                f"{type(self).__name__} takes torch's steps, and has parameters of a DistributedDataParallel with "
-                "shard=: wrap before the first step, or leave shard= out."
-            )
-        if overflow_flag is not None:  # A GradScaler has left the search for overflows to this step.
-            grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow_flag, torch.ones_like(overflow_flag))
-            self.found_inf = overflow_flag
-        step: Callable[..., object] = self._torchs_base().step
-        if getattr(step, "hooked", False):  # The hooks run around this object's own step.
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        step(self)
-
-    def _stay_torchs(self, reason: str) -> None:
-        """Leaves the steps to the torch class that drivetrain.install(optim=True) replaced by this class.
-
-        While the object is constructed it becomes one of torch's class. Later a scheduler may have wrapped its step().
-
-        Raises:
-            NotImplementedError: The caller asked for this class itself. The message gives the reason.
-        """
-        original = self._torchs_class()
-        if original is None:
-            raise NotImplementedError(reason)
-        self._leave_steps_to_torch(reason, stacklevel=3)
-        if type(self) in in_place_of and self._is_in_constructor:
-            self.__class__ = original  # type: ignore[assignment]
-            self._step_supports_amp_scaling = bool(self.defaults.get("fused"))
-            self._patch_step_function()
 
     def report(self) -> Report:
         """Reports memory per parameter, bytes moved by a step, rounding losses, and clipped and skipped steps.

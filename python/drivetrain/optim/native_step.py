@@ -30,10 +30,16 @@ class NativeStep(GradScaling):
 
     _shards: sharded.Shards | None = None  # None until a parameter is a DTensor
     _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
+    _left_to_torch: Sequence[Tensor] = ()  # parameters that torch's class steps (left_to_torch.py)
     _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
     _scalar_dtype: torch.dtype | None = None  # of a rule's scalars; None takes the step counter's
     # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
     _step_sparse: Callable[[dict[str, Any], list[Tensor]], None] | None = None
+
+    @property
+    def _ids_left(self) -> set[int]:
+        """The ids of the parameters that torch's class steps."""
+        return {id(param) for param in self._left_to_torch}
 
     def _rule(self, group: dict[str, Any]) -> str:
         """Returns the group's native rule by its name in csrc/optim/rules.h."""
@@ -155,6 +161,13 @@ class NativeStep(GradScaling):
                     param.grad.zero_()
         return result
 
+    def _check_all(self, reader: _C.StepReader) -> None:
+        """Raises what a step would raise, and changes nothing: as a step after an overflow."""
+        groups = self.param_groups
+        if self._step_sparse is not None and sparse.has_any(groups):
+            groups, _ = sparse.split(groups, sharded.label_of)
+        self.step_groups(groups, reader, _C.StepOptions(found_inf=1.0))
+
     @torch.no_grad()
     def step_groups(
         self, groups: list[dict[str, Any]], reader: _C.StepReader, options: _C.StepOptions
@@ -178,7 +191,7 @@ class NativeStep(GradScaling):
                 return result
             self._shards = sharded.Shards()
         sums = functools.partial(MeshSums, hypers=self._hypers)
-        return self._shards.step(groups, self.state, options, self._gathers, sums, run)
+        return self._shards.step(groups, self.state, self._ids_left, options, self._gathers, sums, run)
 
     def _step_plain(
         self,

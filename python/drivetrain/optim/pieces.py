@@ -197,7 +197,7 @@ def parts_with_gradients(params: list[Tensor]) -> Iterator[list[Tensor]]:
                 stand_in.grad = None
 
 
-class _Swapped:
+class Swapped:
     """The pieces that stand in an optimizer's groups and state in place of parameters.
 
     Args:
@@ -261,12 +261,12 @@ class _Swapped:
 
 
 @contextmanager
-def in_place(optimizer: torch.optim.Optimizer, with_gradients: bool = False) -> Iterator[_Swapped | None]:
+def in_place(optimizer: torch.optim.Optimizer, with_gradients: bool = False) -> Iterator[Swapped | None]:
     """Puts parts in place of sharded parameters in the groups and the state of an optimizer of drivetrain.optim."""
     if not _pieces or not has_any(param for group in optimizer.param_groups for param in group["params"]):
         yield None
         return
-    swapped = _Swapped(optimizer, as_parts=True, with_gradients=with_gradients)
+    swapped = Swapped(optimizer, as_parts=True, with_gradients=with_gradients)
     try:
         yield swapped
     finally:
@@ -338,11 +338,11 @@ def _key_of(hooks: Any, hook: Callable[..., Any]) -> int:
 
 
 def _swap(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    setattr(optimizer, _SWAPPED, _Swapped(optimizer, as_parts=False, with_gradients=True))
+    setattr(optimizer, _SWAPPED, Swapped(optimizer, as_parts=False, with_gradients=True))
 
 
 def _swap_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    swapped: _Swapped = getattr(optimizer, _SWAPPED)
+    swapped: Swapped = getattr(optimizer, _SWAPPED)
     restore(optimizer)
     swapped.gather()
 

@@ -253,6 +253,7 @@ class Shards:
         self,
         groups: list[Group],
         state: dict[Tensor, Any],
+        left: set[int],
         options: _C.StepOptions,
         gathers: Gathers,
         sums: Callable[[list[Part], dict[Tensor, Any]], Share],
@@ -261,6 +262,7 @@ class Shards:
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
         Args:
+            left: The ids of parameters that `run` leaves out.
             gathers: Returns whether a parameter is gathered; every rank then steps the whole, one parameter at a time.
             sums: Creates the callback that shares the step's sums over whole parameters with the other ranks.
             run: Steps plain tensors; also returns whether it created or removed states.
@@ -275,6 +277,8 @@ class Shards:
                 plain = []
                 for place, param in enumerate(group["params"]):
                     plain.append(param)
+                    if id(param) in left:
+                        continue
                     if is_dtensor(param):
                         label = functools.partial(label_of, group, index, place)
                         alias = aliases[id(param)] = self._alias(param, group, state, gathers, label)
@@ -293,7 +297,12 @@ class Shards:
                 local_groups.append({**group, "params": plain})
             self._aliases = aliases
             norm, options = self._treated(groups, options)
-            stepped = [param for group in groups for param in group["params"] if param.grad is not None]
+            stepped = [
+                param
+                for group in groups
+                for param in group["params"]
+                if param.grad is not None and id(param) not in left
+            ]
             share = sums(parts, local_state) if parts else None
             result, has_new_states = run(local_groups, local_state, _with_share(options, share))
             if result.has_wrappers:
@@ -311,6 +320,11 @@ class Shards:
         finally:
             for alias in aliases.values():
                 alias.plain.grad = None
+
+    def whole_of(self, plain: Tensor) -> Tensor:
+        """Returns the parameter that a plain tensor stood for in the last step, or the tensor itself."""
+        found: Tensor | None = next((each.param for each in self._aliases.values() if each.plain is plain), None)
+        return plain if found is None else found
 
     def _alias(
         self, param: "DTensor", group: Group, state: dict[Tensor, Any], gathers: Gathers, label: Callable[[], str]

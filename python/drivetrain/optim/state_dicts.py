@@ -34,10 +34,10 @@ class StateDicts(NativeStep):
 
     _loading: dict[str, Any] | None = None  # the state dict that load_state_dict() is loading
     _reader: _C.StepReader | None = None
-    _steps_as_torch: bool = False  # torch's class takes the steps (base.py)
+    _steps_as_torch: bool = False  # torch's class takes the steps (left_to_torch.py)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_max_grad_norm", "zero_grads_in_step", "_precision", "_steps_as_torch")
+        names = ("_max_grad_norm", "zero_grads_in_step", "_precision", "_steps_as_torch", "_left_to_torch")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,9 +157,10 @@ class StateDicts(NativeStep):
         return result
 
     def _keep_dtypes(self, saved: dict[str, Any]) -> None:
+        left = self._ids_left
         for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
             for key, param in zip(saved_group["params"], group["params"], strict=True):
-                for name, value in saved["state"].get(key, {}).items():
+                for name, value in saved["state"].get(key, {}).items() if id(param) not in left else ():
                     if isinstance(value, Tensor) and name != "step":  # torch keeps that one
                         self.state[param][name] = value.to(param.device)
 

@@ -41,7 +41,13 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
   constexpr int64_t kGrain = 64;  // parameters per thread at least
   at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto& [param, grad, counter] = read.written[i];
+      constexpr int64_t kAhead = 16;
+      if (const int64_t ahead = i + kAhead; ahead < end) {
+        prefetch(read.written[ahead].param);
+        prefetch(read.written[ahead].version);
+        prefetch(read.written[ahead].counter.value);
+      }
+      const auto& [param, grad, counter, version] = read.written[i];
       param->bump_version();
       if (writes_grads) grad->bump_version();
       if (counter.value == nullptr) continue;
@@ -250,9 +256,9 @@ bool is_short(const StepReader& read) {
 
 StepResult read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
                         const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
-                        const py::list& fresh, const StepOptions& options) {
+                        const py::list& fresh, const StepOptions& options, int64_t num_looks) {
   StepResult result;
-  reader.begin(state, fresh, options.writes_grads());
+  reader.begin(state, fresh, options.writes_grads(), num_looks);
   for (size_t i = 0; i < groups.size(); ++i) {
     reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i], precisions[i]);
   }
@@ -272,21 +278,21 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   return result;
 }
 
-// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. Only optim/native_step.py
-// calls it.
+// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. For `num_looks` see
+// StepReader::begin. Only optim/native_step.py calls it.
 StepResult step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
                 const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
-                const py::list& fresh, const StepOptions& options) {
+                const py::list& fresh, const StepOptions& options, int64_t num_looks) {
   if (reader.busy) {  // Two threads step one optimizer.
     StepReader own = reader.of_another_thread();
-    return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options);
+    return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options, -1);
   }
   struct Busy {
     bool& flag;
     explicit Busy(bool& f) : flag(f) { flag = true; }
     ~Busy() { flag = false; }
   } const busy(reader.busy);
-  return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options);
+  return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options, num_looks);
 }
 
 Share as_share(std::optional<py::function> share) {
@@ -329,7 +335,11 @@ void register_optim(py::module_& m) {
       .def_property_readonly("grad_norm", &StepResult::grad_norm)
       .def_property_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
-        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"));
+        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"), py::arg("num_looks"));
+  m.def("is_only_reference", [](const py::dict& dict, const py::str& key) {
+    PyObject* value = PyDict_GetItem(dict.ptr(), key.ptr());
+    return value != nullptr && Py_REFCNT(value) == 1;
+  });
   m.def("optim_check_hypers", &check_hypers, py::arg("hypers"), py::arg("group"));
   m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);

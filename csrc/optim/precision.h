@@ -24,6 +24,7 @@ struct Precision {
   int64_t min_8bit_size = 4096;
   Rounding rounding = Rounding::kNearest;
 
+  bool operator==(const Precision&) const = default;
   bool is_default() const { return state_bits == 0 && master_bits == 0 && rounding == Rounding::kNearest; }
 };
 

@@ -56,19 +56,25 @@ GroupNumbers numbers_of(py::handle hypers, size_t index) {
 
 }  // namespace
 
-void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes_grads) {
+void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes_grads, int64_t num_looks) {
   state_ = state;
   writes_grads_ = writes_grads;
+  num_looks_ = num_looks;
   state_position_ = 0;
   fresh_.clear();
   for (const py::handle& param : fresh) fresh_.insert(param.ptr());
   groups_.clear();
-  entries_.clear();
+  num_entries_ = 0;
+  are_entries_as_before_ = num_looks >= 0 && num_looks == looks_known_;
   left_entries_.clear();
   missing = py::list();
   refused = py::list();
   has_wrappers = false;
   has_deferred = false;
+}
+
+void StepReader::clear_jobs() {
+  can_keep_jobs_ = false;
   for (Batch& batch : batches) {
     batch.params.clear();
     batch.written_of.clear();
@@ -80,6 +86,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
     batch.numbers_group = -1;
   }
   rules.clear();
+  rule_sources_.clear();
   written.clear();
   advanced_scalars.clear();
   entry_of_.clear();
@@ -124,7 +131,11 @@ void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule,
       left_entries_.push_back(entry);
       continue;
     }
+    const size_t at = num_entries_++;
+    if (are_entries_as_before_ && at < entries_.size() && entries_[at].is_at(entry)) continue;
+    are_entries_as_before_ = false;
     entry.state = find_state(param);
+    entries_.resize(at);
     entries_.push_back(entry);
   }
 }
@@ -266,7 +277,8 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
     batch.params.push_back(job);
     batch.written_of.push_back(static_cast<uint32_t>(written.size()));
   }
-  written.push_back({reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter()});
+  written.push_back(
+      {reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter(), reading.version});
   entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
 }
 
@@ -293,6 +305,32 @@ double StepReader::steps_told(const Entry& entry, double steps_done) const {
   return fresh_.count(entry.param) > 0 ? 0 : 1;
 }
 
+Hypers StepReader::hypers_of(const Group& group) {
+  Hypers hypers = group.numbers.hypers;
+  if (group.numbers.lr != nullptr) hypers.lr = number_of(PyDict_GetItemString(group.hypers.ptr(), "lr"));
+  return hypers;
+}
+
+// Computes the rules of a step whose jobs are those of the step before it.
+void StepReader::renew_rules() {
+  for (size_t i = 0; i < rules.size(); ++i) {
+    const Group& group = groups_[rule_sources_[i].group];
+    if (group.rule->counts_steps) ++rule_sources_[i].steps_done;
+    rules[i] = group.rule->make_args(hypers_of(group), rule_sources_[i].steps_done + 1, Scalars());
+  }
+}
+
+// Returns whether the next step has the same jobs if its parameters, gradients and states are the same.
+bool StepReader::has_plain_jobs() const {
+  return left_entries_.empty() &&
+         std::all_of(groups_.begin(), groups_.end(),
+                     [](const Group& group) {
+                       return group.rule->advance == nullptr && group.precision.rounding != Rounding::kStochastic;
+                     }) &&
+         std::all_of(readings_.begin(), readings_.end(),
+                     [](const Reading& reading) { return reading.kind == Kind::kPlain && reading.device.is_cpu(); });
+}
+
 // Returns the index of the parameter's RuleArgs; neighbors nearly always share theirs.
 int32_t StepReader::rule_index(const Entry& entry, const Reading& reading) {
   const Group& group = groups_[entry.group];
@@ -303,8 +341,8 @@ int32_t StepReader::rule_index(const Entry& entry, const Reading& reading) {
     scalars.is_double[s] = reading.scalars[s].is_double;
   }
   if (rule_group_ != entry.group || rule_steps_done_ != steps_done || rule_scalars_ != scalars) {
-    Hypers hypers = group.numbers.hypers;
-    if (group.numbers.lr != nullptr) hypers.lr = number_of(PyDict_GetItemString(group.hypers.ptr(), "lr"));
+    const Hypers hypers = hypers_of(group);
+    rule_sources_.push_back({entry.group, steps_done});
     rules.push_back(group.rule->make_args(hypers, steps_done + 1, scalars));
     rule_group_ = entry.group;
     rule_steps_done_ = steps_done;

@@ -47,8 +47,9 @@ struct Stepped {
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step
-  // writes gradients or reads them twice.
-  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads);
+  // writes gradients or reads them twice. `num_looks` counts how often other code got hold of `state` so far; -1 if
+  // that is unknown, or if other code has a reference to `state` now.
+  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads, int64_t num_looks);
 
   // Adds an element of param_groups; `index` is its position there.
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers,
@@ -97,6 +98,10 @@ class StepReader {
     PyObject* state;  // the parameter's entry in the optimizer's state, or null
     uint32_t group;
     uint32_t index;  // index in its group
+
+    bool is_at(const Entry& other) const {
+      return param == other.param && group == other.group && index == other.index;
+    }
   };
 
   // The entries of a parameter's state that its rule needs. Borrowed.
@@ -109,6 +114,32 @@ class StepReader {
     PyObject* extra = nullptr;  // the parameter's companion
   };
 
+  // The parameter that the states in a Reading belong to, as they were checked. While nothing but the optimizer's state
+  // refers to its entries, and no other code looks at that, they stay as they are, and a step need not read them again.
+  struct Known {
+    static constexpr int64_t kMaxDims = 4;
+    PyObject* param = nullptr;  // null if the states must be read
+    uint32_t group = 0;
+    at::ScalarType dtype = at::kFloat;
+    at::Device device = at::kCPU;
+    bool shares_storage = false;  // a state shares its memory with other tensors, which could free it
+    int64_t num_dims = 0;
+    int64_t sizes[kMaxDims] = {};
+
+    Known() = default;
+    Known(const Entry& entry, const c10::TensorImpl& param, bool shares_storage);
+    bool is(const Entry& entry, const c10::TensorImpl& param) const;
+  };
+
+  // The memory of states in a storage that other tensors share.
+  struct SharedStorage {
+    const c10::StorageImpl* storage;
+    const void* data;
+    size_t num_bytes;
+
+    bool operator==(const SharedStorage&) const = default;
+  };
+
   enum class Kind : uint8_t {
     kNoGradient,
     kPlain,  // contiguous tensors of one shape and device, with states; `job` is valid
@@ -118,6 +149,7 @@ class StepReader {
     Kind kind = Kind::kOther;
     bool in_double = false;
     bool is_deferred = false;           // the gradient waits for factors
+    bool is_as_before = false;          // the addresses are those of the step before, and the step is the next one
     at::ScalarType dtype = at::kFloat;  // the parameter's dtype, except for kNoGradient
     at::Device device = at::kCPU;
     ParamJob job = {};
@@ -126,12 +158,22 @@ class StepReader {
     StepCounter scalars[kMaxScalars] = {};
     c10::TensorImpl* param = nullptr;
     c10::TensorImpl* grad = nullptr;
+    const void* version = nullptr;
+    Known known;
   };
 
   PyObject* find_state(PyObject* param);
   StateValues state_values(const Entry& entry) const;
   bool lacks_state(const Entry& entry, const StateValues& values) const;
   void read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const;
+  bool read_states(const Entry& entry, const c10::TensorImpl& param, Footprint& footprint, Reading& reading) const;
+  std::optional<Known> known_from_now(const Entry& entry, const StateValues& values) const;
+  bool can_trust_states() const;
+  bool has_plain_jobs() const;
+  void clear_jobs();
+  void renew_rules();
+  static Hypers hypers_of(const Group& group);
+  void remember_shared_storages();
   void read_other(const Entry& entry);
   void add_jobs();
   void add_job(const Entry& entry, const Reading& reading);
@@ -157,8 +199,18 @@ class StepReader {
   std::unordered_set<PyObject*> fresh_;
   std::unordered_set<PyObject*> left_out_;
   bool writes_grads_ = false;
+  int64_t num_looks_ = -1;
+  bool trusts_states_ = false;  // this step need not read the states of parameters that are known
+  bool can_keep_jobs_ = false;  // the jobs of the last step are complete and plain
+  bool kept_jobs_write_grads_ = false;
+  size_t num_entries_ = 0;  // that this step has so far; equal entries of the step before stay in `entries_`
+  bool are_entries_as_before_ = false;
   Py_ssize_t state_position_ = 0;
   std::vector<Group> groups_;
+  // As of the last step that read all states: the looks so far, the groups' rules and options, and storages.
+  int64_t looks_known_ = -1;
+  std::vector<std::pair<const RuleInfo*, Precision>> groups_known_;
+  std::vector<SharedStorage> shared_storages_;
   std::vector<Entry> entries_;
   std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
@@ -167,6 +219,12 @@ class StepReader {
   std::vector<uint32_t> entry_of_;      // index of the entry of each element of `written`
   std::vector<Memory> memory_;          // of this step
   std::vector<Memory> known_as_apart_;  // memory of an earlier step, without overlaps
+  // A group and its number of steps done, which a rule was made from.
+  struct RuleSource {
+    uint32_t group;
+    double steps_done;
+  };
+  std::vector<RuleSource> rule_sources_;  // in the order of `rules`
   // The group, step and scalars of rules.back(), and the scalars after the step.
   int64_t rule_group_ = -1;
   double rule_steps_done_ = 0;

@@ -161,7 +161,9 @@ def optim_step(
     state: dict[Tensor, Any],
     fresh: list[Tensor],
     options: StepOptions,
+    num_looks: int,
 ) -> StepResult: ...
+def is_only_reference(dict: dict[str, Any], key: str) -> bool: ...
 
 # ddp
 def plan_buckets(

@@ -1,6 +1,8 @@
 """Tests what a reader keeps between steps: a change in between counts as in a step that reads everything anew."""
 
+import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +131,20 @@ def skipped_step(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
     del optimizer.found_inf
 
 
+def steps_without_a_gradient(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    fill(params, 98)
+    params[CHANGED].grad = None
+    for _ in range(3):
+        optimizer.step()
+
+
+def a_scale_for_one_step(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    fill(params, 97)
+    optimizer.grad_scale = 4.0
+    optimizer.step()
+    del optimizer.grad_scale
+
+
 def loaded(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
     reader = optimizer._reader
     optimizer.load_state_dict(optimizer.state_dict())
@@ -157,6 +173,8 @@ CHANGES: list[Change] = [
     zeroing,
     clipping,
     skipped_step,
+    steps_without_a_gradient,
+    a_scale_for_one_step,
     loaded,
 ]
 
@@ -214,6 +232,82 @@ def test_any_sequence_of_changes(name: str) -> None:
         expect_same(runs)
 
 
+def state_of(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = optimizer.state[params[CHANGED]]
+    return state
+
+
+def replaces(state: dict[str, Tensor]) -> None:
+    state["exp_avg"] = state["exp_avg"].clone() * 2
+
+
+def moves(tensor: Tensor | None) -> None:
+    assert tensor is not None
+    tensor.data = tensor.data.clone() * 2
+
+
+Taken = Callable[[FusedOptimizer, list[nn.Parameter]], Any]
+Changed = Callable[[Any, list[nn.Parameter]], None]
+# Ways to keep a reference to the state between steps, and to change it later without a look at optimizer.state.
+KEPT: dict[str, tuple[Taken, Changed]] = {
+    "tensor": (lambda o, p: state_of(o, p)["exp_avg"], lambda kept, _: moves(kept)),
+    "step": (lambda o, p: state_of(o, p)["step"], lambda kept, _: moves(kept)),
+    "weak": (lambda o, p: weakref.ref(state_of(o, p)["exp_avg"]), lambda kept, _: moves(kept())),
+    "dict": (state_of, lambda kept, _: replaces(kept)),
+    "all": (lambda o, _: o.state, lambda kept, p: replaces(kept[p[CHANGED]])),
+    "values": (lambda o, _: o.state.values(), lambda kept, _: replaces([*kept][CHANGED])),
+    "iterator": (lambda o, _: iter(o.state.values()), lambda kept, _: replaces([*kept][CHANGED])),
+    "list": (lambda o, _: [*o.state.values()], lambda kept, _: replaces(kept[CHANGED])),
+    "state_dict": (lambda o, _: o.state_dict(), lambda kept, _: moves(kept["state"][CHANGED]["exp_avg"])),
+    "copy": (lambda o, _: copy.copy(o), lambda kept, p: replaces(kept.state[p[CHANGED]])),
+    "swap": (
+        lambda o, p: state_of(o, p)["exp_avg"],
+        lambda kept, _: torch.utils.swap_tensors(kept, kept.clone() * 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_state_that_other_code_refers_to_is_read_in_every_step(kept: str, steps_before: int) -> None:
+    runs = [Run("AdamW", reads_anew) for reads_anew in (False, True)]
+    for run in runs:
+        for seed in range(4):
+            run.step(seed)
+        take, change = KEPT[kept]
+        reference = take(run.optimizer, run.params)
+        for seed in range(4, 4 + steps_before):
+            run.step(seed)
+        change(reference, run.params)
+        for seed in range(8, 12):
+            run.step(seed)
+    expect_same(runs)
+
+
+@pytest.mark.parametrize("freed", ["param", "exp_avg"])
+def test_states_in_one_block_of_memory_that_is_freed(freed: str) -> None:
+    """Frees memory through another tensor than the state's."""
+    run = Run("AdamW", reads_anew=False)
+    run.step(0)
+    block = torch.stack([run.optimizer.state[param]["exp_avg"] for param in run.params])
+    for param, state in zip(run.params, block.unbind(), strict=True):
+        run.optimizer.state[param]["exp_avg"] = state
+    del state
+    for seed in range(1, 4):
+        run.step(seed)
+    before = [param.detach().clone() for param in run.params]
+    (run.params[CHANGED].data if freed == "param" else block).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="has been freed"):
+        run.optimizer.step()
+    for index, (param, value) in enumerate(zip(run.params, before, strict=True)):
+        assert (freed == "param" and index == CHANGED) or torch.equal(param, value)
+
+
+def reshaped(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
+    params[CHANGED].data = params[CHANGED].data.reshape(3, 5)
+    params[CHANGED].grad = torch.ones(3, 5)
+
+
 def no_memory(_: FusedOptimizer, params: list[nn.Parameter]) -> None:
     params[CHANGED].untyped_storage().resize_(0)
 
@@ -250,6 +344,7 @@ def grads_in_one_memory(optimizer: FusedOptimizer, params: list[nn.Parameter]) -
         (cast, "was Float in the step before"),
         (one_memory, "share memory"),
         (bad_number, "eps is nan"),
+        (reshaped, r"is Float of shape \[5, 3\].*expected a floating tensor of shape \[3, 5\]"),
         (grads_in_one_memory, "share the memory of a gradient"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -1,6 +1,7 @@
 """Runs the native step over parameter groups, and creates and converts the states that it needs."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class NativeStep(GradScaling):
     _shards: sharded.Shards | None = None  # None until a parameter is a DTensor
     _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
     _left_to_torch: Sequence[Tensor] = ()  # parameters that torch's class steps (left_to_torch.py)
+    _num_looks: int = 0  # at `state`, by code that may have kept references to its values
     _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
     _scalar_dtype: torch.dtype | None = None  # of a rule's scalars; None takes the step counter's
     # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
@@ -40,6 +42,26 @@ class NativeStep(GradScaling):
     def _ids_left(self) -> set[int]:
         """The ids of the parameters that torch's class steps."""
         return {id(param) for param in self._left_to_torch}
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The states by parameter. A step after a look at them checks them; other steps trust the checks before."""
+        self._num_looks += 1
+        return self._states
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._num_looks += 1
+        self.__dict__["state"] = value  # where torch's pickling puts it
+
+    @property
+    def _states(self) -> defaultdict[Tensor, Any]:
+        """The states, for code that keeps no reference to them and changes them in the ways of a step only."""
+        try:
+            states: defaultdict[Tensor, Any] = self.__dict__["state"]
+        except KeyError:
+            raise AttributeError("the optimizer has no state yet: its constructor has not run") from None
+        return states
 
     def _rule(self, group: dict[str, Any]) -> str:
         """Returns the group's native rule by its name in csrc/optim/rules.h."""
@@ -183,10 +205,11 @@ class NativeStep(GradScaling):
         def run(
             plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], step_options: _C.StepOptions
         ) -> tuple[_C.StepResult, bool]:
-            return self._step_plain(plain_groups, state, reader, step_options)
+            return self._step_plain(plain_groups, state, reader, step_options, -1)
 
         if self._shards is None:
-            result, _ = run(groups, self.state, options)
+            num_looks = self._num_looks if _C.is_only_reference(self.__dict__, "state") else -1
+            result, _ = self._step_plain(groups, self._states, reader, options, num_looks)
             if not result.has_wrappers:
                 return result
             self._shards = sharded.Shards()
@@ -199,8 +222,12 @@ class NativeStep(GradScaling):
         state: dict[Tensor, Any],
         reader: _C.StepReader,
         options: _C.StepOptions,
+        num_looks: int,
     ) -> tuple[_C.StepResult, bool]:
         """Steps parameters that are plain tensors. If there are others, nothing happens and the result says so.
+
+        Args:
+            num_looks: How often other code got hold of `state` so far; -1 if it may have a reference to it.
 
         Returns:
             The result, and whether states were created, converted or removed for it.
@@ -209,7 +236,7 @@ class NativeStep(GradScaling):
         rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
-            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options)
+            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options, num_looks)
 
         result = run([])
         if result.has_wrappers or not result.missing:
@@ -220,6 +247,8 @@ class NativeStep(GradScaling):
                 f"drivetrain.optim.{type(self).__name__}: {label} has no state yet, and every replay of a CUDA graph "
                 "would create it again: call step() once before the capture."
             )
+        self._num_looks += 1  # for other readers: the states change
+        num_looks = -1
         written: list[Replaced] = []
         fresh: list[Tensor] = []
         skipped = True

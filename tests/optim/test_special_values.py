@@ -61,7 +61,8 @@ def take_over(ours: Any, theirs: Any, params: list[Tensor], others: list[Tensor]
     for param, other in zip(params, others, strict=True):
         other.detach().copy_(param.detach())
         for entry, value in theirs.state[other].items():
-            value.copy_(ours.state[param][entry])
+            if value is not None:
+                value.copy_(ours.state[param][entry])
 
 
 @every_option
@@ -147,3 +148,77 @@ def test_16_bit_steps_are_torchs_float32_steps_rounded_once(
                 bound = resolution * expected.double().abs().nan_to_num() + smallest + 1e-6 * largest
                 assert (apart <= bound).all(), (step, index, entry, found, expected)
         take_over(ours, theirs, params, others)
+
+
+FLOAT16 = torch.finfo(torch.float16)
+DTYPES_OF_A_FLOAT16_STEP = (torch.float16, torch.float16, torch.float32)  # ours, torch's, and what ours rounds
+SPECIAL_IN_FLOAT16 = SPECIAL | {"small squares": [1e-3, -1e-4, 6e-8, 2e-5], "large squares": [300.0, -6e4, 1e3]}
+# Why torch's float16 code leaves its own float32 code by more than rounding; the comparisons that do, of all.
+BEYOND_ROUNDING: dict[str, tuple[str, int, int]] = {
+    "SGD": ("a momentum times a gradient overflows before the learning rate makes it small", 3, 96),
+    "Adam": ("squares vanish or overflow, and eps vanishes, so that 0 is divided by 0", 17, 96),
+    "AdamW": ("as Adam", 15, 64),
+    "Adagrad": ("squares vanish or overflow", 8, 64),
+    "RMSprop": ("squares vanish or overflow", 21, 128),
+    "Adadelta": ("squares overflow", 4, 64),
+    "Adamax": ("eps vanishes", 3, 64),
+    "RAdam": ("", 0, 64),
+    "NAdam": ("as Adam", 18, 64),
+    "ASGD": ("", 0, 64),
+    "Rprop": ("products of small gradients vanish, so that their signs no longer count", 4, 64),
+    "Adafactor": ("sums of squares overflow", 6, 96),
+}
+
+
+def make_finite(value: Tensor, fill: float = 1.0) -> None:
+    value.copy_(torch.where(value.isfinite(), value, torch.full_like(value, fill)))
+
+
+def are_apart(found: Tensor, expected: Tensor, bound: Tensor) -> bool:
+    """Returns whether an element is farther than its bound, where both are finite, or is another special value."""
+    is_same = (found == expected) | (found.isnan() & expected.isnan())
+    return bool((~is_same & ~((found - expected).abs() <= bound)).any())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_float16_steps_with_special_gradients_are_torchs_float32_steps_rounded_once(name: str) -> None:
+    """Counts where torch's float16 code does something else than round: never more than was documented."""
+    torch.manual_seed(0)
+    compared = beyond = 0
+    for options in OPTIONS[name]:
+        chosen = {**options, "eps": (FLOAT16.eps, 1e-3)} if name == "Adafactor" else options
+        growth = 20 if options.get("centered") else 1  # The variance is a difference, in which rounding errors grow.
+        for special in SPECIAL_IN_FLOAT16.values():
+            start = [torch.randn(shape).half() for shape in SHAPES]
+            params, halves, floats = (
+                [param.clone().to(dtype).requires_grad_() for param in start] for dtype in DTYPES_OF_A_FLOAT16_STEP
+            )
+            ours = getattr(optim, name)(params, **options)
+            in_half = getattr(torch.optim, name)(halves, **options, foreach=False)
+            in_float = getattr(torch.optim, name)(floats, **chosen, foreach=False)
+            for step in range(1, 5):
+                grads = [grad.half() for grad in gradients(special, step, torch.float32)]
+                before = [param.detach().double() for param in params]
+                for side, optimizer in ((params, ours), (halves, in_half), (floats, in_float)):
+                    assign(optimizer, side, grads)
+                is_beyond = False
+                for old, param, half, float32 in zip(before, params, halves, floats, strict=True):
+                    found, torchs = param.detach().double(), half.detach().double()
+                    expected = float32.detach().half().double()
+                    sizes = expected.abs() + growth * (expected - old).abs()  # States are rounded, too.
+                    bound = FLOAT16.eps * sizes.nan_to_num(posinf=0.0) + 1e-6
+                    assert not are_apart(found, expected, bound), (options, special, step, found, expected)
+                    moved = (torchs - old).abs().nan_to_num(posinf=0.0)
+                    is_beyond |= are_apart(found, torchs, 8 * FLOAT16.eps * (old.abs() + moved) + 1e-6)
+                compared, beyond = compared + 1, beyond + is_beyond
+                for param in params:  # The next step starts from finite values, and from ours.
+                    make_finite(param.detach())
+                    for entry, value in ours.state[param].items():
+                        if isinstance(value, Tensor) and entry not in SCALAR_NAMES:
+                            # A variance of 0 would leave rounding errors only.
+                            make_finite(value, 0.0 if entry == "grad_avg" else 1.0)
+                take_over(ours, in_half, params, halves)
+                take_over(ours, in_float, params, floats)
+    reason, most, of = BEYOND_ROUNDING[name]
+    assert compared == of
+    assert beyond <= most, f"{beyond} of {compared} comparisons are beyond rounding; documented are {most}: {reason}"

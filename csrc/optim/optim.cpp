@@ -256,9 +256,9 @@ bool is_short(const StepReader& read) {
 
 StepResult read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
                         const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
-                        const py::list& fresh, const StepOptions& options, int64_t num_looks) {
+                        const py::list& fresh, const StepOptions& options, int64_t last_look) {
   StepResult result;
-  reader.begin(state, fresh, options.writes_grads(), num_looks);
+  reader.begin(state, fresh, options.writes_grads(), last_look);
   for (size_t i = 0; i < groups.size(); ++i) {
     reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i], precisions[i]);
   }
@@ -278,11 +278,11 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   return result;
 }
 
-// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. For `num_looks` see
+// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. For `last_look` see
 // StepReader::begin. Only optim/native_step.py calls it.
 StepResult step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
                 const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
-                const py::list& fresh, const StepOptions& options, int64_t num_looks) {
+                const py::list& fresh, const StepOptions& options, int64_t last_look) {
   if (reader.busy) {  // Two threads step one optimizer.
     StepReader own = reader.of_another_thread();
     return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options, -1);
@@ -292,7 +292,7 @@ StepResult step(StepReader& reader, const py::list& groups, const std::vector<st
     explicit Busy(bool& f) : flag(f) { flag = true; }
     ~Busy() { flag = false; }
   } const busy(reader.busy);
-  return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options, num_looks);
+  return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options, last_look);
 }
 
 Share as_share(std::optional<py::function> share) {
@@ -335,7 +335,7 @@ void register_optim(py::module_& m) {
       .def_property_readonly("grad_norm", &StepResult::grad_norm)
       .def_property_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
-        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"), py::arg("num_looks"));
+        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"), py::arg("last_look"));
   m.def("is_only_reference", [](const py::dict& dict, const py::str& key) {
     PyObject* value = PyDict_GetItem(dict.ptr(), key.ptr());
     return value != nullptr && Py_REFCNT(value) == 1;

@@ -143,7 +143,7 @@ bool StepReader::Known::is(const Entry& entry, const c10::TensorImpl& now) const
 // Returns what to know about a parameter if nothing but the optimizer's state refers to the values, or nothing.
 std::optional<StepReader::Known> StepReader::known_from_now(const Entry& entry, const StateValues& values) const {
   const c10::TensorImpl& param = *THPVariable_Unpack(entry.param).unsafeGetTensorImpl();
-  if (num_looks_ < 0 || param.dim() > Known::kMaxDims || entry.state == nullptr || Py_REFCNT(entry.state) != 1) {
+  if (last_look_ < 0 || param.dim() > Known::kMaxDims || entry.state == nullptr || Py_REFCNT(entry.state) != 1) {
     return std::nullopt;
   }
   bool is_sole = true, shares_storage = false;
@@ -166,7 +166,7 @@ std::optional<StepReader::Known> StepReader::known_from_now(const Entry& entry, 
 
 // Returns whether states that were known in the last step still are.
 bool StepReader::can_trust_states() const {
-  if (num_looks_ < 0 || num_looks_ != looks_known_ || groups_.size() != groups_known_.size()) return false;
+  if (last_look_ < 0 || last_look_ != looks_known_ || groups_.size() != groups_known_.size()) return false;
   for (size_t i = 0; i < groups_.size(); ++i) {
     if (groups_known_[i] != std::pair(groups_[i].rule, groups_[i].precision)) return false;
   }
@@ -241,7 +241,7 @@ void StepReader::read() {
   groups_known_.clear();
   for (const Group& group : groups_) groups_known_.emplace_back(group.rule, group.precision);
   remember_shared_storages();
-  looks_known_ = num_looks_;
+  looks_known_ = last_look_;
 }
 
 // Returns whether a parameter was cast in place (module.half(), param.data = ...) after the last step. Its state then

@@ -56,16 +56,16 @@ GroupNumbers numbers_of(py::handle hypers, size_t index) {
 
 }  // namespace
 
-void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes_grads, int64_t num_looks) {
+void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes_grads, int64_t last_look) {
   state_ = state;
   writes_grads_ = writes_grads;
-  num_looks_ = num_looks;
+  last_look_ = last_look;
   state_position_ = 0;
   fresh_.clear();
   for (const py::handle& param : fresh) fresh_.insert(param.ptr());
   groups_.clear();
   num_entries_ = 0;
-  are_entries_as_before_ = num_looks >= 0 && num_looks == looks_known_;
+  are_entries_as_before_ = last_look >= 0 && last_look == looks_known_;
   left_entries_.clear();
   missing = py::list();
   refused = py::list();

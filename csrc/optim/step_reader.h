@@ -47,9 +47,9 @@ struct Stepped {
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step
-  // writes gradients or reads them twice. `num_looks` counts how often other code got hold of `state` so far; -1 if
-  // that is unknown, or if other code has a reference to `state` now.
-  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads, int64_t num_looks);
+  // writes gradients or reads them twice. `last_look` is the number of the last look of
+  // other code at `state`; -1 if that is unknown, or if other code has a reference to `state` now.
+  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads, int64_t last_look);
 
   // Adds an element of param_groups; `index` is its position there.
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers,
@@ -199,7 +199,7 @@ class StepReader {
   std::unordered_set<PyObject*> fresh_;
   std::unordered_set<PyObject*> left_out_;
   bool writes_grads_ = false;
-  int64_t num_looks_ = -1;
+  int64_t last_look_ = -1;
   bool trusts_states_ = false;  // this step need not read the states of parameters that are known
   bool can_keep_jobs_ = false;  // the jobs of the last step are complete and plain
   bool kept_jobs_write_grads_ = false;
@@ -207,7 +207,7 @@ class StepReader {
   bool are_entries_as_before_ = false;
   Py_ssize_t state_position_ = 0;
   std::vector<Group> groups_;
-  // As of the last step that read all states: the looks so far, the groups' rules and options, and storages.
+  // As of the last step that read all states: the last look, the groups' rules and options, and storages.
   int64_t looks_known_ = -1;
   std::vector<std::pair<const RuleInfo*, Precision>> groups_known_;
   std::vector<SharedStorage> shared_storages_;

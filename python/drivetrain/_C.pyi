@@ -161,7 +161,7 @@ def optim_step(
     state: dict[Tensor, Any],
     fresh: list[Tensor],
     options: StepOptions,
-    num_looks: int,
+    last_look: int,
 ) -> StepResult: ...
 def is_only_reference(dict: dict[str, Any], key: str) -> bool: ...
 

@@ -1,6 +1,7 @@
 """Runs the native step over parameter groups, and creates and converts the states that it needs."""
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,6 +14,8 @@ from .. import _C
 from . import precision, sharded, sparse
 from .grad_scaling import GradScaling
 from .mesh_sums import MeshSums
+
+_looks = itertools.count(1)  # at the states of all optimizers; each has its own number, whatever its thread
 
 
 class Replaced(NamedTuple):
@@ -32,7 +35,7 @@ class NativeStep(GradScaling):
     _shards: sharded.Shards | None = None  # None until a parameter is a DTensor
     _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
     _left_to_torch: Sequence[Tensor] = ()  # parameters that torch's class steps (left_to_torch.py)
-    _num_looks: int = 0  # at `state`, by code that may have kept references to its values
+    _last_look: int = 0  # at `state`, by code that may have kept references to its values: its number
     _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
     _scalar_dtype: torch.dtype | None = None  # of a rule's scalars; None takes the step counter's
     # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
@@ -46,12 +49,12 @@ class NativeStep(GradScaling):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The states by parameter. A step after a look at them checks them; other steps trust the checks before."""
-        self._num_looks += 1
+        self._last_look = next(_looks)
         return self._states
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._num_looks += 1
+        self._last_look = next(_looks)
         self.__dict__["state"] = value  # where torch's pickling puts it
 
     @property
@@ -208,8 +211,8 @@ class NativeStep(GradScaling):
             return self._step_plain(plain_groups, state, reader, step_options, -1)
 
         if self._shards is None:
-            num_looks = self._num_looks if _C.is_only_reference(self.__dict__, "state") else -1
-            result, _ = self._step_plain(groups, self._states, reader, options, num_looks)
+            last_look = self._last_look if _C.is_only_reference(self.__dict__, "state") else -1
+            result, _ = self._step_plain(groups, self._states, reader, options, last_look)
             if not result.has_wrappers:
                 return result
             self._shards = sharded.Shards()
@@ -222,12 +225,12 @@ class NativeStep(GradScaling):
         state: dict[Tensor, Any],
         reader: _C.StepReader,
         options: _C.StepOptions,
-        num_looks: int,
+        last_look: int,
     ) -> tuple[_C.StepResult, bool]:
         """Steps parameters that are plain tensors. If there are others, nothing happens and the result says so.
 
         Args:
-            num_looks: How often other code got hold of `state` so far; -1 if it may have a reference to it.
+            last_look: The number of the last look of other code at `state`; -1 if it may have a reference to it.
 
         Returns:
             The result, and whether states were created, converted or removed for it.
@@ -236,7 +239,7 @@ class NativeStep(GradScaling):
         rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
-            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options, num_looks)
+            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options, last_look)
 
         result = run([])
         if result.has_wrappers or not result.missing:
@@ -247,8 +250,8 @@ class NativeStep(GradScaling):
                 f"drivetrain.optim.{type(self).__name__}: {label} has no state yet, and every replay of a CUDA graph "
                 "would create it again: call step() once before the capture."
             )
-        self._num_looks += 1  # for other readers: the states change
-        num_looks = -1
+        self._last_look = next(_looks)  # for other readers: the states change
+        last_look = -1
         written: list[Replaced] = []
         fresh: list[Tensor] = []
         skipped = True

@@ -48,6 +48,17 @@ def linear_chain() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+class Products(nn.Module):
+    """Has its inputs as gradients, so that every bit is the result of the reduction."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(n) for n in sizes])
+
+    def forward(self, *factors: Tensor) -> Tensor:
+        return torch.stack([(w * x).sum() for w, x in zip(self.weights, factors, strict=True)]).sum()
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -133,9 +133,11 @@ std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::st
   return make_torch_comm(process_group, c10::Device(device).type(), Ranks(std::move(ranks)));
 }
 
-std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning,
+std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning, at::ScalarType dtype,
                                 std::vector<int64_t> ranks) {
-  return make_wire_comm(process_group, returning, Ranks(std::move(ranks)));
+  DT_INVARIANT(dtype == at::kBFloat16 || dtype == at::kFloat8_e5m2);
+  const WireFormat format = dtype == at::kBFloat16 ? WireFormat::kBFloat16 : WireFormat::kFloat8;
+  return make_wire_comm(process_group, returning, format, Ranks(std::move(ranks)));
 }
 
 std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int64_t> hosts,
@@ -216,6 +218,11 @@ void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
 // Ranges in bytes as Python keeps them between gathers.
 struct HeldRanges {
   std::shared_ptr<const RankRanges> ranges;
+};
+
+// Rounding errors that the transport keeps as long as Python does; null: it keeps none.
+struct HeldErrors {
+  std::shared_ptr<void> errors;
 };
 
 // Returns null if the transport cannot gather that tensor.
@@ -390,9 +397,13 @@ void register_ddp(py::module_& m) {
             return comm.allocate(bytes, c10::Device(device));
           },
           py::arg("bytes"), py::arg("device") = "cpu", no_gil())
+      .def(
+          "carry_errors", [](Comm& comm, const at::Tensor& memory) { return HeldErrors{comm.carry_errors(memory)}; },
+          py::arg("memory"), no_gil())
       .def("set_board", &Comm::set_board, py::arg("board").none())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil())
       .def("start_gather", &start_gather, py::arg("flat"), py::arg("ranges"), py::keep_alive<0, 1>(), no_gil());
+  py::class_<HeldErrors>(m, "CarriedErrors");
   py::class_<HeldRanges>(m, "RankRanges")
       .def(py::init([](const PlainRanges& ranges) {
              return HeldRanges{std::make_shared<const RankRanges>(rank_ranges(ranges))};
@@ -402,7 +413,7 @@ void register_ddp(py::module_& m) {
         py::arg("dtype"));
   m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
-  m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"),
+  m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"), py::arg("dtype"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("group"), py::arg("leaders").none(),
         py::arg("timeout_s"), py::arg("ranks") = std::vector<int64_t>(), no_gil());

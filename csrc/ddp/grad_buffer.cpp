@@ -63,6 +63,11 @@ void GradBuffer::build(const std::vector<BucketPlan>& plans, Comm& comm) {
     const std::string device = params_[plan.entries[0].param].tensor.device().str();
     lay_out(plan, bytes[device], used[device], comm);
   }
+  errors_.clear();
+  for (const auto& [device, memory] : memory_) {
+    // Where buckets share memory, errors of one would be added to another.
+    if (!settings.reuses_memory) errors_.push_back(comm.carry_errors(memory));
+  }
   for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i].label = std::make_shared<const std::string>(describe(i));
   group_small_buckets();
 }
@@ -121,6 +126,7 @@ void GradBuffer::group_small_buckets() {
 
 void GradBuffer::free() {
   for (const auto& [device, memory] : memory_) streams_.keep_alive(memory);
+  errors_.clear();
   memory_.clear();
 }
 

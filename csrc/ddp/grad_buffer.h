@@ -128,6 +128,7 @@ class GradBuffer {
   const Parameters& params_;
   StepStreams& streams_;
   std::map<std::string, at::Tensor> memory_;
+  std::vector<std::shared_ptr<void>> errors_;  // of the transport, in this layout
   std::vector<BucketPlan> plans_;
   std::vector<Bucket> buckets_;
   std::vector<Region> regions_;  // by parameter

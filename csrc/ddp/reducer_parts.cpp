@@ -65,7 +65,8 @@ ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::str
 
 void ReducerParts::set_on_reduced(BucketQueue::OnReduced on_reduced) {
   queue.set_on_reduced(std::move(on_reduced));
-  const bool reuses = queue.can_hand_over_early() && used.graph() == Graph::kDynamic && !buffer.settings.on_moved;
+  const bool reuses = queue.can_hand_over_early() && used.graph() == Graph::kDynamic && !buffer.settings.on_moved &&
+                      !collectives.comm().carries_errors();
   if (reuses == buffer.settings.reuses_memory) return;
   const at::NoGradGuard no_grad_tracking;
   reset();

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import drivetrain
-from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
+from ddp_cases import SMALL_BUCKETS, OnRanks, Products, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.cli import run
@@ -123,17 +123,6 @@ def special_values(isa: str) -> None:
 
 def test_special_values(on_ranks: OnRanks, isa: str) -> None:
     on_ranks(special_values, isa)
-
-
-class Products(nn.Module):
-    """Has its inputs as gradients, so that every bit is the result of the reduction."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(n) for n in sizes])
-
-    def forward(self, *factors: Tensor) -> Tensor:
-        return torch.stack([(w * x).sum() for w, x in zip(self.weights, factors, strict=True)]).sum()
 
 
 def torchs_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -293,10 +282,10 @@ def copies_and_other_groups() -> None:
     arrives(model, factors[0][0].item())
     model._update_process_group(dist.new_group([0, 1]))
     arrives(model, 1.0)
-    made = num_threads(), len(transport._returning)
+    made = num_threads(), len(transport._wire_comms)
     for _ in range(3):
         arrives(DDP(Products(3), **WIRE), 1.0)
-    assert (num_threads(), len(transport._returning)) == made
+    assert (num_threads(), len(transport._wire_comms)) == made
     # Transfers within a host round nothing.
     shared = DDP(Products(3), transport="shm", wire_dtype=torch.bfloat16)
     arrives(shared, 1 + 1.5 * UNIT)

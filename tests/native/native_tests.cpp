@@ -221,6 +221,7 @@ int main() {
   test_conversions();
   test_solver();
   test_packing();
+  test_wire();
 #endif
   std::printf("%s\n", failures == 0 ? "native tests passed" : "native tests FAILED");
   return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

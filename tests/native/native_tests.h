@@ -17,5 +17,6 @@ void test_solver();
 void test_packing();
 void test_checkpointing();
 void test_trace();
+void test_wire();
 
 }  // namespace drivetrain

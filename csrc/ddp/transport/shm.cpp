@@ -131,6 +131,7 @@ class ShmComm final : public Comm {
     }
     if (several_hosts && host_[0] == rank) {
       DT_INVARIANT(options.leaders != nullptr);
+      leaders_ = options.leaders;
       link_ = std::make_unique<TorchLink>(options.leaders, [this](const char* values) { return owner_of(values); });
     }
     while (host_[local_rank_] != rank) ++local_rank_;
@@ -175,6 +176,16 @@ class ShmComm final : public Comm {
   bool want_square_sums(bool wanted) override {
     wants_square_sums_ = wanted;
     return exchange_ && num_local_ranks() == size();
+  }
+
+  // Memory is rounded between hosts only, on each host's first rank.
+  bool carries_errors() const override {
+    return torch_->carries_errors() && (!exchange_ || num_local_ranks() < size());
+  }
+
+  std::shared_ptr<void> carry_errors(const at::Tensor& memory) override {
+    if (!exchange_) return torch_->carry_errors(memory);
+    return leaders_ ? leaders_->carry_errors(memory) : nullptr;
   }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
@@ -295,6 +306,7 @@ class ShmComm final : public Comm {
 
   void release_groups() {
     link_.reset();
+    leaders_.reset();
     torch_.reset();
     group_.reset();
   }
@@ -445,6 +457,7 @@ class ShmComm final : public Comm {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::vector<int> host_;  // the ranks of this host, by local rank
   int local_rank_ = 0;
+  std::shared_ptr<Comm> leaders_;  // null with one host and on ranks that are not their host's first
   std::unique_ptr<TorchLink> link_;
   std::vector<PeerProcess> processes_;  // [local ranks]
   // The exchange's state, in local rank 0's part, and every rank's staging area.

@@ -14,6 +14,7 @@
 
 #include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/tag_board.h"
+#include "ddp/transport/wire_format.h"
 
 namespace drivetrain::ddp {
 
@@ -74,6 +75,11 @@ class Comm {
   virtual std::string why_not() const { return ""; }
   // Allocates zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.
   virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
+  // Returns true if this transport adds the rounding errors of a transfer to the next one of the same values.
+  virtual bool carries_errors() const { return false; }
+  // Lets it do so for tensors in that memory, as long as the result exists. Make a new one when other values take their
+  // places. Every rank must call it between the same starts. Returns null if this transport carries none.
+  virtual std::shared_ptr<void> carry_errors(const at::Tensor& /*memory*/) { return nullptr; }
   // Returns true if start() leaves the mean over ranks, else it leaves the sum. Fixed once all memory is allocated.
   // NCCL could average too, but would then use neither NVLS nor its symmetric kernels (nccl#1455).
   virtual bool averages() const { return false; }
@@ -119,18 +125,24 @@ std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::Device
 // Makes the exchange of tags between the ranks of a gloo process group.
 std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);
 
-// Makes a transport over a gloo process group that sends float32 values as bfloat16 and sums them in float32. Each rank
-// sums its own piece of a tensor in rank order, and all get the same bits. Other types travel unchanged. Every rank
-// must send its tensors in the same order, so that a process group has only one such transport.
+// Makes a transport over a gloo process group that sends float32 values in that format and sums them in float32. Each
+// rank sums its own piece of a tensor in rank order, and all get the same bits. Other types travel unchanged. Every
+// rank must send its tensors in the same order, so that a process group has only one such transport of each format.
 //
-// Each value is rounded once to nearest even, and each sum once more. With u = 2^-8, bfloat16's unit roundoff, and
-// S = |x_1| + ... + |x_n|, the result differs from the exact sum s by at most
-//   u S  +  (n - 1) 2^-24 (1 + u) S  +  u (|s| + all terms before it)  +  (n + 1) 2^-134 where numbers are subnormal,
-// for every n. An all-reduce in bfloat16 rounds up to n - 1 times more. A value or sum above 3.39e38, bfloat16's
-// largest number, becomes infinite.
+// Each value is rounded once to nearest even, and each sum once more. With the format's unit roundoff u, which is 2^-8
+// for bfloat16 and 2^-3 for float8, and S = |x_1| + ... + |x_n|, the result differs from the exact sum s by at most
+//   u S  +  (n - 1) 2^-24 (1 + u) S  +  u (|s| + all terms before it)  +  (n + 1) m
+// for every n. The last term is for subnormal numbers: m is 2^-134 for bfloat16. For float8 it is 2^-31 of the largest
+// magnitude of the value's block, or of the sum's, and at least 2^-143. An all-reduce in bfloat16 rounds up to n - 1
+// times more. A value or sum above 3.39e38 in bfloat16, or 3.19e38 in float8, becomes infinite.
+//
+// Where float8's rounding errors are carried (Seide et al. 2014; Karimireddy et al. 2019), they are added to the next
+// values and sums in the same place. The sum of K results then differs from the sum of the exact ones by the errors
+// that are left at the end, whatever K is.
 //
 // returning: a process group of the same ranks in which only this transport sends its sums back.
-std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, Ranks ranks);
+std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, WireFormat format,
+                                     Ranks ranks);
 
 // Options of the transport through shared memory within a host and through other transports between hosts.
 struct ShmOptions {

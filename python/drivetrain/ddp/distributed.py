@@ -96,9 +96,9 @@ class DistributedDataParallel(JoinsUnevenInputs):
         report_hang_after: Seconds of waiting after which a warning names the missing ranks and where they were last
             seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA, where a stream waits
             instead of the host, it is the time after which a group is aborted if another rank's process has ended.
-        wire_dtype: torch.bfloat16 or its name: float32 and complex64 gradients travel between hosts as bfloat16, and
-            are summed in float32. Each element is rounded twice, and every rank gets the same bits. Requires gloo on
-            the CPU and no communication hook.
+        wire_dtype: torch.bfloat16, torch.float8_e5m2 or its name: float32 and complex64 gradients travel between hosts
+            in that dtype and are summed in float32. Every rank gets the same bits. float8 adds what it rounds off to
+            the next step's gradients. Requires gloo on the CPU and no communication hook.
         reuse_norm: Sums the squares of gradients during the reduction, so that clipping reads no gradient. Only for
             shared memory within a host. Writes to `.grad` through `.data` or `.numpy()` are seen only where they change
             one of 16 sampled elements of a gradient; set it to True for scripts that make none.

@@ -21,13 +21,18 @@ from .gather import cpu_backend, gather_bytes, gather_objects, on_device
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
 
-# Each process group has one transport that rounds on the wire, as all its tensors must go in one order, and one group
-# in which its sums return, however many modules are wrapped.
-_returning: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_wire_comms: WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = WeakKeyDictionary()
+# Each process group has one transport per dtype that rounds on the wire, however many modules are wrapped: all its
+# tensors must go in one order.
+_wire_comms: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, _C.Comm]] = WeakKeyDictionary()
 
-
-_WIRE_DTYPES = (None, torch.bfloat16)
+_WIRE_DTYPES = (None, torch.bfloat16, torch.float8_e5m2)
+_UNFIT_WIRE_DTYPES = {
+    torch.float16: "gradients may exceed float16's largest number, 65504",
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        "it has no infinity, so that the overflow of one rank would not reach the others",
+    ),
+}
 
 
 class _Hosts(NamedTuple):
@@ -51,14 +56,11 @@ def requested_wire_dtype(argument: torch.dtype | str | None) -> torch.dtype | No
     """Returns the requested wire_dtype, which the command line gives by its name."""
     if argument is None:
         return None
-    if argument in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
-        return torch.bfloat16
-    if argument in (torch.float16, "float16", "torch.float16"):
-        raise ValueError(
-            "wire_dtype is float16, expected torch.bfloat16 or None: gradients may exceed float16's largest number, "
-            "65504."
-        )
-    raise ValueError(f"wire_dtype is {argument!r}, expected torch.bfloat16 or None.")
+    dtype = getattr(torch, argument.removeprefix("torch."), None) if isinstance(argument, str) else argument
+    if isinstance(dtype, torch.dtype) and dtype in _WIRE_DTYPES:
+        return dtype
+    why = f": {_UNFIT_WIRE_DTYPES[dtype]}" if isinstance(dtype, torch.dtype) and dtype in _UNFIT_WIRE_DTYPES else ""
+    raise ValueError(f"wire_dtype is {argument!r}, expected {', '.join(map(str, _WIRE_DTYPES[1:]))} or None{why}.")
 
 
 def refuse_wire_dtype(wire_dtype: torch.dtype | None, what: str) -> None:
@@ -104,11 +106,7 @@ def make_comm(
     if size == 1:
         wire_dtype = None
     hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
-    if wire_dtype and group not in _returning:
-        returning = group_beside(group, list(range(size)))
-        assert returning is not None
-        _returning[group] = returning
-    over_group = _comm_over(group, device, _returning[group] if wire_dtype else None)
+    over_group = _wire_comm(group, device, wire_dtype) if wire_dtype else _comm_over(group, device)
     if not hosts:
         if choice == "shm" and why_not and dist.get_rank(group) == 0:
             _warn(why_not)
@@ -120,7 +118,7 @@ def make_comm(
         # orders.
         leaders = group_beside(group, first_ranks)
         leaders_returning = group_beside(group, first_ranks) if wire_dtype else None
-        over_leaders = _comm_over(leaders, device, leaders_returning) if leaders else None
+        over_leaders = _comm_over(leaders, device, leaders_returning, wire_dtype) if leaders else None
     return _C.shm_comm(
         process_group=group.group_name,
         hosts=hosts,
@@ -305,11 +303,24 @@ def _as_many_groups(count: int) -> Iterator[None]:
             del names[filler]
 
 
-def _comm_over(group: dist.ProcessGroup, device: torch.device, returning: dist.ProcessGroup | None) -> _C.Comm:
-    """Returns the transport over the process group, with bfloat16 on the wire if its sums have a group to return in."""
+def _wire_comm(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> _C.Comm:
+    """Returns the process group's transport that sends that dtype. Every rank of the group must call it."""
+    comms = _wire_comms.setdefault(group, {})
+    if dtype not in comms:
+        returning = group_beside(group, list(range(dist.get_world_size(group))))
+        comms[dtype] = _comm_over(group, device, returning, dtype)
+    return comms[dtype]
+
+
+def _comm_over(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    returning: dist.ProcessGroup | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> _C.Comm:
+    """Makes a transport over the process group. With a wire_dtype it rounds, and its sums return in the other group."""
     ranks = dist.get_process_group_ranks(group)
-    if returning is None:
+    if wire_dtype is None:
         return _C.torch_comm(process_group=group.group_name, device=str(device), ranks=ranks)
-    if group not in _wire_comms:
-        _wire_comms[group] = _C.wire_comm(group.group_name, returning.group_name, ranks)
-    return _wire_comms[group]
+    assert returning is not None
+    return _C.wire_comm(group.group_name, returning.group_name, wire_dtype, ranks)

@@ -1,7 +1,8 @@
-// Implements the transport that sends bfloat16 and sums in float32; transport.h bounds its error.
+// Implements the transport that rounds float32 values for the wire and sums them in float32; transport.h bounds its
+// error.
 //
-// A tensor's own memory is the buffer of its transfer. The rounded values fill the lower half, and received values go
-// to the upper half, or to new memory where they do not fit. A first all-to-all brings every rank all ranks' values of
+// A tensor's own memory is the buffer of its transfer. The rounded values fill its lower part, and received values go
+// to the upper part, or to new memory where they do not fit. A first all-to-all brings every rank all ranks' values of
 // its piece. The rank writes their sum over each of them, and a second all-to-all in reverse spreads the sums.
 #include <ATen/ops/empty.h>
 
@@ -13,61 +14,66 @@
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/transport/rank_sum.h"
 #include "ddp/transport/torch_group.h"
+#include "ddp/transport/wire_format.h"
 
 namespace drivetrain::ddp {
 namespace {
 
-constexpr int64_t kWireBytes = bytes_of(ElementType::kBFloat16);
 // Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other:
 // 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way.
 constexpr int64_t kMessageBytes = 384 << 10;
 
-// Converts values. `from` and `to` may be the same memory where SumJob allows it.
-void convert(char* from, ElementType from_type, char* to, ElementType to_type, int64_t begin, int64_t end) {
-  sum_range({from_type, to_type, &from, 1, &to, 1, begin, end, 1});
-}
+int64_t most_values(WireFormat format) { return kMessageBytes / wire_bytes(format, kWireBlock) * kWireBlock; }
 
 // One transfer of a tensor, or of a part of one.
 class Transfer {
  public:
-  Transfer(const at::Tensor& flat, int rank, int size) : flat_(flat), size_(size) {
+  // errors: those of the memory in which the tensor lies; null: none are carried.
+  Transfer(const at::Tensor& flat, WireFormat format, CarriedErrors* errors, int rank, int size)
+      : flat_(flat), format_(format) {
     const int64_t numel = flat.numel();
     const auto begin_of = [&](int piece) { return numel * piece / size; };
-    for (int piece = 0; piece < size; ++piece) pieces_.push_back((begin_of(piece + 1) - begin_of(piece)) * kWireBytes);
-    own_.assign(size, pieces_[rank]);
+    int64_t on_wire = 0;
+    for (int piece = 0; piece < size; ++piece) {
+      pieces_.push_back({begin_of(piece), begin_of(piece + 1) - begin_of(piece), on_wire});
+      counts_.push_back(wire_bytes(format, pieces_.back().numel));
+      on_wire += counts_.back();
+    }
+    own_numel_ = pieces_[rank].numel;
+    own_counts_.assign(size, counts_[rank]);
+    if (errors != nullptr) errors_ = errors->of(flat.const_data_ptr<float>(), numel, own_numel_);
+
     const at::Tensor bytes = flat.view(at::kByte);
-    const int64_t half = numel * kWireBytes, received = size * pieces_[rank];
-    lower_ = bytes.narrow(0, 0, half);
-    received_ = received <= half ? bytes.narrow(0, half, received) : at::empty({received}, bytes.options());
-    char* const data = values();
-    convert(data, ElementType::kFloat32, data, ElementType::kBFloat16, 0, numel);
+    const int64_t received = size * counts_[rank], above = bytes.numel() - on_wire;
+    lower_ = bytes.narrow(0, 0, on_wire);
+    received_ = received <= above ? bytes.narrow(0, on_wire, received) : at::empty({received}, bytes.options());
+    for (const Piece& piece : pieces_) {
+      float* const rest = errors_ ? errors_->of_values.data() + piece.begin : nullptr;
+      encode(format, value(piece.begin), rest, piece.numel, wire(piece));
+    }
   }
 
   std::unique_ptr<TorchReduce> start_there(TorchComm& comm) {
-    return comm.start_all_to_all(received_, lower_, own_, pieces_);
+    return comm.start_all_to_all(received_, lower_, own_counts_, counts_);
   }
 
   void sum() {
-    std::vector<char*> pieces;
-    for (int rank = 0; rank < size_; ++rank) {
-      pieces.push_back(static_cast<char*>(received_.data_ptr()) + rank * own_[rank]);
+    std::vector<char*> inputs;
+    for (size_t rank = 0; rank < own_counts_.size(); ++rank) {
+      inputs.push_back(static_cast<char*>(received_.data_ptr()) + rank * own_counts_[rank]);
     }
-    constexpr ElementType kType = ElementType::kBFloat16;
-    sum_range({kType, kType, pieces.data(), size_, pieces.data(), size_, 0, own_[0] / kWireBytes, 1});
+    ddp::sum(format_, inputs, errors_ ? errors_->of_sums.data() : nullptr, own_numel_);
   }
 
   std::unique_ptr<TorchReduce> start_back(TorchComm& comm) {
-    return comm.start_all_to_all(lower_, received_, pieces_, own_);
+    return comm.start_all_to_all(lower_, received_, counts_, own_counts_);
   }
 
+  // Goes from the end, and never writes over values that are still to be read.
   void widen() {
-    // Goes from the end, and never writes over values that are still to be read.
-    int64_t begin = 0;
-    for (int64_t end = flat_.numel(); end > 0; end = begin) {
-      begin = end > 1 ? (end + 1) / 2 : 0;
-      convert(values(), ElementType::kBFloat16, values(), ElementType::kFloat32, begin, end);
+    for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
+      decode(format_, wire(*piece), piece->numel, value(piece->begin));
     }
   }
 
@@ -77,13 +83,24 @@ class Transfer {
   std::string failure;
 
  private:
-  char* values() const { return static_cast<char*>(flat_.data_ptr()); }
+  // The values that one rank sums.
+  struct Piece {
+    int64_t begin;
+    int64_t numel;
+    int64_t on_wire;  // its first byte in lower_
+  };
+
+  char* value(int64_t index) const { return static_cast<char*>(flat_.data_ptr()) + index * sizeof(float); }
+  char* wire(const Piece& piece) const { return static_cast<char*>(flat_.data_ptr()) + piece.on_wire; }
 
   at::Tensor flat_;  // float32
-  int size_;
-  std::vector<int64_t> pieces_;  // bytes on the wire, [size]
-  std::vector<int64_t> own_;     // this rank's piece, [size] times
-  at::Tensor lower_, received_;  // bytes
+  WireFormat format_;
+  std::vector<Piece> pieces_;        // [size]
+  std::vector<int64_t> counts_;      // their bytes on the wire, [size]
+  std::vector<int64_t> own_counts_;  // those of this rank's piece, [size] times
+  int64_t own_numel_;
+  std::shared_ptr<TransferErrors> errors_;  // null: none are carried
+  at::Tensor lower_, received_;             // bytes
 };
 
 // Sums arrived transfers and sends them back, in the order of start() on every rank, whatever order they arrived in.
@@ -205,8 +222,9 @@ class WireReduce final : public PendingReduce {
 
 class WireComm final : public Comm {
  public:
-  WireComm(const std::string& group_name, const std::string& returning, const Ranks& ranks)
+  WireComm(const std::string& group_name, const std::string& returning, WireFormat format, const Ranks& ranks)
       : Comm(ranks),
+        format_(format),
         group_(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks),
         returning_(c10d::resolve_process_group(returning), c10::DeviceType::CPU, ranks),
         chain_(std::make_shared<Chain>(returning_)) {
@@ -220,6 +238,17 @@ class WireComm final : public Comm {
   std::string name() const override { return group_.name(); }
   at::Tensor allocate(int64_t bytes, c10::Device device) override { return group_.allocate(bytes, device); }
 
+  bool carries_errors() const override { return ddp::carries_errors(format_); }
+
+  std::shared_ptr<void> carry_errors(const at::Tensor& memory) override {
+    if (!carries_errors() || !memory.is_cpu()) return nullptr;
+    auto errors = std::make_shared<CarriedErrors>(memory.const_data_ptr(), memory.nbytes());
+    const std::lock_guard<std::mutex> lock(carried_mutex_);
+    std::erase_if(carried_, [](const auto& other) { return other.expired(); });
+    carried_.push_back(errors);
+    return errors;
+  }
+
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided || flat.scalar_type() != at::kFloat || flat.numel() == 0) {
       return group_.start_sum(flat);
@@ -227,9 +256,11 @@ class WireComm final : public Comm {
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
     std::deque<std::shared_ptr<Transfer>> transfers;
-    const int64_t numel = flat.numel(), most = kMessageBytes / kWireBytes * size();
+    const int64_t numel = flat.numel(), most = most_values(format_) * size();
+    const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
     for (int64_t begin = 0; begin < numel; begin += most) {
-      auto transfer = std::make_shared<Transfer>(flat.narrow(0, begin, std::min(most, numel - begin)), rank(), size());
+      const at::Tensor part = flat.narrow(0, begin, std::min(most, numel - begin));
+      auto transfer = std::make_shared<Transfer>(part, format_, errors.get(), rank(), size());
       chain_->start(transfer, group_);
       // The callback must not keep a process group alive: its destructor joins the thread that calls back.
       transfer->there->future()->addCallback([weak = std::weak_ptr<Chain>(chain_)](c10::ivalue::Future&) {
@@ -241,15 +272,29 @@ class WireComm final : public Comm {
   }
 
  private:
+  // Returns the last that were made for memory with this tensor; null: there are none.
+  std::shared_ptr<CarriedErrors> errors_of(const at::Tensor& flat) {
+    const std::lock_guard<std::mutex> lock(carried_mutex_);
+    for (auto weak = carried_.rbegin(); weak != carried_.rend(); ++weak) {
+      const std::shared_ptr<CarriedErrors> errors = weak->lock();
+      if (errors && errors->covers(flat.const_data_ptr<float>(), flat.numel())) return errors;
+    }
+    return nullptr;
+  }
+
+  const WireFormat format_;
   TorchComm group_;
   TorchComm returning_;
   std::shared_ptr<Chain> chain_;
+  std::mutex carried_mutex_;
+  std::vector<std::weak_ptr<CarriedErrors>> carried_;  // by age; their owners end them
 };
 
 }  // namespace
 
-std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, Ranks ranks) {
-  return std::make_unique<WireComm>(group_name, returning, ranks);
+std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, WireFormat format,
+                                     Ranks ranks) {
+  return std::make_unique<WireComm>(group_name, returning, format, ranks);
 }
 
 }  // namespace drivetrain::ddp

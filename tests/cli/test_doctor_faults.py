@@ -226,7 +226,8 @@ def test_ranks_that_crowd_a_machine_measure_their_links_in_turns() -> None:
     store.set("crowds", "[[0, 3, 1], [4, 5]]")
 
     def has_turn(rank: int) -> bool:
-        return Meeting(launch.Launch(rank, 6, "127.0.0.1", 1, False), timeout_s=0.1)._has_turn(store)
+        meeting = Meeting(launch.Launch(rank, 6, "127.0.0.1", 1, False), timeout_s=0.1)
+        return meeting._has_turn(store, meeting._crowd(store))
 
     assert [has_turn(rank) for rank in range(6)] == [True, False, True, False, True, False]
     store.set("probes/0", "[]")

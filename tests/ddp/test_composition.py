@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ddp_cases import OnRanks, assert_equal_on_ranks
 from drivetrain import DistributedDataParallel as DDP
+from drivetrain import accumulate, clip_grad_norm_
 
 BATCH = 8
 STEPS = 3
@@ -201,3 +202,152 @@ def with_experts(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["torch", "shm"])
 def test_experts_of_another_group_are_as_in_one_process(on_four_ranks: OnRanks, transport: str) -> None:
     on_four_ranks(with_experts, transport)
+
+
+# ---- Parameters of two process groups in one wrapper, with tokens that travel to their experts.
+
+
+class AllToAll(torch.autograd.Function):
+    """Sends the i-th of equal chunks of rows to the i-th rank of a group. Its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = [torch.empty_like(chunk) for chunk in x.chunk(dist.get_world_size(group))]
+        dist.all_to_all(received, [chunk.contiguous() for chunk in x.chunk(len(received))], group=group)
+        return torch.cat(received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return AllToAll.apply(grads[0].contiguous(), ctx.group), None
+
+
+class Routed(nn.Module):
+    """Sends the first half of a rank's rows to expert 0 and the other half to expert 1, and gets them back."""
+
+    def __init__(self, number: int, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(10, 10)
+        self.experts = nn.ModuleList([make_expert(number)])
+        self.experts[0].register_buffer("number", torch.tensor(float(number)))
+        self.unused = nn.Linear(2, 2)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = AllToAll.apply(self.router(x).tanh(), self.group)
+        return AllToAll.apply(self.experts[0](sent), self.group)
+
+
+def in_one_wrapper(transport: str, mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    number = mesh.get_local_rank("experts")
+    rank = dist.get_rank()
+    expected, parameters = reference(Both())  # row i of a batch goes to expert i % 2, and a rank has two rows
+    model = Routed(number, mesh["experts"].get_group())
+    if rank >= 2:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()  # construction brings the values of rank 0, and the expert of the replica
+    if mode != "unused":
+        del model.unused
+    options = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
+    group = mesh["replicas"].get_group()
+    net: Any = DDP(model, transport=transport, process_groups={"experts.*": group}, bucket_cap_mb=1e-4, **options)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    for x, grads in zip(batches(), expected, strict=True):
+        net.zero_grad()
+        mine = x.chunk(4)[rank]
+        if mode == "no_sync":
+            with net.no_sync():
+                (net(mine).pow(2).mean() / 2).backward()
+            (net(mine).pow(2).mean() / 2).backward()
+        else:
+            net(mine).pow(2).mean().backward()
+        for name, p in model.router.named_parameters():
+            close(p.grad, grads[f"router.{name}"])
+        for name, p in model.experts[0].named_parameters():
+            close(p.grad, grads[f"experts.{number}.{name}"])
+        step_used(net)
+    assert model.experts[0].number == number  # no buffer came from a rank with another expert
+    for name, p in model.experts[0].named_parameters():
+        close(p.detach(), parameters[f"experts.{number}.{name}"])
+    assert_equal_on_ranks([p.detach() for p in model.router.parameters()])
+
+
+def step_used(model: nn.Module, lr: float = 0.1) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= lr * p.grad
+
+
+def alone(transport: str) -> None:
+    """An expert that one rank has: no other rank's gradient comes in, and it is divided by all ranks."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([one]) for one in range(4)]
+    model = nn.Sequential(mlp(), nn.Linear(6, 3))
+    twin: Any = copy.deepcopy(model)
+    net = DDP(model, transport=transport, process_groups={"1.*": groups[rank]})
+    x = batches()[0].chunk(4)[rank]
+    for _ in range(2):  # the second wrapper scales as the first did
+        net.zero_grad()
+        twin.zero_grad()
+        net(x).sum().backward()
+        twin(x).sum().backward()
+        torch.testing.assert_close(
+            model.get_parameter("1.weight").grad, twin.get_parameter("1.weight").grad / 4, rtol=0, atol=0
+        )
+        assert_equal_on_ranks([p.grad for p in model[0].parameters()])
+        net = DDP(model, transport=transport, process_groups={"1.*": groups[rank]})
+
+
+def refusals(transport: str) -> None:
+    world = dist.group.WORLD
+    pair = dist.new_group([0, 1])
+    rank = dist.get_rank()
+    for wrong, error, message in (
+        ({"nothing.*": world}, ValueError, "matches no parameter"),
+        ({"*": world}, ValueError, "every trained parameter"),
+        ({"0.*": None}, TypeError, "expected a process group"),
+    ):
+        with pytest.raises(error, match=message):
+            DDP(mlp(), transport=transport, process_groups=wrong)
+    for name, value in (("shard", "optimizer"), ("check_gradients", "skip"), ("reuse_norm", True)):
+        with pytest.raises(NotImplementedError, match=name):
+            DDP(mlp(), transport=transport, process_groups={"2.*": world}, **{name: value})
+    if rank < 2:
+        with pytest.raises(ValueError, match="two groups"):
+            DDP(mlp(), transport=transport, process_groups={"2.*": pair, "2.weight": world})
+        with pytest.raises(ValueError, match="outside of process_group"):
+            DDP(mlp(), transport=transport, process_group=pair, process_groups={"2.*": world})
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = DDP(mlp(), transport=transport, process_groups={"2.*": halves[rank // 2]})
+    with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
+        clip_grad_norm_(net.parameters(), 1.0)
+    net = DDP(mlp(), transport=transport, process_groups={"2.*": world})
+    loss = net(batches()[0]).sum()
+    for call in (
+        lambda: net.backward(loss, 2),
+        lambda: net.register_comm_hook(None, lambda state, bucket: None),
+        lambda: copy.deepcopy(net),
+        lambda: net.join_hook(),
+        lambda: accumulate(net, torch.optim.SGD(net.parameters(), lr=0.1), steps=2),
+    ):
+        with pytest.raises(NotImplementedError, match="process_groups"):
+            call()
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@pytest.mark.parametrize("mode", ["plain", "no_sync", "static", "unused"])
+def test_experts_in_one_wrapper_are_as_in_one_process(on_four_ranks: OnRanks, transport: str, mode: str) -> None:
+    on_four_ranks(in_one_wrapper, transport, mode)
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_expert_of_one_rank_is_not_reduced(on_four_ranks: OnRanks, transport: str) -> None:
+    on_four_ranks(alone, transport)
+
+
+def test_wrong_groups_and_what_goes_over_one_group_only_are_refused(on_four_ranks: OnRanks) -> None:
+    on_four_ranks(refusals, "torch")

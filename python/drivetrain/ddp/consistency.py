@@ -18,6 +18,11 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
 
 
+def title_of(module: nn.Module) -> str:
+    """Returns how messages call a wrapped module: its class, and the parameters and ranks of a part."""
+    return str(module.__dict__.get("_drivetrain_title", type(module).__name__))
+
+
 def check_default_group() -> None:
     """Raises ValueError with the call that makes the default process group, if there is none."""
     if dist.is_initialized():

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.utils import _sync_module_states
-from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
 
 from .. import parameter_names
@@ -25,13 +23,14 @@ from .consistency import (
     check_devices,
     check_same_on_all_ranks,
     checked_weight,
+    title_of,
     trained_parameters,
 )
 from .defaults import constructed, defaults, with_defaults
 from .gradient_check import SkippedSteps, checked_mode, set_gradient_check
-from .join import BUFFERS, JoinsUnevenInputs
+from .groups import ReducesOverGroups, left_out, parts_of
 from .logger import Logger
-from .reducer import Reducer
+from .reducer import Reducer, announce
 from .stragglers import delays_of
 from .tag_board import show_collectives
 
@@ -52,7 +51,7 @@ _SAME_EVERYWHERE = (
 )
 
 
-class DistributedDataParallel(JoinsUnevenInputs):
+class DistributedDataParallel(ReducesOverGroups):
     """torch.nn.parallel.DistributedDataParallel over drivetrain's own reducer.
 
     Gradients live in one flat buffer in bucket order. After a backward pass each `.grad` is a view of it and holds the
@@ -114,6 +113,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
             own set. None takes `process_group`.
         overlap_gather: With shard, `step()` returns before all parameters are gathered. Uses through the module wait
             for them. Before any other use, such as of a kept list of parameters, call `wait_for_parameters()`.
+        process_groups: Patterns of names, such as "experts.*", each with the group that reduces these parameters and
+            buffers. Their `.grad` is the sum over that group, divided by the number of ranks in `process_group`.
 
     Raises:
         ValueError: No process group is initialized, parameters are on devices of several types, or the module is on
@@ -162,6 +163,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         shard: str | None = None,
         shard_group: dist.ProcessGroup | None = None,
         overlap_gather: bool = False,
+        process_groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -169,6 +171,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
         sharding.check(shard, shard_group, changed)
+        parts = parts_of(module, process_groups, changed)
         self._shard, self._shard_group = shard, shard_group
         self._transport = transports.requested(transport)
         self._wire_dtype = transports.requested_wire_dtype(wire_dtype)
@@ -181,22 +184,21 @@ class DistributedDataParallel(JoinsUnevenInputs):
         check_devices(trained_parameters(module))
         if process_group is None and device_mesh is None:
             check_default_group()
-        if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch refuses lazy ones itself
-            arguments = {name: given[name] for name in _SAME_EVERYWHERE}
-            arguments |= {
-                "transport": self._transport,
-                "report_hang_after": self._report_hang_after,
-                "wire_dtype": self._wire_dtype,
-                "shard": shard,
-            }
-            group = process_group
-            if device_mesh is not None and device_mesh.ndim == 1:
-                group = device_mesh.get_group()
-            check_same_on_all_ranks(trained_parameters(module), arguments, group)
         self._check_replicas_every = check_replicas_every
         self._check_gradients = checked_mode(check_gradients, spike_factor)
         self._reuse_norm = reuse_norm
-        super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
+        with left_out(module, parts):
+            if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch refuses lazy ones itself
+                arguments = {name: given[name] for name in _SAME_EVERYWHERE}
+                arguments |= {
+                    "transport": self._transport,
+                    "report_hang_after": self._report_hang_after,
+                    "wire_dtype": self._wire_dtype,
+                    "shard": shard,
+                }
+                group = device_mesh.get_group() if device_mesh is not None and device_mesh.ndim == 1 else process_group
+                check_same_on_all_ranks(trained_parameters(module), arguments, group)
+            super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
             transports.refuse_wire_dtype(self._wire_dtype, "torch._dynamo.config.optimize_ddp = 'python_reducer'")
             self.reducer._remove_autograd_hooks()
@@ -205,10 +207,11 @@ class DistributedDataParallel(JoinsUnevenInputs):
             if init_sync:
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
         self._sharding = sharding.of(self, shard, shard_group, self._transport, overlaps=overlap_gather)
+        self._wrap_parts(parts, changed)
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0
-        name = type(module).__name__
+        name = title_of(module)
         constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
 
     # torch reads this flag at forward only. The reducer needs it at backward, too: it reduces a backward through this
@@ -224,6 +227,8 @@ class DistributedDataParallel(JoinsUnevenInputs):
         self.__dict__["_require_backward_grad_sync"] = sync
         if self._has_reducer():
             self.reducer.set_sync(sync)
+        for part in self._parts():
+            part.require_backward_grad_sync = sync
 
     # torch sets this when the first backward, synchronized or not, enqueues the callback that counts a static graph's
     # gradients. Our reducer needs that callback until they are counted.
@@ -295,6 +300,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
             loss.backward(**kwargs)
             return
         weight = checked_weight(weight)
+        self.refuse_parts("backward() with a weight")
         if self._join_config.enable:
             raise ValueError("weight does not go together with join(): ranks without inputs take no part in it")
         with sharding.weighted(self, weight):
@@ -403,10 +409,10 @@ class DistributedDataParallel(JoinsUnevenInputs):
 
     def _post_forward(self, output: Any) -> Any:
         """Does what torch's does, and marks the outputs by which the reducer recognizes this forward's backward."""
-        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        output = super()._post_forward(output)
         self.wait_for_parameters()  # backward uses the transport
         if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
-            _announce(self.reducer, output)
+            announce(self.reducer, output)
         return output
 
     def wait_for_parameters(self) -> None:
@@ -416,11 +422,6 @@ class DistributedDataParallel(JoinsUnevenInputs):
             RuntimeError: Another rank has ended, or did not step within the timeout.
         """
         sharding.wait(self)
-
-    def _sync_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, and marks the wait for hang reports."""
-        with hang_reports.waiting(self.reducer.progress(), BUFFERS):
-            super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def bucket_plan(self) -> BucketPlan:
         """Returns the buckets and, once the first steps have been timed, what the plan expected of them.
@@ -476,6 +477,7 @@ class DistributedDataParallel(JoinsUnevenInputs):
 
     def _refuse_hook_on_wire(self, hook: str) -> None:
         sharding.refuse(self, f"communication hook {hook}")
+        self.refuse_parts(f"communication hook {hook}")
         if (wire_dtype := self.__dict__.get("_wire_dtype")) is not None:
             raise NotImplementedError(
                 f"communication hook {hook} does not go together with wire_dtype={wire_dtype}: a hook carries the "
@@ -490,11 +492,6 @@ class DistributedDataParallel(JoinsUnevenInputs):
                 f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}",
             )
         self.logger.set_sample_rate(sample_rate)
-
-
-@_disable_dynamo
-def _announce(reducer: Reducer, output: Any) -> None:
-    reducer.announce(list(_find_tensors(output)))
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])

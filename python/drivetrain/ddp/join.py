@@ -56,6 +56,11 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         with waiting(self.reducer.progress(), BUFFERS):
             super()._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
 
+    def _sync_buffers(self) -> None:
+        """Broadcasts rank 0's buffers, and marks the wait for hang reports."""
+        with waiting(self.reducer.progress(), BUFFERS):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Broadcasts buffers of one rank, after the ranks have compared that all are about to."""
         if self._has_reducer() and not hasattr(self, "buffer_hook"):  # a hook may communicate otherwise, or not at all

@@ -37,4 +37,5 @@ def wrapper_in(model: nn.Module, caller: str) -> DistributedDataParallel | None:
             f"{caller} needs the reducer, and this DistributedDataParallel has none: all its parameters' reductions "
             "are delayed, or compiled into backward."
         )
+    wrapper.refuse_parts(caller)
     return wrapper

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel.distributed import _find_tensors
 
 from .. import _C
 from . import transport as transports
+from .consistency import title_of
 from .hang_reports import HangReporter, waiting
 from .tag_board import show_collectives
 
@@ -86,7 +89,7 @@ class Reducer(_C.Reducer):
         gradients_stay_views: bool,
         plan_from_measurement: bool,
     ) -> None:
-        self._wrapper = f"DistributedDataParallel {next(_wrappers)} ({type(modules[0][1]).__name__})"
+        self._wrapper = f"DistributedDataParallel {next(_wrappers)} ({title_of(modules[0][1])})"
         super().__init__(
             params=params,
             names=names,
@@ -212,3 +215,9 @@ class Reducer(_C.Reducer):
 
     def _run_comm_hook(self, bucket: int, as_sum: bool = False) -> _C.PendingReduce:
         return self.reduce_zeros(bucket, as_sum)
+
+
+@_disable_dynamo
+def announce(reducer: Reducer, output: Any) -> None:
+    """Marks the outputs by which the reducer recognizes a forward's backward."""
+    reducer.announce(list(_find_tensors(output)))

@@ -9,6 +9,7 @@ from .. import _C
 from ..optim import deferral, pieces
 from ..optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
 from ..optim.sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
+from .over_groups import refuse_norm
 
 
 def clip_grad_norm_(
@@ -39,10 +40,12 @@ def clip_grad_norm_(
         The norm before clipping: float32 [], or float64 for float64 gradients; a replicated DTensor for DTensors.
 
     Raises:
-        NotImplementedError: step_in_backward() has stepped the parameters and left no gradient to clip.
+        NotImplementedError: step_in_backward() has stepped the parameters and left no gradient to clip. Also for
+            parameters of DistributedDataParallel's `process_groups`.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_norm(params, "clip_grad_norm_()")
     if float(norm_type) == 2.0 and _C.deferrals_of(params):
         return deferral.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     grads = [param.grad for param in params if param.grad is not None]

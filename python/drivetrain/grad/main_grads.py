@@ -138,6 +138,11 @@ def _kept_of(params: Iterable[Tensor]) -> list[tuple[_MainGrads, int]]:
     ]
 
 
+def is_kept(param: Tensor) -> bool:
+    """Returns whether main_grads() keeps this parameter's gradients."""
+    return bool(_kept_of([param]))
+
+
 def keep_in_buffer(reducer: _C.Reducer, params: Sequence[Tensor]) -> bool:
     """Moves the main gradients of a reducer's parameters into its flat gradient buffer; returns whether any exist."""
     with_main = [(place, param) for place, param in enumerate(params) if _kept_of([param])]

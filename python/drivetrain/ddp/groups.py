@@ -1,0 +1,218 @@
+"""Parameters of several process groups in one wrapper, such as experts: each group gets a reducer of its own.
+
+A part is a wrapper of the same module that leaves out all parameters and buffers of other groups. It takes part in
+forward and backward through the hooks of the wrapper that a script sees.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+
+from ..grad import main_grads
+from ..grad.over_groups import scales
+from .join import JoinsUnevenInputs
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+# What parts cannot do: it needs all gradients of one group, or changes what the sum is divided by.
+_REFUSED = (
+    "mixed_precision",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "reuse_norm",
+    "check_gradients",
+    "shard",
+)
+# What every part gets as the wrapper did.
+_SHARED = (
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "init_sync",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "transport",
+    "check_replicas_every",
+    "report_hang_after",
+    "wire_dtype",
+)
+
+
+class Part:
+    """The names of the parameters and buffers that one process group reduces.
+
+    Args:
+        group: The process group.
+        patterns: Patterns that name its parameters.
+        names: The matching names of parameters and buffers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, patterns: Sequence[str], names: frozenset[str]) -> None:
+        self.group, self.names = group, names
+        self.ranks = dist.get_process_group_ranks(group)
+        self.title = f"{', '.join(patterns)} over ranks {', '.join(map(str, self.ranks))}"
+
+    def view(self, module: nn.Module, ignored: set[str]) -> nn.Module:
+        """Returns another object for the module, in which the wrapper sees only this part's parameters."""
+        view = nn.Module.__new__(type(module))
+        view.__dict__.update(module.__dict__)
+        everything = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+        view.__dict__[_IGNORED] = sorted(ignored | (everything - self.names))
+        view.__dict__["_drivetrain_title"] = f"{type(module).__name__}, {self.title}"
+        return view
+
+
+def parts_of(
+    module: nn.Module, groups: Mapping[str, dist.ProcessGroup] | None, changed: Mapping[str, Any]
+) -> list[Part]:
+    """Returns the parts that `process_groups` asks for, in an order that all ranks share.
+
+    Args:
+        module: The module to wrap.
+        groups: The argument of DistributedDataParallel.
+        changed: Its arguments that differ from their defaults.
+
+    Raises:
+        TypeError: A pattern has no process group.
+        ValueError: A pattern matches no trained parameter, two groups match one, or this rank is not in a group.
+        NotImplementedError: Another argument does not go together with `process_groups`.
+    """
+    if not groups:
+        return []
+    for name in _REFUSED:
+        if changed.get(name):
+            raise NotImplementedError(f"{name} does not go together with process_groups: leave one of the two out.")
+    ignored = set(getattr(module, _IGNORED, ()))
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+    names = [n for n, _ in [*module.named_parameters(), *module.named_buffers()] if n not in ignored]
+    taken: dict[str, str] = {}
+    found: dict[int, tuple[dist.ProcessGroup, list[str], set[str]]] = {}
+    for pattern, group in groups.items():
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_groups[{pattern!r}] is {group!r}, expected a process group that this rank belongs to: leave "
+                "out groups of other ranks."
+            )
+        matching = fnmatch.filter(names, pattern)
+        if not any(name in trained for name in matching):
+            raise ValueError(
+                f"process_groups[{pattern!r}] matches no parameter that requires a gradient, expected a pattern of "
+                f"names such as {next(iter(trained), 'experts.*')!r}."
+            )
+        for name in matching:
+            if (other := taken.setdefault(name, pattern)) != pattern and groups[other] is not group:
+                raise ValueError(
+                    f"process_groups gives {name!r} two groups, by {other!r} and {pattern!r}: expected one group each."
+                )
+            if name in trained and main_grads.is_kept(trained[name]):
+                raise NotImplementedError(f"main_grads() does not go together with process_groups, for {name!r}.")
+        _, patterns, of_group = found.setdefault(id(group), (group, [], set()))
+        patterns.append(pattern)
+        of_group.update(matching)
+    if not trained.keys() - taken.keys():
+        raise ValueError(
+            "process_groups matches every trained parameter, expected some for process_group: pass the group of all "
+            "parameters as process_group instead."
+        )
+    parts = [Part(group, patterns, frozenset(matching)) for group, patterns, matching in found.values()]
+    return sorted(parts, key=lambda part: part.ranks)  # ranks of several groups wait for them in the same order
+
+
+@contextmanager
+def left_out(module: nn.Module, parts: Sequence[Part]) -> Iterator[None]:
+    """Makes wrappers that are built meanwhile ignore the parts' parameters and buffers."""
+    if not parts:
+        yield
+        return
+    before = module.__dict__.get(_IGNORED)
+    module.__dict__[_IGNORED] = sorted({*getattr(module, _IGNORED, ()), *(n for part in parts for n in part.names)})
+    try:
+        yield
+    finally:
+        del module.__dict__[_IGNORED]
+        if before is not None:
+            module.__dict__[_IGNORED] = before
+
+
+class ReducesOverGroups(JoinsUnevenInputs):
+    """The part of the wrapper that carries the wrappers of its parts along."""
+
+    def _parts(self) -> Sequence["ReducesOverGroups"]:
+        found: Sequence[ReducesOverGroups] = self.__dict__.get("_wrapped_parts", ())
+        return found
+
+    def _wrap_parts(self, parts: Sequence[Part], changed: Mapping[str, Any]) -> None:
+        """Wraps the module once more for each part. Its gradients become the sum over its group, divided by all ranks.
+
+        Raises:
+            ValueError: A part's group has ranks outside of the wrapper's.
+        """
+        for _, param in self.reducer.named_parameters() if self._has_reducer() else ():
+            if (scale := scales.pop(param, None)) is not None:
+                scale.remove()
+        everyone = set(dist.get_process_group_ranks(self.process_group))
+        for part in parts:
+            if outside := set(part.ranks) - everyone:
+                raise ValueError(
+                    f"process_groups: {part.title} has ranks {sorted(outside)} outside of process_group, expected some "
+                    f"of its ranks {sorted(everyone)}."
+                )
+        shared = {name: value for name, value in changed.items() if name in _SHARED}
+        wrapped = []
+        wrapper_type: Any = type(self)
+        ignored = set(getattr(self.module, _IGNORED, ()))
+        for part in parts:
+            wrapper = wrapper_type(
+                part.view(self.module, ignored), process_group=part.group, process_groups=None, **shared
+            )
+            factor = len(part.ranks) / len(everyone)
+            if factor != 1:
+                for _, param in wrapper.reducer.named_parameters():
+                    scales[param] = param.register_hook(partial(torch.mul, other=factor))
+            wrapped.append(wrapper)
+        self.__dict__["_wrapped_parts"] = wrapped
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        for part in self._parts():
+            part._pre_forward()
+        return prepared
+
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        for part in self._parts():
+            output = part._post_forward(output)
+        return output
+
+    def refuse_parts(self, what: str) -> None:
+        """Raises NotImplementedError if parameters belong to several groups, which `what` does not support."""
+        if self._parts():
+            raise NotImplementedError(
+                f"{what} does not go together with process_groups: wrap the parameters of each group on their own."
+            )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns the hook of a rank that has run out of inputs, as torch does.
+
+        Raises:
+            NotImplementedError: As in torch's Join, or the wrapper has `process_groups`.
+        """
+        self.refuse_parts("join()")
+        return super().join_hook(**kwargs)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self.refuse_parts("a new process group")
+        super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> Any:
+        self.refuse_parts("a copy of the wrapper")
+        return super().__getstate__()  # type: ignore[no-untyped-call]

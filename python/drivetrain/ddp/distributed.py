@@ -124,7 +124,7 @@ class DistributedDataParallel(ReducesOverGroups):
             rank has no CUDA parameters or no NCCL; every rank raises and says which rank and why.
         TypeError: The installed torch does not know an argument that has another value than its default.
         NotImplementedError: wire_dtype with CUDA parameters, another backend than gloo, or reductions past the reducer.
-            Also if shard does not go together with another argument, a parameter or its device.
+            Also if shard or process_groups does not go together with another argument, a parameter or its device.
     """
 
     logger: Logger

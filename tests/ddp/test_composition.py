@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ddp_cases import OnRanks, assert_equal_on_ranks
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain import accumulate, clip_grad_norm_
+from drivetrain import accumulate, clip_grad_norm_, optim
 
 BATCH = 8
 STEPS = 3
@@ -325,6 +325,8 @@ def refusals(transport: str) -> None:
     net = DDP(mlp(), transport=transport, process_groups={"2.*": halves[rank // 2]})
     with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
         clip_grad_norm_(net.parameters(), 1.0)
+    with pytest.raises(NotImplementedError, match="max_grad_norm"):
+        optim.SGD(net.parameters(), lr=0.1, max_grad_norm=1.0).step()
     net = DDP(mlp(), transport=transport, process_groups={"2.*": world})
     loss = net(batches()[0]).sum()
     for call in (

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ..grad import main_grads
-from ..grad.over_groups import scales
+from ..optim.over_groups import scales
 from .join import JoinsUnevenInputs
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"

@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import _C
 from ..optim import deferral, pieces
 from ..optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
+from ..optim.over_groups import refuse_norm
 from ..optim.sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
-from .over_groups import refuse_norm
 
 
 def clip_grad_norm_(

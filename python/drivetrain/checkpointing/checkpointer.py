@@ -174,7 +174,7 @@ class Checkpointer:
         self._encryption, self._audit = encryption, audit
         self._saver: Saver | None = None  # inside of the block
         self._store: Store | None = None
-        self._steps = self._saved_steps = 0  # the second: at the last save that began
+        self._steps = self._saved_steps = 0  # now, and at the last save that began
         self._elapsed = 0.0  # seconds inside of earlier blocks
         self._entered_at: float | None = None
         self._has_warned_of_grace = False

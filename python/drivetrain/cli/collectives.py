@@ -195,7 +195,7 @@ def judge(
     Args:
         outcomes: By rank, of those that have reported.
         world_size: Number of ranks.
-        slowest_link: Bytes per second of the slowest link between hosts; None: all ranks are on one host.
+        slowest_link: Bytes per second of the slowest link between hosts; None: no link bounds the sums.
         backend: What has summed.
     """
     silent = [rank for rank in range(world_size) if rank not in outcomes]

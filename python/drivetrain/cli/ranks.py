@@ -109,7 +109,8 @@ class Meeting:
         cards = self._collect(store)
         missing = [rank for rank in range(world_size) if rank not in cards]
         findings = [*own, *_wrong_elsewhere(cards, own)]
-        store.set("crowds", json.dumps(speed.crowds(*_machines_and_cores(cards))))
+        crowds = speed.crowds(*_machines_and_cores(cards))
+        store.set("crowds", json.dumps(crowds))
         store.set("complete", "no" if missing else "yes")
         if missing:
             text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
@@ -126,6 +127,8 @@ class Meeting:
             )
             findings += devices.judge({rank: card["device"] for rank, card in cards.items()}, hosts)
             probed, slowest_link = self._probe(store)
+            if crowds:  # Ranks without a core of their own reach no link's bandwidth together.
+                slowest_link = None
             findings += probed
             findings.append(self._all_reduce(store, hosts, slowest_link, collectives.GLOO))
             why_not = _why_no_nccl(cards)
@@ -222,8 +225,7 @@ class Meeting:
             probes = network.probe_peers(self._launch.rank, addresses)
             crowd = self._crowd(store)
             if probes and self._has_turn(store, crowd):
-                # Where ranks crowd a machine, something else may have delayed the first measurement.
-                probes[0] = network.measure_link(probes[0], addresses[probes[0].peer], times=2 if crowd else 1)
+                probes[0] = network.measure_link(probes[0], addresses[probes[0].peer], is_crowded=bool(crowd))
             store.set(f"probes/{self._launch.rank}", json.dumps([probe.as_dict() for probe in probes]))
             keys = [f"probes/{rank}" for rank in ranks]
             # A listener must outlive the other ranks' probes. The last turn may begin one timeout after this rank's.
@@ -244,8 +246,7 @@ class Meeting:
     def _has_turn(self, store: Store, crowd: list[int]) -> bool:
         """Waits until this rank may measure its link; returns False if its turn does not come in time.
 
-        Ranks that crowd a machine measure one after another. At the same time they would delay each other's packets
-        until TCP sends them again, and a sound link would look lossy.
+        Ranks that crowd a machine measure one after another. At the same time they would delay each other's packets.
         """
         before = crowd[: crowd.index(self._launch.rank)] if crowd else []
         return not before or self._wait(store, [f"probes/{before[-1]}"])

@@ -336,10 +336,13 @@ void register_optim(py::module_& m) {
       .def_property_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
         py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"), py::arg("last_look"));
-  m.def("is_only_reference", [](const py::dict& dict, const py::str& key) {
-    PyObject* value = PyDict_GetItem(dict.ptr(), key.ptr());
-    return value != nullptr && Py_REFCNT(value) == 1;
-  });
+  m.def(
+      "is_only_reference",
+      [](const py::dict& dict, const py::str& key) {
+        PyObject* value = PyDict_GetItem(dict.ptr(), key.ptr());
+        return value != nullptr && Py_REFCNT(value) == 1;
+      },
+      py::arg("dict"), py::arg("key"));
   m.def("optim_check_hypers", &check_hypers, py::arg("hypers"), py::arg("group"));
   m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);

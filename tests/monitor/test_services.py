@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -55,12 +56,18 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"WANDB_{name}", value)
     kept = run(["wandb:tests"])
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    rows = []
-    for data in records(path):
-        record = Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            rows.append({".".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
-    steps = [row for row in rows if "drivetrain/step/milliseconds" in row]
+
+    def logged_steps() -> list[dict[str, str]]:
+        rows = []
+        for data in records(path):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                rows.append({".".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+        return [row for row in rows if "drivetrain/step/milliseconds" in row]
+
+    deadline = time.monotonic() + 60
+    while len(steps := logged_steps()) < STEPS and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process of W&B writes the file
     assert [int(row["drivetrain/step"]) for row in steps] == list(range(1, STEPS + 1))
     for row, event in zip(steps, kept.steps(), strict=True):
         assert float(row["drivetrain/phase/backward_ms"]) == pytest.approx(1e3 * event["phases"]["backward"])

@@ -40,6 +40,9 @@ OWN_CLASSES = [
     for name, value in vars(optim).items()
     if isinstance(value, type) and value.__module__.startswith(optim.__name__)
 ]
+# torch's own classes and scaler, under whatever names drivetrain.install() puts in their place.
+TORCHS = {name: getattr(torch.optim, name) for name in OWN_CLASSES if hasattr(torch.optim, name)}
+TORCHS_SCALER = torch.amp.GradScaler
 
 
 class Scaled(Tensor):

@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,20 +12,9 @@ from torch import Tensor, nn
 
 import drivetrain
 from drivetrain.optim import base
-from optim_cases import OWN_CLASSES
+from optim_cases import TORCHS, TORCHS_SCALER
 
-TORCHS = {name: getattr(torch.optim, name) for name in OWN_CLASSES if hasattr(torch.optim, name)}
-TORCHS_SCALER = torch.amp.GradScaler
 STAYS = "stays torch's own class"
-
-
-@pytest.fixture
-def installed() -> Iterator[None]:
-    before = list(base.constructed)
-    drivetrain.install(optim=True)
-    yield
-    drivetrain.uninstall()
-    base.constructed[:] = before
 
 
 def params_in_one_memory() -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +15,10 @@ from torch import Tensor, nn
 import drivetrain
 from drivetrain import optim
 from drivetrain.optim import base
-from optim_cases import OWN_CLASSES, Scaled, scaled
+from optim_cases import TORCHS, TORCHS_SCALER, Scaled, scaled
 
-TORCHS = {name: getattr(torch.optim, name) for name in OWN_CLASSES if hasattr(torch.optim, name)}
-TORCHS_SCALER = torch.amp.GradScaler
 TORCHS_CLIP = torch.nn.utils.clip_grad_norm_
 PARTLY = "parameters by torch's own step"
-
-
-@pytest.fixture
-def installed() -> Iterator[None]:
-    before = list(base.constructed)
-    drivetrain.install(optim=True)
-    yield
-    drivetrain.uninstall()
-    base.constructed[:] = before
 
 
 def plain(seed: int) -> nn.Parameter:

@@ -65,6 +65,10 @@ def take_over(ours: Any, theirs: Any, params: list[Tensor], others: list[Tensor]
                 value.copy_(ours.state[param][entry])
 
 
+def make_finite(value: Tensor, fill: float = 1.0) -> None:
+    value.copy_(torch.where(value.isfinite(), value, torch.full_like(value, fill)))
+
+
 @every_option
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -106,14 +110,19 @@ def test_special_gradients_give_torchs_values(
                     msg=lambda text, what=what, entry=entry: f"{what}, {entry}: {text}",
                 )
             # Values that are not finite stay so; the next step must start from finite ones.
-            finite = torch.where(other.detach().isfinite(), other.detach(), torch.ones_like(other))
-            for each in (param, other):
-                each.detach().copy_(finite)
+            make_finite(other.detach())
+            param.detach().copy_(other.detach())
             for entry, value in theirs.state[other].items():
                 if value is not None:
                     fill = 0.0 if entry == "grad_avg" else 1.0  # A variance of 0 would leave rounding errors only.
-                    value.copy_(torch.where(value.isfinite(), value, torch.full_like(value, fill)))
+                    make_finite(value, fill)
                     ours.state[param][entry].copy_(value)
+
+
+def are_apart(found: Tensor, expected: Tensor, bound: Tensor) -> bool:
+    """Returns whether an element is farther than its bound, where both are finite, or is another special value."""
+    is_same = (found == expected) | (found.isnan() & expected.isnan())
+    return bool((~is_same & ~((found - expected).abs() <= bound)).any())
 
 
 @every_option
@@ -141,12 +150,10 @@ def test_16_bit_steps_are_torchs_float32_steps_rounded_once(
             }
             for entry, (found, exact) in pairs.items():
                 expected = exact.to(dtype)
-                is_same = (found == expected) | (found.isnan() & expected.isnan())
-                apart = torch.where(is_same, 0.0, (found.double() - expected.double()).abs())
                 # One step of the dtype, where the float32 results differ in their last bits next to a tie.
                 largest = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 0.0
                 bound = resolution * expected.double().abs().nan_to_num() + smallest + 1e-6 * largest
-                assert (apart <= bound).all(), (step, index, entry, found, expected)
+                assert not are_apart(found.double(), expected.double(), bound), (step, index, entry, found, expected)
         take_over(ours, theirs, params, others)
 
 
@@ -168,16 +175,6 @@ BEYOND_ROUNDING: dict[str, tuple[str, int, int]] = {
     "Rprop": ("products of small gradients vanish, so that their signs no longer count", 4, 64),
     "Adafactor": ("sums of squares overflow", 6, 96),
 }
-
-
-def make_finite(value: Tensor, fill: float = 1.0) -> None:
-    value.copy_(torch.where(value.isfinite(), value, torch.full_like(value, fill)))
-
-
-def are_apart(found: Tensor, expected: Tensor, bound: Tensor) -> bool:
-    """Returns whether an element is farther than its bound, where both are finite, or is another special value."""
-    is_same = (found == expected) | (found.isnan() & expected.isnan())
-    return bool((~is_same & ~((found - expected).abs() <= bound)).any())
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,0 +1,18 @@
+"""Fixtures of the optimizers' tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import drivetrain
+from drivetrain.optim import base
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    """Puts drivetrain's optimizers in the place of torch's, and forgets afterwards what the test has constructed."""
+    before = list(base.constructed)
+    drivetrain.install(optim=True)
+    yield
+    drivetrain.uninstall()
+    base.constructed[:] = before

@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +30,7 @@ from model import GPT, PRESETS
 from train import BETAS, MAX_GRAD_NORM, WEIGHT_DECAY, learning_rate
 
 from drivetrain import DistributedDataParallel as DDP
+from drivetrain.bench.ranks import on_ranks
 from drivetrain.optim import AdamW
 
 WIRES: tuple[str | None, ...] = (None, "bfloat16", "float8_e5m2")
@@ -99,42 +97,19 @@ def train(wire: str | None, seed: int, args: argparse.Namespace, corpus: Corpus)
     return [math.sqrt(statistics.mean(squares)), error_of_sum, held_out_loss(model.module, corpus, args.block_size)]
 
 
-def rank_main(rank: int, args: argparse.Namespace, folder: str, queue: Any) -> None:
-    """Trains every dtype with every seed on one rank; rank 0 puts {dtype: [figures of each seed]} into the queue."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
+def train_all(args: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Trains every dtype with every seed on one rank, and returns {dtype: [figures of each seed]}."""
     corpus = load_corpus()
     results: dict[str, list[list[float]]] = {}
     for seed in range(args.seeds):
         for wire in WIRES:
             results.setdefault(wire or "float32", []).append(train(wire, seed, args, corpus))
-    if rank == 0:
-        queue.put(results)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    return results
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Returns a row per dtype. Raises RuntimeError if a rank fails or takes too long."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue = context.Queue()
-        processes = [context.Process(target=rank_main, args=(r, args, folder, queue)) for r in range(args.ranks)]
-        for process in processes:
-            process.start()
-        try:
-            for _ in range(int(LIMIT_S)):
-                if not queue.empty() or any(process.exitcode not in (None, 0) for process in processes):
-                    break
-                processes[0].join(1.0)
-            if queue.empty():
-                raise RuntimeError(f"a rank failed, or the ranks did not finish within {LIMIT_S:g} s")
-            results: dict[str, list[list[float]]] = queue.get(timeout=10)
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
+    results: dict[str, list[list[float]]] = on_ranks(partial(train_all, args), args.ranks, timeout_s=LIMIT_S)
     reference = [figures[2] for figures in results["float32"]]
     rows = []
     for wire, seeds in results.items():

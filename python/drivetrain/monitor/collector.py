@@ -112,8 +112,8 @@ class Collector:
                 self._take(account)
             if is_last or self._is_due("advice", _ADVICE_S):
                 self._advise(is_last)
-            if not is_last and self._period_now() != self._period:
-                self._period = self._period_now()
+            if not is_last and (period := self._period_now()) != self._period:
+                self._period = period
                 self._compare()
             if is_last or self._is_due("system", _SYSTEM_S):
                 self._send("system", values=self._system.sample(), dropped=self._stream.dropped())

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 from ..checkpointing import CheckpointError, Store
-from . import checkpoint_resume, checkpoint_steps
+from . import checkpoint_resume, checkpoint_steps, checkpoint_survivors
 from .measure import Row, median_interval
 
 LIMIT_S = 600.0
@@ -42,6 +42,7 @@ def run(directory: Path | None, rounds: int, gib: float) -> list[Row]:
         del tensors
         rows.append(_flips(folder / "flips"))
         rows += checkpoint_steps.run(folder, min(rounds, 5))
+        rows.append(checkpoint_survivors.run(folder, min(rounds, 5)))
         rows += checkpoint_resume.run(folder)
     return rows
 

@@ -1,6 +1,7 @@
 """Starts fresh ranks with one thread each, for benchmarks that need a process group."""
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,9 +19,15 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device's type
 
 
 def on_ranks(
-    measure: Callable[[], Any], count: int = RANKS, backend: str = "gloo", timeout_s: float = JOIN_TIMEOUT_S
+    measure: Callable[[], Any],
+    count: int = RANKS,
+    backend: str = "gloo",
+    timeout_s: float = JOIN_TIMEOUT_S,
+    killed: int | None = None,
 ) -> Any:
     """Runs `measure` on `count` fresh ranks over `backend` and returns rank 0's result.
+
+    `measure` kills rank `killed` with SIGKILL, if one is given.
 
     Over NCCL, ranks take GPUs in turn. With fewer GPUs than ranks, several share one if NCCL permits it.
 
@@ -37,7 +44,7 @@ def on_ranks(
             process.start()
         for process in ranks:
             process.join(timeout_s)
-        failed = [r for r, process in enumerate(ranks) if process.exitcode != 0]
+        failed = [r for r, process in enumerate(ranks) if process.exitcode != (-signal.SIGKILL if r == killed else 0)]
         for process in ranks:
             process.kill()
         if failed:

@@ -262,10 +262,10 @@ def test_prometheus_listens_on_this_machine_alone(served: Any) -> None:
 
 def test_a_local_rank_has_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    port = free_port()
-    sink = Prometheus(port)
+    port = free_port()  # of local rank 1; local rank 0's needs not be free
+    sink = Prometheus(port - 1)
     try:
-        assert sink.url == f"http://127.0.0.1:{port + 1}/metrics"
+        assert sink.url == f"http://127.0.0.1:{port}/metrics"
     finally:
         sink.close()
 

@@ -1,5 +1,6 @@
 """Reads Python frames for messages: the user's line, and the object whose method runs."""
 
+import functools
 import gc
 import os
 import sys
@@ -12,7 +13,10 @@ import torch
 
 from . import _C
 
-_NOT_THE_USERS = tuple(str(Path(folder)) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
+_NOT_THE_USERS = (
+    *(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__)),
+    "<frozen",
+)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -43,8 +47,13 @@ def users_line(stack: list[FrameType]) -> str:
     It reads "gpt/train.py:88 in forward". Where there is no such line, it is the innermost one.
     """
     users = next((frame for frame in stack if _is_users(frame)), stack[0])
-    file = Path(*Path(users.f_code.co_filename).parts[-2:])
-    return f"{file}:{users.f_lineno} in {users.f_code.co_name}"
+    return f"{_short(users.f_code.co_filename)}:{users.f_lineno} in {users.f_code.co_name}"
+
+
+@functools.lru_cache(1024)
+def _short(path: str) -> str:
+    """Returns the file and its folder. The monitor asks several times a second, where a Path takes long."""
+    return str(Path(*Path(path).parts[-2:]))
 
 
 def place_of(thread: threading.Thread) -> str:
@@ -67,7 +76,7 @@ def self_of(frame: FrameType) -> object:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    return not (_is_in_standard_library(path) or path.startswith((*_NOT_THE_USERS, "<frozen")))
+    return not (_is_in_standard_library(path) or path.startswith(_NOT_THE_USERS))
 
 
 def _is_in_standard_library(path: str) -> bool:

@@ -25,14 +25,14 @@ from .system import System
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
-# Short steps fill it, and so do those of a device, whose recomputation has records of its own.
-_POLL_S, _BUSY_POLL_S = 0.25, 0.1
+# Short steps fill it, and so do those of a device, whose recomputation has records of its own. Ranks also show their
+# steps at multiples of the longer period by the clock, and rank 0 looks a little later. So it sees steps that are at
+# most one such period old, where the hosts' clocks agree.
+_POLL_S, _BUSY_POLL_S = 0.4, 0.1
+_LATER_S = 0.05
 _BUSY_STEPS_PER_S = 80
 _SYSTEM_S, _ADVICE_S = 5.0, 5.0
 _STOP_S = 5.0
-# Ranks show their steps at multiples of this by the clock, and rank 0 looks a little later. So it sees steps that are
-# at most one such period old, where the hosts' clocks agree.
-_EXCHANGE_S, _LATER_S = 0.25, 0.05
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 
@@ -133,7 +133,7 @@ class Collector:
 
     def _period_now(self) -> int:
         """Returns the number of the period of exchanges, by the clock that ranks share."""
-        return int((time.time() - self._delay_s) / _EXCHANGE_S)
+        return int((time.time() - self._delay_s) / _POLL_S)
 
     def _is_due(self, what: str, period_s: float) -> bool:
         now = time.monotonic()

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 
 from ..ddp.control_block import ControlBlock, connection_to_store, host_name
 from .hangs import Place
-from .stragglers import WINDOW, Straggler, find_straggler, profile_of
+from .stragglers import WINDOW, Profile, Straggler, find_straggler, profile_of
 
 _PERIOD_S = 1.0
 _PREFIX = "drivetrain/monitor/"
+
+
+class Message(TypedDict):
+    """What a rank shows the others."""
+
+    place: Place
+    profile: Profile | None
 
 
 class Exchange:
@@ -37,7 +44,9 @@ class Exchange:
         self._store = ControlBlock(connection_to_store(group), _PREFIX, ranks, self._rank, host_name(), _PERIOD_S)
         self._ranks = ranks
         self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._profile: Profile | None = None  # of the last steps; None: there were too few
         self._is_new = False
+        self._have_all_come = False
 
     def add(self, phases: Mapping[str, float]) -> None:
         """Notes a step of this rank: seconds by phase."""
@@ -54,27 +63,33 @@ class Exchange:
         Returns:
             On rank 0 the straggler, if there is one; and the places that were asked for. Both by global ranks.
         """
-        profile = profile_of(list(self._steps)) if self._is_new else None
-        mine = json.dumps(profile) if profile is not None else ""
+        compares = False
+        if self._is_new:
+            self._profile = profile_of(list(self._steps))
+            compares = self._profile is not None and self._rank == 0
         self._is_new = False
-
-        def ask(store: Any) -> tuple[list[bytes], list[tuple[int, bytes]]]:
-            store.set(_place_of(self._rank), json.dumps(place))
-            if mine:
-                store.set(f"{_PREFIX}{self._rank}", mine)
-            keys = [f"{_PREFIX}{rank}" for rank in range(self._world_size)]
-            # The store would wait for a key that does not exist.
-            profiles = list(store.multi_get(keys)) if mine and self._rank == 0 and store.check(keys) else []
-            others = [rank for rank in range(self._world_size) if rank != self._rank] if wants_others else []
-            return profiles, [(rank, store.get(_place_of(rank))) for rank in others if store.check([_place_of(rank)])]
-
-        profiles, places = self._store.ask(ask) or ([], [])
+        # One message, because each question to the store takes a round trip.
+        mine = json.dumps({"place": place, "profile": self._profile})
+        found = self._store.ask(lambda store: self._ask(store, mine, compares, wants_others)) or {}
+        messages: dict[int, Message] = {self._ranks[rank]: json.loads(text) for rank, text in found.items()}
+        places = {rank: message["place"] for rank, message in messages.items() if rank != self._ranks[self._rank]}
         straggler = None
-        if profiles:
-            self.has_compared = True
-            straggler = find_straggler({self._ranks[rank]: json.loads(text) for rank, text in enumerate(profiles)})
-        return straggler, {self._ranks[rank]: json.loads(text) for rank, text in places}
+        if compares and len(messages) == self._world_size:
+            profiles = {rank: profile for rank, message in messages.items() if (profile := message["profile"])}
+            if len(profiles) == self._world_size:
+                self.has_compared = True
+                straggler = find_straggler(profiles)
+        return straggler, places if wants_others else {}
 
-
-def _place_of(rank: int) -> str:
-    return f"{_PREFIX}place/{rank}"
+    def _ask(self, store: Any, mine: str, compares: bool, wants_others: bool) -> dict[int, bytes]:
+        """Publishes this rank's message, and returns the ranks' messages that are there, if they are wanted."""
+        store.set(f"{_PREFIX}{self._rank}", mine)
+        if not (compares or wants_others):
+            return {}
+        keys = {rank: f"{_PREFIX}{rank}" for rank in range(self._world_size)}
+        # The store would wait for a key that does not exist.
+        if not self._have_all_come and not store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if wants_others and store.check([key])}
+        else:
+            self._have_all_come = True
+        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}

@@ -18,7 +18,7 @@ _TIMES_THE_LONGEST = 3  # a phase that has taken longer before gets as many time
 
 
 class Place(TypedDict):
-    """Where a rank is, as it shows the others twice a second."""
+    """Where a rank is, as it shows the others."""
 
     beat: int  # grows with each message
     step: int  # under way

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,16 +40,22 @@ class _Lane:
         self.sink = sink
         self.num_dropped = 0
         self.error: str | None = None  # the first error
-        self._queue: queue.Queue[Event | None] = queue.Queue(capacity)
+        self._capacity = capacity
+        self._events: deque[Event] = deque()
+        self._has_news = threading.Event()
+        self._is_closing = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"drivetrain-monitor-{sink.name}", daemon=True)
         self._thread.start()
 
     def offer(self, event: Event) -> None:
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
+        if len(self._events) >= self._capacity:
             self._drop()
+            return
+        self._events.append(event)
+        # An event that is set already has not been cleared yet, and the thread looks into the queue after it clears it.
+        if not self._has_news.is_set():
+            self._has_news.set()
 
     def close(self, begin: float) -> None:
         """Waits until the sink has taken what is queued. What is left after its limit counts as dropped.
@@ -57,34 +63,40 @@ class _Lane:
         Args:
             begin: When the closing of all sinks began, by the monotonic clock.
         """
-        deadline = begin + self.sink.close_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            try:
-                self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
-                break
-            except queue.Full:
-                continue
-        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        self._is_closing = True
+        self._has_news.set()
+        self._thread.join(max(begin + self.sink.close_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._drop(self._queue.qsize())
+            self._drop(len(self._events))
+            self._events.clear()
             self._note(f"took nothing until the end of the run, within {self.sink.close_s:g} s")
 
     def _work(self) -> None:
-        is_open = False
-        while (event := self._queue.get()) is not None:
-            try:
-                if not is_open:
-                    self.sink.open()
-                    is_open = True
-                self.sink.write(event)
-            except Exception as error:
-                self._drop()
-                self._note(f"{type(error).__name__}: {error}")
+        is_open = is_last = False
+        while not is_last:
+            self._has_news.wait()
+            self._has_news.clear()
+            is_last = self._is_closing  # read first: no event comes after it
+            while (event := self._next()) is not None:
+                try:
+                    if not is_open:
+                        self.sink.open()
+                        is_open = True
+                    self.sink.write(event)
+                except Exception as error:
+                    self._drop()
+                    self._note(f"{type(error).__name__}: {error}")
         if is_open:
             try:
                 self.sink.close()
             except Exception as error:
                 self._note(f"{type(error).__name__}: {error}")
+
+    def _next(self) -> Event | None:
+        try:
+            return self._events.popleft()
+        except IndexError:
+            return None
 
     def _drop(self, count: int = 1) -> None:
         with self._lock:

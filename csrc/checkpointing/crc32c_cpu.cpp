@@ -1,11 +1,14 @@
 // Computes CRC32C. It is compiled once per instruction set, which DRIVETRAIN_ISA names, and includes no torch header.
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 
 #include "checkpointing/crc32c.h"
 
 #if defined(__SSE4_2__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace drivetrain::checkpointing::DRIVETRAIN_ISA {
@@ -63,21 +66,79 @@ uint64_t word_at(const unsigned char* bytes) {
   return word;
 }
 
-uint32_t extend(uint32_t state, const unsigned char* bytes, int64_t size) {
+constexpr int64_t kLine = 64;
+constexpr int64_t kAhead = 6 * kLane;  // the processor does not foresee three lanes, so that lines are asked for early
+
+// Extends the state by `size` bytes, a multiple of three lanes. line_at(lane, at) returns the line at an offset.
+template <typename LineAt>
+uint32_t extend_lanes(uint32_t state, int64_t size, LineAt line_at) {
   uint64_t first = state;
-  for (; size >= 3 * kLane; size -= 3 * kLane, bytes += 3 * kLane) {
+  for (int64_t begin = 0; begin < size; begin += 3 * kLane) {
     uint64_t second = 0, third = 0;
-    for (int64_t i = 0; i < kLane; i += 8) {
-      first = _mm_crc32_u64(first, word_at(bytes + i));
-      second = _mm_crc32_u64(second, word_at(bytes + kLane + i));
-      third = _mm_crc32_u64(third, word_at(bytes + 2 * kLane + i));
+    for (int64_t at = begin; at < begin + kLane; at += kLine) {
+      const unsigned char* const one = line_at(0, at);
+      const unsigned char* const two = line_at(1, at + kLane);
+      const unsigned char* const three = line_at(2, at + 2 * kLane);
+      for (int64_t i = 0; i < kLine; i += 8) {
+        first = _mm_crc32_u64(first, word_at(one + i));
+        second = _mm_crc32_u64(second, word_at(two + i));
+        third = _mm_crc32_u64(third, word_at(three + i));
+      }
     }
     first = over_lane(first) ^ second;
     first = over_lane(first) ^ third;
   }
-  for (; size >= 8; size -= 8, bytes += 8) first = _mm_crc32_u64(first, word_at(bytes));
-  for (; size > 0; --size, ++bytes) first = _mm_crc32_u8(static_cast<uint32_t>(first), *bytes);
   return static_cast<uint32_t>(first);
+}
+
+void prefetch(const unsigned char* line) {
+  _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);  // beyond the end it does nothing
+}
+
+uint32_t extend(uint32_t state, const unsigned char* bytes, int64_t size) {
+  const int64_t in_lanes = size - size % (3 * kLane);
+  state = extend_lanes(state, in_lanes, [bytes](int64_t, int64_t at) {
+    prefetch(bytes + at);
+    return bytes + at;
+  });
+  uint64_t last = state;
+  int64_t at = in_lanes;
+  for (; at + 8 <= size; at += 8) last = _mm_crc32_u64(last, word_at(bytes + at));
+  for (; at < size; ++at) last = _mm_crc32_u8(static_cast<uint32_t>(last), bytes[at]);
+  return static_cast<uint32_t>(last);
+}
+
+// Both are multiples of a line. A streaming store does not read the target's line first.
+void stream_line(unsigned char* to, const unsigned char* line) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(line));
+#else
+  for (int64_t i = 0; i < kLine; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_load_si128(reinterpret_cast<const __m128i*>(line + i)));
+  }
+#endif
+}
+
+uint32_t copy_small(uint32_t state, unsigned char* to, const unsigned char* from, int64_t size) {
+  if (size > 0) std::memcpy(to, from, size);  // an empty tensor may have no memory
+  return extend(state, to, size);
+}
+
+uint32_t copy_and_extend(uint32_t state, unsigned char* to, const unsigned char* from, int64_t size) {
+  const int64_t head = std::min(-reinterpret_cast<intptr_t>(to) & (kLine - 1), size);
+  state = copy_small(state, to, from, head);
+  to += head, from += head, size -= head;
+  const int64_t in_lanes = size - size % (3 * kLane);
+  alignas(kLine) unsigned char lines[3][kLine];
+  state = extend_lanes(state, in_lanes, [&](int64_t lane, int64_t at) {
+    prefetch(from + at);
+    std::memcpy(lines[lane], from + at, kLine);
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // no second read of the source, see copy_crc32c
+    stream_line(to + at, lines[lane]);
+    return lines[lane];
+  });
+  _mm_sfence();  // the thread that writes the file must see the copy
+  return copy_small(state, to + in_lanes, from + in_lanes, size - in_lanes);
 }
 
 #else
@@ -108,12 +169,27 @@ uint32_t extend(uint32_t state, const unsigned char* bytes, int64_t size) {
   return state;
 }
 
+constexpr int64_t kBlock = 12 << 10;  // a block is still in the first-level cache when its checksum is computed
+
+uint32_t copy_and_extend(uint32_t state, unsigned char* to, const unsigned char* from, int64_t size) {
+  for (int64_t at = 0; at < size; at += kBlock) {
+    const int64_t count = std::min(kBlock, size - at);
+    std::memcpy(to + at, from + at, count);
+    state = extend(state, to + at, count);
+  }
+  return state;
+}
+
 #endif
 
 }  // namespace
 
 uint32_t crc32c_cpu(uint32_t checksum, const unsigned char* bytes, int64_t size) {
   return ~extend(~checksum, bytes, size);
+}
+
+uint32_t copy_crc32c_cpu(uint32_t checksum, unsigned char* to, const unsigned char* from, int64_t size) {
+  return ~copy_and_extend(~checksum, to, from, size);
 }
 
 }  // namespace drivetrain::checkpointing::DRIVETRAIN_ISA

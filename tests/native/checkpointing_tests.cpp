@@ -61,9 +61,15 @@ void test_checksums() {
         const std::vector<unsigned char> bytes = drawn_bytes(size + offset, static_cast<uint32_t>(size));
         const uint32_t expected = reference_crc32c(bytes.data() + offset, size);
         expect(crc32c(0, bytes.data() + offset, size) == expected, name + ": CRC32C of " + std::to_string(size));
-        std::vector<unsigned char> copy(size);
-        expect(copy_crc32c(0, copy.data(), bytes.data() + offset, size) == expected, name + ": CRC32C of a copy");
-        expect(std::equal(copy.begin(), copy.end(), bytes.begin() + offset), name + ": the copy");
+        for (int64_t at = 0; at < 9; at += 3) {  // the target may begin at any address
+          std::vector<unsigned char> copy(size + 9, 0xA5);
+          const uint32_t found = copy_crc32c(0, copy.data() + at, bytes.data() + offset, size);
+          expect(found == expected, name + ": CRC32C of a copy");
+          expect(std::equal(bytes.begin() + offset, bytes.begin() + offset + size, copy.begin() + at), name + ": copy");
+          const auto is_kept = [](unsigned char byte) { return byte == 0xA5; };
+          expect(std::all_of(copy.begin(), copy.begin() + at, is_kept), name + ": bytes before the copy");
+          expect(std::all_of(copy.begin() + at + size, copy.end(), is_kept), name + ": bytes after the copy");
+        }
         const int64_t half = size / 2;
         const uint32_t first = crc32c(0, bytes.data() + offset, half);
         expect(crc32c(first, bytes.data() + offset + half, size - half) == expected, name + ": CRC32C in two parts");

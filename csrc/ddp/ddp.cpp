@@ -88,15 +88,18 @@ void set_mixed_precision(Reducer& reducer, at::ScalarType dtype) {
   reducer.with_parts([&](ReducerParts& parts) { parts.set_mixed_precision(dtype); });
 }
 
-using PlainRanges = std::vector<std::tuple<int64_t, int64_t, int>>;  // begin, end, rank
+using PlainRanges = std::vector<std::tuple<int64_t, int64_t, std::vector<int>>>;  // begin, end, ranks
 
 RankRanges rank_ranges(const PlainRanges& plain) {
   RankRanges ranges;
-  for (const auto& [begin, end, rank] : plain) ranges.push_back({begin, end, rank});
+  for (const auto& [begin, end, ranks] : plain) {
+    DT_INVARIANT(!ranks.empty());
+    ranges.push_back({begin, end, ranks[0], {ranks.begin() + 1, ranks.end()}});
+  }
   return ranges;
 }
 
-// Lets each rank keep a part of every reduced gradient only. kept: by parameter, (begin, end, rank) in elements. Takes
+// Lets each rank keep a part of every reduced gradient only. kept: by parameter, (begin, end, ranks) in elements. Takes
 // effect with the next layout of the buffer, which set_on_reduced() makes.
 void set_kept(Reducer& reducer, const std::vector<PlainRanges>& kept) {
   reducer.with_parts([&](ReducerParts& parts) {
@@ -401,6 +404,7 @@ void register_ddp(py::module_& m) {
           "carry_errors", [](Comm& comm, const at::Tensor& memory) { return HeldErrors{comm.carry_errors(memory)}; },
           py::arg("memory"), no_gil())
       .def("set_board", &Comm::set_board, py::arg("board").none())
+      .def("set_returning", &Comm::set_returning, py::arg("process_group"), no_gil())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil())
       .def("start_gather", &start_gather, py::arg("flat"), py::arg("ranges"), py::keep_alive<0, 1>(), no_gil());
   py::class_<HeldErrors>(m, "CarriedErrors");

@@ -107,7 +107,7 @@ std::shared_ptr<const RankRanges> GradBuffer::kept_ranges(const Bucket& bucket) 
     const int64_t element = static_cast<int64_t>(c10::elementSize(grad_dtype(param)));
     const int64_t offset = regions_[param].offset;
     for (const RankRange& kept : settings.kept[param]) {
-      ranges->push_back({offset + kept.begin * element, offset + kept.end * element, kept.rank});
+      ranges->push_back({offset + kept.begin * element, offset + kept.end * element, kept.rank, kept.also});
     }
   }
   std::sort(ranges->begin(), ranges->end(), [](const RankRange& a, const RankRange& b) { return a.begin < b.begin; });

@@ -343,7 +343,9 @@ class Hub {
 class HubLink final : public ddp::HostLink {
  public:
   explicit HubLink(Hub& hub) : hub_(hub) {}
-  void start(char* values, ElementType, int64_t numel) override { hub_.add(started_++, values, numel); }
+  void start(char* values, ElementType, int64_t numel, const std::shared_ptr<const ddp::RankRanges>&) override {
+    hub_.add(started_++, values, numel);
+  }
   bool finish_oldest() override { return hub_.is_done(finished_) && (++finished_, true); }
 
  private:

@@ -12,6 +12,7 @@ struct RankRange {
   int64_t begin;
   int64_t end;
   int rank;
+  std::vector<int> also = {};  // further ranks that a reduce-scatter brings the result to
 };
 
 // In ascending order, without overlap and with whole elements. Bytes in none of them belong to all ranks alike: a

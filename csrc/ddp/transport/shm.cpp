@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -18,6 +19,7 @@
 #include "ddp/transport/cores.h"
 #include "ddp/transport/peer_process.h"
 #include "ddp/transport/profiler_record.h"
+#include "ddp/transport/renumbered_ranges.h"
 #include "ddp/transport/shm_exchange.h"
 #include "ddp/transport/shm_segment.h"
 #include "ddp/transport/transport.h"
@@ -28,25 +30,6 @@ namespace {
 // The staging area is for small tensors outside of shared memory, such as the map of used parameters.
 constexpr int64_t kStagingBytes = 64 << 10;
 constexpr int64_t kPage = 4096;
-
-std::optional<ElementType> element_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return ElementType::kFloat32;
-    case at::kDouble:
-      return ElementType::kFloat64;
-    case at::kBFloat16:
-      return ElementType::kBFloat16;
-    case at::kHalf:
-      return ElementType::kFloat16;
-    case at::kInt:
-      return ElementType::kInt32;
-    case at::kLong:
-      return ElementType::kInt64;
-    default:
-      return std::nullopt;
-  }
-}
 
 at::ScalarType scalar_type(ElementType type) {
   for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt}) {
@@ -74,9 +57,10 @@ class TorchLink final : public HostLink {
   TorchLink(std::shared_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
       : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
 
-  void start(char* values, ElementType type, int64_t numel) override {
+  void start(char* values, ElementType type, int64_t numel, const std::shared_ptr<const RankRanges>& ranges) override {
     const auto keep = [owner = owner_of_(values)](void*) {};
-    started_.push_back(leaders_->start_sum(at::from_blob(values, {numel}, keep, at::dtype(scalar_type(type)))));
+    const at::Tensor sum = at::from_blob(values, {numel}, keep, at::dtype(scalar_type(type)));
+    started_.push_back(ranges ? leaders_->start_scatter(sum, ranges, true) : leaders_->start_sum(sum));
   }
 
   bool finish_oldest() override {
@@ -125,8 +109,13 @@ class ShmComm final : public Comm {
                            group_->getSize(), " ranks"));
     }
     bool several_hosts = false;
+    std::vector<int64_t> hosts;  // in the order of their first ranks
     for (int other = 0; other < group_->getSize(); ++other) {
       several_hosts |= options.hosts[other] != options.hosts[rank];
+      const auto found = std::find(hosts.begin(), hosts.end(), options.hosts[other]);
+      host_of_.push_back(static_cast<int>(found - hosts.begin()));
+      number_here_.push_back(options.hosts[other] == options.hosts[rank] ? num_local_ranks() : -1);
+      if (found == hosts.end()) hosts.push_back(options.hosts[other]);
       if (options.hosts[other] == options.hosts[rank]) host_.push_back(other);
     }
     if (several_hosts && host_[0] == rank) {
@@ -168,6 +157,7 @@ class ShmComm final : public Comm {
   int rank() const override { return torch_->rank(); }
   std::string name() const override { return exchange_ ? "shm" : torch_->name(); }
   std::string why_not() const override { return why_not_; }
+  void set_returning(const std::string& group_name) override { torch_->set_returning(group_name); }
   bool averages() const override { return exchange_.has_value(); }
   bool spins() const override { return exchange_ && spins_; }
   // Between hosts the process group of the leaders works in the background.
@@ -220,9 +210,12 @@ class ShmComm final : public Comm {
 
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
                                                bool as_sum) override {
-    if (exchange_ && num_local_ranks() == size()) {
-      if (auto reduce = start_shared(flat, as_sum ? 1 : 1.0 / size(), Exchange::kReduceScatter, ranges)) return reduce;
-    }
+    if (!exchange_) return torch_->start_scatter(flat, ranges, as_sum);
+    const bool has_all_ranks = num_local_ranks() == size();
+    const auto here = has_all_ranks ? ranges : std::make_shared<const RankRanges>(renumbered(*ranges, number_here_));
+    const auto of_hosts = leaders_ ? std::make_shared<const RankRanges>(renumbered(*ranges, host_of_)) : nullptr;
+    const double scale = as_sum ? 1 : 1.0 / size();
+    if (auto reduce = start_shared(flat, scale, Exchange::kReduceScatter, here, of_hosts)) return reduce;
     return as_sum ? start_sum(flat) : start(flat);
   }
 
@@ -314,7 +307,8 @@ class ShmComm final : public Comm {
   // Returns null where the process group must reduce: for other types, and for large tensors outside of shared memory.
   std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale,
                                               Exchange exchange = Exchange::kAllReduce,
-                                              std::shared_ptr<const RankRanges> ranges = nullptr) {
+                                              std::shared_ptr<const RankRanges> ranges = nullptr,
+                                              std::shared_ptr<const RankRanges> host_ranges = nullptr) {
     const std::optional<ElementType> type = element_type(flat.scalar_type());
     if (flat.layout() != at::kStrided) return nullptr;  // sparse
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
@@ -323,6 +317,7 @@ class ShmComm final : public Comm {
     ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sum};
     operation.exchange = exchange;
     operation.ranges = std::move(ranges);
+    operation.host_ranges = std::move(host_ranges);
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
     for (const auto& weak : buffers_) {
@@ -455,7 +450,9 @@ class ShmComm final : public Comm {
 
   std::shared_ptr<Comm> torch_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<int> host_;  // the ranks of this host, by local rank
+  std::vector<int> host_;         // the ranks of this host, by local rank
+  std::vector<int> host_of_;      // the number of each rank's host, in the order of their first ranks
+  std::vector<int> number_here_;  // the local rank of each rank; -1: on another host
   int local_rank_ = 0;
   std::shared_ptr<Comm> leaders_;  // null with one host and on ranks that are not their host's first
   std::unique_ptr<TorchLink> link_;

@@ -299,12 +299,13 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
     operation.residency->touch(operation.offset + begin * element, operation.offset + end * element, is_usual);
   }
   char* const* values = operation.values.data();
-  if (operation.exchange != Exchange::kAllReduce) {
-    compute_ranges(operation, begin * element, end * element);
+  const bool sums_for_link = stage == kSum && options_.several_hosts;
+  if (operation.exchange != Exchange::kAllReduce && !sums_for_link) {
+    compute_ranges(operation, stage, begin * element, end * element);
     return;
   }
   if (stage == kSum) {
-    const int num_outputs = options_.several_hosts ? 1 : options_.size;
+    const int num_outputs = sums_for_link ? 1 : options_.size;
     const bool adds_squares = is_square_sum_wanted(running);
     double square_sum = 0;
     sum_range({operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale,
@@ -322,28 +323,46 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
 }
 
 // Computes the bytes [begin, end) of an operation with ranges.
-void ShmExchange::compute_ranges(const Operation& operation, int64_t begin, int64_t end) const {
+void ShmExchange::compute_ranges(const Operation& operation, int stage, int64_t begin, int64_t end) const {
   const RankRanges& ranges = *operation.ranges;
   const int64_t element = bytes_of(operation.type);
   char* const* values = operation.values.data();
-  auto range = std::partition_point(ranges.begin(), ranges.end(), [&](const RankRange& r) { return r.end <= begin; });
-  const auto sum = [&](int64_t from, int64_t to, char* const* outputs, int num_outputs) {
-    if (operation.exchange != Exchange::kReduceScatter || from == to) return;
-    sum_range({operation.type, operation.type, values, options_.size, outputs, num_outputs, from / element,
-               to / element, operation.scale, nullptr});
+  std::vector<char*> outputs;
+  // targets: the ranks that get the values; null: all.
+  const auto compute = [&](int64_t from, int64_t to, const RankRange* targets) {
+    if (from == to) return;
+    outputs.clear();
+    const auto add = [&](int rank) {
+      if (rank >= 0) outputs.push_back(values[rank]);
+    };
+    if (targets == nullptr || operation.exchange == Exchange::kGather) {
+      outputs = operation.values;
+    } else {
+      add(targets->rank);
+      std::for_each(targets->also.begin(), targets->also.end(), add);
+    }
+    if (operation.exchange == Exchange::kReduceScatter && stage == kSum) {
+      sum_range({operation.type, operation.type, values, options_.size, outputs.data(),
+                 static_cast<int>(outputs.size()), from / element, to / element, operation.scale, nullptr});
+      return;
+    }
+    const char* const source = operation.exchange == Exchange::kGather ? values[targets->rank] : values[0];
+    for (char* const output : outputs) {
+      if (output != source) std::memcpy(output + from, source + from, to - from);
+    }
   };
+  auto range = std::partition_point(ranges.begin(), ranges.end(), [&](const RankRange& r) { return r.end <= begin; });
   int64_t done = begin;
+  const auto skip_to = [&](int64_t to) {
+    if (operation.exchange == Exchange::kReduceScatter) compute(done, to, nullptr);
+  };
   for (; range != ranges.end() && range->begin < end; ++range) {
     const int64_t from = std::max(begin, range->begin), to = std::min(end, range->end);
-    sum(done, from, values, options_.size);
-    sum(from, to, values + range->rank, 1);
+    skip_to(from);
+    compute(from, to, &*range);
     done = to;
-    if (operation.exchange != Exchange::kGather) continue;
-    for (int rank = 0; rank < options_.size; ++rank) {
-      if (rank != range->rank) std::memcpy(values[rank] + from, values[range->rank] + from, to - from);
-    }
   }
-  sum(done, end, values, options_.size);
+  skip_to(end);
 }
 
 // Runs the sums over hosts between the stages, on the first rank. Returns true if anything progressed.
@@ -353,7 +372,8 @@ bool ShmExchange::relay() {
     if (running.number <= relayed_ || running.num_chunks == 0) continue;
     const uint64_t done = slot_of(block_, running.number).done[kSum].load(std::memory_order_acquire);
     if (done != word_of(running.number, running.num_chunks)) break;
-    options_.link->start(running.operation.values[0], running.operation.type, running.operation.numel);
+    const Operation& operation = running.operation;
+    options_.link->start(operation.values[0], operation.type, operation.numel, operation.host_ranges);
     relayed_ = running.number;
     relaying_.push_back(running.number);
     moved = true;

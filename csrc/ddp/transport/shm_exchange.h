@@ -20,19 +20,21 @@ namespace drivetrain::ddp {
 
 struct SharedState;
 
-// What an operation does with the values of all ranks. Those with ranges are for one host.
+// What an operation does with the values of all ranks.
 enum class Exchange : uint8_t {
   kAllReduce,      // all ranks get the sum
   kReduceScatter,  // each rank gets the sum of its own ranges
-  kGather,         // all ranks get each range's values from the rank that it belongs to
+  kGather,         // all ranks get each range's values from the rank that it belongs to; for one host
 };
 
 // Sums over hosts. Only the first rank of a host has a link.
 class HostLink {
  public:
   virtual ~HostLink() = default;
-  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order.
-  virtual void start(char* values, ElementType type, int64_t numel) = 0;
+  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order. ranges:
+  // what each host needs of it; null: everything.
+  virtual void start(char* values, ElementType type, int64_t numel,
+                     const std::shared_ptr<const RankRanges>& ranges) = 0;
   // Returns true if the oldest sum is complete, and forgets it then. Throws its error.
   virtual bool finish_oldest() = 0;
 };
@@ -74,7 +76,10 @@ class ShmExchange {
     Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
     int64_t offset = 0;                      // bytes from the start of the residency's memory
     Exchange exchange = Exchange::kAllReduce;
-    std::shared_ptr<const RankRanges> ranges = nullptr;  // of every exchange but an all-reduce
+    // Of every exchange but an all-reduce, with the host's own numbers of ranks; -1: on another host.
+    std::shared_ptr<const RankRanges> ranges = nullptr;
+    // Of a reduce-scatter with several hosts: likewise, with numbers of hosts.
+    std::shared_ptr<const RankRanges> host_ranges = nullptr;
   };
 
   static int64_t shared_state_bytes(int size);
@@ -118,7 +123,7 @@ class ShmExchange {
   bool work_on(Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
   void compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const;
-  void compute_ranges(const Operation& operation, int64_t begin, int64_t end) const;
+  void compute_ranges(const Operation& operation, int stage, int64_t begin, int64_t end) const;
   bool relay();
   void announce();
   void spin_or_sleep(uint32_t event);

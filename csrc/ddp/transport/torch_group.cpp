@@ -17,6 +17,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/check.h"
+#include "ddp/transport/torch_scatter.h"
+
 namespace drivetrain::ddp {
 namespace {
 
@@ -124,6 +127,24 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
   return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
 }
 
+std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
+                                                        const std::shared_ptr<const RankRanges>& ranges, bool as_sum) {
+  const std::optional<ElementType> type = element_type(flat.scalar_type());
+  const auto goes_on = [](const RankRange& range) { return !range.also.empty(); };
+  const bool returns = std::any_of(ranges->begin(), ranges->end(), goes_on);
+  if (backend_ != "gloo" || size() == 1 || flat.layout() != at::kStrided || !flat.is_cpu() || !type ||
+      (returns && !returning_) || !TorchScatter::pays(*ranges, static_cast<int64_t>(flat.nbytes()), size())) {
+    return as_sum ? start_sum(flat) : start(flat);
+  }
+  DT_INVARIANT(flat.is_contiguous());
+  return std::make_unique<TorchScatter>(flat, *type, *ranges, *this, returns ? returning_ : nullptr);
+}
+
+void TorchComm::set_returning(const std::string& group_name) {
+  returning_ = std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks());
+  DT_INVARIANT(returning_->size() == size() && returning_->rank() == rank());
+}
+
 std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at::Tensor sent,
                                                          std::vector<int64_t> received_counts,
                                                          std::vector<int64_t> sent_counts) {
@@ -197,6 +218,25 @@ class TorchExchange final : public HostExchange {
 
 std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name) {
   return std::make_unique<TorchExchange>(group_name);
+}
+
+std::optional<ElementType> element_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ElementType::kFloat32;
+    case at::kDouble:
+      return ElementType::kFloat64;
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    case at::kHalf:
+      return ElementType::kFloat16;
+    case at::kInt:
+      return ElementType::kInt32;
+    case at::kLong:
+      return ElementType::kInt64;
+    default:
+      return std::nullopt;
+  }
 }
 
 std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks) {

@@ -46,6 +46,9 @@ class TorchComm final : public Comm {
   std::string name() const override { return "torch"; }
   at::Tensor allocate(int64_t bytes, c10::Device device) override;
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
+                                               bool as_sum) override;
+  void set_returning(const std::string& group_name) override;
 
   // Starts to send every rank its part of `sent`, and to receive the ranks' parts one behind another in `received`.
   // Both are uint8 [any]; the counts are each rank's bytes, [size].
@@ -55,6 +58,7 @@ class TorchComm final : public Comm {
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string backend_;
+  std::shared_ptr<TorchComm> returning_;  // null: sums go to one rank each
 };
 
 }  // namespace drivetrain::ddp

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ddp/transport/rank_ranges.h"
+#include "ddp/transport/rank_sum.h"
 #include "ddp/transport/tag_board.h"
 #include "ddp/transport/wire_format.h"
 
@@ -93,12 +94,16 @@ class Comm {
   // Starts an all-reduce that leaves the sum even if averages() is true, for counts.
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
   // Starts an in-place reduce-scatter: as start(), or as start_sum() if as_sum is true, but each rank gets the result
-  // of its own ranges only, and other values are undefined. A transport without one reduces everything.
+  // of its own ranges only, and other values are undefined. A transport reduces everything where it has none, or where
+  // that takes fewer bytes.
   virtual std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
                                                        const std::shared_ptr<const RankRanges>& /*ranges*/,
                                                        bool as_sum) {
     return as_sum ? start_sum(flat) : start(flat);
   }
+  // Names a process group of the same ranks in which only this transport sends sums to the further ranks of ranges.
+  // Waits for reduce-scatters then communicate: every rank must wait for them in the same order.
+  virtual void set_returning(const std::string& /*group_name*/) {}
   // Starts an in-place all-gather: every rank gets the values of each range from the rank that it belongs to. Returns
   // null if this transport has none for that tensor, on every rank alike.
   virtual std::unique_ptr<PendingReduce> start_gather(const at::Tensor& /*flat*/,
@@ -117,6 +122,9 @@ class Comm {
   Tag tag_;
   std::shared_ptr<TagBoard> board_;
 };
+
+// Returns the type of elements that transports add themselves; nothing: the process group must.
+std::optional<ElementType> element_type(at::ScalarType dtype);
 
 // Makes a transport over any torch process group, by the name under which torch registered it, for tensors on that type
 // of device.

@@ -1,7 +1,9 @@
 """Shares optimizer states and gradients among ranks: the part of DistributedDataParallel behind `shard`."""
 
 import functools
+import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +17,7 @@ from ..grad import main_grads
 from ..optim import pieces
 from ..optim.sharded import is_dtensor
 from . import transport as transports
+from .gather import gather_objects
 from .gathers import Gathers, Pending, finish, watch
 from .kept_rows import KeptRows
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 CHOICES = (None, "optimizer", "gradients")
 _ALIGNMENT = 64  # bytes, of each parameter's memory
 _BUCKET_BYTES = 25 * 2**20
+
+_Range = tuple[int, int, list[int]]  # where it begins and ends, and the ranks that it belongs to
 
 
 def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
@@ -120,9 +125,19 @@ def of(
 
     Raises:
         NotImplementedError: The wrapper reduces past its reducer, or has sparse gradients.
-        ValueError: This rank is not in `shard_group`, or that has ranks outside of the wrapper's group.
+        ValueError: This rank is not in `shard_group`, or that has ranks outside of the wrapper's group. Also if it has
+            one rank here and several elsewhere, with "gradients".
     """
     group = wrapper.process_group if shard_group is None else _checked_group(shard_group, wrapper.process_group)
+    places = [(rank, dist.get_world_size(group)) for rank in range(dist.get_world_size(group))]
+    if shard == "gradients" and shard_group is not None:
+        places = gather_objects((dist.get_rank(group), dist.get_world_size(group)), wrapper.process_group)
+        sizes = [size for _, size in places]
+        if min(sizes) == 1 < max(sizes):
+            raise ValueError(
+                f"shard_group has the single rank {sizes.index(1)}, and {max(sizes)} ranks elsewhere: expected groups "
+                "of at least two ranks, or of one everywhere."
+            )
     if shard is None or dist.get_world_size(group) == 1:
         wrapper._shard = None
         return None
@@ -145,6 +160,7 @@ def of(
         shard_group,
         wrapper.reducer.comm,
         transport,
+        places,
         wrapper.module if overlaps else None,
     )
 
@@ -203,6 +219,7 @@ class Sharding:
         shard_group: The ranks that share states; None takes `process_group`.
         comm: The transport over `process_group`.
         transport: The requested transport.
+        places: For every rank of `process_group`, its number in the group that shares states, and this group's size.
         overlaps: The module whose use awaits gathers; None: they end in `step()`.
 
     Raises:
@@ -218,6 +235,7 @@ class Sharding:
         shard_group: dist.ProcessGroup | None,
         comm: _C.Comm,
         transport: str,
+        places: Sequence[tuple[int, int]],
         overlaps: nn.Module | None,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -242,8 +260,11 @@ class Sharding:
         self.rows: KeptRows | None = None
         if shard == "gradients":
             main_grads.leave_to_rows(self._params)
-            if shard_group is None:  # else a rank outside of the group may own the same rows
-                reducer.set_kept([self._elements(param) for param in self._params])
+            reducer.set_kept([_owners(param, places) for param in self._params])
+            if any(places.count(place) > 1 for place in places) and comm.name == "torch":
+                beside = transports.group_beside(process_group, list(range(len(places))))
+                assert beside is not None
+                comm.set_returning(beside.group_name)
             self.rows = KeptRows(self._params, reducer, process_group)
 
     def __reduce__(self) -> Any:
@@ -281,7 +302,7 @@ class Sharding:
             _, last, offset = plan[-1]
             size = offset + (last.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
             flat = self._comm.allocate(max(size, _ALIGNMENT), "cpu")
-            ranges: list[tuple[int, int, int]] = []
+            ranges: list[_Range] = []
             views: list[list[Tensor]] = [[] for _ in range(self._size)]
             for name, param, offset in plan:
                 moved = _C.piece_of(flat, offset, param.shape, param.stride(), param.dtype)
@@ -292,25 +313,12 @@ class Sharding:
             most = max(sum(map(len, theirs)) for theirs in views)
             self._buckets.append(_Bucket(flat, _C.RankRanges(ranges), views[self._rank], views, most))
 
-    def _elements(self, param: nn.Parameter) -> list[tuple[int, int, int]]:
-        """Returns which of a parameter's elements belong to which rank."""
-        if not param.ndim or not param.numel():
-            return []
-        per_row = param.numel() // param.shape[0]
-        return [(first * per_row, last * per_row, rank) for rank, (first, last) in enumerate(self._rows(param))]
-
-    def _rows(self, param: nn.Parameter) -> list[tuple[int, int]]:
-        """Returns each rank's first row of a parameter and the one behind its last."""
-        count = param.shape[0]
-        per_rank = -(-count // self._size)
-        return [(min(rank * per_rank, count), min((rank + 1) * per_rank, count)) for rank in range(self._size)]
-
     def _divide(
         self,
         name: str,
         param: nn.Parameter,
         offset: int,
-        ranges: list[tuple[int, int, int]],
+        ranges: list[_Range],
         views: list[list[Tensor]],
         flat: Tensor,
     ) -> None:
@@ -322,17 +330,54 @@ class Sharding:
         if param.ndim:
             placement = Shard(0)
             row_bytes = param.nbytes // max(param.shape[0], 1)
-            rows = self._rows(param)[self._rank]
-            for rank, (first, last) in enumerate(self._rows(param)):
+            rows = _rows(param, self._rank, self._size)
+            for rank in range(self._size):
+                first, last = _rows(param, rank, self._size)
                 if last > first:
                     begin, end = offset + first * row_bytes, offset + last * row_bytes
-                    ranges.append((begin, end, rank))
+                    ranges.append((begin, end, [rank]))
                     views[rank].append(flat[begin:end])
             whole = whole[rows[0] : rows[1]]
         part = DTensor.from_local(
             whole, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
         )
         pieces.add(param, pieces.Piece(name, param, part, rows, self))
+
+
+def _rows(param: Tensor, rank: int, size: int) -> tuple[int, int]:
+    """Returns a rank's first row of a parameter and the one behind its last."""
+    count = param.shape[0]
+    per_rank = -(-count // size)
+    return min(rank * per_rank, count), min((rank + 1) * per_rank, count)
+
+
+def _owners(param: Tensor, places: Sequence[tuple[int, int]]) -> list[_Range]:
+    """Returns which of a parameter's elements belong to which ranks.
+
+    Where rows belong to several ranks, each of these comes first for an equal part of them, which it sums.
+
+    Args:
+        param: The parameter.
+        places: As in `Sharding`.
+    """
+    if not param.ndim or not param.numel():
+        return []
+    per_row = param.numel() // param.shape[0]
+    changes: defaultdict[int, list[int]] = defaultdict(list)  # the ranks whose rows begin or end, by element
+    for rank, place in enumerate(places):
+        for row in _rows(param, *place):
+            changes[row * per_row].append(rank)
+    found: list[_Range] = []
+    active: set[int] = set()
+    for begin, end in itertools.pairwise(sorted(changes)):
+        for rank in changes[begin]:
+            active ^= {rank}
+        owners = sorted(active)
+        parts = [begin + (end - begin) * part // len(owners) for part in range(len(owners) + 1)]
+        for first, (start, stop) in enumerate(itertools.pairwise(parts)):
+            if start < stop:
+                found.append((start, stop, owners[first:] + owners[:first]))
+    return found
 
 
 def _check_param(name: str, param: Tensor) -> None:

@@ -1,0 +1,156 @@
+"""Compares reduce-scatters of shard="gradients" with all-reduces: bits on every transport, and bytes on the wire."""
+
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain import DistributedDataParallel
+from drivetrain.ddp import sharding
+from drivetrain.ddp import transport as transports
+
+OnRanks = Callable[..., list[Any]]
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
+
+# Offsets of tcpi_bytes_sent in Linux's struct tcp_info, and of its end.
+_BYTES_SENT = (200, 208)
+
+
+def sent_bytes() -> int:
+    """Returns the bytes that this process's TCP connections have sent."""
+    total = 0
+    for name in list(Path("/proc/self/fd").iterdir()):
+        if not name.is_socket():
+            continue  # the listing's own file is closed meanwhile
+        with socket.socket(fileno=os.dup(int(name.name))) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT[1])
+                total += struct.unpack("<Q", info[_BYTES_SENT[0] :])[0]
+    return total
+
+
+class Sizes(nn.Module):
+    """Parameters of all kinds of sizes; one is sent in several messages. Their gradients are the inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes = ((), (1,), (3,), (5, 7), (2, 300, 3), (0, 4), (1000, 513), (17,), (4096, 8))
+        self.weights = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape in shapes])
+
+    def forward(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [torch.randn(w.shape, generator=generator).to(w.dtype) for w in self.weights]
+        return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
+
+
+def wrapped(transport: str, ranks_per_host: int, groups: list[list[int]], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Returns an unsharded and a sharded wrapper with the same buckets, on ranks that pretend to be on hosts."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    mine = next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
+    options: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transports, "_host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
+        plain = DistributedDataParallel(Sizes(dtype), **options)
+        return plain, DistributedDataParallel(Sizes(dtype), shard="gradients", shard_group=mine, **options)
+
+
+# ---- Bits.
+
+
+def compare_bits(layouts: list[list[list[int]]]) -> None:
+    for groups, (transport, per_host) in itertools.product(layouts, (("torch", 1), ("shm", 2), ("shm", 4))):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            plain, net = wrapped(transport, per_host, groups, dtype)
+            for step in range(2):
+                for model in (plain, net):
+                    model.zero_grad()
+                    model(100 * step + dist.get_rank()).backward()
+                for index, (a, b) in enumerate(zip(net.module.weights, plain.module.weights, strict=True)):
+                    assert isinstance(a.grad, DTensor)
+                    what = (groups, transport, per_host, dtype, step, index)
+                    assert torch.equal(a.grad.full_tensor(), b.grad), what
+
+
+def test_scattered_sums_have_the_bits_of_all_reduced_ones(
+    on_ranks: OnRanks, on_three_ranks: OnRanks, on_four_ranks: OnRanks
+) -> None:
+    on_ranks(compare_bits, [[]])
+    on_three_ranks(compare_bits, [[]])
+    on_four_ranks(compare_bits, [[], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+
+
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [2, 3], [3, 2, 4]], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 3), (64, 2)], ids=str)
+def test_every_element_belongs_to_one_rank_of_each_group(sizes: list[int], shape: tuple[int, ...]) -> None:
+    places = [(rank, size) for size in sizes for rank in range(size)]
+    param = torch.zeros(shape)
+    ranges = sharding._owners(param, places)
+    assert ranges == sorted(ranges)
+    owners: list[set[int]] = [set() for _ in range(param.numel() if shape else 0)]
+    for begin, end, ranks in ranges:
+        assert len(ranks) == len(set(ranks)) == len(sizes)
+        for element in range(begin, end):
+            assert not owners[element]
+            owners[element] = set(ranks)
+    for element, ranks in enumerate(owners):
+        row = element // (param.numel() // shape[0])
+        expected = set()
+        for rank, (number, size) in enumerate(places):
+            first, last = sharding._rows(param, number, size)
+            expected |= {rank} if first <= row < last else set()
+        assert ranks == expected
+
+
+def test_ranks_of_a_group_sum_equal_parts_of_their_rows() -> None:
+    places = [(0, 2), (1, 2)] * 4
+    ranges = sharding._owners(torch.zeros(16, 4), places)
+    firsts = [ranks[0] for _, _, ranks in ranges]
+    assert sorted(firsts) == list(range(8))
+    assert {end - begin for begin, end, _ in ranges} == {8}
+
+
+# ---- Bytes.
+
+
+def bytes_on_the_wire(cases: list[tuple[str, int, list[list[int]]]]) -> list[tuple[float, float]]:
+    """Returns, for each case, what this rank sends per byte of gradients without and with `shard`."""
+    found = []
+    for transport, per_host, groups in cases:
+        models = wrapped(transport, per_host, groups, torch.float32)
+        whole = sum(weight.nbytes for weight in models[0].module.weights)
+        sent = []
+        for model in models:
+            for step in range(2):  # the first may exchange plans
+                dist.barrier()
+                before = sent_bytes()
+                model(step).backward()
+                dist.barrier()
+            sent.append((sent_bytes() - before) / whole)
+        found.append((sent[0], sent[1]))
+    return found
+
+
+# The transport, the ranks of a host, the groups that share states, and the expected bytes per byte of gradients
+# without and with `shard`, of the rank that sends the most.
+WIRE = [
+    ("torch", 1, [], 2 * 3 / 4, 3 / 4),
+    ("torch", 1, [[0, 1], [2, 3]], 2 * 3 / 4, 3 / 4 + 1 / 4),
+    ("shm", 2, [], 2 * 1 / 2, 1 / 2),
+    ("shm", 2, [[0, 1], [2, 3]], 2 * 1 / 2, 2 * 1 / 2),  # each host needs everything
+]
+
+
+def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks) -> None:
+    by_rank = on_four_ranks(bytes_on_the_wire, [case[:3] for case in WIRE])
+    for case, found in zip(WIRE, zip(*by_rank, strict=True), strict=True):
+        for sent, expected in zip(zip(*found, strict=True), case[3:], strict=True):
+            assert max(sent) == pytest.approx(expected, rel=0.03), (case, found)

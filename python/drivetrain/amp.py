@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .optim import sparse
+from .optim import over_groups, sparse
 from .optim.base import FusedOptimizer, in_place_of
 from .optim.deferral import defer_unscaling
 
@@ -92,8 +92,15 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Replaces the pass of unscale_() where gradients can wait for the step."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if over_groups.has_any(params):  # ranks hold different gradients, and must skip the same steps
+            by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = torch.stack([found_inf, *(flag.to(found_inf.device) for flag in by_device.values())]).max()
+            over_groups.share_overflow(params, [found])
+            for flag in by_device.values():
+                flag.copy_(found)
+            return by_device
         if isinstance(optimizer, FusedOptimizer) and not allow_fp16:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
             flags = defer_unscaling(params, inv_scale, found_inf)
             if flags is not None:
                 return flags

@@ -4,6 +4,13 @@ test_ddp_contract.py compares tensor parallelism inside a wrapper with torch's c
 """
 
 import copy
+import functools
+import gc
+import os
+import re
+import signal
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ddp_cases import OnRanks, assert_equal_on_ranks
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain import accumulate, clip_grad_norm_, optim
+from drivetrain import accumulate, amp, clip_grad_norm_, optim
+from drivetrain.optim import deferral
+from warm import WarmScript
 
 BATCH = 8
 STEPS = 3
@@ -275,6 +284,138 @@ def in_one_wrapper(transport: str, mode: str) -> None:
     assert_equal_on_ranks([p.detach() for p in model.router.parameters()])
 
 
+# ---- Norms and overflows of parameters that ranks hold differently.
+
+MAX_NORM = 0.05  # below the norm of every step
+
+
+def experts_of_two(transport: str) -> tuple[Any, int]:
+    """Returns a wrapper with one of two experts, and the number of this rank's expert."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    number = mesh.get_local_rank("experts")
+    model = Routed(number, mesh["experts"].get_group())
+    del model.unused
+    groups = {"experts.*": mesh["replicas"].get_group()}
+    return DDP(model, transport=transport, process_groups=groups, bucket_cap_mb=1e-4), number
+
+
+def clip_and_step(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Returns the norm before clipping."""
+    norm = torch.tensor(0.0)
+    if way == "drivetrain's function":
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+    if way == "torch's function, replaced":
+        norm = deferral.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    if way == "max_grad_norm":
+        assert isinstance(optimizer, optim.AdamW)
+        norm = torch.tensor(optimizer.grad_norm)
+    return norm
+
+
+def clips_as_one_process(transport: str) -> None:
+    for way in ("drivetrain's function", "torch's function, replaced", "max_grad_norm"):
+        twin = Both()
+        theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
+        net, number = experts_of_two(transport)
+        options = {"max_grad_norm": MAX_NORM} if way == "max_grad_norm" else {}
+        ours = optim.AdamW(net.parameters(), lr=0.01, **options)
+        for x in batches():
+            theirs.zero_grad()
+            twin(x).pow(2).mean().backward()
+            expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM)
+            theirs.step()
+            ours.zero_grad()
+            net(x.chunk(4)[dist.get_rank()]).pow(2).mean().backward()
+            norm = clip_and_step(way, net, ours)
+            assert expected > MAX_NORM
+            torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
+            assert_equal_on_ranks([norm, *(p.detach() for p in net.module.router.parameters())])
+        for name, p in net.module.router.named_parameters():
+            close(p.detach(), twin.get_parameter(f"router.{name}").detach())
+        for name, p in net.module.experts[0].named_parameters():
+            close(p.detach(), twin.get_parameter(f"experts.{number}.{name}").detach())
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_norms_over_experts_are_those_of_one_process(on_four_ranks: OnRanks, transport: str) -> None:
+    on_four_ranks(clips_as_one_process, transport)
+
+
+def skips_alike() -> None:
+    """Only the ranks of expert 1 have an overflow, in the second step. All must skip it and halve the scale."""
+    for kind in (torch.optim.SGD, optim.SGD, functools.partial(optim.SGD, max_grad_norm=MAX_NORM)):
+        for unscales in (False, True):
+            net, number = experts_of_two("torch")
+            optimizer = kind(net.parameters(), lr=0.1)
+            scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+            spoil = [1.0]
+            net.module.experts[0].weight.register_hook(lambda grad, spoil=spoil: grad * spoil[0])
+            for step, x in enumerate(batches()):
+                spoil[0] = torch.inf if step == 1 and number == 1 else 1.0
+                before = [p.detach().clone() for p in net.parameters()]
+                optimizer.zero_grad()
+                scaler.scale(net(x.chunk(4)[dist.get_rank()]).pow(2).mean()).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                moved = [not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)]
+                assert all(moved) if step != 1 else not any(moved), (kind, unscales, step, moved)
+                assert scaler.get_scale() == (8.0 if step == 0 else 4.0), (kind, unscales, step)
+            assert_equal_on_ranks([p.detach() for p in net.module.router.parameters()])
+
+
+def test_all_ranks_skip_a_step_with_an_overflow_of_one_expert(on_four_ranks: OnRanks) -> None:
+    on_four_ranks(skips_alike)
+
+
+DYING_RANK = """
+    import os, signal, torch, torch.distributed as dist
+    from datetime import timedelta
+    from torch import nn
+    from drivetrain import DistributedDataParallel as DDP, clip_grad_norm_
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = nn.ModuleDict({"router": nn.Linear(64, 64), "experts": nn.Linear(64, 64)})
+    model.forward = lambda x: model["experts"](model["router"](x))
+    net = DDP(model, process_groups={"experts.*": halves[rank % 2]})
+
+    def die(*_):
+        if rank == 3 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if "WHERE" == "backward":
+        model["experts"].weight.register_hook(die)
+    for step in range(10_000):
+        net.zero_grad()
+        net(torch.randn(4, 64)).sum().backward()
+        if "WHERE" == "norm":
+            die()
+        clip_grad_norm_(net.parameters(), 1.0)
+"""
+
+
+@pytest.mark.parametrize("where", ["backward", "norm"])
+def test_the_others_name_a_rank_of_an_expert_that_dies(tmp_path: Path, where: str) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(textwrap.dedent(DYING_RANK).replace("WHERE", where))
+    world = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
+    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(4)]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[3].returncode == -signal.SIGKILL
+    for rank, error in zip(ranks[:3], errors, strict=False):
+        assert rank.returncode == 1, error
+        assert re.search(r"[Rr]ank 3 (\(rank 1 of its group\) )?has (died|ended)", error), error
+
+
 def step_used(model: nn.Module, lr: float = 0.1) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -323,10 +464,16 @@ def refusals(transport: str) -> None:
             DDP(mlp(), transport=transport, process_group=pair, process_groups={"2.*": world})
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     net = DDP(mlp(), transport=transport, process_groups={"2.*": halves[rank // 2]})
-    with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
-        clip_grad_norm_(net.parameters(), 1.0)
-    with pytest.raises(NotImplementedError, match="max_grad_norm"):
-        optim.SGD(net.parameters(), lr=0.1, max_grad_norm=1.0).step()
+    net(batches()[0]).sum().backward()
+    before = [p.grad.clone() for p in net.parameters()]
+    with pytest.raises(NotImplementedError, match="norm_type is inf"):
+        clip_grad_norm_(net.parameters(), 1.0, norm_type=torch.inf)
+    kept = list(net.parameters())
+    del net
+    gc.collect()
+    with pytest.raises(RuntimeError, match="was deleted: keep the wrapper"):
+        clip_grad_norm_(kept, 1.0)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(kept, before, strict=True))
     net = DDP(mlp(), transport=transport, process_groups={"2.*": world})
     loss = net(batches()[0]).sum()
     for call in (

@@ -5,6 +5,7 @@ forward and backward through the hooks of the wrapper that a script sees.
 """
 
 import fnmatch
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ..grad import main_grads
-from ..optim.over_groups import scales
+from ..optim.over_groups import Placed, placed
+from .hang_reports import waiting
 from .join import JoinsUnevenInputs
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -157,8 +159,8 @@ class ReducesOverGroups(JoinsUnevenInputs):
             ValueError: A part's group has ranks outside of the wrapper's.
         """
         for _, param in self.reducer.named_parameters() if self._has_reducer() else ():
-            if (scale := scales.pop(param, None)) is not None:
-                scale.remove()
+            if (place := placed.pop(param, None)) is not None:
+                place.scale.remove()
         everyone = set(dist.get_process_group_ranks(self.process_group))
         for part in parts:
             if outside := set(part.ranks) - everyone:
@@ -176,10 +178,17 @@ class ReducesOverGroups(JoinsUnevenInputs):
             )
             factor = len(part.ranks) / len(everyone)
             if factor != 1:
+                counts = dist.get_rank() == part.ranks[0]
                 for _, param in wrapper.reducer.named_parameters():
-                    scales[param] = param.register_hook(partial(torch.mul, other=factor))
+                    scale = param.register_hook(partial(torch.mul, other=factor))
+                    placed[param] = Placed(scale, weakref.ref(self), counts)
             wrapped.append(wrapper)
         self.__dict__["_wrapped_parts"] = wrapped
+
+    def share(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
+        """Reduces values over all ranks of the wrapper, in place, and names ranks that have ended in its errors."""
+        with waiting(self.reducer.progress(), what):
+            dist.all_reduce(values, op, group=self.process_group)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

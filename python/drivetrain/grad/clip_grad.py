@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _C
 from ..optim import deferral, pieces
 from ..optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
-from ..optim.over_groups import refuse_norm
+from ..optim.over_groups import has_any
 from ..optim.sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
 
 
@@ -27,7 +27,8 @@ def clip_grad_norm_(
 
     For DTensors on any device the 2-norm covers all ranks' parts and counts each distinct part once. It reduces partial
     sums in `.grad`. All ranks of the mesh must call it. Plain tensors among the parameters count once, as copies that
-    every rank has.
+    every rank has. Likewise the 2-norm covers the parameters of all ranks under DistributedDataParallel's
+    `process_groups`, and all ranks must call it.
 
     Args:
         parameters: A tensor or tensors whose gradients are clipped.
@@ -41,11 +42,17 @@ def clip_grad_norm_(
 
     Raises:
         NotImplementedError: step_in_backward() has stepped the parameters and left no gradient to clip. Also for
-            parameters of DistributedDataParallel's `process_groups`.
+            another norm of parameters of `process_groups`, and those that are DTensors or have sparse gradients.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    refuse_norm(params, "clip_grad_norm_()")
+    if has_any(params):
+        if float(norm_type) != 2.0:
+            raise NotImplementedError(
+                f"norm_type is {norm_type}, but clip_grad_norm_() computes only the 2-norm of parameters that some "
+                "ranks hold, in process_groups: pass 2.0."
+            )
+        return _clip_over_ranks(params, max_norm, error_if_nonfinite)
     if float(norm_type) == 2.0 and _C.deferrals_of(params):
         return deferral.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     grads = [param.grad for param in params if param.grad is not None]
@@ -53,7 +60,7 @@ def clip_grad_norm_(
         raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
     if float(norm_type) == 2.0 and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
         with pieces.parts_with_gradients(params) as stand_ins:
-            return _clip_over_mesh(stand_ins, max_norm, error_if_nonfinite)
+            return _clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
     if not grads or float(norm_type) != 2.0 or not all(map(_is_plain, grads)):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _C.sum_of_squares(grads) ** 0.5
@@ -68,8 +75,8 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def _clip_over_mesh(params: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """Clips where some parameters are DTensors, and returns the norm as a replicated DTensor."""
+def _clip_over_ranks(params: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    """Clips where ranks hold different parameters, or parts of them. With DTensors the norm is a replicated one."""
     for index, param in enumerate(params):
         settle_gradient(param, f"parameter {index} of clip_grad_norm_()".__str__)
     norm = sum_of_squares(params).sqrt()
@@ -83,7 +90,8 @@ def _clip_over_mesh(params: list[Tensor], max_norm: float, error_if_nonfinite: b
         )
         torch.autograd.graph.increment_version([grad for grad in grads if is_dtensor(grad)])
     dtype = torch.promote_types(grads[0].real.dtype, torch.float32) if grads else torch.float32
-    return replicated(norm.to(dtype), next(param for param in params if is_dtensor(param)))
+    like = next((param for param in params if is_dtensor(param)), None)
+    return norm.to(dtype) if like is None else replicated(norm.to(dtype), like)
 
 
 def _check_finite(norm: Tensor) -> None:

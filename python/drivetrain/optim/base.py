@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import _C
-from . import over_groups, pieces, precision
+from . import pieces, precision
 from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .left_to_torch import LeftToTorch, constructed, in_place_of
 from .native_step import hypers, learning_rate
@@ -215,8 +215,6 @@ class FusedOptimizer(LeftToTorch):
                 "check all gradients before any update. Train in bfloat16 without a scaler, or call step() after "
                 "backward."
             )
-        if self.max_grad_norm is not None and over_groups.scales:
-            over_groups.refuse_norm(self._params(), "max_grad_norm")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .. import _C
-from . import pieces
+from . import over_groups, pieces
 
 # Below, the squares of unscaled gradients may be subnormal, and a norm may differ in bits from that of scaled ones.
 _SMALLEST_NORM = 2.0**-40
@@ -95,9 +95,14 @@ def clip_grad_norm_(
         The norm before clipping: a 0-dimensional tensor as from torch's function.
 
     Raises:
+        NotImplementedError: A norm other than the 2-norm of parameters of DistributedDataParallel's `process_groups`.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if over_groups.has_any(params):
+        from ..grad.clip_grad import clip_grad_norm_ as clip_over_ranks  # it imports this module
+
+        return clip_over_ranks(params, max_norm, norm_type, error_if_nonfinite)
     if params and float(norm_type) == 2.0 and not torch.compiler.is_compiling():
         total = _clip_in_step(params, float(max_norm), foreach)
         if total is not None:

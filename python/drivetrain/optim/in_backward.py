@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .. import _C
 from ..ddp.lookup import wrapper_in
 from .pieces import piece_of
-from .sharded import is_dtensor, local_sum_of_squares
+from .sharded import is_dtensor
+from .squares import local_sum_of_squares
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer

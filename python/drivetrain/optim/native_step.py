@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import precision, sharded, sparse
+from . import over_groups, precision, sharded, sparse
 from .grad_scaling import GradScaling
 from .mesh_sums import MeshSums
 
@@ -210,6 +210,9 @@ class NativeStep(GradScaling):
         ) -> tuple[_C.StepResult, bool]:
             return self._step_plain(plain_groups, state, reader, step_options, -1)
 
+        needs_norm = options.max_grad_norm is not None or options.check_finite
+        if self._shards is None and needs_norm and over_groups.has_any(p for group in groups for p in group["params"]):
+            self._shards = sharded.Shards()  # the norm is one over ranks, as of DTensors
         if self._shards is None:
             last_look = self._last_look if _C.is_only_reference(self.__dict__, "state") else -1
             result, _ = self._step_plain(groups, self._states, reader, options, last_look)

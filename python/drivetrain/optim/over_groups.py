@@ -1,19 +1,104 @@
-"""Remembers parameters that DistributedDataParallel reduces over another group of ranks than their model's."""
+"""Remembers parameters that DistributedDataParallel reduces over another group of ranks than their model's.
 
-from collections.abc import Iterable, MutableMapping
+Ranks hold different ones, such as experts. What an optimizer or a scaler finds out from all gradients must therefore be
+shared by the ranks, so that all of them clip alike and skip the same steps.
+"""
 
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The hooks that scale gradients. A new wrapper of a parameter ends the one of its last wrapper, which may still exist.
-scales: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+from .squares import local_sum_of_squares
 
 
-def refuse_norm(params: Iterable[Tensor], what: str) -> None:
-    """Raises NotImplementedError if ranks have different parameters, whose norms would make replicas differ."""
-    if scales and any(param in scales for param in params):
-        raise NotImplementedError(
-            f"{what} does not go together with DistributedDataParallel's process_groups: ranks hold different "
-            "parameters, and would clip what they share by different norms. Clip with a norm over all ranks."
-        )
+class Ranks(Protocol):
+    """All ranks that train the model: a wrapper with `process_groups`."""
+
+    def share(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
+        """Reduces values over the ranks, in place. `what` names it where a rank has ended or takes too long."""
+
+
+class Placed(NamedTuple):
+    """How a parameter is held by some ranks only.
+
+    Attributes:
+        scale: The hook that scales its gradients. A new wrapper of the parameter ends the one of its last wrapper.
+        ranks: All ranks that train the model.
+        counts: Whether this rank counts the parameter in sums over ranks: it is the first of those that hold it.
+    """
+
+    scale: RemovableHandle
+    ranks: weakref.ref[Ranks]
+    counts: bool
+
+
+placed: MutableMapping[Tensor, Placed] = WeakTensorKeyDictionary()
+
+
+def has_any(params: Iterable[Tensor]) -> bool:
+    """Returns whether some of the parameters are held by some ranks only."""
+    return bool(placed) and any(param in placed for param in params)
+
+
+def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[Ranks, list[Tensor]]]:
+    """Returns the parameters that all ranks hold, and those held by some, by all ranks that train their model.
+
+    Raises:
+        RuntimeError: The wrapper of a parameter was deleted.
+    """
+    everywhere: list[Tensor] = []
+    by_ranks: dict[Ranks, list[Tensor]] = {}
+    for param in params:
+        place = placed.get(param) if placed else None
+        if place is None:
+            everywhere.append(param)
+        elif (ranks := place.ranks()) is not None:
+            by_ranks.setdefault(ranks, []).append(param)
+        else:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} was wrapped by a DistributedDataParallel with "
+                "process_groups that was deleted: keep the wrapper as long as its parameters are trained."
+            )
+    return everywhere, by_ranks
+
+
+def sum_of_squares(ranks: Ranks, params: Sequence[Tensor]) -> Tensor:
+    """Sums the squares of gradients of parameters that some ranks hold. All ranks must call it.
+
+    Returns:
+        float64 [], equal on all ranks.
+
+    Raises:
+        NotImplementedError: A parameter is a DTensor or has a sparse gradient.
+    """
+    from .sharded import is_dtensor  # it imports this module
+
+    for param in params:
+        if is_dtensor(param) or (param.grad is not None and param.grad.layout != torch.strided):
+            raise NotImplementedError(
+                f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient, "
+                "and no norm over ranks covers it: clip it on its own."
+            )
+    grads = [param.grad for param in params if param.grad is not None and placed[param].counts]
+    nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
+    squares = local_sum_of_squares(grads) if grads else nothing
+    ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in process_groups")
+    return squares
+
+
+def share_overflow(params: Iterable[Tensor], flags: Iterable[Tensor]) -> None:
+    """Lets all ranks that train the parameters find an overflow if one of them does. All must call it.
+
+    Args:
+        params: The parameters.
+        flags: Above 0 where a gradient is not finite: float32 [] each; every rank must have the same number.
+    """
+    for ranks in divide(params)[1]:
+        for flag in flags:
+            ranks.share(flag, dist.ReduceOp.MAX, "the search for gradients that are not finite, in process_groups")

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from . import precision, wrappers
+from . import over_groups, precision, wrappers
+from .squares import local_sum_of_squares
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -166,11 +167,16 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
     """Sums the squares of all gradients, and counts each element once however many ranks have a copy.
 
     Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
-    (settle_gradient()); those of plain tensors count as what every rank has.
+    (settle_gradient()); those of plain tensors count as what every rank has. Of parameters that some ranks hold
+    (over_groups.py), the first of these ranks counts them.
 
     Returns:
         float64 [], on the device of the gradients, equal on every rank of the meshes.
+
+    Raises:
+        NotImplementedError: A parameter that some ranks hold is a DTensor or has a sparse gradient.
     """
+    params, by_ranks = over_groups.divide(params)
     parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
     for param in params:
         part = parts[(param.device_mesh, split_dims(param)) if is_dtensor(param) else (None, ())]
@@ -182,16 +188,10 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
         if mesh is not None:
             squares = summed(squares, mesh, dims)
         total = squares if total is None else total.to(squares.device) + squares
+    for ranks, members in by_ranks.items():
+        squares = over_groups.sum_of_squares(ranks, members)
+        total = squares if total is None else total.to(squares.device) + squares
     return torch.zeros((), dtype=torch.float64) if total is None else total
-
-
-def local_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Sums the squares of plain tensors on one device: float64 [] there."""
-    grads = [grad for grad in grads if grad.numel() > 0]
-    if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
-        return torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
-    dtype = torch.float64 if grads[0].real.dtype == torch.float64 else torch.float32
-    return torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum()
 
 
 def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:

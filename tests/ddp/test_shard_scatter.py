@@ -68,7 +68,8 @@ def wrapped(transport: str, ranks_per_host: int, groups: list[list[int]], dtype:
 
 def compare_bits(layouts: list[list[list[int]]]) -> None:
     for groups, (transport, per_host) in itertools.product(layouts, (("torch", 1), ("shm", 2), ("shm", 4))):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        more = (torch.float64, torch.float16) if transport == "torch" else ()
+        for dtype in (torch.float32, torch.bfloat16, *more):
             plain, net = wrapped(transport, per_host, groups, dtype)
             for step in range(2):
                 for model in (plain, net):

@@ -2,8 +2,11 @@
 
 import itertools
 import os
+import re
+import signal
 import socket
 import struct
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import sharding
 from drivetrain.ddp import transport as transports
+from warm import WarmScript
 
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
@@ -155,3 +159,46 @@ def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks) -> None:
     for case, found in zip(WIRE, zip(*by_rank, strict=True), strict=True):
         for sent, expected in zip(zip(*found, strict=True), case[3:], strict=True):
             assert max(sent) == pytest.approx(expected, rel=0.03), (case, found)
+
+
+# ---- Ranks that die.
+
+DYING_RANK = """
+    import os, signal, torch, torch.distributed as dist
+    from datetime import timedelta
+    from torch import nn
+    from drivetrain import DistributedDataParallel as DDP
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    model = DDP(net, transport="torch", shard="gradients", shard_group=pairs[rank // 2], bucket_cap_mb=0.02)
+
+    def die(_):
+        if rank == 3 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    net[3].weight.register_hook(die)
+    for step in range(10_000):
+        model.zero_grad()
+        model(torch.randn(4, 64)).sum().backward()
+"""
+
+
+def test_the_others_name_a_rank_that_dies_in_a_scatter(tmp_path: Path) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(textwrap.dedent(DYING_RANK))
+    world = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
+    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(4)]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[3].returncode == -signal.SIGKILL
+    for rank, error in zip(ranks[:3], errors, strict=False):
+        assert rank.returncode == 1, error
+        assert re.search(r"bucket \d+ of \d+ \[", error), error
+        assert "Rank 3 has ended" in error, error

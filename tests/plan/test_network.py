@@ -76,12 +76,13 @@ def test_one_rank_communicates_nothing(cluster: Cluster, size: int) -> None:
     st.floats(1e8, 1e12),
     st.sampled_from(["ring", "direct"]),
     st.integers(1, 4),
+    st.floats(1e-6, 1e-3),
 )
 def test_fit_finds_the_figures_that_made_the_measurements(
-    call_s: float, latency: float, bandwidth: float, algorithm: str, cores: int
+    call_s: float, latency: float, bandwidth: float, algorithm: str, cores: int, switch_s: float
 ) -> None:
     base = Cluster("x", "x", 1 << 20, Link(1.0, 1.0, 1e-10), Link(1.0, 1.0), (algorithm,), cores=cores)
-    truth = base.but(call_s=call_s, link=Link(bandwidth, latency, 1e-10))
+    truth = base.but(call_s=call_s, switch_s=switch_s, link=Link(bandwidth, latency, 3e-10))
     points = [
         {"ranks": ranks, "bytes": size, "seconds": all_reduce_seconds(size, ranks, truth)}
         for ranks in (2, 4, 8, 16)
@@ -90,6 +91,21 @@ def test_fit_finds_the_figures_that_made_the_measurements(
     fitted = fit(points, base)
     assert all(abs(relative_error(point, fitted)) < 1e-4 for point in points)
     assert all(error < 1e-3 for what in ("ranks", "bytes") for error in leave_one_out(points, base, what).values())
+
+
+def test_ranks_that_share_cores_wait_at_hops_and_take_turns_with_bytes() -> None:
+    ring = SIMPLE.but(algorithms=("ring",), cores=2, switch_s=1e-3)
+    size = 1e9
+    with_cores = all_reduce_seconds(size, 8, ring)  # four ranks per core
+    expected = 14 * (1e-6 + 3**0.5 * 1e-3) + 7 / 8 * size * (2 / 100e9 + 4 * 1e-12)
+    assert with_cores == pytest.approx(expected)
+    assert all_reduce_seconds(size, 2, ring) == all_reduce_seconds(size, 2, ring.but(cores=0))
+
+
+def test_measured_gloo_on_shared_cores_is_predicted_where_a_number_of_ranks_is_left_out() -> None:
+    measured = json.loads(PUBLISHED.with_name("ranks_cpu.json").read_text())
+    found = scaling.calibration(measured["comm_ranks"], measured["cores"], measured["add_s"])["gloo"]
+    assert max(found["left_out"]["ranks"].values()) <= scaling.GATE
 
 
 def test_fit_leaves_nothing_below_zero() -> None:

@@ -221,8 +221,8 @@ def calibration(points: list[dict[str, Any]], cores: int, add_s: float = 0.0) ->
         add_s: Seconds per byte of additions.
 
     Returns:
-        By engine: the fitted "call_s", "latency" and "bandwidth", the relative error of each "point", and the errors
-        of sizes and numbers of ranks that were "left_out".
+        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s" and "add_s", the relative error of each
+        "point", and the errors of sizes and numbers of ranks that were "left_out".
     """
     found = {}
     for engine in dict.fromkeys(point["engine"] for point in points):
@@ -233,6 +233,8 @@ def calibration(points: list[dict[str, Any]], cores: int, add_s: float = 0.0) ->
             "call_s": fitted.call_s,
             "latency": fitted.link.latency,
             "bandwidth": fitted.link.bandwidth,
+            "switch_s": fitted.switch_s,
+            "add_s": fitted.link.add_s,
             "points": [{**point, "error": relative_error(point, fitted)} for point in mine],
             "left_out": {
                 what: leave_one_out(mine, start, what)
@@ -314,7 +316,8 @@ def _event_table(workload: Workload, events: dict[str, float]) -> Table:
 
 def _fit_table(engine: str, found: dict[str, Any]) -> Table:
     head = f"call {1e6 * found['call_s']:.0f} us, hop {1e6 * found['latency']:.1f} us, "
-    head += f"{found['bandwidth'] / 1e9:.2f} GB/s"
+    head += f"{found['bandwidth'] / 1e9:.2f} GB/s, core {1e9 * found['add_s']:.2f} ns/B, "
+    head += f"wait for a core {1e6 * found['switch_s']:.0f} us"
     table = Table(title=f"{engine}, fitted: {head}", title_justify="left")
     for column in ("left out of the fit", "median error", "gate"):
         table.add_column(column, justify="left" if column == "left out of the fit" else "right")

@@ -24,7 +24,7 @@ class Link:
     Attributes:
         bandwidth: Achievable bytes per second in one direction.
         latency: Seconds of one step of a ring.
-        add_s: Seconds per byte of adding what was received; 0: it hides behind the transfer.
+        add_s: Seconds per byte that a core adds and copies of what was received; 0: it hides behind the transfer.
     """
 
     bandwidth: float

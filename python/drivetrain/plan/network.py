@@ -36,6 +36,8 @@ class Cluster:
         algorithms: The algorithms among which the library chooses the fastest.
         call_s: Seconds of a collective beside its hops, such as a launch.
         cores: Ranks of a host that run at once; more of them take turns. 0: all do.
+        switch_s: Seconds that a rank waits for its core at a hop where two ranks share it. With k ranks per core it
+            waits sqrt(k - 1) times as long, which is an empirical law of measured rings and has no derivation.
         in_background: True if the device goes on with backward while an all-reduce runs.
     """
 
@@ -47,6 +49,7 @@ class Cluster:
     algorithms: tuple[str, ...] = ("ring", "tree")
     call_s: float = 0.0
     cores: int = 0
+    switch_s: float = 0.0
     in_background: bool = True
 
     def __post_init__(self) -> None:
@@ -126,10 +129,16 @@ def split_seconds(num_bytes: float, ranks: int, cluster: Cluster, algorithm: str
     """Returns the time without bytes, the time that bytes take, and their sum."""
     local = min(ranks, cluster.per_host)
     hosts = math.ceil(ranks / cluster.per_host)
+    if (turns := _ranks_per_core(local, cluster)) > 1:
+        latency = cluster.link.latency + cluster.switch_s * math.sqrt(turns - 1)
+        cluster = cluster.but(link=Link(cluster.link.bandwidth, latency, turns * cluster.link.add_s))
     hops, transfer = _MODELS[algorithm](num_bytes, local, hosts, cluster)
-    turns = max(1.0, local / cluster.cores) if cluster.cores else 1.0
-    latency = cluster.call_s + turns * hops
-    return latency, turns * transfer, latency + turns * transfer
+    latency = cluster.call_s + hops
+    return latency, transfer, latency + transfer
+
+
+def _ranks_per_core(local: int, cluster: Cluster) -> float:
+    return max(1.0, local / cluster.cores) if cluster.cores else 1.0
 
 
 def ring_seconds(num_bytes: float, ranks: int, link: Link) -> float:
@@ -206,7 +215,9 @@ def fit(points: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
     """Fits the call, the latency and the bandwidth of a host's link to measured all-reduces of one host.
 
     It minimizes the sum of squares of relative errors. All three are at least 0. The seconds per byte of additions are
-    the cluster's, measured by themselves: all-reduces alone cannot tell them from the link's bytes.
+    the cluster's, measured by themselves: all-reduces alone cannot tell them from the link's bytes. Where ranks share
+    cores in some measurements, these can: the work of cores takes turns. The fit then adds the wait for a core, and to
+    the additions what else a core does with each byte.
 
     Args:
         points: Measurements with "ranks", "bytes" and "seconds", as `drivetrain bench comm --ranks` writes them.
@@ -220,19 +231,21 @@ def fit(points: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
     if len(points) < 3:
         raise ValueError(f"points has {len(points)} measurements, expected at least 3")
     gamma = cluster.link.add_s
-    bare = cluster.but(call_s=0.0, link=Link(math.inf, 0.0))
+    bare = cluster.but(call_s=0.0, switch_s=0.0)
 
-    def column(link: Link) -> list[float]:
-        probe = bare.but(link=link)
+    def column(unit: Cluster, link: Link) -> list[float]:
+        probe = unit.but(link=link)
         return [split_seconds(p["bytes"], p["ranks"], probe, probe.algorithms[0])[2] for p in points]
 
     seconds = torch.tensor([p["seconds"] for p in points], dtype=torch.float64)
-    columns = [[1.0] * len(points), column(Link(math.inf, 1.0)), column(Link(1.0, 0.0))]
+    columns = [[1.0] * len(points), column(bare, Link(math.inf, 1.0)), column(bare, Link(1.0, 0.0))]
+    if len({_ranks_per_core(min(p["ranks"], cluster.per_host), cluster) for p in points}) > 1:
+        columns += [column(bare.but(switch_s=1.0), Link(math.inf, 0.0)), column(bare, Link(math.inf, 0.0, 1.0))]
     matrix = torch.tensor(columns, dtype=torch.float64).T / seconds[:, None]
-    wanted = 1 - torch.tensor(column(Link(math.inf, 0.0, gamma)), dtype=torch.float64) / seconds
-    call_s, latency, per_byte = _non_negative(matrix, wanted)
+    wanted = 1 - torch.tensor(column(bare, Link(math.inf, 0.0, gamma)), dtype=torch.float64) / seconds
+    call_s, latency, per_byte, switch_s, more_s = [*_non_negative(matrix, wanted), 0.0, 0.0][:5]
     bandwidth = 1 / per_byte if per_byte > 0 else math.inf
-    return cluster.but(call_s=call_s, link=Link(bandwidth, latency, gamma))
+    return cluster.but(call_s=call_s, switch_s=switch_s, link=Link(bandwidth, latency, gamma + more_s))
 
 
 def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor) -> list[float]:

@@ -1,7 +1,11 @@
 """Measures DistributedDataParallel(shard=...): bytes of states and gradients per rank, and the time of a step."""
 
 import functools
+import importlib.util
+import logging
+import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -32,6 +36,12 @@ Engine = tuple[nn.Module, Any]  # a wrapped model and its optimizer
 
 def run(rounds: int) -> list[Row]:
     """Returns the rows. Each rank has one thread, and all ranks share this machine's cores."""
+    if importlib.util.find_spec("deepspeed") is None:
+        print(
+            "bench shard: deepspeed is not installed, so its rows are omitted (DS_BUILD_OPS=0 pip install "
+            "--no-build-isolation deepspeed)",
+            file=sys.stderr,
+        )
     measured = on_ranks(functools.partial(_measure, rounds), count=RANKS)
     return [*_byte_rows(measured["bytes"]), *_time_rows(measured["seconds"])]
 
@@ -64,6 +74,34 @@ def _fsdp(module: nn.Module) -> Engine:
     return module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
+def _deepspeed(module: nn.Module) -> Engine:
+    """ZeRO-2 on the CPU. The engine has all three calls of a step, and its optimizer keeps torch's inside."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which the import reads
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        deepspeed = importlib.import_module("deepspeed")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine, engine
+
+
+def _step(net: Any, optimizer: Any, tokens: Tensor) -> None:
+    optimizer.zero_grad()
+    if net is optimizer:
+        net.backward(net(tokens))
+    else:
+        net(tokens).backward()
+    optimizer.step()
+
+
 ENGINES: dict[str, Callable[[nn.Module], Engine]] = {
     "unsharded": _unsharded,
     "optimizer": functools.partial(_ours, "optimizer"),
@@ -72,6 +110,8 @@ ENGINES: dict[str, Callable[[nn.Module], Engine]] = {
     "ZeroRedundancyOptimizer": _zero,
     "fully_shard": _fsdp,
 }
+if importlib.util.find_spec("deepspeed") is not None:
+    ENGINES["DeepSpeed"] = _deepspeed
 
 
 def _measure(rounds: int) -> dict[str, Any]:
@@ -89,9 +129,7 @@ def _measure(rounds: int) -> dict[str, Any]:
             net, optimizer = engines[name]
             meet()
             begin = time.perf_counter()
-            optimizer.zero_grad()
-            net(tokens).backward()
-            optimizer.step()
+            _step(net, optimizer, tokens)
             slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if index >= WARM_UP:
@@ -99,6 +137,8 @@ def _measure(rounds: int) -> dict[str, Any]:
     found = {}
     for name, (net, optimizer) in engines.items():
         inner: Any = getattr(optimizer, "optim", optimizer)
+        if net is optimizer:
+            inner = optimizer.optimizer.optimizer
         states = (v for values in inner.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim)
         gradients = (param.grad for param in net.parameters() if param.grad is not None)
         buffer = net.reducer.buffer_bytes() if isinstance(net, DistributedDataParallel) else 0
@@ -131,10 +171,12 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _byte_rows(found: dict[str, list[int]]) -> list[Row]:
     states, gradients, _ = found["unsharded"]
     rows = []
-    for name in ("optimizer", "gradients", "ZeroRedundancyOptimizer", "fully_shard"):
+    for name in (*SHARDED, "ZeroRedundancyOptimizer", "fully_shard", *({"DeepSpeed"} & found.keys())):
         mine, kept, works_in = found[name]
         is_ours = name in SHARDED
         for what, whole, part in (("states", states, mine), ("gradients", gradients, kept)):
+            if not part:
+                continue  # DeepSpeed frees gradients in its step
             has_target = is_ours and (what == "states" or name == "gradients")
             share = part * RANKS / whole
             rows.append(
@@ -160,6 +202,8 @@ def _title(name: str) -> str:
 
 def _time_rows(seconds: dict[str, list[float]]) -> list[Row]:
     targets = {"unsharded": MOST_OF_UNSHARDED, "ZeroRedundancyOptimizer": MOST_OF_ZERO, "fully_shard": None}
+    if "DeepSpeed" in seconds:
+        targets["DeepSpeed"] = None
     rows = [_time_row(seconds, ours, other, most) for ours in SHARDED for other, most in targets.items()]
     for ours, without in OVERLAPS.items():
         rows += [_time_row(seconds, ours, "unsharded", MOST_OF_UNSHARDED), _time_row(seconds, ours, without, None)]

@@ -1,7 +1,11 @@
 """Models, batches and comparisons that tests of data parallelism share."""
 
 import copy
+import os
+import signal
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import DistributedDataParallel as DDP
+from warm import WarmScript
 
 OnRanks = Callable[..., list[Any]]
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # gives several buckets to small models
@@ -159,3 +164,24 @@ def message_of(error: type[Exception], call: Callable[[], object]) -> str:
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)
+
+
+# ---- Ranks that die.
+
+
+def errors_of_survivors(folder: Path, script: str, ranks: int = 4) -> list[str]:
+    """Runs a script on ranks of which the last kills itself, and returns the output of the others, which must raise."""
+    path = folder / "dying.py"
+    path.write_text(textwrap.dedent(script))
+    port = str(20_000 + os.getpid() % 20_000)
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [WarmScript(path, {**world, "RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[-1].returncode == -signal.SIGKILL
+    for process, error in zip(processes[:-1], errors, strict=False):
+        assert process.returncode == 1, error
+    return errors[:-1]

@@ -6,10 +6,7 @@ test_ddp_contract.py compares tensor parallelism inside a wrapper with torch's c
 import copy
 import functools
 import gc
-import os
 import re
-import signal
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddp_cases import OnRanks, assert_equal_on_ranks
+from ddp_cases import OnRanks, assert_equal_on_ranks, errors_of_survivors
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import accumulate, amp, clip_grad_norm_, optim
 from drivetrain.optim import deferral
-from warm import WarmScript
 
 BATCH = 8
 STEPS = 3
@@ -371,7 +367,7 @@ def test_all_ranks_skip_a_step_with_an_overflow_of_one_expert(on_four_ranks: OnR
 
 
 DYING_RANK = """
-    import os, signal, torch, torch.distributed as dist
+    import os, signal, time, torch, torch.distributed as dist
     from datetime import timedelta
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP, clip_grad_norm_
@@ -382,7 +378,7 @@ DYING_RANK = """
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = nn.ModuleDict({"router": nn.Linear(64, 64), "experts": nn.Linear(64, 64)})
     model.forward = lambda x: model["experts"](model["router"](x))
-    net = DDP(model, process_groups={"experts.*": halves[rank % 2]})
+    net = DDP(model, process_groups={"experts.*": halves[rank % 2]}, report_hang_after=1)
 
     def die(*_):
         if rank == 3 and step == 3:
@@ -391,6 +387,8 @@ DYING_RANK = """
     if "WHERE" == "backward":
         model["experts"].weight.register_hook(die)
     for step in range(10_000):
+        if step == 3:
+            time.sleep(1)  # until each has heard of the others
         net.zero_grad()
         net(torch.randn(4, 64)).sum().backward()
         if "WHERE" == "norm":
@@ -401,18 +399,7 @@ DYING_RANK = """
 
 @pytest.mark.parametrize("where", ["backward", "norm"])
 def test_the_others_name_a_rank_of_an_expert_that_dies(tmp_path: Path, where: str) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(textwrap.dedent(DYING_RANK).replace("WHERE", where))
-    world = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(4)]
-    try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[3].returncode == -signal.SIGKILL
-    for rank, error in zip(ranks[:3], errors, strict=False):
-        assert rank.returncode == 1, error
+    for error in errors_of_survivors(tmp_path, DYING_RANK.replace("WHERE", where)):
         assert re.search(r"[Rr]ank 3 (\(rank 1 of its group\) )?has (died|ended)", error), error
 
 

@@ -3,10 +3,8 @@
 import itertools
 import os
 import re
-import signal
 import socket
 import struct
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ddp_cases import errors_of_survivors
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import sharding
 from drivetrain.ddp import transport as transports
-from warm import WarmScript
 
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
@@ -164,7 +162,7 @@ def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks) -> None:
 # ---- Ranks that die.
 
 DYING_RANK = """
-    import os, signal, torch, torch.distributed as dist
+    import os, signal, time, torch, torch.distributed as dist
     from datetime import timedelta
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP
@@ -174,7 +172,8 @@ DYING_RANK = """
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
-    model = DDP(net, transport="torch", shard="gradients", shard_group=pairs[rank // 2], bucket_cap_mb=0.02)
+    options = {"transport": "torch", "bucket_cap_mb": 0.02, "report_hang_after": 1}
+    model = DDP(net, shard="gradients", shard_group=pairs[rank // 2], **options)
 
     def die(_):
         if rank == 3 and step == 3:
@@ -182,23 +181,14 @@ DYING_RANK = """
 
     net[3].weight.register_hook(die)
     for step in range(10_000):
+        if step == 3:
+            time.sleep(1)  # until each has heard of the others
         model.zero_grad()
         model(torch.randn(4, 64)).sum().backward()
 """
 
 
 def test_the_others_name_a_rank_that_dies_in_a_scatter(tmp_path: Path) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(textwrap.dedent(DYING_RANK))
-    world = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(4)]
-    try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[3].returncode == -signal.SIGKILL
-    for rank, error in zip(ranks[:3], errors, strict=False):
-        assert rank.returncode == 1, error
+    for error in errors_of_survivors(tmp_path, DYING_RANK):
         assert re.search(r"bucket \d+ of \d+ \[", error), error
         assert "Rank 3 has ended" in error, error

@@ -20,7 +20,7 @@ _MEDIAN, _PERCENTILE, _UNDER = 0.04, 0.08, 0.03  # targets of the peak's error
 _TIME, _TIME_AFTER = 0.15, 0.05
 _LARGE_S, _LARGE_GIB = 60.0, 2.0
 _STEPS = 20
-_CALIBRATION_S = 15.0
+_CALIBRATION_S = 30.0
 
 # A child process, so that its memory is the plan's alone.
 _LARGE = """

@@ -12,7 +12,6 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -20,6 +19,7 @@ import torch
 
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.ddp import hang_reports, transport
+from drivetrain.host_memory import host_memory
 from drivetrain.monitor.sinks import prometheus
 
 _GIB = 2.0**30
@@ -62,27 +62,13 @@ def check_machine(checkpoint_dir: Path | None) -> list[Finding]:
 
 def check_memory() -> Finding:
     """Compares the memory that this process may still take with the least that a training needs."""
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are available"
-    limit = _memory_limit()
-    if limit is not None and limit[0] < total:
-        available = min(available, limit[0] - limit[1])
-        text += f"; the container may take {limit[0] / _GIB:.1f} GiB and has taken {limit[1] / _GIB:.1f}"
-    if available < _LEAST_MEMORY:
+    memory = host_memory()
+    text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are available"
+    if memory.limit is not None and memory.limit < memory.total:
+        text += f"; the container may take {memory.limit / _GIB:.1f} GiB and has taken {memory.taken / _GIB:.1f}"
+    if memory.usable < _LEAST_MEMORY:
         return warn("memory", text, "end other programs, or raise the container's limit: docker run --memory=...")
     return passed("memory", text)
-
-
-def _memory_limit() -> tuple[int, int] | None:
-    """Returns the bytes that this process's control group may take and has taken, or None without a limit."""
-    for folder, most, taken in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # "max" is no number
-            return int(Path(folder, most).read_text()), int(Path(folder, taken).read_text())
-    return None
 
 
 def check_shared_memory(folder: Path) -> Finding:

@@ -21,7 +21,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_unflatten
 
+from ..host_memory import host_memory
 from .devices import Device, with_figures
+from .replay import CALL_ERRORS, fill, on_cpu, replay_bytes, replayed_seconds
 from .timing import op_seconds
 from .trace import Signature, StepTrace, TensorSpec
 from .tracer import trace_steps
@@ -31,6 +33,7 @@ _MAX_COPIES = 16
 _LEAST_RUNS = 3
 _MOST_RUNS = 25
 _NOTHING = "6"  # above the highest level of libkineto's messages
+_REPLAY_SHARE = 0.8  # of the free memory, which a replay of the step may take
 _RUN_S = 0.02  # time for one operation, unless its least number of runs takes longer
 
 
@@ -39,7 +42,7 @@ class Calibration:
     """What was measured of a trace's operations, by signature.
 
     Attributes:
-        seconds: Median time of a call.
+        seconds: Time of a call.
         workspaces: The most bytes that a call holds at a time, results included; 0: no more than these.
         share: The share of the step's predicted time that is measured.
         figures: Measured figures of the device: "peak", "memory_bandwidth", "launch_s" and "call_s".
@@ -66,7 +69,10 @@ def cache_path() -> Path:
 
 
 def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Path | None = None) -> Calibration:
-    """Measures the operations of a trace twice, the most expensive first, and keeps the shorter time of each.
+    """Measures the operations of a trace alone, the most expensive first, and then in the order of the step.
+
+    What was measured in the order of the step counts. If the step does not fit this machine's free memory or the time,
+    the operations are measured alone a second time, and the shorter time of each counts.
 
     Args:
         trace: The steps.
@@ -80,7 +86,8 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     """
     if device.kind != "cpu":
         raise ValueError(f"calibrate measures this machine's CPU, and the plan is for {device.name}: leave it out")
-    deadline = time.monotonic() + seconds
+    begin = time.monotonic()
+    deadline = begin + seconds
     kept = _read(cache)
     if "figures" not in kept:
         kept["figures"] = _figures()
@@ -91,20 +98,21 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     order = sorted(predicted, key=lambda index: -predicted[index])
     keys = {signature: _key(trace.signatures[signature]) for signature in order}
     missing = [signature for signature in order if keys[signature] not in measured]
-    # Other programs disturb all runs of an operation, but seldom those of a second pass, too.
-    for signature in [*missing, *missing]:
-        if time.monotonic() > deadline:
-            break
-        result = _measure(trace.signatures[signature])
-        if result is None:
-            measured[keys[signature]] = []
-        else:
-            before = measured.get(keys[signature]) or list(result)
-            measured[keys[signature]] = [min(before[0], result[0]), max(before[1], result[1])]
+    _measure_alone(trace, missing, keys, measured, begin + seconds / 2)
+    in_steps: dict[str, dict[str, float]] = kept.setdefault("steps", {})
+    step = _step_key(trace, keys)
+    if step not in in_steps and (in_place := _replayed(trace, whole, deadline)):
+        in_steps[step] = {keys[signature]: of_call for signature, of_call in in_place.items()}
+    if step not in in_steps:
+        # Other programs disturb all runs of an operation, but seldom those of a second pass, too.
+        _measure_alone(trace, missing, keys, measured, deadline)
     reached = 0.0
     for signature in order:
         if of_op := measured.get(keys[signature]):
             found.seconds[signature], found.workspaces[signature] = of_op[0], int(of_op[1])
+        if keys[signature] in in_steps.get(step, {}):
+            found.seconds[signature] = in_steps[step][keys[signature]]
+        if signature in found.seconds:
             reached += predicted[signature]
     found.share = reached / whole if whole else 1.0
     if cache is not None:
@@ -113,6 +121,34 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
         draft.write_text(json.dumps(kept))
         draft.replace(cache)
     return found
+
+
+def _measure_alone(
+    trace: StepTrace, order: Iterable[int], keys: dict[int, str], measured: dict[str, list[float]], deadline: float
+) -> None:
+    """Adds the shortest seconds and the largest workspace of each operation to `measured`, until the deadline."""
+    for signature in order:
+        if time.monotonic() > deadline:
+            break
+        result = _measure(trace.signatures[signature])
+        if result is None:
+            measured[keys[signature]] = []
+        else:
+            before = measured.get(keys[signature]) or list(result)
+            measured[keys[signature]] = [min(before[0], result[0]), max(before[1], result[1])]
+
+
+def _replayed(trace: StepTrace, predicted_s: float, deadline: float) -> dict[int, float]:
+    """Returns the seconds of a call in the order of the step; none if the step is too large for it."""
+    if predicted_s > deadline - time.monotonic() or replay_bytes(trace) > _REPLAY_SHARE * host_memory().usable:
+        return {}
+    return replayed_seconds(trace, deadline)
+
+
+def _step_key(trace: StepTrace, keys: dict[int, str]) -> str:
+    """Returns a key for the operations of the last step and their order."""
+    order = [keys[op.signature] for op in trace.last_step() if op.signature >= 0]
+    return hashlib.sha256("".join(order).encode()).hexdigest()[:24]
 
 
 def _read(cache: Path | None) -> dict[str, Any]:
@@ -153,7 +189,7 @@ def _measure(signature: Signature) -> tuple[float, int] | None:
                 start = time.perf_counter()
                 signature.op(*args, **kwargs)
                 times.append(time.perf_counter() - start)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+    except CALL_ERRORS:
         return None  # the roofline counts instead
     return statistics.median(times), workspace
 
@@ -168,27 +204,18 @@ def _bytes_of(spec: TensorSpec) -> int:
 def _arguments(signature: Signature) -> tuple[Any, dict[str, Any]]:
     rows = next((a.shape[0] for a in signature.arguments if isinstance(a, TensorSpec) and a.shape), 1)
     flat = [
-        _made(argument, rows) if isinstance(argument, TensorSpec) else _on_cpu(argument)
+        _made(argument, rows) if isinstance(argument, TensorSpec) else on_cpu(argument)
         for argument in signature.arguments
     ]
     args, kwargs = tree_unflatten(flat, signature.structure)
     return args, kwargs
 
 
-def _on_cpu(argument: Any) -> Any:
-    return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-
 def _made(spec: TensorSpec, rows: int) -> Tensor:
     """Returns a tensor of that layout: random values, and indices that are valid for the first argument's rows."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
     storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
-    if spec.dtype.is_floating_point:
-        storage.uniform_(0.1, 1.0)
-    elif spec.dtype == torch.bool:
-        storage.bernoulli_(0.5)
-    else:
-        storage.random_(0, max(1, min(rows, 2)))
+    fill(storage, max(1, min(rows, 2)))
     return tensor
 
 

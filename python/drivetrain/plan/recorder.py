@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..monitor.flops import flops_of
-from .trace import ALLOC, FREE, OP, Block, Category, Event, OpCall, Phase, Signature, StepTrace, TensorSpec
+from .trace import ALLOC, FREE, OP, Block, Category, Event, OpCall, Operand, Phase, Signature, StepTrace, TensorSpec
 
 _aten = torch.ops.aten
 # Factories of up to so many elements compute their values, which code such as `step.item()` may ask for.
@@ -194,6 +194,9 @@ class Recorder(TorchDispatchMode):
         for tensor in given:  # data of the caller
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._blocks:
                 self._existing(tensor, "inputs", -1, _described(tensor))
+        operands = tuple(
+            Operand(self._blocks.get(id(t.untyped_storage()), -1), int(t.storage_offset())) for t in tensors
+        )
         phase, is_recomputation, node = self._where()
         trace.events.append(Event(OP, number))
         writes = []
@@ -228,6 +231,8 @@ class Recorder(TorchDispatchMode):
                 reads=tuple(read for read in reads if read >= 0),
                 writes=tuple(dict.fromkeys(writes)),
                 signature=-1 if is_view else self._signature(func, flat, structure),
+                operands=operands,
+                results=tuple(writes),
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .trace import ALLOC, FREE, OP, STEP, Event, StepTrace
+from .trace import ALLOC, FREE, OP, STEP, Event, Operand, StepTrace
 
 
 def without_copies(trace: StepTrace, accumulations: dict[int, tuple[int, ...]]) -> list[Event]:
@@ -50,4 +50,6 @@ def without_copies(trace: StepTrace, accumulations: dict[int, tuple[int, ...]]) 
     for op in trace.ops:
         op.reads = tuple(dict.fromkeys(map(origin, op.reads)))
         op.writes = tuple(dict.fromkeys(map(origin, op.writes)))
+        op.operands = tuple(Operand(origin(operand.block), operand.offset) for operand in op.operands)
+        op.results = tuple(map(origin, op.results))
     return result

@@ -47,6 +47,13 @@ class TensorSpec(NamedTuple):
     dtype: Any
 
 
+class Operand(NamedTuple):
+    """Where a tensor argument lies: its block, -1 for none, and its first element's index there."""
+
+    block: int
+    offset: int
+
+
 class Signature(NamedTuple):
     """An operation and its flattened arguments: TensorSpecs, numbers and other plain values."""
 
@@ -70,6 +77,8 @@ class OpCall:
         reads: Blocks of its arguments.
         writes: Blocks of its results.
         signature: An index into StepTrace.signatures; -1: a view, or an operation that runs natively.
+        operands: Where its tensor arguments lie, in the order of the signature's.
+        results: The block of each tensor that it returns.
     """
 
     name: str
@@ -82,6 +91,8 @@ class OpCall:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     signature: int
+    operands: tuple[Operand, ...] = ()
+    results: tuple[int, ...] = ()
 
 
 @dataclass

@@ -186,3 +186,21 @@ def test_the_limit_of_the_control_group_counts() -> None:
     assert HostMemory(100, 80, 50, 20).usable == 30
     assert HostMemory(100, 10, 50, 20).usable == 10
     assert HostMemory(100, 80, 1 << 60, 20).usable == 80  # as the first version of control groups says "no limit"
+
+
+def test_calls_take_what_a_step_takes_beyond_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[StepTrace] = []
+
+    def replayed(trace: StepTrace, *_: object) -> dict[int, float]:
+        taken.append(trace)
+        return {op.signature: 0.25 for op in trace.last_step() if op.signature >= 0}
+
+    monkeypatch.setattr(calibration, "replayed_seconds", replayed)
+    steps = iter([1000.0, 1000.0, 1000.0, 5000.0, 0.0])  # two are disturbed
+    monkeypatch.setattr(calibration, "_median", lambda *_, **__: next(steps))
+    found = calibration._call_seconds()
+    ops = taken[0].last_step()
+    of_kernels = 0.25 * sum(op.signature >= 0 for op in ops)
+    assert found == pytest.approx((1000.0 - of_kernels) / len(ops))
+    monkeypatch.setattr(calibration, "_median", lambda *_, **__: 0.0)
+    assert calibration._call_seconds() == 0.0

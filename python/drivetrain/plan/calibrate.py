@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -280,24 +281,24 @@ def _call_seconds() -> float:
         model.zero_grad()
 
     trace = trace_steps(model, step)
-    alone: dict[int, float] = {}
-    for signature in {op.signature for op in trace.last_step() if op.signature >= 0}:
-        results = [_measure(trace.signatures[signature]) for _ in range(2)]
-        alone[signature] = min((result[0] for result in results if result is not None), default=0.0)
-    kernels = sum(alone.get(op.signature, 0.0) for op in trace.last_step())
+    ops = trace.last_step()
     for _ in range(5):
         step()
-    # Of several medians, the shortest is of a moment in which other programs disturb least.
-    seconds = min(_median(step, runs=40) for _ in range(4))
-    return max(0.0, seconds - kernels) / len(trace.last_step())
+    rest = []
+    for _ in range(5):
+        # So small kernels run on this thread alone, and to its time other programs add next to nothing.
+        whole = _median(step, runs=40, clock=time.thread_time)
+        of_call = replayed_seconds(trace, math.inf, time.thread_time)
+        rest.append(whole - sum(of_call.get(op.signature, 0.0) for op in ops))
+    return max(0.0, statistics.median(rest)) / len(ops)
 
 
-def _median(call: Any, runs: int = 15) -> float:
+def _median(call: Any, runs: int = 15, clock: Callable[[], float] = time.perf_counter) -> float:
     times = []
     for _ in range(runs):
-        begin = time.perf_counter()
+        begin = clock()
         call()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times)
 
 

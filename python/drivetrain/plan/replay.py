@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ _MOST_ROUNDS = 30
 _LOW, _HIGH = 0.1, 1.0  # of made-up values
 
 
-def replayed_seconds(trace: StepTrace, deadline: float) -> dict[int, float]:
+def replayed_seconds(
+    trace: StepTrace, deadline: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[int, float]:
     """Runs the last step of a trace several times, without autograd, and returns the mean seconds of a call.
 
     The seconds of a call are the median over all rounds, with the release of what dies after it. Medians leave out what
@@ -36,12 +38,13 @@ def replayed_seconds(trace: StepTrace, deadline: float) -> dict[int, float]:
     Args:
         trace: The steps.
         deadline: When to stop, in seconds of `time.monotonic`.
+        clock: Returns the seconds that count.
 
     Returns:
         The seconds by signature, without those that cannot run on made-up values. They are empty if less than three
         rounds are done at the deadline.
     """
-    replay = _Replay(trace)
+    replay = _Replay(trace, clock)
     rounds: list[list[float]] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for number in range(_WARM_UP + _MOST_ROUNDS):
@@ -77,9 +80,9 @@ def replay_bytes(trace: StepTrace) -> int:
 
 
 class _Replay:
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, clock: Callable[[], float] = time.perf_counter) -> None:
         self.failed: set[int] = set()  # signatures
-        self._trace = trace
+        self._trace, self._clock = trace, clock
         self._events = trace.events[trace.begin_of_last_step() :]
         self._storages: dict[int, torch.UntypedStorage] = {}  # by block
         self._dtypes: dict[int, torch.dtype] = {}  # of blocks that have another dtype than traced
@@ -89,10 +92,10 @@ class _Replay:
         times: list[float] = []
         for kind, subject in self._events:
             if kind == FREE:
-                begin = time.perf_counter()
+                begin = self._clock()
                 self._storages.pop(subject, None)
                 if times:
-                    times[-1] += time.perf_counter() - begin
+                    times[-1] += self._clock() - begin
             elif kind == OP:
                 if time.monotonic() > deadline:
                     return None
@@ -111,9 +114,9 @@ class _Replay:
         ]
         args, kwargs = tree_unflatten(flat, signature.structure)
         try:
-            begin = time.perf_counter()
+            begin = self._clock()
             result = signature.op(*args, **kwargs)
-            seconds = time.perf_counter() - begin
+            seconds = self._clock() - begin
         except CALL_ERRORS:
             self.failed.add(op.signature)
             return 0.0

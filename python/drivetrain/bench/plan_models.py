@@ -83,14 +83,15 @@ def measured_peak(case: Case, steps: int = 2) -> int:
     return sum(before.values()) + peak
 
 
-def measured_seconds(case: Case, steps: int, warm_up: int = 2) -> float:
-    """Returns the median seconds of steps."""
-    times = []
-    for number in range(warm_up + steps):
+def measured_seconds(case: Case, steps: int, warm_up: int = 2, least_s: float = 0.0) -> float:
+    """Returns the median seconds of steps: of so many, and of more until `least_s` seconds are over."""
+    for _ in range(warm_up):
+        case.step()
+    times: list[float] = []
+    while len(times) < steps or sum(times) < least_s:
         begin = time.perf_counter()
         case.step()
-        if number >= warm_up:
-            times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 

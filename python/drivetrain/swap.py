@@ -110,12 +110,12 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
             }
         )
     names = []
-    for swap in (_DDP_SWAP, *(_OPTIMIZER_SWAPS if optim else ())):
-        for holder in _holders(swap.original):
-            if swap.may_change(holder.module_name):
-                holder.namespace[holder.alias] = swap.ours
-                _rebound.append((holder, swap))
-                names.append(str(holder))
+    swaps = (_DDP_SWAP, *(_OPTIMIZER_SWAPS if optim else ()))
+    for holder, swap in _holders([(swap.original, swap) for swap in swaps]):
+        if swap.may_change(holder.module_name):
+            holder.namespace[holder.alias] = swap.ours
+            _rebound.append((holder, swap))
+            names.append(str(holder))
     return names
 
 
@@ -129,10 +129,9 @@ def uninstall() -> None:
     for holder, swap in _rebound:
         if holder.namespace.get(holder.alias) is swap.ours:
             holder.namespace[holder.alias] = swap.original
-    for swap in {swap for _, swap in _rebound}:
-        for holder in _holders(swap.ours):
-            if holder.module_name.partition(".")[0] == "torch":
-                holder.namespace[holder.alias] = swap.original
+    for holder, swap in _holders([(swap.ours, swap) for swap in {swap for _, swap in _rebound}]):
+        if holder.module_name.partition(".")[0] == "torch":
+            holder.namespace[holder.alias] = swap.original
     _rebound.clear()
     _base.in_place_of.clear()
     _ddp.defaults.clear()
@@ -142,8 +141,7 @@ def names_bound_to_ours() -> list[str]:
     """Returns the globals outside drivetrain that are one of our replacements now, as "module.name"."""
     return [
         str(holder)
-        for swap in (_DDP_SWAP, *_OPTIMIZER_SWAPS)
-        for holder in _holders(swap.ours)
+        for holder, _ in _holders([(swap.ours, swap) for swap in (_DDP_SWAP, *_OPTIMIZER_SWAPS)])
         if holder.module_name.partition(".")[0] != "drivetrain"
     ]
 
@@ -159,12 +157,14 @@ def _check_defaults(ddp_defaults: dict[str, object]) -> None:
             )
 
 
-def _holders(target: object) -> Iterator[_Holder]:
-    """Finds every global of every imported module that is `target`, without loading a lazy module.
+def _holders(wanted: list[tuple[object, _Swap]]) -> Iterator[tuple[_Holder, _Swap]]:
+    """Finds every global of every imported module that is one of the wanted objects, without loading a lazy module.
 
-    Lazy modules load in `__getattr__` or `__getattribute__`, so that this reads only the instance's own dict. A module
-    with two names, as `__main__` is also `__mp_main__`, counts once, under the first.
+    One pass finds all of them, because it reads every global of the process. Lazy modules load in `__getattr__` or
+    `__getattribute__`, so that this reads only the instance's own dict. A module with two names, as `__main__` is also
+    `__mp_main__`, counts once, under the first.
     """
+    swap_of = {id(target): swap for target, swap in wanted}
     seen: set[int] = set()
     for module_name, module in list(sys.modules.items()):
         try:
@@ -175,5 +175,5 @@ def _holders(target: object) -> Iterator[_Holder]:
             continue
         seen.add(id(namespace))
         for alias, value in list(namespace.items()):
-            if value is target:
-                yield _Holder(module_name, namespace, alias)
+            if id(value) in swap_of:
+                yield _Holder(module_name, namespace, alias), swap_of[id(value)]

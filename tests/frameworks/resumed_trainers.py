@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -12,6 +13,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +224,7 @@ def bits_of(model: nn.Module) -> str:
 
 
 Train = Callable[[Path, int, Journal, dict[str, Any]], None]
+_servers: dict[str, tuple[BaseProcess, Connection]] = {}  # by the package that they have imported
 
 
 def run(
@@ -230,45 +234,66 @@ def run(
 
     Args:
         train: One of the functions above.
-        needs: The package that all of them import first, once.
+        needs: The package that all of them import first. One process imports it for all calls.
         runs: Folder, total and the step at which the process of rank 0 is killed, for each.
         world_size: Number of ranks.
         options: Of the callback.
     """
-    context = warm_context()
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(train, needs, runs, world_size, options, there))
-    process.start()
-    there.close()
+    if needs not in _servers:
+        context = warm_context()
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(needs, there), daemon=True)
+        process.start()
+        there.close()
+        _servers[needs] = process, here
+    process, here = _servers[needs]
+    here.send((train, runs, world_size, options))
+    codes: list[list[int]] = []
     try:
-        return [here.recv() if here.poll(LIMIT_S) else [] for _ in runs]
+        for _ in runs:
+            codes.append(here.recv() if here.poll(LIMIT_S) else [])
     finally:
-        process.kill()
-        process.join(LIMIT_S)
+        if [] in codes or len(codes) < len(runs):  # a late answer would be taken for the next call's
+            process.kill()
+            process.join(LIMIT_S)
+            del _servers[needs]
+    return codes
 
 
-def _serve(train: Train, needs: str, runs: Any, world_size: int, options: dict[str, Any], answer: Any) -> None:
+def _serve(needs: str, connection: Connection) -> None:
+    """Imports the package, which takes seconds, and forks each rank of each run of each call of run()."""
     torch.set_num_threads(1)
     warnings.simplefilter("default")  # those of the frameworks cannot be mended here
-    __import__(needs)
-    for folder, total, death in runs:
-        folder.mkdir(exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        pids: list[int] = []
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                _train_as(train, folder, total, death, rank, world_size, port, options)
-            pids.append(pid)
-        codes = []
-        for pid in pids:
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            if codes[-1] == -signal.SIGKILL:  # the other ranks end with their host
-                for other in pids[len(codes) :]:
-                    os.kill(other, signal.SIGKILL)
-        answer.send(codes)
+    importlib.import_module({"transformers": "transformers.trainer"}.get(needs, needs))  # transformers loads it late
+    while True:
+        try:
+            train, runs, world_size, options = connection.recv()
+        except EOFError:
+            return
+        for folder, total, death in runs:
+            connection.send(_codes_of_ranks(train, folder, total, death, world_size, options))
+
+
+def _codes_of_ranks(
+    train: Train, folder: Path, total: int, death: int | None, world_size: int, options: dict[str, Any]
+) -> list[int]:
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids: list[int] = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            _train_as(train, folder, total, death, rank, world_size, port, options)
+        pids.append(pid)
+    codes = []
+    for pid in pids:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if codes[-1] == -signal.SIGKILL:  # the other ranks end with their host
+            for other in pids[len(codes) :]:
+                os.kill(other, signal.SIGKILL)
+    return codes
 
 
 def _train_as(

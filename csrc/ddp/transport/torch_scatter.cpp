@@ -14,7 +14,7 @@ namespace {
 
 // Limits the bytes that one rank sends to another at once, as gloo sends a large message first one way, then the other.
 // A multiple of every element's size.
-constexpr int64_t kMessageBytes = 128 << 10;
+constexpr int64_t kExchangeBytes = 128 << 10;
 
 // The largest segment of gloo's all-reduce, unless its caller asks for another, which torch does not.
 constexpr int64_t kRingSegmentBytes = 1 << 20;
@@ -36,7 +36,7 @@ int64_t bytes_in(const std::vector<ByteSpan>& spans) {
 }
 
 // Returns the bytes of a list that lie in a message which begins at `at`.
-int64_t count_at(int64_t bytes, int64_t at) { return std::clamp<int64_t>(bytes - at, 0, kMessageBytes); }
+int64_t count_at(int64_t bytes, int64_t at) { return std::clamp<int64_t>(bytes - at, 0, kExchangeBytes); }
 
 // Calls visit(offset in the tensor, offset in the message, bytes) for each part of a list that lies in that message.
 template <class Visit>
@@ -45,8 +45,8 @@ void visit_message(const std::vector<ByteSpan>& spans, int64_t at, Visit&& visit
   for (const auto& [begin, end] : spans) {
     const int64_t first = behind;
     behind += end - begin;
-    if (first >= at + kMessageBytes) return;
-    const int64_t from = std::max(first, at), to = std::min(behind, at + kMessageBytes);
+    if (first >= at + kExchangeBytes) return;
+    const int64_t from = std::max(first, at), to = std::min(behind, at + kExchangeBytes);
     if (from < to) visit(begin + from - first, from - at, to - from);
   }
 }
@@ -112,7 +112,7 @@ TorchScatter::TorchScatter(at::Tensor flat, ElementType type, const RankRanges& 
 std::deque<TorchScatter::Message> TorchScatter::exchange(TorchComm& comm, const std::vector<Spans>& sent,
                                                          const std::vector<Spans>& received, int64_t most) const {
   std::deque<Message> messages;
-  for (int64_t at = 0; at < most; at += kMessageBytes) {
+  for (int64_t at = 0; at < most; at += kExchangeBytes) {
     std::vector<int64_t> sent_counts, received_counts;
     int64_t sent_bytes = 0, received_bytes = 0;
     for (int rank = 0; rank < size_; ++rank) {

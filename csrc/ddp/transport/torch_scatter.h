@@ -37,7 +37,7 @@ class TorchScatter final : public PendingReduce {
   // What ranks exchange, as lists of spans that travel one behind another.
   using Spans = std::vector<ByteSpan>;
 
-  // One exchange of at most kMessageBytes between any two ranks.
+  // One exchange of at most kExchangeBytes between any two ranks.
   struct Message {
     std::unique_ptr<TorchReduce> work;
     at::Tensor received;          // uint8, what the ranks sent, by rank

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import Notices
+from drivetrain.checkpointing.ranks import Ranks
 from effort import rounds
 from polling import wait_until
 from resumed_training import Case, errors_of, newest, run, started, steps_of
@@ -179,6 +181,33 @@ def test_a_signal_before_the_block_leaves_at_its_begin(tmp_path: Path) -> None:
         pytest.fail("the block has begun")
     assert raised.value.code == 75
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_while_ranks_connect_ends_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has connected goes on to the block, and waits there for the one that was signaled."""
+    monkeypatch.setattr(Ranks, "connect", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the signal has its former effect"))
+    try:
+        _, _, ckpt = make(tmp_path)
+        with pytest.raises(SystemExit) as raised, ckpt:
+            pytest.fail("the block has begun")
+        assert raised.value.code == 75
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ranks_that_cannot_connect_get_their_handlers_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise ConnectionError("refused")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", fail)
+    with pytest.raises(ConnectionError, match="refused"):
+        make(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_original_handlers_come_back_and_the_second_signal_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,8 +178,8 @@ class Checkpointer:
         self._elapsed = 0.0  # seconds inside of earlier blocks
         self._entered_at: float | None = None
         self._has_warned_of_grace = False
-        self._ranks.connect()
-        self._notices.open()
+        self._notices.open()  # first: a connected rank may count on the others to survive a signal
+        self._ranks.connect(on_failure=self._notices.close)
 
     @property
     def steps(self) -> int:

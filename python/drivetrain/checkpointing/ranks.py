@@ -1,6 +1,7 @@
 """Lets ranks agree on what to do at a step, with one small all-reduce per step that no rank waits for."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -47,13 +48,21 @@ class Ranks:
         self._group: Any = None
         self._running: tuple[Any, torch.Tensor] | None = None
 
-    def connect(self) -> None:
+    def connect(self, on_failure: Callable[[], None] = lambda: None) -> None:
         """Makes the group, together with all other ranks.
 
         A caller first checks its arguments: a rank that gives up while others connect fails them with an error of gloo.
+
+        Args:
+            on_failure: Called before an error is raised.
         """
-        if self.world_size > 1:
+        if self.world_size == 1:
+            return
+        try:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        except BaseException:
+            on_failure()
+            raise
 
     def start(self, flags: Flags) -> None:
         """Begins an exchange. The next call must be `result`."""

@@ -23,29 +23,33 @@ from drivetrain.ddp import transport as transports
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
 
-# Offsets of tcpi_bytes_sent in Linux's struct tcp_info, and of its end.
-_BYTES_SENT = (200, 208)
+# Offsets of tcpi_bytes_sent and tcpi_bytes_received in Linux's struct tcp_info, and the end of these.
+_BYTES_SENT, _BYTES_RECEIVED, _INFO_BYTES = 200, 128, 208
 
 
-def sent_bytes() -> int:
-    """Returns the bytes that this process's TCP connections have sent."""
-    total = 0
+def sent_and_received() -> Tensor:
+    """Returns the bytes that this process's TCP connections have sent, and those received: int64 [2]."""
+    total = torch.zeros(2, dtype=torch.int64)
     for name in list(Path("/proc/self/fd").iterdir()):
         if not name.is_socket():
             continue  # the listing's own file is closed meanwhile
         with socket.socket(fileno=os.dup(int(name.name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT[1])
-                total += struct.unpack("<Q", info[_BYTES_SENT[0] :])[0]
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+                total += torch.tensor([struct.unpack_from("<Q", info, at)[0] for at in (_BYTES_SENT, _BYTES_RECEIVED)])
     return total
 
 
-class Sizes(nn.Module):
-    """Parameters of all kinds of sizes; one is sent in several messages. Their gradients are the inputs."""
+Shapes = tuple[tuple[int, ...], ...]
+# All kinds of sizes; one is sent in several messages.
+ALL_SIZES: Shapes = ((), (1,), (3,), (5, 7), (2, 300, 3), (0, 4), (1000, 513), (17,), (4096, 8))
 
-    def __init__(self, dtype: torch.dtype) -> None:
+
+class Sizes(nn.Module):
+    """Parameters of some shapes, whose gradients are the inputs."""
+
+    def __init__(self, dtype: torch.dtype, shapes: Shapes) -> None:
         super().__init__()
-        shapes = ((), (1,), (3,), (5, 7), (2, 300, 3), (0, 4), (1000, 513), (17,), (4096, 8))
         self.weights = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape in shapes])
 
     def forward(self, seed: int) -> Tensor:
@@ -54,15 +58,17 @@ class Sizes(nn.Module):
         return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
 
 
-def wrapped(transport: str, ranks_per_host: int, groups: list[list[int]], dtype: torch.dtype) -> tuple[Any, Any]:
+def wrapped(
+    transport: str, ranks_per_host: int, groups: list[list[int]], dtype: torch.dtype, shapes: Shapes = ALL_SIZES
+) -> tuple[Any, Any]:
     """Returns an unsharded and a sharded wrapper with the same buckets, on ranks that pretend to be on hosts."""
     made = [dist.new_group(ranks) for ranks in groups]
     mine = next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
     options: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 1.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "_host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
-        plain = DistributedDataParallel(Sizes(dtype), **options)
-        return plain, DistributedDataParallel(Sizes(dtype), shard="gradients", shard_group=mine, **options)
+        plain = DistributedDataParallel(Sizes(dtype, shapes), **options)
+        return plain, DistributedDataParallel(Sizes(dtype, shapes), shard="gradients", shard_group=mine, **options)
 
 
 # ---- Bits.
@@ -124,39 +130,44 @@ def test_ranks_of_a_group_sum_equal_parts_of_their_rows() -> None:
 # ---- Bytes.
 
 
-def bytes_on_the_wire(cases: list[tuple[str, int, list[list[int]]]]) -> list[tuple[float, float]]:
-    """Returns, for each case, what this rank sends per byte of gradients without and with `shard`."""
+def bytes_on_the_wire(cases: list[tuple[str, int, list[list[int]], Shapes]]) -> list[tuple[float, float]]:
+    """Returns, for each case, the bytes per byte of gradients that a rank sends, or receives, without `shard` and with.
+
+    The larger of the two counts.
+    """
     found = []
-    for transport, per_host, groups in cases:
-        models = wrapped(transport, per_host, groups, torch.float32)
+    for transport, per_host, groups, shapes in cases:
+        models = wrapped(transport, per_host, groups, torch.float32, shapes)
         whole = sum(weight.nbytes for weight in models[0].module.weights)
-        sent = []
+        moved = []
         for model in models:
             for step in range(2):  # the first may exchange plans
                 dist.barrier()
-                before = sent_bytes()
+                before = sent_and_received()
                 model(step).backward()
                 dist.barrier()
-            sent.append((sent_bytes() - before) / whole)
-        found.append((sent[0], sent[1]))
+            moved.append(int((sent_and_received() - before).max()) / whole)
+        found.append((moved[0], moved[1]))
     return found
 
 
-# The transport, the ranks of a host, the groups that share states, and the expected bytes per byte of gradients
-# without and with `shard`, of the rank that sends the most.
+# The transport, the ranks of a host, the groups that share states, the shapes of parameters, and the expected bytes per
+# byte of gradients without and with `shard`, of the busiest rank.
 WIRE = [
-    ("torch", 1, [], 2 * 3 / 4, 3 / 4),
-    ("torch", 1, [[0, 1], [2, 3]], 2 * 3 / 4, 3 / 4 + 1 / 4),
-    ("shm", 2, [], 2 * 1 / 2, 1 / 2),
-    ("shm", 2, [[0, 1], [2, 3]], 2 * 1 / 2, 2 * 1 / 2),  # each host needs everything
+    ("torch", 1, [], ALL_SIZES, 2 * 3 / 4, 3 / 4),
+    ("torch", 1, [[0, 1], [2, 3]], ALL_SIZES, 2 * 3 / 4, 3 / 4 + 1 / 4),
+    ("shm", 2, [], ALL_SIZES, 2 * 1 / 2, 1 / 2),
+    ("shm", 2, [[0, 1], [2, 3]], ALL_SIZES, 2 * 1 / 2, 2 * 1 / 2),  # each host needs everything
+    # The rank of the only row would receive 3; each rank with one of three rows receives 1.
+    ("torch", 1, [], ((1, 300_000), (3, 100_000)), 2 * 3 / 4, (2 * 3 / 4 + 1) / 2),
 ]
 
 
 def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks) -> None:
-    by_rank = on_four_ranks(bytes_on_the_wire, [case[:3] for case in WIRE])
+    by_rank = on_four_ranks(bytes_on_the_wire, [case[:4] for case in WIRE])
     for case, found in zip(WIRE, zip(*by_rank, strict=True), strict=True):
-        for sent, expected in zip(zip(*found, strict=True), case[3:], strict=True):
-            assert max(sent) == pytest.approx(expected, rel=0.03), (case, found)
+        for moved, expected in zip(zip(*found, strict=True), case[4:], strict=True):
+            assert max(moved) == pytest.approx(expected, rel=0.03), (case, found)
 
 
 # ---- Ranks that die.

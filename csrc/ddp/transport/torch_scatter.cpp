@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 
 #include "base/check.h"
 
@@ -67,12 +68,19 @@ std::vector<ByteSpan> gaps_between(const RankRanges& ranges, int64_t bytes) {
 }  // namespace
 
 bool TorchScatter::pays(const RankRanges& ranges, int64_t bytes, int size) {
-  const int64_t gaps = bytes_in(gaps_between(ranges, bytes));
-  int64_t sent = (bytes - gaps) + size * gaps;  // by all ranks, in units of size - 1 messages; an all-reduce: 2 * bytes
+  std::vector<int64_t> summed(size, bytes_in(gaps_between(ranges, bytes))), sent_on(size), taken(size);  // by rank
   for (const RankRange& range : ranges) {
-    sent += (range.end - range.begin) * static_cast<int64_t>(range.also.size()) / (size - 1);
+    const int64_t length = range.end - range.begin;
+    summed.at(range.rank) += length;
+    sent_on.at(range.rank) += length * static_cast<int64_t>(range.also.size());
+    for (const int other : range.also) taken.at(other) += length;
   }
-  return sent < 2 * bytes;
+  const int64_t all = std::accumulate(summed.begin(), summed.end(), int64_t{0});
+  int64_t most = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    most = std::max({most, all - summed[rank] + sent_on[rank], (size - 1) * summed[rank] + taken[rank]});
+  }
+  return most * size < 2 * (size - 1) * bytes;
 }
 
 TorchScatter::TorchScatter(at::Tensor flat, ElementType type, const RankRanges& ranges, TorchComm& group,

@@ -22,7 +22,8 @@ using ByteSpan = std::pair<int64_t, int64_t>;
 // result then has the same bits. A second exchange, in another group, brings sums to further ranks of their ranges.
 class TorchScatter final : public PendingReduce {
  public:
-  // Returns whether this sends fewer bytes than an all-reduce. Every rank sums bytes that belong to no rank itself.
+  // Returns whether the busiest rank sends and receives fewer bytes than in an all-reduce: no rank of a few rows gets
+  // the values of all others. Every rank sums bytes that belong to no rank itself.
   static bool pays(const RankRanges& ranges, int64_t bytes, int size);
 
   // flat: contiguous, on the CPU. returning: null if no range has further ranks.

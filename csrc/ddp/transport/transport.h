@@ -95,7 +95,7 @@ class Comm {
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
   // Starts an in-place reduce-scatter: as start(), or as start_sum() if as_sum is true, but each rank gets the result
   // of its own ranges only, and other values are undefined. A transport reduces everything where it has none, or where
-  // that takes fewer bytes.
+  // no rank is busier then.
   virtual std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
                                                        const std::shared_ptr<const RankRanges>& /*ranges*/,
                                                        bool as_sum) {

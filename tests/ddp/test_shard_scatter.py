@@ -1,5 +1,6 @@
 """Compares reduce-scatters of shard="gradients" with all-reduces: bits on every transport, and bytes on the wire."""
 
+import inspect
 import itertools
 import os
 import re
@@ -59,12 +60,17 @@ class Sizes(nn.Module):
 
 
 def wrapped(
-    transport: str, ranks_per_host: int, groups: list[list[int]], dtype: torch.dtype, shapes: Shapes = ALL_SIZES
+    transport: str,
+    ranks_per_host: int,
+    groups: list[list[int]],
+    dtype: torch.dtype,
+    shapes: Shapes = ALL_SIZES,
+    process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Any, Any]:
     """Returns an unsharded and a sharded wrapper with the same buckets, on ranks that pretend to be on hosts."""
     made = [dist.new_group(ranks) for ranks in groups]
     mine = next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
-    options: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 1.0}
+    options: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 1.0, "process_group": process_group}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "_host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
         plain = DistributedDataParallel(Sizes(dtype, shapes), **options)
@@ -74,19 +80,29 @@ def wrapped(
 # ---- Bits.
 
 
+def assert_equal_bits(plain: Any, net: Any, what: Any) -> None:
+    for step in range(2):
+        for model in (plain, net):
+            model.zero_grad()
+            model(100 * step + dist.get_rank()).backward()
+        for index, (a, b) in enumerate(zip(net.module.weights, plain.module.weights, strict=True)):
+            assert isinstance(a.grad, DTensor)
+            assert torch.equal(a.grad.full_tensor(), b.grad), (what, step, index)
+
+
 def compare_bits(layouts: list[list[list[int]]]) -> None:
     for groups, (transport, per_host) in itertools.product(layouts, (("torch", 1), ("shm", 2), ("shm", 4))):
         more = (torch.float64, torch.float16) if transport == "torch" else ()
         for dtype in (torch.float32, torch.bfloat16, *more):
             plain, net = wrapped(transport, per_host, groups, dtype)
-            for step in range(2):
-                for model in (plain, net):
-                    model.zero_grad()
-                    model(100 * step + dist.get_rank()).backward()
-                for index, (a, b) in enumerate(zip(net.module.weights, plain.module.weights, strict=True)):
-                    assert isinstance(a.grad, DTensor)
-                    what = (groups, transport, per_host, dtype, step, index)
-                    assert torch.equal(a.grad.full_tensor(), b.grad), what
+            assert_equal_bits(plain, net, (groups, transport, per_host, dtype))
+
+
+def compare_bits_of_a_group_in_its_own_order() -> None:
+    everyone = dist.new_group([3, 1, 0, 2], sort_ranks=False)
+    for groups, (transport, per_host) in itertools.product(([], [[0, 3], [1, 2]]), (("torch", 1), ("shm", 2))):
+        plain, net = wrapped(transport, per_host, groups, torch.float32, process_group=everyone)
+        assert_equal_bits(plain, net, (groups, transport))
 
 
 def test_scattered_sums_have_the_bits_of_all_reduced_ones(
@@ -95,6 +111,13 @@ def test_scattered_sums_have_the_bits_of_all_reduced_ones(
     on_ranks(compare_bits, [[]])
     on_three_ranks(compare_bits, [[]])
     on_four_ranks(compare_bits, [[], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="needs a torch that keeps groups' order"
+)
+def test_groups_may_number_their_ranks_in_another_order(on_four_ranks: OnRanks) -> None:
+    on_four_ranks(compare_bits_of_a_group_in_its_own_order)
 
 
 @pytest.mark.parametrize("sizes", [[4], [2, 2], [2, 3], [3, 2, 4]], ids=str)

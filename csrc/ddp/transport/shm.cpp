@@ -119,7 +119,7 @@ class ShmComm final : public Comm {
       if (options.hosts[other] == options.hosts[rank]) host_.push_back(other);
     }
     if (several_hosts && host_[0] == rank) {
-      DT_INVARIANT(options.leaders != nullptr);
+      DT_INVARIANT(options.leaders != nullptr && options.leaders->rank() == host_of_[rank]);
       leaders_ = options.leaders;
       link_ = std::make_unique<TorchLink>(options.leaders, [this](const char* values) { return owner_of(values); });
     }

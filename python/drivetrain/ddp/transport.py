@@ -252,7 +252,7 @@ def group_beside(
 
     Args:
         group: Its timeout becomes the new group's.
-        ranks: Members of the new group, as ranks of `group`.
+        ranks: Members of the new group in its order, as ranks of `group`.
         connect_within: Limit for the connections between the members; None: the group's timeout.
 
     Returns:
@@ -267,12 +267,16 @@ def group_beside(
     alike = nullcontext() if is_whole_job else _as_many_groups(_most_groups(group))
     if not (is_whole_job or is_member):
         return None
+    members = [dist.get_global_rank(group, rank) for rank in ranks]
+    # torch numbers ranks in the order of their job. Not every supported torch can make groups in another one.
+    order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
     with alike:
         beside: dist.ProcessGroup = dist.new_group(
-            [dist.get_global_rank(group, rank) for rank in ranks],
+            members,
             timeout=connect_within or group_timeout(group),
             backend="gloo",
             use_local_synchronization=not is_whole_job,
+            **order,
         )
     if not is_member:
         return None

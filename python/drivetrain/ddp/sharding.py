@@ -262,9 +262,7 @@ class Sharding:
             main_grads.leave_to_rows(self._params)
             reducer.set_kept([_owners(param, places) for param in self._params])
             if any(places.count(place) > 1 for place in places) and comm.name == "torch":
-                beside = transports.group_beside(process_group, list(range(len(places))))
-                assert beside is not None
-                comm.set_returning(beside.group_name)
+                comm.set_returning(transports.returning_group(process_group).group_name)
             self.rows = KeptRows(self._params, reducer, process_group)
 
     def __reduce__(self) -> Any:

@@ -24,6 +24,7 @@ VARIABLE = "DRIVETRAIN_TRANSPORT"
 # Each process group has one transport per dtype that rounds on the wire, however many modules are wrapped: all its
 # tensors must go in one order.
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, _C.Comm]] = WeakKeyDictionary()
+_returning_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float8_e5m2)
 _UNFIT_WIRE_DTYPES = {
@@ -305,6 +306,19 @@ def _as_many_groups(count: int) -> Iterator[None]:
     finally:
         for filler in fillers:
             del names[filler]
+
+
+def returning_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of the same ranks, in which sums of reduce-scatters go on to further ranks.
+
+    Each process group has one, however many modules are wrapped: a group's connections and threads outlive wrappers.
+    Every rank of the group must call it.
+    """
+    if group not in _returning_groups:
+        beside = group_beside(group, list(range(dist.get_world_size(group))))
+        assert beside is not None  # every rank is a member
+        _returning_groups[group] = beside
+    return _returning_groups[group]
 
 
 def _wire_comm(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> _C.Comm:

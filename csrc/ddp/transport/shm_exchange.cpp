@@ -15,7 +15,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/cpu_isa.h"
 #include "ddp/transport/shm_segment.h"
 
 namespace drivetrain::ddp {
@@ -118,8 +117,6 @@ void move_to(std::atomic<uint64_t>& word, uint64_t number) {
 }
 
 }  // namespace
-
-void sum_range(const SumJob& job) { for_chosen_isa(baseline::sum_range, avx2::sum_range, avx512::sum_range)(job); }
 
 int64_t ShmExchange::shared_state_bytes(int size) { return sizeof(SharedState) + size * sizeof(RankLine); }
 

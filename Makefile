@@ -48,7 +48,7 @@ test: export OMP_WAIT_POLICY ?= passive
 # Compiled modules are kept, even where the environment says otherwise: hundreds of processes import the package, and each
 # test process would rewrite the assertions of all files.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (15 minutes; WHOLE=1: all drawn rounds, 22 minutes)
+test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (16 minutes; WHOLE=1: all drawn rounds, 22 minutes)
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_THREE))
 
 # This target makes its own environment, because torch's CUDA build replaces the CPU build. An active environment with

@@ -20,7 +20,7 @@ from .measure import Row, median_interval, small_collections
 from .ranks import on_ranks
 from .traceml import traceml_row
 
-STEPS = 12  # of a timed block
+STEPS = 48  # of a timed block: the start of a monitor, which costs milliseconds once, must not be what it shows
 _PROFILED_ROUNDS = 3
 _ADDED_STEPS, _ADDED_ROUNDS = 100, 9
 _LOADING_S = 2e-3  # of a batch
@@ -85,11 +85,11 @@ class Training:
                 return time.perf_counter() - begin
             self.step(tokens)
 
-    def monitored(self, folder: Path, count: int = STEPS) -> tuple[float, Monitor]:
+    def monitored(self, folder: Path) -> tuple[float, Monitor]:
         """Runs a monitored loop and returns its seconds without the entry and the exit of the block."""
         to = [f"jsonl:{folder}/run.jsonl"]
         with Monitor(self.model, self.optimizer, to=to, progress=False, flops=None) as monitor:
-            seconds = self.loop(iter(monitor(self.batches(count))))
+            seconds = self.loop(iter(monitor(self.batches(STEPS))))
         return seconds, monitor
 
 
@@ -248,7 +248,7 @@ def _name_slow_rank() -> list[int]:
 
 def _account(training: Training, folder: Path) -> list[Row]:
     """Compares the monitor's account of the same steps with the host's clock and with torch.profiler's ranges."""
-    wall_s, monitor = training.monitored(folder, 3 * STEPS)
+    wall_s, monitor = training.monitored(folder)
     steps_s = _all_steps(folder / "run.jsonl")
     attributed = sum(sum(step.values()) for step in steps_s)
     share = Row("time of the loop that is attributed to phases", "%", 100.0, 100.0 * attributed / wall_s)
@@ -259,7 +259,7 @@ def _account(training: Training, folder: Path) -> list[Row]:
     named.ratio = named.ours / 100.0
     rows = [share, named]
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        training.monitored(folder, STEPS)
+        training.monitored(folder)
     seen = {event.key: event.cpu_time_total * 1e-6 for event in profiler.key_averages()}
     return rows + compare_with_profiler(_all_steps(folder / "run.jsonl"), seen)
 

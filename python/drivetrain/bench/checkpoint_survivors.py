@@ -12,14 +12,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-import drivetrain
-
 from ..checkpointing import Checkpointer, Ram, continue_in_place
-from .activation_models import GPT
-from .checkpoint_steps import TOKENS, VOCABULARY
+from .checkpoint_steps import make_training
 from .measure import Row
 from .ranks import on_ranks
 
@@ -55,12 +51,7 @@ def _measure(directory: str) -> float:
     killed_at = folder / "killed-at"
 
     def train() -> float | None:
-        torch.manual_seed(0)
-        model = drivetrain.DistributedDataParallel(
-            GPT(depth=6, dim=512, heads=8, length=TOKENS[1], vocabulary=VOCABULARY)
-        )
-        optimizer = drivetrain.optim.AdamW(model.parameters())
-        tokens = torch.randint(VOCABULARY, TOKENS)
+        model, optimizer, tokens = make_training()
         objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
         with Checkpointer(folder / "runs", **objects, every=None, tiers=[Ram()], signals=()) as ckpt:
             while True:

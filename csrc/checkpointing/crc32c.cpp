@@ -1,9 +1,10 @@
-// Chooses the copy of CRC32C for this processor, and fuses it with memory copies.
+// Chooses the CRC32C for this processor, alone and fused with a copy.
 #include "checkpointing/crc32c.h"
 
 #include "base/cpu_isa.h"
 
 namespace drivetrain::checkpointing {
+
 uint32_t crc32c(uint32_t checksum, const void* bytes, int64_t size) {
   const auto extend = for_chosen_isa(baseline::crc32c_cpu, avx2::crc32c_cpu, avx512::crc32c_cpu);
   return extend(checksum, static_cast<const unsigned char*>(bytes), size);

@@ -101,6 +101,30 @@ def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyte
     assert [event["number"] for event in read_events(path)] == [1, 3]
 
 
+def test_whole_lines_of_a_batch_stay_where_the_rest_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    sink = JSONL(path)
+    sink.open()
+    plain = os.write
+    has_begun: list[bool] = []
+
+    def full(file: int, data: bytes) -> int:
+        if has_begun:
+            raise OSError(28, "No space left on device")
+        has_begun.append(True)
+        return plain(file, data[: data.index(b"\n", data.index(b"\n") + 1) + 4])  # two lines, and a part of the third
+
+    monkeypatch.setattr(os, "write", full)
+    errors = sink.write_all([{"v": 1, "number": number} for number in range(5)])
+    monkeypatch.undo()
+    assert [str(error) for error in errors] == ["[Errno 28] No space left on device"] * 3
+    assert sink.write_all([{"v": 1, "number": 5}]) == []
+    sink.close()
+    assert [event["number"] for event in read_events(path)] == [0, 1, 5]
+
+
 @pytest.mark.parametrize("is_opened", [False, True], ids=["unopened", "unread"])
 def test_a_blocked_pipe_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_opened: bool) -> None:
     """A pipe without a reader blocks in open(), and one whose reader reads nothing blocks in write()."""

@@ -27,8 +27,8 @@ OUTSIDE = -1  # number of a step that is none: the time between epochs, and eval
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
 # Short steps fill it, and so do those of a device, whose recomputation has records of its own. Ranks also show their
 # steps at multiples of the longer period by the clock, and rank 0 looks a little later. So it sees steps that are at
-# most one such period old, where the hosts' clocks agree.
-_POLL_S, _BUSY_POLL_S = 0.4, 0.1
+# most one such period old, where the hosts' clocks agree. A process without other ranks has nothing to show.
+_LONE_POLL_S, _POLL_S, _BUSY_POLL_S = 0.8, 0.4, 0.1
 _LATER_S = 0.05
 _BUSY_STEPS_PER_S = 80
 _SYSTEM_S, _ADVICE_S = 5.0, 5.0
@@ -71,8 +71,8 @@ class Collector:
         self.straggler: Straggler | None = None
         self.hang: Hang | None = None
         self.num_steps = 0
-        self.attributed_s = 0.0  # seconds of all steps with complete accounts
-        self.total_s = 0.0  # seconds of all steps
+        self.attributed_ns = 0  # of all steps with complete accounts
+        self.total_ns = 0  # of all steps
         self._reader, self._stream, self._rank = reader, stream, rank
         self._samples_of, self._rates_of, self._setup, self._place = samples_of, rates_of, setup, place
         self._hangs, self._progress = hangs, progress
@@ -108,8 +108,8 @@ class Collector:
     def poll(self, is_last: bool = False) -> None:
         """Takes all steps that have ended since the last call."""
         with self._lock:
-            for account in self._reader.read():
-                self._take(account)
+            # All at once, because each wake-up of a sink's thread costs more than the event.
+            self._stream.send(*[step for account in self._reader.read() if (step := self._take(account)) is not None])
             if is_last or self._is_due("advice", _ADVICE_S):
                 self._advise(is_last)
             if not is_last and (period := self._period_now()) != self._period:
@@ -128,8 +128,10 @@ class Collector:
                 self.poll()
             except Exception:
                 _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
-            is_busy = self.num_steps - before > _BUSY_STEPS_PER_S * wait_s
-            wait_s = _BUSY_POLL_S if is_busy or self._device.type == "cuda" else _POLL_S
+            if self.num_steps - before > _BUSY_STEPS_PER_S * wait_s or self._device.type == "cuda":
+                wait_s = _BUSY_POLL_S
+            else:
+                wait_s = _LONE_POLL_S if self._exchange is None else _POLL_S
 
     def _period_now(self) -> int:
         """Returns the number of the period of exchanges, by the clock that ranks share."""
@@ -143,15 +145,14 @@ class Collector:
         return True
 
     def _send(self, kind: str, **fields: object) -> None:
-        self._emit(event(kind, self._rank, self.num_steps, **fields))
-
-    def _emit(self, sent: Event) -> None:
+        sent = event(kind, self._rank, self.num_steps, **fields)
         self.summary.take(sent)
         self._stream.send(sent)
 
-    def _take(self, account: _C.StepAccount) -> None:
+    def _take(self, account: _C.StepAccount) -> Event | None:
+        """Returns the event of a step, after all but the sinks have taken it; None for a time that is no step."""
         if account.step == OUTSIDE:
-            return
+            return None
         self.num_steps = account.step
         if self._device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
             self._has_warned = True
@@ -160,15 +161,16 @@ class Collector:
                 "waited for, not when the GPU did it"
             )
         samples, seconds = self._samples_of(account.step), account.wall_ns * 1e-9
-        self.total_s += seconds
+        self.total_ns += account.wall_ns
         if account.is_complete:
-            self.attributed_s += sum(account.phase_ns) * 1e-9
+            self.attributed_ns += sum(account.phase_ns)
         step = step_event(account, self._rank, samples, self._rates_of(account.step, samples, seconds))
-        self._emit(step)
+        self.summary.take(step)
         if self._exchange is not None and account.is_complete:
             self._exchange.add(step["phases"])
         if self._progress is not None:
             self._progress.take(step, self._place())
+        return step
 
     def _advise(self, is_last: bool) -> None:
         were_compared = self._exchange is not None and self._exchange.has_compared

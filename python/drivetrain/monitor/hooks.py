@@ -199,7 +199,8 @@ def first_dimension(batch: Any) -> int:
         batch: A tensor, or tensors in nested lists, tuples, mappings and objects like transformers' BatchEncoding.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
+        shape = batch.shape
+        return shape[0] if shape else 1
     if hasattr(batch, "values") and callable(batch.values):
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):

@@ -30,6 +30,7 @@ from .stragglers import Straggler
 from .stream import Sink, Stream
 from .summary import Summary
 
+_NO_RATES: dict[str, float | None] = {"mfu": None, "hfu": None}
 _COUNTED_STEP = 2  # the first step also builds buckets and optimizer states
 
 
@@ -166,7 +167,8 @@ class Monitor:
         assert self._stream is not None
         assert self._collector is not None
         self._is_active = False
-        self._end_counting()
+        if self._is_counting:
+            self._end_counting()
         self._hooks.detach()
         self._reader.stop()
         self._collector.stop()
@@ -246,7 +248,7 @@ class Monitor:
     def attributed_share(self) -> float:
         """Share of the time of all steps whose account is complete, 0 to 1."""
         collector = self._entered()
-        return collector.attributed_s / collector.total_s if collector.total_s else 1.0
+        return collector.attributed_ns / collector.total_ns if collector.total_ns else 1.0
 
     def _entered(self) -> Collector:
         if self._collector is None:
@@ -262,7 +264,8 @@ class Monitor:
 
     def _before_batch(self) -> None:
         """Ends the step, if its optimizer step has been made; time without batches belongs to no step."""
-        self._end_counting()
+        if self._is_counting:
+            self._end_counting()
         if self._num_batches == 0:
             _C.trace_step(OUTSIDE)
         elif self._is_step_over():
@@ -318,8 +321,7 @@ class Monitor:
         self._has_stepped = False
 
     def _end_counting(self) -> None:
-        if self._counting is None or not self._is_counting:
-            return
+        assert self._counting is not None
         self._counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._is_counting = False
         if self._is_step_over() and self._num_samples:
@@ -330,9 +332,11 @@ class Monitor:
             self._flops_per_sample = (model / self._num_samples, total / self._num_samples)
 
     def _rates(self, step: int, samples: int, seconds: float) -> dict[str, float | None]:
+        if self._flops is None:
+            return dict(_NO_RATES)
         dtype = self._counting.dtype if self._counting is not None else torch.get_default_dtype()
         peak = self._peak_flops or peak_flops(self._device, dtype)
-        rates: dict[str, float | None] = {"mfu": None, "hfu": None}
+        rates = dict(_NO_RATES)
         if self._flops == "auto" and step == _COUNTED_STEP and self._counting is not None:
             rates["counted_flops"] = True
         per_sample = self._flops_per_sample

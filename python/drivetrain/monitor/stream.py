@@ -21,6 +21,7 @@ class Sink(ABC):
 
     name = "sink"
     close_s = 5.0  # the limit on waiting for it at the end of the run
+    batch_size = 1  # the most events that write_all() is given at once
 
     def open(self) -> None:  # noqa: B027
         """Opens files and connections."""
@@ -28,6 +29,16 @@ class Sink(ABC):
     @abstractmethod
     def write(self, event: Event) -> None:
         """Takes one event of docs/monitoring.md's schema."""
+
+    def write_all(self, events: Sequence[Event]) -> list[Exception]:
+        """Takes events in order, and returns one error for each that it has not taken."""
+        errors: list[Exception] = []
+        for event in events:
+            try:
+                self.write(event)
+            except Exception as error:
+                errors.append(error)
+        return errors
 
     def close(self) -> None:  # noqa: B027
         """Flushes and closes."""
@@ -48,11 +59,11 @@ class _Lane:
         self._thread = threading.Thread(target=self._work, name=f"drivetrain-monitor-{sink.name}", daemon=True)
         self._thread.start()
 
-    def offer(self, event: Event) -> None:
-        if len(self._events) >= self._capacity:
-            self._drop()
-            return
-        self._events.append(event)
+    def offer(self, events: Sequence[Event]) -> None:
+        num_free = max(self._capacity - len(self._events), 0)
+        self._events.extend(events[:num_free])
+        if len(events) > num_free:
+            self._drop(len(events) - num_free)
         # An event that is set already has not been cleared yet, and the thread looks into the queue after it clears it.
         if not self._has_news.is_set():
             self._has_news.set()
@@ -77,28 +88,31 @@ class _Lane:
             self._has_news.wait()
             self._has_news.clear()
             is_last = self._is_closing  # read first: no event comes after it
-            while (event := self._next()) is not None:
+            while events := self._next():
                 try:
                     if not is_open:
                         self.sink.open()
                         is_open = True
-                    self.sink.write(event)
+                    errors = self.sink.write_all(events)
                 except Exception as error:
-                    self._drop()
-                    self._note(f"{type(error).__name__}: {error}")
+                    errors = [error] * len(events)
+                if errors:
+                    self._drop(len(errors))
+                    self._note(f"{type(errors[0]).__name__}: {errors[0]}")
         if is_open:
             try:
                 self.sink.close()
             except Exception as error:
                 self._note(f"{type(error).__name__}: {error}")
 
-    def _next(self) -> Event | None:
-        try:
-            return self._events.popleft()
-        except IndexError:
-            return None
+    def _next(self) -> list[Event]:
+        events: list[Event] = []
+        with contextlib.suppress(IndexError):  # close() may clear the queue meanwhile
+            while self._events and len(events) < self.sink.batch_size:
+                events.append(self._events.popleft())
+        return events
 
-    def _drop(self, count: int = 1) -> None:
+    def _drop(self, count: int) -> None:
         with self._lock:
             self.num_dropped += count
 
@@ -119,10 +133,10 @@ class Stream:
     def __init__(self, sinks: Sequence[Sink], capacity: int = CAPACITY) -> None:
         self._lanes = [_Lane(sink, capacity) for sink in sinks]
 
-    def send(self, event: Event) -> None:
-        """Queues an event for every sink."""
+    def send(self, *events: Event) -> None:
+        """Queues events for every sink."""
         for lane in self._lanes:
-            lane.offer(event)
+            lane.offer(events)
 
     def dropped(self) -> dict[str, int]:
         """Returns the number of events that each sink has not taken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..stream import Event, Sink
@@ -15,6 +16,8 @@ class JSONL(Sink):
     Args:
         path: The file; an existing one is replaced. A pipe is allowed.
     """
+
+    batch_size = 64
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -36,18 +39,30 @@ class JSONL(Sink):
         Raises:
             OSError: The line cannot be written; the file ends with the line before it.
         """
+        for error in self.write_all([event]):
+            raise error
+
+    def write_all(self, events: Sequence[Event]) -> list[Exception]:
+        """Writes a line per event, by one call of the system where it takes them all.
+
+        Returns:
+            An error per line that could not be written; the file ends with the last whole line.
+        """
         assert self._file is not None
-        line = (self._encode(event) + "\n").encode()
-        done = 0
+        lines = [self._encode(event).encode() + b"\n" for event in events]
+        text, done = b"".join(lines), 0
         try:
-            while done < len(line):
-                done += os.write(self._file, line[done:])
-        except OSError:
-            if self._is_regular and done:
+            while done < len(text):
+                done += os.write(self._file, text[done:])
+        except OSError as error:
+            num_whole = text.count(b"\n", 0, done)
+            self._end += sum(map(len, lines[:num_whole]))
+            if self._is_regular:
                 os.ftruncate(self._file, self._end)
                 os.lseek(self._file, self._end, os.SEEK_SET)
-            raise
+            return [error] * (len(lines) - num_whole)
         self._end += done
+        return []
 
     def close(self) -> None:
         """Closes the file."""

@@ -22,7 +22,7 @@ from .traceml import traceml_row
 
 STEPS = 48  # of a timed block: the start of a monitor, which costs milliseconds once, must not be what it shows
 _PROFILED_ROUNDS = 3
-_ADDED_STEPS, _ADDED_ROUNDS = 100, 9
+_ADDED_STEPS = 1000
 _LOADING_S = 2e-3  # of a batch
 _TARGET_STEP_S = 0.020  # the overhead is a share of such a step
 _OVERHEAD, _ATTRIBUTED, _DIFFERENCE = 0.005, 0.97, 0.05
@@ -169,44 +169,59 @@ def _measure_added(directory: str) -> tuple[float, float]:
     """Returns the microseconds of a bare step's calls, and those that the monitor adds, on rank 0.
 
     This is processor time of all threads. Other processes disturb it less than times, so that it judges the overhead on
-    a busy machine, too. Products of matrices fill the step, and the caches. They are not measured, but a forward pass,
-    a backward pass and an optimizer step of one number, whose hooks are called.
+    a busy machine, too. Every step makes the calls of a training twice: those of a model that the monitor does not
+    know, and those of the watched one. Machines change their speed by the second, and a pair of calls sees one speed.
+    Products of matrices fill the rest of the step, and the caches.
     """
-    weight = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    plain_backward = torch.autograd.backward  # the monitor replaces it
+    watched, bare = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optimizer, bare_optimizer = (torch.optim.SGD(model.parameters(), lr=0.0) for model in (watched, bare))
     one, filling = torch.ones(1), torch.randn(400, 400)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def other_threads() -> float:
-        return time.process_time() - time.thread_time()
+    def fill() -> None:
+        end = time.perf_counter() + _TARGET_STEP_S / 2
+        while time.perf_counter() < end:
+            filling @ filling
 
-    def loop(batches: Iterator[Tensor]) -> tuple[float, float]:
-        """Returns the seconds per step of this thread in the step's calls, and those of other threads."""
-        own, before = 0.0, other_threads()
-        while True:
-            begin = time.thread_time()
-            if (batch := next(batches, None)) is None:
-                break
-            weight(batch).sum().backward()
-            optimizer.step()
-            own += time.thread_time() - begin
-            end = time.perf_counter() + _TARGET_STEP_S
-            while time.perf_counter() < end:
-                filling @ filling
-        return own / _ADDED_STEPS, (other_threads() - before) / _ADDED_STEPS
+    def bare_calls(batches: Iterator[Tensor]) -> None:
+        plain_backward(bare(next(batches)).sum())
+        bare_optimizer.step()
+
+    def watched_calls(batches: Iterator[Tensor]) -> None:
+        torch.autograd.backward(watched(next(batches)).sum())
+        optimizer.step()
+
+    def seconds_of(calls: Callable[[], None]) -> float:
+        fill()
+        begin = time.thread_time()
+        calls()
+        return time.thread_time() - begin
+
+    def seconds_of_pairs(watched_batches: Iterator[Tensor]) -> tuple[list[tuple[float, float]], float]:
+        """Returns the seconds of each step's bare and watched calls, and those of all other threads per step."""
+        bare_batches = iter([one] * _ADDED_STEPS)
+        sides = [functools.partial(bare_calls, bare_batches), functools.partial(watched_calls, watched_batches)]
+        pairs, before = [], time.process_time() - time.thread_time()
+        for step in range(_ADDED_STEPS):
+            if step % 2:
+                second, first = seconds_of(sides[1]), seconds_of(sides[0])
+            else:
+                first, second = seconds_of(sides[0]), seconds_of(sides[1])
+            pairs.append((first, second))
+        return pairs, (time.process_time() - time.thread_time() - before) / _ADDED_STEPS
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads would count as others
-    bare, watched = [], []
-    for _ in range(_ADDED_ROUNDS):
-        bare.append(loop(iter([one] * _ADDED_STEPS)))
-        to = [f"jsonl:{directory}/added-{rank}.jsonl"]
-        with Monitor(weight, optimizer, to=to, progress=False, flops=None) as monitor:
-            watched.append(loop(iter(monitor([one] * _ADDED_STEPS))))
+    _, others_s = seconds_of_pairs(iter([one] * _ADDED_STEPS))
+    with Monitor(
+        watched, optimizer, to=[f"jsonl:{directory}/added-{rank}.jsonl"], progress=False, flops=None
+    ) as monitor:
+        pairs, watched_others_s = seconds_of_pairs(iter(monitor([one] * _ADDED_STEPS)))
     torch.set_num_threads(num_threads)
-    own_bare, others_bare = (statistics.median(part) for part in zip(*bare, strict=True))
-    own, others = (statistics.median(part) for part in zip(*watched, strict=True))
-    return 1e6 * own_bare, 1e6 * (own - own_bare + others - others_bare)
+    own_bare_s = statistics.median(bare_s for bare_s, _ in pairs)
+    own_s = statistics.median(watched_s - bare_s for bare_s, watched_s in pairs)
+    return 1e6 * own_bare_s, 1e6 * (own_s + watched_others_s - others_s)
 
 
 def _steps_until_named() -> Row:

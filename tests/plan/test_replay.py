@@ -125,6 +125,17 @@ def test_memory_of_a_round_dies_with_the_step() -> None:
     assert replay.replay_bytes(trace) > held  # activations and gradients
 
 
+def test_what_outlives_steps_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making optimizer states in each round would disturb the allocator and the caches."""
+    trace = _mlp_trace()
+    again = replay._Replay(trace)
+    again.round(_NEVER)
+    monkeypatch.setattr(again, "_made", lambda *_: pytest.fail("the first round has made it"))
+    assert again.round(_NEVER) is not None
+    kept = {trace.blocks[block].category for block in again._storages}
+    assert kept == {"parameters", "optimizer states", "inputs"}
+
+
 def test_operations_that_fail_on_made_up_values_are_left_out() -> None:
     class Factor(nn.Module):
         def __init__(self) -> None:

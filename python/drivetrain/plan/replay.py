@@ -24,6 +24,8 @@ _WARM_UP = 2  # rounds: the first one fills memory, as a first step does
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 30
 _LOW, _HIGH = 0.1, 1.0  # of made-up values
+# Blocks that outlive steps. A trace frees them, too, after its last step.
+_KEPT: tuple[Category, ...] = ("parameters", "optimizer states", "inputs")
 
 
 def replayed_seconds(
@@ -92,6 +94,8 @@ class _Replay:
         times: list[float] = []
         for kind, subject in self._events:
             if kind == FREE:
+                if self._trace.blocks[subject].category in _KEPT:
+                    continue
                 begin = self._clock()
                 self._storages.pop(subject, None)
                 if times:

@@ -151,14 +151,15 @@ def test_operations_that_fail_on_made_up_values_are_left_out() -> None:
     assert missing == {"aten::linalg_cholesky_ex"} or missing == {"aten::_linalg_check_errors"}
 
 
-def test_times_add_up_to_the_median_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_add_up_to_the_lower_quartile_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = _mlp_trace()
     count = len(trace.last_step())
     numbers = iter(range(1000))
 
     def disturbed(*_: object) -> list[float]:
-        times = [1.0] * count
-        times[next(numbers) % count] += 3.0  # another one in each round, so that no median shows it
+        number = next(numbers)
+        times = [1.0 if number < 20 else 2.0] * count  # another program runs in 12 of 30 rounds that count
+        times[number % count] += 3.0  # another one in each round, so that no median shows it
         return times
 
     monkeypatch.setattr(replay._Replay, "round", disturbed)

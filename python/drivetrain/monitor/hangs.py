@@ -61,7 +61,6 @@ class HangWatch:
     def __init__(self, rank: int, thread: int, limit_s: float, is_in_step: Callable[[], bool]) -> None:
         self._rank, self._thread, self.limit_s, self._is_in_step = rank, thread, limit_s, is_in_step
         self._beat = 0
-        self._step = -1
         self._place: Place | None = None
         self._limit_here_s = limit_s
         self._since_ns = 0  # when the wait began that was last reported
@@ -79,9 +78,8 @@ class HangWatch:
         phase = PHASES[standing.phase]
         is_in_step = standing.since_ns > 0 and (phase != "host" or self._is_in_step())
         quiet_s = max(time.monotonic_ns() - standing.since_ns, 0) * 1e-9 if is_in_step else 0.0
-        # The line matters only if the rank stands still. To look it up costs as much as the rest of the look.
-        where = self._line() if step == self._step or not is_in_step else ""
-        self._step = step
+        innermost = sys._current_frames().get(self._thread)
+        where = users_line(stack_of(innermost)) if innermost is not None else "nowhere: its training thread has ended"
         if not is_in_step or standing.since_ns != self._since_ns:
             self._heard.clear()  # the silence of the others counts from the first look at them in this wait
             self._since_ns = standing.since_ns
@@ -137,10 +135,6 @@ class HangWatch:
     def _silence_of(self, rank: int) -> str:
         silence = self._silence_s(rank)
         return f"not heard of for {silence:.0f} s, last seen " if silence >= self._limit_here_s / 4 else ""
-
-    def _line(self) -> str:
-        innermost = sys._current_frames().get(self._thread)
-        return users_line(stack_of(innermost)) if innermost is not None else "nowhere: its training thread has ended"
 
     def _stack(self) -> str:
         innermost = sys._current_frames().get(self._thread)

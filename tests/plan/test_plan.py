@@ -148,6 +148,17 @@ def test_calibration_measures_every_operation_and_keeps_it(tmp_path: Path, monke
         drivetrain.plan(model, lambda: None, device="h100", calibrate=True)
 
 
+def test_recurrent_layers_of_onednn_are_calibrated(tmp_path: Path) -> None:
+    """Their backward pass would crash on a made-up workspace."""
+    model = nn.LSTM(8, 8)
+    planned = drivetrain.plan(model, lambda: model(torch.ones(7, 4, 8))[0].sum().backward(), device="cpu")
+    timed = planned.calibrated(20.0, tmp_path / "cache.json")
+    backward = next(op for op in timed.trace.last_step() if op.name == "aten::mkldnn_rnn_layer_backward")
+    assert timed.calibration is not None
+    assert backward.signature not in timed.calibration.seconds
+    assert timed.time.backward_s > 0
+
+
 def test_a_correction_is_of_one_way_to_train_a_model() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_unflatten
 
 from ..host_memory import host_memory
 from .devices import Device, with_figures
-from .replay import CALL_ERRORS, fill, on_cpu, replay_bytes, replayed_seconds
+from .replay import CALL_ERRORS, UNSAFE, fill, on_cpu, replay_bytes, replayed_seconds
 from .timing import op_seconds
 from .trace import Signature, StepTrace, TensorSpec
 from .tracer import trace_steps
@@ -176,6 +176,8 @@ def _key(signature: Signature) -> str:
 
 def _measure(signature: Signature) -> tuple[float, int] | None:
     """Returns the median seconds and the workspace of a call; None if it cannot run on made-up values."""
+    if signature.op._schema.name in UNSAFE:
+        return None
     specs = [argument for argument in signature.arguments if isinstance(argument, TensorSpec)]
     num_bytes = sum(_bytes_of(spec) for spec in specs)
     copies = max(1, min(_MAX_COPIES, _COLD_BYTES // max(1, num_bytes)))

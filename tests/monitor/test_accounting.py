@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import Kept, make_batches, make_model, train, working
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import drivetrain
 from drivetrain import _C
@@ -366,6 +367,23 @@ def test_a_loop_that_is_left_ends_its_last_step() -> None:
     assert [step["step"] for step in kept.steps()] == list(range(1, 7))
     assert [step["forwards"] for step in kept.steps()] == [1] * 6
     assert sum(step["wall_s"] for step in kept.steps()) <= loops_s
+
+
+class Endless(IterableDataset[Tensor]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.repeat(torch.ones(8))
+
+
+def test_a_loader_without_a_length_is_followed() -> None:
+    kept, model = Kept(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, to=[kept], progress=False) as monitor:
+        for inputs in itertools.islice(monitor(DataLoader(Endless(), batch_size=4)), 3):
+            model(inputs).sum().backward()
+            optimizer.step()
+    assert [step["samples"] for step in kept.steps()] == [4, 4, 4]
 
 
 def test_an_iterator_that_outlives_its_monitor_does_not_disturb_the_next() -> None:

@@ -201,7 +201,7 @@ class Monitor:
         """
         if not self._is_active:
             raise RuntimeError("monitor(loader) was called outside of the block: with Monitor(...) as monitor")
-        self._place = (0, len(loader) if isinstance(loader, Sized) else 0)
+        self._place = (0, _length_of(loader))
         return self._batches(loader, loader)
 
     def phase(self, name: str) -> Any:
@@ -395,6 +395,14 @@ def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
     if not isinstance(optimizer, Iterable) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
         raise TypeError(f"optimizer is {optimizer!r}, expected a torch.optim.Optimizer, a sequence of them, or None")
     return list(optimizer)
+
+
+def _length_of(loader: Iterable[Any]) -> int:
+    """Returns the number of batches; 0 if it is not known."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else 0
+    except (TypeError, NotImplementedError):  # a DataLoader of a dataset that has no length
+        return 0
 
 
 def _device_of(owner: nn.Module | torch.optim.Optimizer | None) -> torch.device:

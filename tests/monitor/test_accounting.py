@@ -386,6 +386,28 @@ def test_a_loader_without_a_length_is_followed() -> None:
     assert [step["samples"] for step in kept.steps()] == [4, 4, 4]
 
 
+def test_an_iterator_draws_its_seed_where_the_loop_makes_it() -> None:
+    kept, drawn = Kept(), []
+    for is_watched in (False, True):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Monitor(model, optimizer, to=[kept], progress=False) as monitor:
+            loader = DataLoader(torch.arange(32.0).reshape(4, 8), shuffle=True)
+            torch.manual_seed(0)
+            begin = time.perf_counter()
+            batches = iter(monitor(loader) if is_watched else loader)
+            drawn.append(torch.rand(1))
+            time.sleep(NAP_S)
+            waited_s = time.perf_counter() - begin
+            for inputs in batches:
+                drawn.append(inputs)
+                model(inputs).sum().backward()
+                optimizer.step()
+            loop_s = time.perf_counter() - begin - waited_s
+    assert all(map(torch.equal, drawn[:5], drawn[5:]))
+    assert sum(step["wall_s"] for step in kept.steps()[-4:]) <= loop_s
+
+
 def test_an_iterator_that_outlives_its_monitor_does_not_disturb_the_next() -> None:
     kept, model = Kept(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -118,17 +119,21 @@ class Batches:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
+        # Not later: a DataLoader's iterator draws its seed, and starts its workers, when it is made.
         self._on_wait()
         _C.trace_begin(_DATA)  # starting workers counts as waiting for data
         try:
             batches = iter(self._loader)
         finally:
             _C.trace_end(_DATA)
-        is_first = True
+        return self._marked(batches, time.monotonic())
+
+    def _marked(self, batches: Iterator[Any], made_at: float) -> Iterator[Any]:
+        is_same_wait = time.monotonic() - made_at < _SAME_WAIT_S
         while True:
-            if not is_first:
+            if not is_same_wait:
                 self._on_wait()
-            is_first = False
+            is_same_wait = False
             _C.trace_begin(_DATA)
             try:
                 batch = next(batches, _END)
@@ -146,6 +151,7 @@ class Batches:
 
 
 _END = object()
+_SAME_WAIT_S = 0.01  # a loop asks sooner for the first batch of an iterator that it has made
 
 
 class Iterations:

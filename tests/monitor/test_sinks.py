@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,48 @@ def test_the_queue_is_bounded_and_counts_what_it_drops() -> None:
     lanes.close()
     assert [event["number"] for event in slow.events] == list(range(11))
     assert [event["number"] for event in fast.events] == list(range(101))
+
+
+def test_a_batch_that_a_sink_never_takes_counts_as_dropped() -> None:
+    begun, may_end, has_returned = threading.Event(), threading.Event(), threading.Event()
+
+    class Stuck(Kept):
+        close_s = 0.2
+        batch_size = 64
+
+        def write_all(self, events: Sequence[Event]) -> list[Exception]:
+            begun.set()
+            may_end.wait(30)
+            return [OSError("no reader")] * len(events)
+
+        def close(self) -> None:
+            has_returned.set()
+
+    lanes = Stream([Stuck()])
+    lanes.send(*[{"number": number} for number in range(100)])
+    assert begun.wait(30)
+    lanes.close()
+    assert lanes.dropped() == {"kept": 100}
+    may_end.set()
+    assert has_returned.wait(30)
+    assert lanes.dropped() == {"kept": 100}  # and not a second time
+
+
+def test_no_sink_wakes_up_without_an_event() -> None:
+    class Counting(Kept):
+        num_batches = 0
+
+        def write_all(self, events: Sequence[Event]) -> list[Exception]:
+            self.num_batches += 1
+            return super().write_all(events)
+
+    lanes = Stream([sink := Counting()])
+    lane = lanes._lanes[0]
+    lanes.send()
+    assert not lane._has_news.is_set() and not lane._events
+    lanes.send({"number": 0})
+    lanes.close()
+    assert sink.num_batches == len(sink.events) == 1
 
 
 def test_a_missing_package_is_named() -> None:

@@ -53,8 +53,10 @@ class _Lane:
         self.error: str | None = None  # the first error
         self._capacity = capacity
         self._events: deque[Event] = deque()
+        self._num_under_way = 0  # events that the sink has been given and has not taken yet
         self._has_news = threading.Event()
         self._is_closing = False
+        self._is_given_up = False  # all that the thread still has counts as dropped
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"drivetrain-monitor-{sink.name}", daemon=True)
         self._thread.start()
@@ -78,8 +80,11 @@ class _Lane:
         self._has_news.set()
         self._thread.join(max(begin + self.sink.close_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._drop(len(self._events))
-            self._events.clear()
+            with self._lock:
+                # The process may end before the sink takes them.
+                self.num_dropped += self._num_under_way + len(self._events)
+                self._events.clear()
+                self._is_given_up = True
             self._note(f"took nothing until the end of the run, within {self.sink.close_s:g} s")
 
     def _work(self) -> None:
@@ -96,8 +101,8 @@ class _Lane:
                     errors = self.sink.write_all(events)
                 except Exception as error:
                     errors = [error] * len(events)
+                self._settle(len(errors))
                 if errors:
-                    self._drop(len(errors))
                     self._note(f"{type(errors[0]).__name__}: {errors[0]}")
         if is_open:
             try:
@@ -106,11 +111,18 @@ class _Lane:
                 self._note(f"{type(error).__name__}: {error}")
 
     def _next(self) -> list[Event]:
-        events: list[Event] = []
-        with contextlib.suppress(IndexError):  # close() may clear the queue meanwhile
-            while self._events and len(events) < self.sink.batch_size:
-                events.append(self._events.popleft())
+        with self._lock:
+            num_next = min(len(self._events), self.sink.batch_size)
+            events = [self._events.popleft() for _ in range(num_next)]
+            self._num_under_way = num_next
         return events
+
+    def _settle(self, num_failed: int) -> None:
+        """Counts what the sink has refused of the events that it was given."""
+        with self._lock:
+            self._num_under_way = 0
+            if not self._is_given_up:
+                self.num_dropped += num_failed
 
     def _drop(self, count: int) -> None:
         with self._lock:
@@ -135,6 +147,8 @@ class Stream:
 
     def send(self, *events: Event) -> None:
         """Queues events for every sink."""
+        if not events:  # without news, no sink's thread need wake up
+            return
         for lane in self._lanes:
             lane.offer(events)
 

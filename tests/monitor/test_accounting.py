@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -467,16 +468,37 @@ def test_samples_are_counted_in_any_batch() -> None:
     assert kept.steps()[0]["samples"] == 24
 
 
+def test_samples_may_be_counted_by_a_tensor() -> None:
+    kept = Kept()
+    with Monitor(to=[kept], count=lambda batch: (batch > 0).sum(), progress=False) as monitor:
+        for _ in monitor([torch.ones(3, 8)]):
+            pass
+    assert json.dumps(kept.steps()[0]["samples"]) == "24"
+
+
+@pytest.mark.parametrize("result", [None, "many", torch.ones(2)])
+def test_what_is_no_count_is_named(result: Any) -> None:
+    with Monitor(count=lambda batch: result, progress=False) as monitor:
+        with pytest.raises(TypeError, match="count returned .*, expected a number of samples"):
+            next(iter(monitor([torch.ones(3)])))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"flops": "yes"}, ValueError, "flops is 'yes', expected 'auto', a number above 0, or None"),
         ({"flops": 0}, ValueError, "flops is 0, expected"),
         ({"peak_flops": -1.0}, ValueError, "peak_flops is -1.0, expected"),
+        ({"flops": True}, ValueError, "flops is True, expected"),
+        ({"peak_flops": "1e12"}, ValueError, "peak_flops is '1e12', expected"),
+        ({"report_hang_after": None}, ValueError, "report_hang_after is None, expected seconds >= 0, or 0: never"),
+        ({"count": 3}, TypeError, "count is 3, expected a function of a batch, or None"),
         ({"model": 3}, TypeError, "model is a int, expected a torch.nn.Module or None"),
         ({"optimizer": 3}, TypeError, "optimizer is 3, expected a torch.optim.Optimizer, a sequence of them, or None"),
         ({"optimizer": [None]}, TypeError, r"optimizer is \[None\], expected a torch.optim.Optimizer"),
         ({"to": "jsonl:a"}, TypeError, r"expected a list of strings: to=\['jsonl:a'\]"),
+        ({"to": None}, TypeError, "to is None, expected a list of strings and sinks"),
+        ({"to": Kept()}, TypeError, "expected a list of strings and sinks"),
         ({"to": [3]}, TypeError, "to has a int, expected strings"),
         ({"to": ["jsonl"]}, ValueError, "to has 'jsonl', expected one of jsonl:FILE"),
         ({"to": ["csv:a"]}, ValueError, "to has 'csv:a', expected one of jsonl:FILE"),

@@ -8,7 +8,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,8 @@ class Monitor:
         count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
 
     Raises:
-        TypeError: `model` is no module, `optimizer` no optimizer and no sequence of them, or `to` is a string, or holds
-            something else than strings and sinks.
+        TypeError: `model` is no module, `optimizer` no optimizer and no sequence of them, or `to` is no list, or holds
+            something else than strings and sinks, or `count` is no function.
         ValueError: A sink's string, `flops`, `peak_flops` or `report_hang_after` is wrong.
         ImportError: The package of a sink is missing; the message says how to install it.
         NotImplementedError: The model is on a device other than the CPU and CUDA, or drivetrain was built without CUDA.
@@ -84,12 +84,14 @@ class Monitor:
         report_hang_after: float = LIMIT_S,
         count: Callable[[Any], int] | None = None,
     ) -> None:
-        if not (flops is None or flops == "auto" or (isinstance(flops, int | float) and flops > 0)):
+        if not (flops is None or flops == "auto" or (_is_number(flops) and flops > 0)):  # type: ignore[operator]
             raise ValueError(f"flops is {flops!r}, expected 'auto', a number above 0, or None")
-        if peak_flops is not None and not peak_flops > 0:
+        if not (peak_flops is None or (_is_number(peak_flops) and peak_flops > 0)):
             raise ValueError(f"peak_flops is {peak_flops!r}, expected a number above 0, or None")
-        if not report_hang_after >= 0:
+        if not (_is_number(report_hang_after) and report_hang_after >= 0):
             raise ValueError(f"report_hang_after is {report_hang_after!r}, expected seconds >= 0, or 0: never")
+        if not (count is None or callable(count)):
+            raise TypeError(f"count is {count!r}, expected a function of a batch, or None")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module or None")
         self._device = _device_of(model)
@@ -283,7 +285,8 @@ class Monitor:
 
     def _take_batch(self, batch: Any) -> None:
         self._num_batches += 1
-        self._num_samples += self._count(batch)
+        samples = self._count(batch)
+        self._num_samples += samples if type(samples) is int else _as_count(samples)
         self._place = (self._place[0] + 1, self._place[1])
         if self._flops == "auto" and self._why_not_counted is None and self._num_steps + 1 == _COUNTED_STEP:
             self._counting = FlopCount() if self._counting is None else self._counting
@@ -395,6 +398,21 @@ def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
     if not isinstance(optimizer, Iterable) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
         raise TypeError(f"optimizer is {optimizer!r}, expected a torch.optim.Optimizer, a sequence of them, or None")
     return list(optimizer)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_count(samples: Any) -> int:
+    """Returns what `count` has returned as a plain number, which sinks can write; it may be a tensor."""
+    try:
+        number = samples.item() if hasattr(samples, "item") else samples
+    except (RuntimeError, ValueError):  # of several elements
+        number = None
+    if not isinstance(number, int | float):
+        raise TypeError(f"count returned {samples!r}, expected a number of samples")
+    return cast(int, number)
 
 
 def _length_of(loader: Iterable[Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..stream import Sink
@@ -25,13 +25,15 @@ def make_sinks(to: Sequence[str | Sink], rank: int) -> list[Sink]:
         rank: This process's rank.
 
     Raises:
-        TypeError: An element is no string and no `Sink`.
+        TypeError: `to` is no list, or an element is no string and no `Sink`.
         ValueError: A string names no known sink, or its argument is wrong.
         ImportError: A sink's package is missing.
         OSError: A port is taken.
     """
     if isinstance(to, str):
         raise TypeError(f"to is the string {to!r}, expected a list of strings: to=[{to!r}]")
+    if not isinstance(to, Iterable):
+        raise TypeError(f"to is {to!r}, expected a list of strings and sinks")
     return [sink for one in to if (sink := _make(one, rank)) is not None]
 
 

@@ -7,6 +7,7 @@ import math
 import random
 from bisect import bisect_right
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -392,12 +393,39 @@ def test_picture(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"budget": "lots"}, "budget is 'lots'"),
         ({"state_bits": 8}, "need an optimizer"),
         ({"bucket_mib": 0.0}, "bucket_mib is 0.0"),
+        ({"bucket_mib": "25"}, "bucket_mib is '25'"),
+        ({"batch": 0}, "batch is 0, expected a whole number"),
+        ({"length": "8"}, "length is '8', expected a whole number"),
+        ({"master_bits": 16, "optimizer": "AdamW"}, "master_bits is 16, expected one of None, 32, 24"),
+        ({"budget": -1}, "budget is -1 bytes"),
+        ({"device": None}, "device is None, expected one of"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=message):
         drivetrain.plan(model, lambda: model(torch.ones(2, 4)).sum().backward(), **arguments)  # type: ignore[arg-type]
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    model = nn.Linear(4, 4)
+    plan: Any = drivetrain.plan
+    for arguments, options, message in (
+        ((None, lambda: None), {}, "model is a NoneType, expected a torch.nn.Module"),
+        ((model, None), {}, "step_fn is None, expected a function"),
+        ((model, lambda: None), {"optimizer": torch.optim.AdamW}, "optimizer is .*, expected the name of a class"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            plan(*arguments, **options)
+
+
+def test_a_size_that_the_step_does_not_take_has_no_largest() -> None:
+    model = nn.Linear(4, 4)
+    plan = drivetrain.plan(model, lambda: model(torch.ones(2, 4)).sum().backward(), batch=2)
+    with pytest.raises(ValueError, match="step_fn takes no batch"):
+        plan.largest_batch()
+    with pytest.raises(ValueError, match="step_fn takes no length"):
+        plan.largest_length()
 
 
 def test_sizes() -> None:

@@ -152,6 +152,12 @@ def test_value_dependent_step_is_refused() -> None:
         drivetrain.plan(model, lambda: model(torch.ones(2, 4)).detach().numpy(), device="cpu")
 
 
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(8, 4, sparse=True)
+    with pytest.raises(PlanError, match=r"makes a sparse tensor .*: plan with sparse=False"):
+        drivetrain.plan(model, lambda: model(torch.zeros(2, dtype=torch.long)).sum().backward())
+
+
 def test_recurrent_layers_of_onednn_are_noted() -> None:
     model = nn.LSTM(8, 8)
     plan = drivetrain.plan(model, lambda: model(torch.ones(3, 2, 8))[0].sum().backward(), device="cpu")

@@ -104,7 +104,7 @@ def device_of(key: str, path: str | os.PathLike[str] | None = None) -> Device:
         OSError: The file cannot be read.
     """
     table = _table(path)
-    entry = table.get(key.lower())
+    entry = table.get(key.lower()) if isinstance(key, str) else None
     if entry is None:
         raise ValueError(f"device is {key!r}, expected one of {', '.join(table)}, or a file of devices with it")
     try:

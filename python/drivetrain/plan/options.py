@@ -55,7 +55,11 @@ class Options:
             raise ValueError(f"shard is {self.shard!r}, expected one of {', '.join(map(repr, _SHARDS))}")
         if self.ddp not in _ENGINES:
             raise ValueError(f"ddp is {self.ddp!r}, expected one of {', '.join(map(repr, _ENGINES))}")
-        if not self.bucket_mib > 0:
+        if self.master_bits not in (None, 32, 24):
+            raise ValueError(f"master_bits is {self.master_bits!r}, expected one of None, 32, 24")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget is {self.budget} bytes, expected more than 0")
+        if not (isinstance(self.bucket_mib, int | float) and self.bucket_mib > 0):
             raise ValueError(f"bucket_mib is {self.bucket_mib!r}, expected a number above 0")
         if self.release and self.accumulate > 1:
             raise ValueError("release=True frees gradients in every backward, so accumulate must be 1")

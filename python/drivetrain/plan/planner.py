@@ -77,12 +77,22 @@ def plan(
         The plan. Printing it shows the tables; `plot` draws the memory over the step.
 
     Raises:
+        TypeError: `model` is no module, `step_fn` no function, or `optimizer` no string.
         ValueError: An argument is out of range, the device is unknown, or no plan meets the budget.
         PlanError: The step depends on values, or runs no backward.
     """
     from .devices import device_of
     from .result import Plan
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
+    if not callable(step_fn):
+        raise TypeError(f"step_fn is {step_fn!r}, expected a function that runs a training step")
+    for name, size in (("batch", batch), ("length", length)):
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name} is {size!r}, expected a whole number of 1 or more, or None")
+    if optimizer is not None and not isinstance(optimizer, str):
+        raise TypeError(f"optimizer is {optimizer!r}, expected the name of a class, such as 'AdamW'")
     options = Options(
         world_size=world_size,
         per_host=per_host,
@@ -105,6 +115,13 @@ def plan(
 
         return trace_steps(model, _bound(step_fn, batch, length), device_kind=kind)
 
+    def retrace(kind: str, other_batch: int | None, other_length: int | None) -> Any:
+        taken = inspect.signature(step_fn).parameters
+        for name, value, before in (("batch", other_batch, batch), ("length", other_length, length)):
+            if value != before and name not in taken:
+                raise ValueError(f"step_fn takes no {name}, so that no other {name} can be planned: def step({name})")
+        return trace_for(kind, other_batch, other_length)
+
     made = Plan.of(
         trace_for(found.kind, batch, length),
         found,
@@ -112,7 +129,7 @@ def plan(
         batch=batch,
         length=length,
         optimizer=optimizer,
-        retrace=trace_for,
+        retrace=retrace,
         devices=devices,
     )
     if not calibrate:

@@ -138,6 +138,11 @@ class Tracer:
                 f"{self._what} calls {error.func} ({_line_of(error)}), whose result has a shape that depends on "
                 f"values, and a plan computes no values: leave the call out of {self._what}, or compute it before"
             ) from error
+        if "SparseTensorImpl" in str(error):
+            raise PlanError(
+                f"{self._what} makes a sparse tensor ({_line_of(error)}), and a plan knows dense ones only: plan with "
+                "sparse=False"
+            ) from error
         if _needs_values(error):
             raise PlanError(
                 f"{self._what} reads the values of a tensor ({_line_of(error)}), and a plan computes no values. Leave "

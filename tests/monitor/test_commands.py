@@ -127,6 +127,18 @@ def test_monitor_names_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"[1]", b'{"a":1}', b'{"v":"1","type":"step"}', b'{"v":null}', b'{"v":1}', b'{"v":1,"type":"step"}', b"\xff\xfe"],
+)
+@pytest.mark.parametrize("option", ["--live", "--stacks", "--plot=a.svg"])
+def test_a_foreign_line_is_named(option: str, line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "foreign.jsonl"
+    path.write_bytes(line + b"\n")
+    assert main(["monitor", option, str(path)]) == 2
+    assert "foreign.jsonl, line 1: " in capsys.readouterr().err
+
+
 def run_script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)

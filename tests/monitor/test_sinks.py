@@ -85,7 +85,7 @@ def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "a.jsonl"
     sink = JSONL(path)
     sink.open()
-    sink.write({"v": 1, "number": 1})
+    sink.write({"v": 1, "type": "count", "number": 1})
     plain = os.write
 
     def short(file: int, data: bytes) -> int:
@@ -95,9 +95,9 @@ def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "write", short)
     with pytest.raises(OSError, match="No space left"):
-        sink.write({"v": 1, "number": 2})
+        sink.write({"v": 1, "type": "count", "number": 2})
     monkeypatch.undo()
-    sink.write({"v": 1, "number": 3})
+    sink.write({"v": 1, "type": "count", "number": 3})
     sink.close()
     assert [event["number"] for event in read_events(path)] == [1, 3]
 
@@ -118,10 +118,10 @@ def test_whole_lines_of_a_batch_stay_where_the_rest_does_not_fit(
         return plain(file, data[: data.index(b"\n", data.index(b"\n") + 1) + 4])  # two lines, and a part of the third
 
     monkeypatch.setattr(os, "write", full)
-    errors = sink.write_all([{"v": 1, "number": number} for number in range(5)])
+    errors = sink.write_all([{"v": 1, "type": "count", "number": number} for number in range(5)])
     monkeypatch.undo()
     assert [str(error) for error in errors] == ["[Errno 28] No space left on device"] * 3
-    assert sink.write_all([{"v": 1, "number": 5}]) == []
+    assert sink.write_all([{"v": 1, "type": "count", "number": 5}]) == []
     sink.close()
     assert [event["number"] for event in read_events(path)] == [0, 1, 5]
 

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 _WARM_UP = 3  # steps that do not count, if there are more: memory is first touched, buckets and workers start
 _STEPS_KEPT = 10_000
 _BAR = 24  # characters
+_COMMON = {"type"}
+# Fields without which an event of a type cannot be read.
+_NEEDED = {
+    "step": _COMMON | {"wall_s", "phases", "samples", "complete"},
+    "system": _COMMON | {"values"},
+    "advice": _COMMON | {"phase", "text"},
+    "straggler": _COMMON | {"phase", "text"},
+    "hang": _COMMON | {"phase", "text"},
+    "end": _COMMON | {"dropped"},
+}
 
 
 @dataclass(repr=False)
@@ -165,19 +175,31 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
         ValueError: A line is not an event, or has a newer version than this drivetrain reads.
     """
     events = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], 1):
-        try:
-            event = json.loads(line)
-            version = event["v"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number}: {line[:60]!r} is not an event of drivetrain.Monitor") from None
-        if version > VERSION:
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        event = _parsed(line)
+        if event is None:
+            raise ValueError(f"{path}, line {number}: {line[:60]!r} is not an event of drivetrain.Monitor")
+        if event["v"] > VERSION:
             raise ValueError(
-                f"{path}, line {number}: version {version} of the schema, and this drivetrain reads up to {VERSION}: "
+                f"{path}, line {number}: version {event['v']} of the schema, and this drivetrain reads up to {VERSION}: "
                 "upgrade drivetrain"
             )
         events.append(event)
     return events
+
+
+def _parsed(line: str) -> Event | None:
+    """Returns the event of a line; None if it is none. One of a newer version need only have the version."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("v"), int):
+        return None
+    if event["v"] <= VERSION and not _NEEDED.get(event.get("type"), _COMMON) <= event.keys():
+        return None
+    return event
 
 
 def names_of(files: Sequence[str | os.PathLike[str]]) -> list[str]:

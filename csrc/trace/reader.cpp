@@ -108,6 +108,7 @@ std::vector<StepAccount> Reader::read() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<StepAccount> accounts;
   while (const std::optional<Record> record = ring().read(clock_)) {
+    ++num_read_;
     if (auto account = accountant_.take(*record, time_of(*record), ring().num_refused())) accounts.push_back(*account);
   }
   return accounts;
@@ -132,6 +133,11 @@ bool Reader::has_read_all() {
 Standing Reader::standing() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return accountant_.standing();
+}
+
+int64_t Reader::num_read() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_read_;
 }
 
 int64_t Reader::num_refused() const { return ring().num_refused() - num_refused_before_; }

@@ -27,6 +27,7 @@ class Reader {
   Standing standing();              // as of the records that read() has taken
   bool has_read_all();              // false: a device has not reached the last marks yet
   int64_t num_refused() const;      // records that found the ring full
+  int64_t num_read();               // records that read() has taken
 
  private:
   int64_t time_of(const Record& record);
@@ -36,6 +37,7 @@ class Reader {
   DeviceClock* clock_ = nullptr;
   bool has_mark_ = false;  // the clock's first mark has been read
   int64_t now_ns_ = 0;     // of the last record
+  int64_t num_read_ = 0;
   int64_t num_refused_before_ = 0;
   std::atomic<bool> has_stopped_{false};
 };

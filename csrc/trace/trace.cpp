@@ -58,6 +58,7 @@ void register_trace(py::module_& m) {
       .def("standing", &Reader::standing, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Reader::stop)
       .def("has_read_all", &Reader::has_read_all, py::call_guard<py::gil_scoped_release>())
+      .def("num_read", &Reader::num_read, py::call_guard<py::gil_scoped_release>())
       .def("num_refused", &Reader::num_refused);
 }
 

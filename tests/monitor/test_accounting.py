@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import drivetrain
 from drivetrain import _C
 from drivetrain.monitor import Monitor
+from drivetrain.monitor.collector import is_filling
 from drivetrain.phases import LABELS, PHASES, number_of, span
 
 NUM_PHASES = len(PHASES)
@@ -131,6 +132,19 @@ def test_a_full_ring_refuses_and_counts_records(reader: _C.TraceReader) -> None:
     assert not first.is_complete
     assert second.is_complete
     assert reader.num_refused() == refused
+
+
+def test_the_ring_is_read_before_evaluations_fill_it(reader: _C.TraceReader) -> None:
+    """Batches of an evaluation, and micro-batches, have records but end no step."""
+    capacity = 8192
+    _C.trace_step(0)
+    for _ in range(capacity // 4):
+        walk((4, ()))
+    reader.read()
+    assert reader.num_read() == capacity // 2 + 1
+    assert is_filling(0, reader.num_read(), 0.8)  # another look as late would find the ring half full
+    assert is_filling(100, 900, 0.8)
+    assert not is_filling(40, 400, 0.8)
 
 
 def test_threads_that_do_not_train_do_not_count(reader: _C.TraceReader) -> None:

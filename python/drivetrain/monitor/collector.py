@@ -25,16 +25,27 @@ from .system import System
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
-# Short steps fill it, and so do those of a device, whose recomputation has records of its own. Ranks also show their
+# Short steps fill it, and so do micro-batches, evaluations and a device's recomputation. Ranks also show their
 # steps at multiples of the longer period by the clock, and rank 0 looks a little later. So it sees steps that are at
 # most one such period old, where the hosts' clocks agree. A process without other ranks has nothing to show.
 _LONE_POLL_S, _POLL_S, _BUSY_POLL_S = 0.8, 0.4, 0.1
 _LATER_S = 0.05
-_BUSY_STEPS_PER_S = 80
+_BUSY_STEPS_PER_S, _BUSY_RECORDS_PER_S = 80, 2000
 _SYSTEM_S, _ADVICE_S = 5.0, 5.0
 _STOP_S = 5.0
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
+
+
+def is_filling(num_steps: int, num_records: int, seconds: float) -> bool:
+    """Returns whether the ring fills so fast that it must be read often.
+
+    Args:
+        num_steps: Steps that have ended in the time.
+        num_records: Records that were written in it, also outside of steps.
+        seconds: The time.
+    """
+    return num_steps > _BUSY_STEPS_PER_S * seconds or num_records > _BUSY_RECORDS_PER_S * seconds
 
 
 class Collector:
@@ -123,15 +134,15 @@ class Collector:
     def _work(self) -> None:
         wait_s = _BUSY_POLL_S
         while not self._has_stopped.wait(wait_s - (time.time() - self._delay_s) % wait_s):
-            before = self.num_steps
+            num_steps, num_records = self.num_steps, self._reader.num_read()
             try:
                 self.poll()
             except Exception:
                 _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
-            if self.num_steps - before > _BUSY_STEPS_PER_S * wait_s or self._device.type == "cuda":
-                wait_s = _BUSY_POLL_S
-            else:
-                wait_s = _LONE_POLL_S if self._exchange is None else _POLL_S
+            is_busy = self._device.type == "cuda" or is_filling(
+                self.num_steps - num_steps, self._reader.num_read() - num_records, wait_s
+            )
+            wait_s = _BUSY_POLL_S if is_busy else _LONE_POLL_S if self._exchange is None else _POLL_S
 
     def _period_now(self) -> int:
         """Returns the number of the period of exchanges, by the clock that ranks share."""

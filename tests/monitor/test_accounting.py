@@ -492,9 +492,11 @@ def test_samples_may_be_counted_by_a_tensor() -> None:
 
 @pytest.mark.parametrize("result", [None, "many", torch.ones(2)])
 def test_what_is_no_count_is_named(result: Any) -> None:
-    with Monitor(count=lambda batch: result, progress=False) as monitor:
-        with pytest.raises(TypeError, match="count returned .*, expected a number of samples"):
-            next(iter(monitor([torch.ones(3)])))
+    with (
+        Monitor(count=lambda batch: result, progress=False) as monitor,
+        pytest.raises(TypeError, match=r"count returned .*, expected a number of samples"),
+    ):
+        next(iter(monitor([torch.ones(3)])))
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,8 @@ def test_no_sink_wakes_up_without_an_event() -> None:
     lanes = Stream([sink := Counting()])
     lane = lanes._lanes[0]
     lanes.send()
-    assert not lane._has_news.is_set() and not lane._events
+    assert not lane._has_news.is_set()
+    assert not lane._events
     lanes.send({"number": 0})
     lanes.close()
     assert sink.num_batches == len(sink.events) == 1

@@ -180,9 +180,9 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
         event = _parsed(line)
         if event is None:
             raise ValueError(f"{path}, line {number}: {line[:60]!r} is not an event of drivetrain.Monitor")
-        if event["v"] > VERSION:
+        if (version := event["v"]) > VERSION:
             raise ValueError(
-                f"{path}, line {number}: version {event['v']} of the schema, and this drivetrain reads up to {VERSION}: "
+                f"{path}, line {number}: version {version} of the schema, and this drivetrain reads up to {VERSION}: "
                 "upgrade drivetrain"
             )
         events.append(event)

@@ -54,7 +54,7 @@ struct Snapshot::State {
   // The mutex guards the rest.
   std::vector<bool> piece_is_copied, chunk_is_copied;
   std::vector<bool> chunk_is_replaced;  // empty if none will be
-  int64_t chunks_copied = 0, pieces_left = 0;
+  int64_t chunks_copied = 0, sources_left = 0;
   double copy_seconds = -1;
   int writers = 0;
   bool is_written = false;
@@ -107,7 +107,8 @@ void Snapshot::State::end_piece(size_t index) {
   pieces[index]->source.owner.reset();
   const std::lock_guard lock(mutex);
   piece_is_copied[index] = true;
-  if (--pieces_left == 0) copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  // The header does not count: who waits for all tensors may then ask at once how long they took.
+  if (index > 0 && --sources_left == 0) copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
   changed.notify_all();
 }
 
@@ -196,12 +197,13 @@ Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> so
   for (size_t i = 0; i < state.pieces.size(); ++i) {
     Piece& piece = *state.pieces[i];
     if (piece.num_chunks() > 0) {
-      ++state.pieces_left;
+      state.sources_left += i > 0;
     } else {
       state.piece_is_copied[i] = true;
       piece.source.owner.reset();
     }
   }
+  if (state.sources_left == 0) state.copy_seconds = 0;
   const int64_t padded = (state.nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
   state.pages = slab.lend(padded);
   std::memset(state.pages->begin() + state.nbytes, 0, padded - state.nbytes);

@@ -197,7 +197,10 @@ def _parsed(line: str) -> Event | None:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("v"), int):
         return None
-    if event["v"] <= VERSION and not _NEEDED.get(event.get("type"), _COMMON) <= event.keys():
+    if event["v"] > VERSION:
+        return event
+    kind = event.get("type")
+    if not isinstance(kind, str) or not _NEEDED.get(kind, _COMMON) <= event.keys():
         return None
     return event
 

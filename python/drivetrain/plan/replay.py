@@ -86,7 +86,8 @@ def replay_bytes(trace: StepTrace) -> int:
 
 class _Replay:
     def __init__(self, trace: StepTrace, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.failed: set[int] = set()  # signatures
+        # Signatures without a time: those that are left out from the start, and those that have failed.
+        self.failed = {index for index, one in enumerate(trace.signatures) if one.op._schema.name in UNSAFE}
         self._trace, self._clock = trace, clock
         self._events = trace.events[trace.begin_of_last_step() :]
         self._storages: dict[int, torch.UntypedStorage] = {}  # by block
@@ -114,9 +115,6 @@ class _Replay:
         if op.signature < 0 or op.signature in self.failed:
             return 0.0
         signature = self._trace.signatures[op.signature]
-        if op.name in UNSAFE:
-            self.failed.add(op.signature)
-            return 0.0
         operands = iter(op.operands)
         flat = [
             self._tensor(argument, next(operands)) if isinstance(argument, TensorSpec) else on_cpu(argument)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from bisect import bisect_right
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,7 @@ def test_picture(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"master_bits": 16, "optimizer": "AdamW"}, "master_bits is 16, expected one of None, 32, 24"),
         ({"budget": -1}, "budget is -1 bytes"),
         ({"device": None}, "device is None, expected one of"),
+        ({"device": "cpu", "calibrate": -3}, "calibrate is -3, expected True, False or a number"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
@@ -417,6 +419,43 @@ def test_arguments_of_a_wrong_type_are_named() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             plan(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_steps": 0}, "num_steps is 0, expected a whole number of 1"),
+        ({"num_steps": 2.5}, "num_steps is 2.5, expected a whole number"),
+        ({"num_steps": 1, "checkpoints_kept": -1}, "checkpoints_kept is -1, expected a whole number of 0"),
+    ],
+)
+def test_wrong_facts_of_a_run_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run(**arguments)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS, drivetrain.optim.SGD])
+def test_a_closure_runs_forward_and_backward(optimizer: Any) -> None:
+    model = nn.Linear(4, 4)
+    stepping = optimizer(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        stepping.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    def plain() -> None:
+        closure()
+        stepping.step()
+
+    def phases(step: Any) -> list[str]:
+        return [op.phase for op in drivetrain.plan(model, step, device="cpu").trace.last_step()]
+
+    if optimizer is torch.optim.LBFGS:  # it has no other form, and calls the closure many times
+        assert {"forward", "backward", "optimizer"} <= set(phases(lambda: stepping.step(closure)))
+    else:
+        assert Counter(phases(lambda: stepping.step(closure))) == Counter(phases(plain))
 
 
 def test_a_size_that_the_step_does_not_take_has_no_largest() -> None:

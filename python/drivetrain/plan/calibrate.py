@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class Calibration:
 
 
 def cache_path() -> Path:
-    """Returns the file that keeps measurements of this machine: of its processor, threads and torch."""
-    facts = (_processor(), torch.get_num_threads(), torch.__version__, platform.node())
+    """Returns the file that keeps measurements of this machine: of its processor, threads, torch and drivetrain."""
+    facts = (_processor(), torch.get_num_threads(), torch.__version__, version("drivetrain"), platform.node())
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "drivetrain" / f"plan-{name}.json"
@@ -117,10 +118,7 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
             reached += predicted[signature]
     found.share = reached / whole if whole else 1.0
     if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        draft = cache.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(kept))
-        draft.replace(cache)
+        _write(cache, kept)
     return found
 
 
@@ -160,6 +158,14 @@ def _read(cache: Path | None) -> dict[str, Any]:
     except ValueError:  # a damaged file is measured anew
         return {}
     return kept if isinstance(kept, dict) else {}
+
+
+def _write(cache: Path, kept: dict[str, Any]) -> None:
+    """Replaces the cache as a whole, so that another process never reads a part of it."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    draft = cache.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(kept))
+    draft.replace(cache)
 
 
 def _predicted(trace: StepTrace, device: Device) -> dict[int, float]:
@@ -318,8 +324,7 @@ def corrected(kept: Path, key: str, ratio: float | None = None) -> float:
     ratios = cache.setdefault("ratios", {})
     if ratio is not None:
         ratios[key] = ratio
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(cache))
+        _write(kept, cache)
     return float(ratios.get(key, 1.0))
 
 

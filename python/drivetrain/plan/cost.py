@@ -31,8 +31,10 @@ class Run:
     checkpoints_kept: int = 3
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}, expected 1 or more")
+        for name, least in (("num_steps", 1), ("checkpoints_kept", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}, expected a whole number of {least} or more")
         if not self.checkpoint_interval_s > 0:
             raise ValueError(f"checkpoint_interval_s is {self.checkpoint_interval_s}, expected a number above 0")
 

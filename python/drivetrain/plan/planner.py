@@ -107,6 +107,8 @@ def plan(
         expandable=expandable,
     )
     found = device_of(device, devices)
+    if not isinstance(calibrate, int | float) or not calibrate >= 0:
+        raise ValueError(f"calibrate is {calibrate!r}, expected True, False or a number of seconds")
     if calibrate and found.kind != "cpu":
         raise ValueError(f"calibrate measures this machine's CPU, and device is {device!r}: leave it out")
 

@@ -37,6 +37,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, owner: Owner, trace: StepTrace, label: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer: torch.optim.Optimizer | None = None  # whose step runs
+        self.optimizers_task = -1  # the graph task that runs this step, as with step_in_backward
         self.accumulations: dict[int, tuple[int, ...]] = {}  # operations of the engine: blocks that they may reuse
         self.on_device: set[int] | None = None  # blocks on the planned device; None: all of them
         self.is_moving = False  # whether a call moves data to the planned device
@@ -238,9 +239,11 @@ class Recorder(TorchDispatchMode):
 
     def _where(self) -> tuple[Phase, bool, str | None]:
         """Returns the phase, whether forward is recomputed, and the name of the graph's node that runs."""
-        if self.optimizer is not None:
+        graph_task = torch._C._current_graph_task_id()
+        # A closure given to the optimizer's step runs with gradients on, and its backward is another graph task.
+        if self.optimizer is not None and graph_task == self.optimizers_task and not torch.is_grad_enabled():
             return "optimizer", False, ""
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task == -1:
             return "forward", False, ""
         node = torch._C._current_autograd_node()
         name = None if node is None else "accumulate" if "AccumulateGrad" in node.name() else ""

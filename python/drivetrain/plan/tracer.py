@@ -190,6 +190,7 @@ class Tracer:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._recorder.optimizer = optimizer
+        self._recorder.optimizers_task = torch._C._current_graph_task_id()
         if id(optimizer) in self._optimizers:
             return
         self._optimizers.add(id(optimizer))

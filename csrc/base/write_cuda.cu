@@ -11,6 +11,13 @@ namespace {
 
 constexpr int kWriteThreads = 128;
 
+// Returns the calling thread's mode before.
+int exchange_capture_mode(int to) noexcept {
+  auto mode = static_cast<cudaStreamCaptureMode>(to);
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));  // fails for invalid modes only
+  return mode;
+}
+
 // The bytes of one launch: kernel arguments have at least 4 KiB everywhere.
 struct Piece {
   unsigned char bytes[4000];
@@ -27,6 +34,9 @@ bool is_capturing(void* stream) {
   check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
 }
+
+BesideCaptures::BesideCaptures() noexcept : mode_before_(exchange_capture_mode(cudaStreamCaptureModeRelaxed)) {}
+BesideCaptures::~BesideCaptures() { exchange_capture_mode(mode_before_); }
 
 void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
   for (size_t begin = 0; begin < bytes; begin += sizeof(Piece)) {

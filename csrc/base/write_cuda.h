@@ -1,4 +1,5 @@
-// Declares how the host's bytes reach a device inside a CUDA graph. Needs no torch header.
+// Declares what code does beside the capture of a CUDA graph, and how the host's bytes reach a graph. Needs no torch
+// header.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +8,19 @@ namespace drivetrain {
 
 // Returns whether the stream is being captured into a CUDA graph.
 bool is_capturing(void* stream);
+
+// Lets the calling thread query events for as long as this object lives. Otherwise such a query would end, with an
+// error, the capture that any thread makes under torch.cuda.graph's default mode.
+class BesideCaptures {
+ public:
+  BesideCaptures() noexcept;
+  ~BesideCaptures();
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  int mode_before_;  // a cudaStreamCaptureMode
+};
 
 // Writes host bytes to the device through kernel arguments. A graph stores those, so that no host memory has to outlive
 // it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -133,6 +134,27 @@ def test_a_capture_inside_of_a_step_is_left_alone() -> None:
                 continue
             optimizer.step()
     assert [step["step"] for step in kept.steps()] == [1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_a_look_at_the_device_leaves_the_capture_of_another_thread_alone() -> None:
+    """torch.cuda.graph's default mode forbids all threads what might disturb a capture, such as queries of events."""
+    kept, model = Kept(), plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = next(on_device(1))
+    with Monitor(model, optimizer, to=[kept], progress=False, flops=None) as monitor:
+        for number in monitor(range(3)):
+            if number == 2:
+                assert monitor._collector is not None
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    looking = threading.Thread(target=monitor._collector.poll)
+                    looking.start()
+                    looking.join()
+                    inputs * 2
+                continue
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert [step["step"] for step in kept.steps()] == [1, 2]  # the last one made no optimizer step
 
 
 @pytest.mark.gpu

@@ -7,11 +7,13 @@
 #define cudaGetErrorName cuda_on_cpu_error_name
 #define cudaGetErrorString cuda_on_cpu_error_string
 #define cudaStreamIsCapturing cuda_on_cpu_is_capturing
+#define cudaThreadExchangeStreamCaptureMode cuda_on_cpu_exchange_capture_mode
 #include "../../native/cuda_on_cpu/cuda_runtime.h"
 #undef cudaLaunchKernelEx
 #undef cudaGetErrorName
 #undef cudaGetErrorString
 #undef cudaStreamIsCapturing
+#undef cudaThreadExchangeStreamCaptureMode
 
 #include <tuple>
 #include <type_traits>
@@ -20,6 +22,7 @@ extern "C" {
 const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 }
 
 namespace fake_cuda_kernels {

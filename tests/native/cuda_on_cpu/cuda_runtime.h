@@ -49,6 +49,8 @@ const char* cudaGetErrorString(cudaError_t error);
 using cudaStream_t = struct CUstream_st*;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;

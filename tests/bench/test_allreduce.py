@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from drivetrain.bench import allreduce
 from drivetrain.bench.allreduce import Line, Measured, Result, sizes
 from drivetrain.cli import main
+from warm_python import warm_environ, warm_python
 
 FLOAT = r"\d+\.\d\d"
 SIDE = rf"\s+{FLOAT}\s+{FLOAT}\s+{FLOAT}\s+0"
@@ -23,10 +23,9 @@ COLUMNS = re.compile(rf"\s*(\d+)\s+(\d+)\s+float\s+sum\s+-1{SIDE}{SIDE}")
 
 def test_ranks_of_a_launcher_print_nccl_tests_columns(tmp_path: Path) -> None:
     bench = ["bench", "allreduce", "--maxbytes", "64KiB", "--stepfactor", "64", "--json", str(tmp_path / "out.json")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "drivetrain", *bench], capture_output=True, text=True, timeout=240, check=False
-    )
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "drivetrain", *bench]
+    done = subprocess.run(command, env=warm_environ(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     tables = done.stdout.split("# drivetrain bench allreduce: 2 ranks on 1 host, transport ")[1:]
     assert [table.split()[0] for table in tables] == ["group", "torch", "shm", "nccl"]

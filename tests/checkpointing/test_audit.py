@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from drivetrain.checkpointing import Checkpointer, CheckpointError, Store
 from drivetrain.checkpointing.audit import AuditLog
 from drivetrain.checkpointing.directory import Lock
 from drivetrain.cli import main
+from warm_python import warm_python
 
 LIMIT_S = 60
 
@@ -77,7 +77,7 @@ def test_processes_append_whole_lines(tmp_path: Path) -> None:
         "log = AuditLog(sys.argv[1], int(sys.argv[2]))\n"
         "for step in range(50): log.append('save', 'x' * 5000, step, 0, None)\n"
     )
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(log), str(rank)]) for rank in range(3)]
+    ranks = [subprocess.Popen([warm_python(), "-c", program, str(log), str(rank)]) for rank in range(3)]
     assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0, 0]
     lines = lines_of(log)
     for rank in range(3):

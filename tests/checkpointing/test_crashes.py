@@ -21,6 +21,7 @@ from checkpoint_crashes.contents import problems_after_restart, problems_of, ste
 from checkpoint_crashes.power import Disk
 from drivetrain.checkpointing import CheckpointError, Store
 from effort import rounds
+from warm_python import warm_python
 
 LIMIT_S = 60
 SEED = random.Random(23).randrange(1_000_000)
@@ -87,7 +88,7 @@ def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
 
 def test_every_failing_call_is_reported_and_harmless(shim: Path, tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "checkpoint_crashes.failures", str(tmp_path / "runs")],
+        [warm_python(), "-m", "checkpoint_crashes.failures", str(tmp_path / "runs")],
         env=harness.shim_environment(shim),
         capture_output=True,
         text=True,

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from warm_python import warm_environ
+
 PROGRAM = Path(__file__).with_name("elastic_training.py")
 LIMIT_S = 240.0
 SAMPLES, EPOCHS, BATCH = 48, 2, 2
@@ -66,7 +68,7 @@ class Agents:
         output = (self._folder / f"agent-{len(self._agents)}.log").open("wb")
         # torchrun gives restarted ranks the store of the ranks before, whose addresses gloo then takes for new ones.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        environment = {**os.environ, **own_store, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**warm_environ(), **own_store, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with output:
             agent = subprocess.Popen(
                 [*command, str(PROGRAM), str(self._plan)],

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from drivetrain import _C
 from drivetrain.checkpointing import Checkpoint, CheckpointError, Store
 from drivetrain.checkpointing.directory import leftovers
 from drivetrain.checkpointing.layout import CHUNK_BYTES, part_name, temporary_name
+from warm_python import warm_python
 
 LIMIT_S = 60
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -285,7 +285,7 @@ def test_a_second_store_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
             Store(tmp_path, lock_timeout=0)
         answer = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S, check=True
+            [warm_python(), "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S, check=True
         )
         assert f"in use by process {os.getpid()}" in answer.stdout
     Store(tmp_path, lock_timeout=0).close()
@@ -299,7 +299,7 @@ def test_a_forked_child_does_not_hold_the_directory(tmp_path: Path) -> None:
         "    os.write(writer, b'x'); time.sleep(60); os._exit(0)\n"
         "os.read(reader, 1); print('ready', flush=True); os._exit(0)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, process_group=0)
+    process = subprocess.Popen([warm_python(), "-c", program, str(tmp_path)], stdout=subprocess.PIPE, process_group=0)
     assert process.stdout
     assert process.stdout.readline() == b"ready\n"
     process.wait(LIMIT_S)
@@ -325,7 +325,7 @@ def test_the_interpreter_completes_the_last_save(tmp_path: Path) -> None:
         "import sys, torch; from drivetrain.checkpointing import Store\n"
         "Store(sys.argv[1]).save(3, {'x': torch.ones(1 << 22)}, 'last')\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=LIMIT_S)
+    subprocess.run([warm_python(), "-c", program, str(tmp_path)], check=True, timeout=LIMIT_S)
     with Store(tmp_path) as store:
         latest = store.latest()
     assert latest is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from survivors_training import EPOCHS, SAMPLES
 
 from drivetrain.checkpointing import continue_in_place
+from warm_python import warm_python
 
 PROGRAM = Path(__file__).with_name("survivors_training.py")
 LIMIT_S = 240.0
@@ -33,7 +33,7 @@ def run(
     (folder / "runs").mkdir()
     (folder / "memory").mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
-    command = [sys.executable, str(PROGRAM), str(folder / "plan.json")]
+    command = [warm_python(), str(PROGRAM), str(folder / "plan.json")]
     pipe = subprocess.PIPE
     ranks = [subprocess.Popen([*command, str(rank)], stdout=pipe, stderr=pipe, text=True) for rank in range(world_size)]
     try:

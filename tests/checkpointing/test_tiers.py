@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from drivetrain.checkpointing.load import complete_checkpoints
 from drivetrain.cli import main
 from drivetrain.ddp import DistributedDataParallel
 from ranks import RankPool
+from warm_python import warm_python
 
 LIMIT_S = 60.0
 
@@ -273,7 +273,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "except ImportError as error: assert 'pip install' in str(error), error\n"
         "else: raise AssertionError('no error')\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=LIMIT_S)
+    subprocess.run([warm_python(), "-c", program, str(tmp_path)], check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def run_ram(tmp_path: Path, steps: int, end: str) -> tuple[int, int]:
     (tmp_path / "shm").mkdir(exist_ok=True)
     arguments = [str(tmp_path / "runs"), str(tmp_path / "shm"), str(steps), end]
     found = subprocess.run(
-        [sys.executable, "-c", _KILLED, *arguments], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False
+        [warm_python(), "-c", _KILLED, *arguments], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False
     )
     return found.returncode, int(found.stdout)
 

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import drivetrain
 from drivetrain import _C, _build_info
 from drivetrain.cli import differences, main
 from drivetrain.cli.doctor import covers, driver_problem
+from warm_python import warm_python
 
 TIMEOUT_S = 60
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,12 +28,12 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 def _environ(**changes: str) -> dict[str, str]:
     dropped = (*LAUNCH_VARIABLES, "DRIVETRAIN_ISA")
     plain = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**plain, "OMP_NUM_THREADS": "1", **changes}
+    return {**plain, "PYTHON_EXEC": warm_python(), "OMP_NUM_THREADS": "1", **changes}
 
 
 def _python(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
+        [warm_python(), *arguments],
         cwd=cwd,
         env=_environ(**environ),
         capture_output=True,

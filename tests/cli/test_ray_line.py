@@ -1,13 +1,14 @@
 """Tests that `drivetrain run` says which workers it does not reach."""
 
 import subprocess
-import sys
 from pathlib import Path
+
+from warm_python import warm_python
 
 
 def report_of(folder: Path, script: str) -> str:
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "drivetrain", "run", "script.py"]
+    command = [warm_python(), "-m", "drivetrain", "run", "script.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stderr

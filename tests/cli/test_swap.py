@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.nn.parallel import distributed
 import drivetrain
 from drivetrain import swap
 from drivetrain.ddp import distributed as ddp
+from warm_python import warm_environ, warm_python
 
 # A list holds the class, because install() would rebind a global of this module.
 TORCH_DDP = [parallel.DistributedDataParallel]
@@ -225,7 +225,7 @@ dist.destroy_process_group()
 def _torchrun(*arguments: str, tries: int = 1) -> str:
     """Runs on two ranks and returns their stderr. tries: attempts, as some scripts die while their interpreter ends."""
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -233,7 +233,7 @@ def _torchrun(*arguments: str, tries: int = 1) -> str:
         "2",
         *arguments,
     ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**warm_environ(), "OMP_NUM_THREADS": "1"}
     for left in reversed(range(tries)):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode == 0 or not left or "terminate called without an active exception" not in done.stderr:

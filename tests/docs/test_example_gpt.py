@@ -21,12 +21,14 @@ import data  # noqa: E402
 import model  # noqa: E402
 import train  # noqa: E402
 
+from warm_python import warm_environ, warm_python  # noqa: E402
+
 TIMEOUT_S = 120
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [warm_python(), str(EXAMPLE / script), *arguments]
+    return subprocess.run(command, env=warm_environ(), capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ sys.path.insert(0, str(FOLDER))
 import compare_tasks  # noqa: E402
 import time_to_quality  # noqa: E402
 
+from warm_python import warm_environ, warm_python  # noqa: E402
+
 STEPS = 3
 
 
@@ -73,8 +75,8 @@ def test_diffusion_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_table_of_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "runs.json"
-    command = [sys.executable, str(FOLDER / "compare_tasks.py"), "recommender", f"--steps={STEPS}", f"--json={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    command = [warm_python(), str(FOLDER / "compare_tasks.py"), "recommender", f"--steps={STEPS}", f"--json={out}"]
+    done = subprocess.run(command, env=warm_environ(), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     for row in ("mean loss of the last", "held-out hit rate", "time per step", "peak memory per rank"):
         assert row in done.stdout

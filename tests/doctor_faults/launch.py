@@ -6,12 +6,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from warm_python import warm_python
 
 _LIMIT_S = 240
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,7 +97,7 @@ def examine(starts: Sequence[Start]) -> Report:
 
 def _start(one: Start) -> subprocess.Popen[str]:
     code = _CHANGED.format(change=one.change)
-    command = [*one.before, "sh", "-c", f'{one.shell or ":"} && exec "$0" "$@"', sys.executable, "-c", code]
+    command = [*one.before, "sh", "-c", f'{one.shell or ":"} && exec "$0" "$@"', warm_python(), "-c", code]
     plain = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     return subprocess.Popen(
         [*command, *one.arguments],

@@ -10,7 +10,6 @@ import os
 import pty
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from drivetrain.cli import main
 from drivetrain.monitor import Monitor, read_events, summarize
 from drivetrain.monitor.progress import Progress
 from drivetrain.monitor.summary import Summary
+from warm_python import warm_python
 
 SCRIPT = """
 import sys
@@ -142,7 +142,7 @@ def test_a_foreign_line_is_named(option: str, line: bytes, tmp_path: Path, capsy
 def run_script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "drivetrain", "run", *options, str(script), "--epochs", "2"]
+    command = [warm_python(), "-m", "drivetrain", "run", *options, str(script), "--epochs", "2"]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
 
 

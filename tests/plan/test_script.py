@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from warm_python import warm_python
 
 SCRIPT = """
 import argparse, os
@@ -47,7 +48,7 @@ NUM_PARAMETERS = 256 * 512 + 512 + 512 * 16 + 16
 
 def planned(folder: Path, *arguments: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "drivetrain", "plan", "--json", "plan.json", *arguments]
+    command = [warm_python(), "-m", "drivetrain", "plan", "--json", "plan.json", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False

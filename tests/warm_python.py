@@ -1,0 +1,311 @@
+"""Starts Python in milliseconds, with torch and drivetrain imported, for tests that would call sys.executable.
+
+`warm_python()` returns the path of a program that takes Python's arguments. It asks a server of this test process,
+which has imported torch, for a fork. The fork runs the arguments as `python` does, and ends as an interpreter ends. The
+program passes files, folder, variables and signals on, and dies as the fork dies. If it dies first, the fork is killed.
+
+The program becomes a plain `python` where a fork would behave differently: with other options than -u, -c and -m, with
+inherited files, with variables that are read at the start, and in another namespace, group or under another resource
+limit than the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import marshal
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+_HEADER_BYTES = 8
+_SESSION = 5  # the place in _facts() of the session and the group; 0 for a process that leads a session
+_READ_AT_START = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("TORCH_LOGS", "TORCH_CPP_", "TORCH_SHOW_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+)
+_PASSED_ON = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS")  # the fork does what they ask for
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_program: str | None = None
+
+
+def warm_python() -> str:
+    """Returns the path of the program. The first call starts the server, which ends with this process."""
+    global _program
+    if _program is None:
+        _program = _start()
+    return _program
+
+
+def warm_environ() -> dict[str, str]:
+    """Returns this process's variables, and the one that makes torchrun start its ranks with that program."""
+    return {**os.environ, "PYTHON_EXEC": warm_python()}
+
+
+def _start() -> str:
+    import shutil
+    import subprocess
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="warm-python-")
+    address, program = f"{folder}/server", f"{folder}/python"
+    # The server's own import path has no folder of this process; a fork adds those of its variables.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        command = [sys.executable, __file__, str(listener.fileno()), program]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
+    with open(program, "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
+        file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.append({os.path.dirname(__file__)!r})\n")
+        file.write(f"import warm_python\nwarm_python.run_client({address!r}, sys.argv[1:])\n")
+
+    def end() -> None:
+        assert server.stdin
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return program
+
+
+def _facts() -> tuple[Any, ...]:
+    """Returns what a fork has of its server and not of the process that asks for it."""
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid", "user", "uts")]
+    started = {
+        name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START) and name not in _PASSED_ON
+    }
+    session = 0 if os.getsid(0) == os.getpid() else (os.getsid(0), os.getpgid(0))
+    return limits, spaces, started, sorted(os.sched_getaffinity(0)), os.getuid(), session, os.nice(0)
+
+
+def _has_inherited_files() -> bool:
+    """Returns whether this process was given files that a fork would not have."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            try:
+                if os.get_inheritable(int(name)):
+                    return True
+            except OSError:  # the listing's own, which is closed
+                continue
+    return False
+
+
+def _parsed(arguments: list[str]) -> tuple[bool, str, list[str]] | None:
+    """Returns whether output is unbuffered, the kind of program and sys.argv; None if only `python` can run it."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    if arguments[:1] == ["-u"]:
+        is_unbuffered, arguments = True, arguments[1:]
+    if arguments[:1] in (["-c"], ["-m"]) and len(arguments) > 1:
+        return is_unbuffered, arguments[0], arguments[1:]
+    if not arguments or arguments[0].startswith("-") or not os.path.isfile(arguments[0]):
+        return None
+    return is_unbuffered, "", arguments
+
+
+# ---- The program.
+
+
+def run_client(address: str, arguments: list[str]) -> NoReturn:
+    """Asks the server at the address for a fork that runs the arguments, and ends as the fork ends."""
+    parsed = None if _has_inherited_files() else _parsed(arguments)
+    with socket.socket(socket.AF_UNIX) as connection:
+        if parsed is not None:
+            connection.connect(address)
+            request = marshal.dumps((_facts(), parsed, arguments, dict(os.environ), os.getcwd()))
+            header = len(request).to_bytes(_HEADER_BYTES, "little")
+            socket.send_fds(connection, [header], [0, 1, 2])
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, lambda number, _: connection.send(bytes([number])) and None)
+            connection.sendall(request)
+        if parsed is None or connection.recv(1) != b"y":
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            os.execv(sys.executable, [sys.executable, *arguments])
+        status = connection.recv(4)
+    if len(status) != 4:
+        os.write(2, b"the server of warm_python has ended\n")
+        os._exit(255)
+    code = os.waitstatus_to_exitcode(int.from_bytes(status, "little"))
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+# ---- The server.
+
+
+def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Forks for every request until standard input ends. Returns in each fork, with its request."""
+    import gc
+    import selectors
+
+    gc.freeze()
+    waiting = selectors.DefaultSelector()
+    children: dict[int, int] = {}  # process ids, by the descriptors of their connections
+    with listener:
+        waiting.register(listener, selectors.EVENT_READ)
+        waiting.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for key, _ in waiting.select():
+                if key.fileobj is sys.stdin:
+                    for child in children.values():
+                        _send(child, signal.SIGKILL)
+                    os._exit(0)
+                elif key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    request, files = _received(connection)
+                    if request is None or not _is_alike(request[0], facts):
+                        connection.close()
+                        _close(files)
+                        continue
+                    child = os.fork()
+                    if child == 0:
+                        waiting.close()
+                        connection.close()
+                        for number, file in enumerate(files):
+                            os.dup2(file, number)
+                        _close(files)
+                        if not request[0][_SESSION]:
+                            os.setsid()
+                        return request
+                    _close(files)
+                    children[connection.fileno()] = child
+                    waiting.register(connection, selectors.EVENT_READ)
+                    waiting.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
+                    connection.send(b"y")
+                elif key.data is not None:
+                    child, connection = key.data
+                    waiting.unregister(key.fd)
+                    os.close(key.fd)
+                    status = os.waitpid(child, 0)[1]
+                    if connection.fileno() >= 0:
+                        waiting.unregister(connection)
+                        del children[connection.fileno()]
+                        connection.send(status.to_bytes(4, "little"))
+                        connection.close()
+                else:
+                    connection = key.fileobj
+                    signals = connection.recv(64)
+                    child = children[connection.fileno()]
+                    for number in signals or [signal.SIGKILL]:
+                        _send(child, number)
+                    if not signals:  # the program has died
+                        waiting.unregister(connection)
+                        del children[connection.fileno()]
+                        connection.close()
+
+
+def _is_alike(program: tuple[Any, ...], server: tuple[Any, ...]) -> bool:
+    """Returns whether a fork of the server has the facts of the program. It can lead a session of its own, as well."""
+    sessions = (0, server[_SESSION])
+    differing = [index for index in range(len(server)) if program[index] != server[index]]
+    return not differing or (differing == [_SESSION] and program[_SESSION] in sessions)
+
+
+def _send(child: int, number: int) -> None:
+    """Sends a signal to a fork, and to its group if it leads one."""
+    if os.getpgid(child) == child:
+        os.killpg(child, number)
+    else:
+        os.kill(child, number)
+
+
+def _received(connection: socket.socket) -> tuple[tuple[Any, ...] | None, list[int]]:
+    """Returns the request and the three files of a connection; no request if the program died meanwhile."""
+    header, files, _, _ = socket.recv_fds(connection, _HEADER_BYTES, 3)
+    missing, parts = int.from_bytes(header, "little"), []
+    while missing and (part := connection.recv(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return marshal.loads(b"".join(parts)) if header and not missing else None, files
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+# ---- The fork.
+
+
+def _become(request: tuple[Any, ...]) -> None:
+    """Makes this fork look like a fresh interpreter, and runs the program."""
+    import random
+    import runpy
+    import types
+
+    import numpy as np
+    import torch
+
+    _, (is_unbuffered, kind, argv), arguments, environment, folder = request
+    for file in (0, 1, 2):
+        os.set_inheritable(file, True)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    np.random.seed()
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"].partition(",")[0]))
+    if "TORCH_DISTRIBUTED_DEBUG" in environment:
+        torch.distributed.set_debug_level_from_env()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (_output(file, is_unbuffered) for file in (1, 2))
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.excepthook = _show
+    sys.orig_argv = [sys.executable, *arguments]
+    sys.executable = sys.argv[2]  # what the program starts is warm, too
+    added = environment.get("PYTHONPATH", "")
+    sys.path[0:1] = [path or folder for path in added.split(":")] if added else []
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if kind == "-m":
+        sys.argv = ["-m", *argv[1:]]
+        sys.path.insert(0, folder)
+        runpy._run_module_as_main(argv[0])  # type: ignore[attr-defined]
+    elif kind == "-c":
+        sys.argv = ["-c", *argv[1:]]
+        sys.path.insert(0, "")
+        exec(compile(argv[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = argv
+        sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
+        main.__file__ = argv[0] if os.path.isabs(argv[0]) else os.path.join(folder, argv[0])
+        with open(argv[0], "rb") as file:
+            code = compile(file.read(), main.__file__, "exec")
+        exec(code, main.__dict__)
+
+
+def _output(file: int, is_unbuffered: bool) -> Any:
+    import io
+
+    if is_unbuffered:
+        return io.TextIOWrapper(io.FileIO(file, "w", closefd=False), write_through=True)  # type: ignore[type-var]
+    buffering = 1 if file == 2 or os.isatty(file) else -1
+    return open(file, "w", buffering, errors="backslashreplace" if file == 2 else None, closefd=False)
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints an error without the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    facts = _facts()  # before imports, which set variables
+
+    import numpy  # noqa: F401
+
+    import drivetrain  # noqa: F401
+
+    _become(_serve(socket.socket(fileno=int(sys.argv[1])), facts))

@@ -17,9 +17,9 @@ NVCC := $(shell command -v nvcc 2> /dev/null)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 
 # The suite runs in three processes, one file at a time, because many tests wait or use one thread. ARGS="..." runs in one.
-IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not sanitizer"
 
-.PHONY: help train test test-fake-cuda fake-cuda-defects faults doctor-faults cluster crashes compare time-to-quality accuracy
+.PHONY: help train test test-native test-fake-cuda fake-cuda-defects faults doctor-faults cluster crashes compare time-to-quality accuracy
 .PHONY: bench gpu-check gpu-wheels gpu-table
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
@@ -50,6 +50,11 @@ test: export OMP_WAIT_POLICY ?= passive
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (16 minutes; WHOLE=1: all drawn rounds, 22 minutes)
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_THREE))
+
+# Two files compile native tests once per sanitizer, which takes as long as a fifth of the suite.
+test-native: export OMP_WAIT_POLICY ?= passive
+test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; run it after a change of csrc/ (3 minutes)
+	$(PYTHON) -m pytest -m sanitizer --numprocesses 2 tests/package/test_native.py tests/ddp/test_nccl.py $(ARGS)
 
 # This target makes its own environment, because torch's CUDA build replaces the CPU build. An active environment with
 # torch 2.11.0 for CUDA is used instead.

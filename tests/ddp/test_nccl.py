@@ -114,6 +114,7 @@ def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float 
         del os.environ["FAKE_NCCL_LOG"], os.environ["FAKE_NCCL_FAULT"]
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_communicator_is_clean(sanitizer: str, repository: Path, tmp_path: Path) -> None:
     build(repository, tmp_path, f"-DDRIVETRAIN_SANITIZE={sanitizer}")

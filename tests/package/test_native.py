@@ -1,6 +1,7 @@
 """Builds and runs the torch-free native tests under the address, undefined-behavior and thread sanitizers.
 
-Under the thread sanitizer, only the tests that start threads or processes run. `make sanitize` runs all of them.
+Under the thread sanitizer, only the tests that start threads or processes run. `make test-native` runs these tests, and
+`make sanitize` runs all under each sanitizer.
 """
 
 import os
@@ -16,6 +17,7 @@ from effort import IS_WHOLE
 BUILD_TIMEOUT_S = 900
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_native_tests_are_clean(sanitizer: str, repository: Path, tmp_path: Path) -> None:
     cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))

@@ -25,13 +25,14 @@ from gpu_check import gates, jobs, outcomes, page, parts, report, run_tests, too
 from gpu_check.checks import findings  # noqa: E402
 from gpu_check.checks import ranks as check_ranks  # noqa: E402
 from gpu_check.checks import steps as check_steps  # noqa: E402
+from warm_python import warm_python  # noqa: E402
 
 TIMEOUT_S = 600
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, python: str | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    command = [sys.executable, "-m", "gpu_check", *map(str, arguments)]
+    command = [python or warm_python(), "-m", "gpu_check", *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -111,7 +112,7 @@ def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
     assert {"torch", "commit", "cores"} <= set(found["machine"])
 
     file = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "drivetrain", "bench", "gpu", "--dry-run", "--json", str(file)]
+    command = [warm_python(), "-m", "drivetrain", "bench", "gpu", "--dry-run", "--json", str(file)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     tables = json.loads(file.read_text())["tables"]
@@ -157,7 +158,8 @@ def test_a_job_cut_off_leaves_its_results_and_no_process(tmp_path: Path) -> None
     pid, tests = tmp_path / "pid", tmp_path / "test_sleeper.py"
     tests.write_text(SLEEPER.format(pid=str(pid)))
     results = tmp_path / "results"
-    process = start("--dry-run", "--results", results, "--part", "tests", "--", tests)
+    # A fork is no descendant of the process that asks for it, and this test looks for descendants.
+    process = start("--dry-run", "--results", results, "--part", "tests", "--", tests, python=sys.executable)
     until = time.monotonic() + TIMEOUT_S
     while not (pid.exists() and pid.read_text().endswith("\n")):
         assert process.poll() is None, process.communicate()[0]

@@ -5,9 +5,7 @@ test_every_class.py and test_lightning_cli.py have every optimizer class.
 """
 
 import importlib.util
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from optim_cases import OWN_CLASSES
+from warm_python import warm_environ, warm_python
 
 SCRIPTS = Path(__file__).parent
 TIMEOUT_S = 150  # longer than the scripts' own limit, after which their ranks print their stacks and end
@@ -41,8 +40,8 @@ def start(script: str, engine: str, out: Path) -> subprocess.Popen[bytes]:
     # The output goes to a file, because a rank that outlives its launcher would keep a pipe open.
     with (out / "output.txt").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, *NEEDS[script][1], str(SCRIPTS / f"{script}.py"), "--engine", engine, "--out", str(out)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            [warm_python(), *NEEDS[script][1], str(SCRIPTS / f"{script}.py"), "--engine", engine, "--out", str(out)],
+            env={**warm_environ(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,8 @@
 
 #include <cstring>
 #include <memory>
+#include <utility>
+#include <variant>
 
 #include "base/check.h"
 #include "base/held_function.h"
@@ -120,6 +122,13 @@ void set_put_aside(Reducer& reducer, py::function put_aside) {
     parts.put_aside = call;
     parts.weights.leave_to_owner();
   });
+}
+
+// Returns the sum of weights and the number of ranks that hold gradients: two numbers, or float64 [2] on a device.
+std::variant<std::pair<double, double>, at::Tensor> weighted_total(ReducerParts& parts) {
+  const WeightedMean::Total& total = parts.weights.total();
+  if (total.on_device.defined()) return total.on_device;
+  return std::make_pair(total.weight, total.holding);
 }
 
 void add_end_callback(Reducer& reducer, py::function callback) {
@@ -323,10 +332,11 @@ void register_reducer(py::module_& m) {
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("set_kept", &set_kept, py::arg("kept"), no_gil())
       .def("set_put_aside", &set_put_aside, py::arg("put_aside"))
-      .def("weighted_total", with_parts(+[](Parts& parts) {
-             return std::make_pair(parts.weights.total().weight, parts.weights.total().holding);
+      .def("weighted_total", with_parts(&weighted_total), no_gil())
+      .def("note_found", with_parts(+[](Parts& parts, const at::Tensor& found, bool by_weighted) {
+             parts.weights.note_found(found, by_weighted);
            }),
-           no_gil())
+           py::arg("found"), py::arg("by_weighted"), no_gil())
       .def("add_end_callback", &add_end_callback, py::arg("callback"))
       .def("set_gradient_check", with_parts(+[](Parts& parts, bool skips, double spike_factor) {
              parts.check.set_options({skips ? GradientCheck::Mode::kSkip : GradientCheck::Mode::kRaise, spike_factor});
@@ -475,7 +485,10 @@ void register_ddp(py::module_& m) {
                                return points;
                              })
       .def_readonly("exposed", &PlanReport::exposed_s);
-  py::class_<PendingReduce>(m, "PendingReduce").def("wait", &PendingReduce::wait, no_gil());
+  py::class_<PendingReduce>(m, "PendingReduce")
+      .def("wait", &PendingReduce::wait, no_gil())
+      .def("is_done", &PendingReduce::is_done, no_gil());
+  m.def("scale_by", &scale_by, py::arg("values"), py::arg("factor"), no_gil());
   register_reducer(m);
 }
 

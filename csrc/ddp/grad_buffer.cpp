@@ -10,12 +10,15 @@
 #include "base/check.h"
 #include "ddp/errors.h"
 #include "ddp/tensors.h"
+#include "ddp/transport/range_calls.h"
 
 namespace drivetrain::ddp {
 namespace {
 
 // A smaller bucket costs the latency of a collective whatever its size. The threshold is not tuned.
 constexpr int64_t kSmallBucket = 256 << 10;
+
+static_assert(kAlignment == kGapAlignment);  // transports tell padding by it
 
 // torch's gradient layout contract: the parameter's own strides where it is dense, else row-major.
 std::vector<int64_t> grad_strides(const at::Tensor& param) {

@@ -376,7 +376,7 @@ void Reducer::reduce_gradients(BackwardKind kind) {
 
 // ---- Weighted backwards.
 
-void Reducer::begin_weighted(double weight, bool holds) {
+void Reducer::begin_weighted(double weight, const WeightedMean::Holds& holds) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const bool is_used_early = parts_.queue.has_on_reduced() && !parts_.put_aside;
   if (parts_.optimizer_in_backward || is_used_early || parts_.buffer.settings.low_precision.has_value()) {

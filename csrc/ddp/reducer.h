@@ -72,7 +72,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Surround a backward whose loss was multiplied with this rank's weight, such as a number of tokens. The gradients of
   // the next synchronized backward are then the sum over ranks divided by the sum of weights.
   // holds: see WeightedMean::begin().
-  void begin_weighted(double weight, bool holds);
+  void begin_weighted(double weight, const WeightedMean::Holds& holds);
   void end_weighted(bool failed);
   // Reduces at once what weighted backwards under no_sync() have collected, for an accumulation that ends without a
   // backward that synchronizes. Other ranks may be in such a backward. A rank that has collected nothing has weight 0.

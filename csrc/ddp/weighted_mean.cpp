@@ -34,7 +34,8 @@ constexpr const char* kEqualBackwards =
 
 const auto kWeights = std::make_shared<const std::string>("the weights");
 
-// Multiplies in place by a factor that only the device knows: float64 [1]. Gives the bits of a factor on the host.
+}  // namespace
+
 void scale_by(const at::Tensor& values, const at::Tensor& factor) {
   const at::Tensor real = as_real(values);
   const at::Tensor here = factor.to(real.device(), /*non_blocking=*/true);
@@ -47,8 +48,6 @@ void scale_by(const at::Tensor& values, const at::Tensor& factor) {
   at::_amp_foreach_non_finite_check_and_unscale_({real}, not_finite, here.to(at::kFloat));
 }
 
-}  // namespace
-
 WeightedMean::WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step)
     : params_(params), collectives_(collectives), forget_step_(std::move(forget_step)), seen_(params.size()) {}
 
@@ -58,7 +57,7 @@ WeightedMean::Seen WeightedMean::see_grad(const Parameter& param) {
   return {grad.unsafeGetTensorImpl(), grad._version()};
 }
 
-void WeightedMean::begin(double weight, bool holds) {
+void WeightedMean::begin(double weight, const Holds& holds) {
   check_late();
   bool is_untouched = true;
   for (size_t i = 0; i < params_.size() && is_untouched; ++i) is_untouched = seen_[i] == see_grad(params_[i]);
@@ -156,10 +155,13 @@ bool WeightedMean::were_zeroed(size_t came) {
 
 void WeightedMean::begin_step(BackwardKind kind) {
   if (!weight_) return;
+  const bool* const holds = std::get_if<bool>(&holds_);
   const std::vector<double> mine = {*weight_, kind == BackwardKind::kPrepared ? 1.0 : 0.0,
-                                    kind == BackwardKind::kUnprepared ? 1.0 : 0.0, holds_ ? 1.0 : 0.0};
+                                    kind == BackwardKind::kUnprepared ? 1.0 : 0.0,
+                                    holds != nullptr && *holds ? 1.0 : 0.0};
   sum_ = copied_to(at::tensor(mine, at::kDouble), params_[0].tensor.device());
   if (kept_weight_.defined()) sum_.narrow(0, 0, 1).add_(kept_weight_);
+  if (holds == nullptr) sum_.narrow(0, 3, 1).add_(std::get<at::Tensor>(holds_));
 }
 
 void WeightedMean::start() {
@@ -180,14 +182,18 @@ void WeightedMean::fail_parted(double prepared, double unprepared) {
 // rank without one must wait for it.
 void WeightedMean::divide(GradBuffer& buffer, double factor) {
   if (!weight_) return;
-  DT_INVARIANT(!has_owner_ || sum_.is_cpu());
   const size_t count = buffer.buckets().size();
+  if (has_owner_ && !sum_.is_cpu()) {
+    parted_.add(sum_.narrow(0, 1, 1).mul(sum_.narrow(0, 2, 1)));
+    total_.on_device = at::stack({sum_[0], sum_[3]});
+    return;
+  }
   if (sum_.is_cpu() || !(*weight_ > 0)) {
     const at::Tensor on_host = sum_.cpu();
     const double* const sums = on_host.data_ptr<double>();
     if (sums[1] > 0 && sums[2] > 0) fail_parted(sums[1], sums[2]);
     if (has_owner_) {
-      total_ = {sums[0], sums[3]};
+      total_ = {sums[0], sums[3], {}};
       return;
     }
     if (!(sums[0] > 0)) {

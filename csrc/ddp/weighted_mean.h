@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "ddp/collectives.h"
@@ -37,16 +38,21 @@ class WeightedMean {
 
   // What the ranks have said of a step, for an owner that keeps this rank's part of sums over several steps.
   struct Total {
-    double weight = 0;   // the sum of weights
-    double holding = 0;  // the number of ranks with `holds`
+    double weight = 0;     // the sum of weights
+    double holding = 0;    // the number of ranks with `holds`
+    at::Tensor on_device;  // both, float64 [2], in place of the numbers; undefined on the CPU
   };
-  // Leaves sums as they are, and the check that weights count all gradients to the owner. On the CPU.
+  using Holds = std::variant<bool, at::Tensor>;  // float64 [1], 0 or 1, where only the parameters' device knows
+  // Leaves sums as they are, and the check that weights count all gradients to the owner.
   void leave_to_owner() { has_owner_ = true; }
   // Returns what the ranks have said of the last step, after leave_to_owner(); zeros if it has not ended.
   const Total& total() const { return total_; }
   // Begins a backward whose loss was multiplied with this weight. Throws if `.grad` holds gradients that no weight
   // counts; on a device other than the CPU in a later call. holds: the owner's parts of gradients are not all zero.
-  void begin(double weight, bool holds);
+  void begin(double weight, const Holds& holds);
+  // Takes what the owner has found on a device, for check_late(). found: float64 [1], above 0 where a weighted backward
+  // added to gradients that no weight counts (by_weighted), or another one to those that weights count.
+  void note_found(const at::Tensor& found, bool by_weighted) { (by_weighted ? uncounted_ : unzeroed_).add(found); }
   // Ends it. failed: it raised, and its weights count nothing.
   void end(bool failed);
   // Notes the gradients that the weights count, after the backward and its reduction.
@@ -92,7 +98,7 @@ class WeightedMean {
   Collectives& collectives_;
   const std::function<void()> forget_step_;
   bool has_owner_ = false;
-  bool holds_ = false;  // this rank's word for total_
+  Holds holds_ = false;  // this rank's word for total_
   Total total_;
   bool is_weighted_ = false;      // the backward under way has a weight
   int64_t begun_in_ = 0;          // finished steps at begin()
@@ -107,5 +113,8 @@ class WeightedMean {
   at::Tensor sum_;
   std::unique_ptr<PendingReduce> reduce_;
 };
+
+// Multiplies in place by a factor that only the device knows: float64 [1]. Gives the bits of a factor on the host.
+void scale_by(const at::Tensor& values, const at::Tensor& factor);
 
 }  // namespace drivetrain::ddp

@@ -18,6 +18,8 @@ import pybind11
 import pytest
 import torch
 import torch.distributed as dist
+from shard_cases import OURS, Odd, expect_equal, train
+from test_shard_scatter import Shapes, Sizes, assert_equal_bits
 from torch import nn
 
 from ddp_cases import (
@@ -347,6 +349,72 @@ def test_collectives_that_do_not_belong_together(on_ranks: OnRanks, fakes: Path)
         assert "the ranks start different collectives: " in message
         assert "bucket 2 in synchronized step 4" in message
         assert "bucket 0 in synchronized step 4" in message
+
+
+# ---- Sharded wrappers.
+
+
+def calls_in(log: list[str]) -> set[str]:
+    """Returns the kinds of calls in groups, such as "float scatter"."""
+    groups = [line.removeprefix("Group: ").split(", ") for line in log if line.startswith("Group: ")]
+    return {call.rpartition(" ")[0] for calls in groups for call in calls}
+
+
+def scattered_gradients(fakes: Path) -> list[list[str]]:
+    """Returns the kinds of calls for gradients of rows that ranks divide evenly, unevenly, and hardly."""
+    found = []
+    shapes: list[Shapes] = [((6000, 64), (600, 100)), ((), (1001, 513), (2, 90000)), ((30,), (7, 3), ())]
+    for sizes in shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            with faked(fakes) as log:
+                nets = [DDP(Sizes(dtype, sizes), shard=mode, bucket_cap_mb=9.0) for mode in (None, "gradients")]
+                assert_equal_bits(nets[0], nets[1], (sizes, dtype))
+                found.append(sorted(call for call in calls_in(log()) if call.split()[0] in ("float", "half")))
+                del nets
+    return found
+
+
+def test_gradients_are_scattered(on_ranks: OnRanks, on_three_ranks: OnRanks, fakes: Path) -> None:
+    expected = [
+        *(["float scatter", "float sum"], ["half scatter", "half sum"]),  # "sum" is the wrapper's without `shard`
+        *(["float reduce", "float scatter", "float sum"], ["half reduce", "half scatter", "half sum"]),
+        *(["float sum"], ["half sum"]),
+    ]
+    for found in on_ranks(scattered_gradients, fakes):
+        assert found == expected
+    expected[2:4] = ["float reduce", "float sum"], ["half reduce", "half sum"]
+    for found in on_three_ranks(scattered_gradients, fakes):
+        assert found == expected
+
+
+def sharded_training(fakes: Path) -> list[str]:
+    with faked(fakes) as log:
+        for name in ("AdamW", "SGD"):
+            expected, _ = train(OURS[name], Odd())
+            for mode in ("optimizer", "gradients"):
+                for overlaps in (False, True):
+                    found, _ = train(OURS[name], Odd(), shard=mode, overlap_gather=overlaps)
+                    expect_equal(found, expected, (name, mode, overlaps))
+        return sorted(calls_in(log()) & {"int gather", "int broadcast"})
+
+
+def test_sharded_wrappers_have_the_bits_of_unsharded_ones(
+    on_ranks: OnRanks, on_three_ranks: OnRanks, fakes: Path
+) -> None:
+    for call in (on_ranks, on_three_ranks):
+        assert call(sharded_training, fakes) == [["int broadcast", "int gather"]] * (2 if call is on_ranks else 3)
+
+
+def refused_scatter(fakes: Path) -> str:
+    with faked(fakes, fault="float scatter 192000 is refused"):
+        model = DDP(Sizes(torch.float32, ((6000, 64),)), shard="gradients")
+        return message_of(RuntimeError, lambda: model(0).backward())
+
+
+def test_a_refused_scatter_is_an_error(on_ranks: OnRanks, fakes: Path) -> None:
+    for message in on_ranks(refused_scatter, fakes):
+        assert "ncclReduceScatter failed with NCCL error 5" in message
+        assert "bucket 0 of 1 [weights.0]" in message
 
 
 # ---- Other versions of the library.

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shard_cases import OURS, TORCHS, WITH_SUMS, Odd, alone_before_a_step, expect_close, expect_equal, loss_of, train
+from shard_cases import (
+    OURS,
+    TORCHS,
+    WITH_SUMS,
+    Odd,
+    alone_before_a_step,
+    expect_close,
+    expect_equal,
+    loss_of,
+    train,
+    transports,
+)
 from torch import Tensor, nn
 
 import drivetrain
@@ -39,7 +50,7 @@ def divide_into(bucket_bytes: int) -> None:
 
 
 def compare_bits() -> None:
-    for transport in ("shm", "torch"):
+    for transport in transports():
         for make in (OURS["AdamW"], TORCHS["SGD"]):
             expected, _ = train(make, Odd(), transport=transport)
             for mode in MODES:
@@ -181,7 +192,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare_uses() -> None:
-    for transport in ("shm", "torch"):
+    for transport in transports():
         plain, optimizer = step_late(None, transport)
         for name, use in USES.items():
             net, steps = step_late("optimizer", transport, overlap_gather=True)
@@ -201,7 +212,7 @@ def test_uses_wait_for_the_rows_of_other_ranks(on_ranks: OnRanks) -> None:
 
 def step_and_leave() -> None:
     """The rank that deletes its wrapper waits until the other ranks have its rows."""
-    for transport in ("shm", "torch"):
+    for transport in transports():
         plain, _ = step_late(None, transport)
         expected = [param.detach().clone() for param in plain.parameters()]
         net, optimizer = step_late("gradients", transport, overlap_gather=True)

@@ -55,7 +55,7 @@ class Sizes(nn.Module):
 
     def forward(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        inputs = [torch.randn(w.shape, generator=generator).to(w.dtype) for w in self.weights]
+        inputs = [torch.randn(w.shape, generator=generator, device="cpu").to(w) for w in self.weights]
         return torch.stack([(w * x).sum().float() for w, x in zip(self.weights, inputs, strict=True)]).sum()
 
 

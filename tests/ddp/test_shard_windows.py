@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shard_cases import OURS, Blocks, Odd, expect_close, expect_equal, loss_of, train
+from shard_cases import OURS, Blocks, Odd, Whole, expect_close, expect_equal, loss_of, train, transports, whole_loss
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,27 +18,6 @@ from drivetrain.optim import base
 
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
-
-
-class Whole(nn.Module):
-    """Gradients are small whole numbers whatever the parameters, so that every order of a sum has the same bits."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(7, width, dtype=dtype) for width in (5, 12, 1)])
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += 1 + dist.get_rank()
-        return torch.cat([layer(inputs) for layer in self.layers], dim=1)
-
-
-def whole_loss(net: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    dtype = next(net.parameters()).dtype
-    inputs = torch.randint(-3, 4, (4, 7), generator=generator).to(dtype)
-    return (net(inputs) * torch.randint(-2, 3, (4, 18), generator=generator).to(dtype)).sum()
 
 
 # ---- Windows.
@@ -54,7 +33,7 @@ def windows(net: Any, optimizer: Any, micro_batches: int) -> None:
 def compare_windows() -> None:
     """Ranks have different numbers of micro-batches, and one ends several windows before the others."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for transport in ("shm", "torch"):
+    for transport in transports():
         for counts in ([6, 3], [5, 5], [7, 1], [4, 0]):
             nets = []
             for mode in (None, "gradients"):
@@ -70,7 +49,10 @@ def compare_clipped_windows() -> None:
     nets = []
     for mode in (None, "gradients"):
         net = DistributedDataParallel(Odd(), shard=mode)
-        optimizer, scaler = OURS["AdamW"](net.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        optimizer, scaler = (
+            OURS["AdamW"](net.parameters()),
+            torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**8),
+        )
         with drivetrain.accumulate(net, optimizer, 2, scaler=scaler, max_grad_norm=0.5) as window:
             for step in range(4):
                 window.backward(loss_of(net, step), weight=step + 1)
@@ -87,7 +69,7 @@ def test_windows_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_fo
 def compare_groups_of_two() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
-    for transport in ("shm", "torch"):
+    for transport in transports():
         nets = []
         for options in ({}, {"shard": "gradients", "shard_group": mine}):
             net = DistributedDataParallel(Whole(), transport=transport, **options)
@@ -238,7 +220,7 @@ def compare_main_grads() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for transport in ("shm", "torch"):
+    for transport in transports():
         expected, _ = train(make, main_of(Whole(torch.bfloat16)), each=collect, transport=transport)
         model = main_of(Whole(torch.bfloat16))
         found, _ = train(make, model, each=collect, transport=transport, shard="gradients")

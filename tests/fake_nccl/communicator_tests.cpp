@@ -84,6 +84,49 @@ void test_groups() {
   on_ranks([&](int rank) { ranks[rank].reset(); });
 }
 
+NcclCommunicator::Collective of_parts(const std::shared_ptr<std::vector<float>>& values, NcclCommunicator::Kind kind,
+                                      int part) {
+  NcclCommunicator::Collective collective = sum_of(values);
+  collective.kind = kind;
+  collective.count = values->size() / 2;
+  collective.own = values->data() + part * collective.count;
+  return collective;
+}
+
+// Scatters sums and gathers them again, and moves a part of one rank, in one group each.
+void test_parts() {
+  using Kind = NcclCommunicator::Kind;
+  Ranks ranks = make_ranks(30);
+  on_ranks([&](int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const auto even = std::make_shared<std::vector<float>>(100, 1.0f + static_cast<float>(rank));
+      const auto odd = std::make_shared<std::vector<float>>(7, 1.0f + static_cast<float>(rank));
+      NcclCommunicator::Collective to_last = sum_of(odd);
+      to_last.kind = Kind::kReduce;
+      to_last.root = 1;
+      const auto scattered = ranks[rank]->start({of_parts(even, Kind::kReduceScatter, rank), to_last}, nullptr);
+      ranks[rank]->wait(*scattered, nullptr);
+      expect((*even)[50 * rank] == 3.0f && (*even)[50 * rank + 49] == 3.0f, "a rank has the sums of its part");
+      to_last.kind = Kind::kBroadcast;
+      const auto gathered = ranks[rank]->start({of_parts(even, Kind::kAllGather, rank), to_last}, nullptr);
+      ranks[rank]->wait(*gathered, nullptr);
+      for (const float value : *even) expect(value == 3.0f, "a gather brings every part");
+      for (const float value : *odd) expect(value == 3.0f, "a broadcast brings one rank's part");
+    }
+  });
+  on_ranks([&](int rank) { ranks[rank].reset(); });
+}
+
+void test_parts_that_overlap() {
+  using Kind = NcclCommunicator::Kind;
+  for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather}) {
+    Ranks ranks = make_ranks(30);
+    const auto values = std::make_shared<std::vector<float>>(100, 1.0f);
+    const std::string error = error_of([&] { ranks[0]->start({of_parts(values, kind, 1)}, nullptr); });
+    expect(contains(error, "buffers that overlap, not in place"), "a part of another rank is refused: " + error);
+  }
+}
+
 void test_memory_outlives_communicator() {
   Ranks ranks = make_ranks(30);
   std::vector<std::shared_ptr<void>> kept(2), dropped(2);
@@ -180,6 +223,8 @@ void test_an_error_that_ends_a_collective() {
 
 int main() {
   test_groups();
+  test_parts();
+  test_parts_that_overlap();
   test_memory_outlives_communicator();
   test_teardown_with_a_collective_under_way();
   test_a_rank_that_registers_no_memory();

@@ -8,6 +8,7 @@
 // - On a non-blocking communicator, registering a window returns ncclSuccess with a null window, as in NCCL 2.28.9. The
 //   registration ends in the background once every rank has joined it. Until then the communicator refuses most calls.
 // - Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
+// - Buffers that overlap other than in place are refused, and roots that no rank has. NCCL reports only the latter.
 //
 // FAKE_NCCL_VERSION is set at build time; functions of later versions are missing. communicator.h describes the log and
 // the faults.
@@ -158,10 +159,33 @@ ncclResult_t end_group() {
   return result;
 }
 
+// Returns whether the buffers are apart, or lie as NCCL's documentation of operations in place says.
+bool are_buffers_legal(const ncclComm& comm, const Operation& operation) {
+  const bool writes_nothing = operation.kind == Kind::kReduce && operation.peer != comm.rank;
+  if (operation.count == 0 || operation.is_between_two()) return true;
+  if (operation.from == nullptr || operation.to == nullptr) return operation.from != nullptr && writes_nothing;
+  const size_t part = operation.count * bytes_of(operation.type);
+  const bool scatters = operation.kind == Kind::kReduceScatter, gathers = operation.kind == Kind::kAllGather;
+  const bool exchanges = operation.kind == Kind::kAllToAll;
+  const char* const from = static_cast<const char*>(operation.from);
+  const char* const to = static_cast<const char*>(operation.to);
+  const char* const from_end = from + (scatters || exchanges ? comm.size : 1) * part;
+  const char* const to_end = to + (gathers || exchanges ? comm.size : 1) * part;
+  if (from_end <= to || to_end <= from) return true;
+  if (scatters) return to == from + comm.rank * part;
+  if (gathers) return from == to + comm.rank * part;
+  return from == to && !exchanges;
+}
+
 ncclResult_t add(ncclComm* comm, Operation operation, cudaStream_t stream) {
   if (bytes_of(operation.type) == 0)
     return refuse("fake NCCL does not know the type " + std::to_string(operation.type));
   if (!is_ready(*comm)) return ncclInvalidArgument;
+  if (operation.peer < 0 || operation.peer >= comm->size) {
+    refuse(operation.text() + " has the root or peer " + std::to_string(operation.peer));
+    return ncclInvalidArgument;
+  }
+  if (!are_buffers_legal(*comm, operation)) return refuse(operation.text() + " has buffers that overlap, not in place");
   if (fault(operation.text() + " is refused")) return refuse("fake NCCL refuses it");
   if (const int error = comm->error; error != ncclSuccess) return static_cast<ncclResult_t>(error);
   grouped.push_back({comm, operation, stream});

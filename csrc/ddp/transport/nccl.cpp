@@ -21,6 +21,7 @@
 #include "base/torch_text.h"
 #include "ddp/transport/nccl_communicator.h"
 #include "ddp/transport/profiler_record.h"
+#include "ddp/transport/range_calls.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain::ddp {
@@ -123,6 +124,28 @@ void without_gil(Body&& body) {
   }
 }
 
+using Kind = NcclCommunicator::Kind;
+
+// Returns the name under which profiles know a launch of these kinds.
+const char* name_of(const std::vector<NcclCommunicator::Collective>& collectives) {
+  const bool is_alone = collectives.size() == 1;
+  const Kind kind = collectives[0].kind;
+  const auto is_other = [&](const auto& collective) { return collective.kind != kind; };
+  if (std::any_of(collectives.begin(), collectives.end(), is_other)) return "coalesced";
+  switch (kind) {
+    case Kind::kReduceScatter:
+      return is_alone ? "reduce_scatter" : "reduce_scatter_coalesced";
+    case Kind::kReduce:
+      return is_alone ? "reduce" : "reduce_coalesced";
+    case Kind::kAllGather:
+      return is_alone ? "allgather" : "allgather_coalesced";
+    case Kind::kBroadcast:
+      return is_alone ? "broadcast" : "broadcast_coalesced";
+    default:
+      return is_alone ? "allreduce" : "allreduce_coalesced";
+  }
+}
+
 class NcclComm final : public Comm {
  public:
   explicit NcclComm(const NcclOptions& options)
@@ -177,7 +200,40 @@ class NcclComm final : public Comm {
       if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
       return sparse_->start_sum(flat);
     }
-    return recording_collective("nccl:all_reduce", tag(), flat, [&] { return hold_back(flat); });
+    return recording_collective("nccl:all_reduce", tag(), flat, [&] {
+      auto started = begin(flat);
+      add(started, whole(flat));
+      return std::make_unique<NcclReduce>(*this, std::move(started));
+    });
+  }
+
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
+                                               bool as_sum) override {
+    std::vector<RangeCall> calls;
+    if (size() > 1 && flat.layout() == at::kStrided) {
+      calls = scatter_calls(*ranges, static_cast<int64_t>(flat.nbytes()), size());
+    }
+    if (calls.empty()) return as_sum ? start_sum(flat) : start(flat);
+    return recording_collective("nccl:reduce_scatter", tag(), flat, [&] {
+      auto started = begin(flat);
+      for (const RangeCall& call : calls) add(started, part(flat, call, Kind::kReduceScatter, Kind::kReduce));
+      return std::make_unique<NcclReduce>(*this, std::move(started));
+    });
+  }
+
+  // Begins at once: each gather is awaited by itself.
+  std::unique_ptr<PendingReduce> start_gather(const at::Tensor& flat,
+                                              const std::shared_ptr<const RankRanges>& ranges) override {
+    return recording_collective("nccl:all_gather", tag(), flat, [&] {
+      flush();
+      auto started = begin(flat);
+      const at::Tensor bytes = flat.view(at::kByte);
+      for (const RangeCall& call : gather_calls(*ranges, size())) {
+        add(started, part(bytes, call, Kind::kAllGather, Kind::kBroadcast));
+      }
+      flush();
+      return std::make_unique<NcclReduce>(*this, std::move(started));
+    });
   }
 
   void flush() override {
@@ -187,14 +243,14 @@ class NcclComm final : public Comm {
     for (auto& [collective, weak] : held_back_) {
       const std::shared_ptr<Started> one = weak.lock();
       if (!one) continue;  // its step was given up
-      numel += static_cast<int64_t>(collective.count);
+      numel += static_cast<int64_t>(collective.count) * (collective.own == nullptr ? 1 : size());
       collectives.push_back(std::move(collective));
       started.push_back(one);
     }
     held_back_.clear();
     if (collectives.empty()) return;
     const c10::DeviceGuard guard(device_);
-    const char* const what = collectives.size() == 1 ? "allreduce" : "allreduce_coalesced";
+    const char* const what = name_of(collectives);
     const auto group = recording_launch(*group_, ranks(), what, ++num_launched_, numel, started[0]->dtype,
                                         [&] { return communicator_->start(std::move(collectives), stream()); });
     for (const auto& one : started) one->group = group;
@@ -229,11 +285,19 @@ class NcclComm final : public Comm {
 
   cudaStream_t stream() const { return static_cast<cudaStream_t>(current_stream(device_)); }
 
-  std::unique_ptr<PendingReduce> hold_back(const at::Tensor& flat) {
+  std::shared_ptr<Started> begin(const at::Tensor& flat) const {
     DT_INVARIANT(flat.is_contiguous());
     if (flat.device() != device_) {
       throw UserError(text("tensor is on ", flat.device().str(), ", expected ", device_.str()));
     }
+    return std::make_shared<Started>(Started{flat.scalar_type(), nullptr});
+  }
+
+  void add(const std::shared_ptr<Started>& started, NcclCommunicator::Collective collective) {
+    held_back_.emplace_back(std::move(collective), started);
+  }
+
+  NcclCommunicator::Collective whole(const at::Tensor& flat) const {
     NcclCommunicator::Collective collective;
     collective.values = flat.data_ptr();
     collective.count = static_cast<size_t>(flat.numel());
@@ -241,9 +305,26 @@ class NcclComm final : public Comm {
     // Keeps the storage only. Freeing a tensor with a Python object needs the GIL. A thread that asks for the GIL while
     // Python shuts down aborts the process.
     collective.keep = std::make_shared<c10::Storage>(flat.storage());
-    auto started = std::make_shared<Started>(Started{flat.scalar_type(), nullptr});
-    held_back_.emplace_back(std::move(collective), started);
-    return std::make_unique<NcclReduce>(*this, std::move(started));
+    return collective;
+  }
+
+  // Returns the collective of a part of the tensor. for_each, for_one: its kind where the part is of each rank, and of
+  // one.
+  NcclCommunicator::Collective part(const at::Tensor& flat, const RangeCall& call, Kind for_each, Kind for_one) const {
+    const int64_t element = flat.element_size(), length = call.end - call.begin;
+    NcclCommunicator::Collective collective = whole(flat);
+    char* const begin = static_cast<char*>(collective.values) + call.begin;
+    collective.values = begin;
+    collective.count = static_cast<size_t>(length / element);
+    if (call.kind == RangeCall::Kind::kEachRank) {
+      collective.kind = for_each;
+      collective.count /= size();
+      collective.own = begin + rank() * (length / size());
+    } else if (call.kind == RangeCall::Kind::kOneRank) {
+      collective.kind = for_one;
+      collective.root = call.rank;
+    }
+    return collective;
   }
 
   void release() {

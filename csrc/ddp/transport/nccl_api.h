@@ -22,7 +22,11 @@ namespace drivetrain::ddp {
   F(ncclGetLastError)       \
   F(ncclGroupStart)         \
   F(ncclGroupEnd)           \
-  F(ncclAllReduce)
+  F(ncclAllReduce)          \
+  F(ncclReduceScatter)      \
+  F(ncclReduce)             \
+  F(ncclAllGather)          \
+  F(ncclBroadcast)
 
 // These functions are null where the library is older.
 #define DT_NCCL_OPTIONAL(F) \

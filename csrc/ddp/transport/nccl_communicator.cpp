@@ -277,9 +277,7 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
   const char* call = "ncclGroupStart";
   for (const Collective& collective : group->collectives()) {
     if (result != ncclSuccess && result != ncclInProgress) break;
-    call = "ncclAllReduce";
-    result = api.ncclAllReduce(collective.values, collective.values, collective.count, collective.type, ncclSum,
-                               handle_->comm, stream_);
+    result = this->call(collective, call);
   }
   // Ends the group even after an error: it belongs to the thread, and would take the next communicator's calls.
   const ncclResult_t ended = api.ncclGroupEnd();
@@ -290,6 +288,29 @@ std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Col
   under_way_.push_back(group);
   changed_.notify_all();
   return group;
+}
+
+// Requires the handle's mutex.
+ncclResult_t NcclCommunicator::call(const Collective& of, const char*& name) const {
+  const NcclApi& api = *options_.api;
+  switch (of.kind) {
+    case Kind::kAllReduce:
+      name = "ncclAllReduce";
+      return api.ncclAllReduce(of.values, of.values, of.count, of.type, ncclSum, handle_->comm, stream_);
+    case Kind::kReduceScatter:
+      name = "ncclReduceScatter";
+      return api.ncclReduceScatter(of.values, of.own, of.count, of.type, ncclSum, handle_->comm, stream_);
+    case Kind::kReduce:
+      name = "ncclReduce";
+      return api.ncclReduce(of.values, of.values, of.count, of.type, ncclSum, of.root, handle_->comm, stream_);
+    case Kind::kAllGather:
+      name = "ncclAllGather";
+      return api.ncclAllGather(of.own, of.values, of.count, of.type, handle_->comm, stream_);
+    case Kind::kBroadcast:
+      name = "ncclBroadcast";
+      return api.ncclBroadcast(of.values, of.values, of.count, of.type, of.root, handle_->comm, stream_);
+  }
+  throw InvariantError("unknown kind of collective");
 }
 
 void NcclCommunicator::wait(Group& group, cudaStream_t stream) {

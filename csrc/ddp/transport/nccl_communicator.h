@@ -35,12 +35,17 @@ class NcclCommunicator {
     std::chrono::nanoseconds timeout{};
   };
 
-  // An all-reduce that leaves the sum.
+  enum class Kind { kAllReduce, kReduceScatter, kReduce, kAllGather, kBroadcast };
+
+  // A collective in place. Reductions leave sums.
   struct Collective {
     void* values = nullptr;
-    size_t count = 0;
+    size_t count = 0;  // as NCCL takes it: of one rank's part for kReduceScatter and kAllGather
     ncclDataType_t type = ncclFloat32;
     std::shared_ptr<void> keep;  // owns the values; released once the collective has ended
+    Kind kind = Kind::kAllReduce;
+    void* own = nullptr;  // this rank's part of the values, of kReduceScatter and kAllGather
+    int root = 0;         // whom kReduce leaves the sum, and whose values kBroadcast sends
   };
 
   // A group of collectives that begin and end together.
@@ -82,6 +87,7 @@ class NcclCommunicator {
  private:
   class Handle;
 
+  ncclResult_t call(const Collective& collective, const char*& name) const;
   void watch();
   void note_failures();
   void take_ended(std::vector<std::shared_ptr<Group>>& ended);

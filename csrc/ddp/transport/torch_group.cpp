@@ -129,6 +129,10 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
 
 std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
                                                         const std::shared_ptr<const RankRanges>& ranges, bool as_sum) {
+  if (backend_ == "nccl" && size() > 1 && flat.layout() == at::kStrided && flat.is_cuda()) {
+    const auto calls = scatter_calls(*ranges, static_cast<int64_t>(flat.nbytes()), size());
+    if (!calls.empty()) return start_calls(flat, calls, /*gathers=*/false);
+  }
   const std::optional<ElementType> type = element_type(flat.scalar_type());
   const auto goes_on = [](const RankRange& range) { return !range.also.empty(); };
   const bool returns = std::any_of(ranges->begin(), ranges->end(), goes_on);
@@ -138,6 +142,50 @@ std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
   }
   DT_INVARIANT(flat.is_contiguous());
   return std::make_unique<TorchScatter>(flat, *type, *ranges, *this, returns ? returning_ : nullptr);
+}
+
+std::unique_ptr<PendingReduce> TorchComm::start_gather(const at::Tensor& flat,
+                                                       const std::shared_ptr<const RankRanges>& ranges) {
+  if (backend_ != "nccl" || !flat.is_cuda()) return nullptr;
+  return start_calls(flat.view(at::kByte), gather_calls(*ranges, size()), /*gathers=*/true);
+}
+
+// Starts the calls as one group of NCCL.
+std::unique_ptr<PendingReduce> TorchComm::start_calls(const at::Tensor& flat, const std::vector<RangeCall>& calls,
+                                                      bool gathers) {
+  DT_INVARIANT(flat.is_contiguous());
+  const c10::DeviceType device = flat.device().type();
+  group_->startCoalescing(device);
+  try {
+    for (const RangeCall& call : calls) start_call(flat, call, gathers);
+  } catch (...) {
+    group_->endCoalescing(device);  // else the group would take the next collectives
+    throw;
+  }
+  return std::make_unique<TorchReduce>(group_->endCoalescing(device), /*is_gloo=*/false);
+}
+
+void TorchComm::start_call(const at::Tensor& flat, const RangeCall& call, bool gathers) {
+  const int64_t element = flat.element_size(), numel = (call.end - call.begin) / element;
+  at::Tensor part = flat.narrow(0, call.begin / element, numel);
+  std::vector<at::Tensor> parts = {part};
+  if (call.kind == RangeCall::Kind::kAllRanks) {
+    group_->allreduce(parts);
+  } else if (call.kind == RangeCall::Kind::kOneRank && gathers) {
+    c10d::BroadcastOptions options;
+    options.rootRank = call.rank;
+    group_->broadcast(parts, options);
+  } else if (call.kind == RangeCall::Kind::kOneRank) {
+    c10d::ReduceOptions options;
+    options.rootRank = call.rank;
+    group_->reduce(parts, options);
+  } else {
+    at::Tensor own = part.narrow(0, rank() * (numel / size()), numel / size());
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // not every supported torch has their new names
+    gathers ? group_->_allgather_base(part, own) : group_->_reduce_scatter_base(own, part);
+#pragma GCC diagnostic pop
+  }
 }
 
 void TorchComm::set_returning(const std::string& group_name) {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "ddp/transport/range_calls.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain::ddp {
@@ -48,6 +49,8 @@ class TorchComm final : public Comm {
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
                                                bool as_sum) override;
+  std::unique_ptr<PendingReduce> start_gather(const at::Tensor& flat,
+                                              const std::shared_ptr<const RankRanges>& ranges) override;
   void set_returning(const std::string& group_name) override;
 
   // Starts to send every rank its part of `sent`, and to receive the ranks' parts one behind another in `received`.
@@ -56,6 +59,9 @@ class TorchComm final : public Comm {
                                                 std::vector<int64_t> received_counts, std::vector<int64_t> sent_counts);
 
  private:
+  std::unique_ptr<PendingReduce> start_calls(const at::Tensor& flat, const std::vector<RangeCall>& calls, bool gathers);
+  void start_call(const at::Tensor& flat, const RangeCall& call, bool gathers);
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string backend_;
   std::shared_ptr<TorchComm> returning_;  // null: sums go to one rank each

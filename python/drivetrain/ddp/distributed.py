@@ -410,7 +410,7 @@ class DistributedDataParallel(ReducesOverGroups):
     def _post_forward(self, output: Any) -> Any:
         """Does what torch's does, and marks the outputs by which the reducer recognizes this forward's backward."""
         output = super()._post_forward(output)
-        self.wait_for_parameters()  # backward uses the transport
+        sharding.wait(self)  # backward uses the transport
         if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
             announce(self.reducer, output)
         return output
@@ -418,10 +418,12 @@ class DistributedDataParallel(ReducesOverGroups):
     def wait_for_parameters(self) -> None:
         """Waits until this rank has all rows of all parameters, with `overlap_gather`. Other ranks need not call it.
 
+        On CUDA the current stream waits, and the host does not. Order other streams behind it.
+
         Raises:
             RuntimeError: Another rank has ended, or did not step within the timeout.
         """
-        sharding.wait(self)
+        sharding.end(self)
 
     def bucket_plan(self) -> BucketPlan:
         """Returns the buckets and, once the first steps have been timed, what the plan expected of them.

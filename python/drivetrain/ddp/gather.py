@@ -9,12 +9,17 @@ import torch.distributed as dist
 R = TypeVar("R")
 
 
-def cpu_backend(group: dist.ProcessGroup) -> str | None:
-    """Returns the name of the group's backend for tensors on the CPU, or None if it has none."""
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns the name of the group's backend for tensors on that type of device, or None if it has none."""
     try:
-        return str(group._get_backend(torch.device("cpu")).name())
+        return str(group._get_backend(torch.device(device.type)).name())
     except RuntimeError:
         return None
+
+
+def cpu_backend(group: dist.ProcessGroup) -> str | None:
+    """Returns the name of the group's backend for tensors on the CPU, or None if it has none."""
+    return backend_for(group, torch.device("cpu"))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

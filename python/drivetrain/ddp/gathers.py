@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -14,7 +15,38 @@ class Pending(Protocol):
     """A gather under way."""
 
     def wait(self) -> None:
-        """Returns once the other ranks' rows are there."""
+        """Returns once the other ranks' rows are there; on CUDA, for later work of the current stream."""
+
+    def is_done(self) -> bool:
+        """Returns whether uses need not wait any more, after a wait."""
+
+
+class OnStreams:
+    """A gather on CUDA, for which each stream that uses its rows waits. The host waits for none.
+
+    Args:
+        work: The transport's gather.
+        device: Its device.
+    """
+
+    def __init__(self, work: Pending, device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._waited: set[int] = set()  # streams
+
+    def wait(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream in self._waited:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph captures a use of parameters that ranks still gather: call wait_for_parameters() before "
+                "the capture."
+            )
+        self._work.wait()
+        self._waited.add(stream.cuda_stream)
+
+    def is_done(self) -> bool:
+        return not torch.cuda.is_current_stream_capturing() and self._work.is_done()
 
 
 class Gathers:
@@ -37,8 +69,13 @@ class Gathers:
     @_disable_dynamo
     def wait(self) -> None:
         """Waits for all gathers."""
-        while self.pending:
-            self._wait_for(next(iter(self.pending)))
+        for bucket in list(self.pending):
+            self._wait_for(bucket)
+
+    def end(self) -> None:
+        """Waits for all gathers. On CUDA only the current stream does, and no other one from then on."""
+        self.wait()
+        self.pending.clear()
 
     @_disable_dynamo
     def wait_for(self, params: Iterable[Tensor | None]) -> None:
@@ -48,9 +85,10 @@ class Gathers:
 
     def _wait_for(self, bucket: int) -> None:
         with self._mutex:
-            if bucket in self.pending:
-                self.pending[bucket].wait()  # after an error the rows are still missing
-                del self.pending[bucket]
+            if (pending := self.pending.get(bucket)) is not None:
+                pending.wait()  # after an error the rows are still missing
+                if pending.is_done():
+                    del self.pending[bucket]
 
 
 class _Watched(dict[str, nn.Parameter | None]):

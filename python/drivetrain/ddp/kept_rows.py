@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import _C
 from ..optim import pieces
 from ..optim.sharded import is_dtensor, local_part
 
@@ -33,6 +34,8 @@ class KeptRows:
     Every backward reduces. The rows of its result are added to the kept ones. After weighted backwards under no_sync()
     these are sums, which the next one outside of it divides by the sum of all weights.
 
+    On CUDA the host waits for no device. What only a device can find is raised in a later backward.
+
     Args:
         params: The reduced parameters, each with a piece.
         reducer: Their reducer.
@@ -43,7 +46,10 @@ class KeptRows:
         self._params = [weakref.ref(param) for param in params]
         self._reducer = weakref.ref(reducer)
         self._process_group = process_group
-        self._weight: float | None = None  # of the kept sums, over ranks; None: no weight counts the kept rows
+        self._device = params[0].device
+        # Of the kept sums, over ranks; float64 [1] on CUDA. None: no weight counts the kept rows.
+        self._weight: float | Tensor | None = None
+        self._own_weight = 0.0  # this rank's part of it
         self._is_weighted = False  # the backward under way has a weight
         self._seen: list[Seen] = [None] * len(params)  # the gradients after the last weighted backward
         # Native code refers to these calls, and gc does not see that.
@@ -57,6 +63,11 @@ class KeptRows:
 
     def _put_aside(self, index: int, *_: Any) -> None:
         """Takes the kept rows out of `.grad` before autograd adds a gradient of all rows."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "a CUDA graph cannot capture a backward of DistributedDataParallel(shard='gradients'): pass "
+                "shard='optimizer', or keep backward out of the graph."
+            )
         if self._weight is not None and not self._is_weighted:
             self._check_unweighted()
         param = self._params[index]()
@@ -92,8 +103,11 @@ class KeptRows:
         is_untouched = self._weight is not None and self._are_untouched()
         self._is_weighted = True
         failed = True
+        if not is_untouched:
+            self._own_weight = 0.0
+        self._own_weight += weight
         try:
-            reducer.begin_weighted(weight, is_untouched or any(map(_is_nonzero, self._grads())))
+            reducer.begin_weighted(weight, is_untouched or self._are_any_nonzero())
             try:
                 yield
                 failed = False
@@ -104,7 +118,12 @@ class KeptRows:
             raise
         finally:
             self._is_weighted = False
-        self._count(*reducer.weighted_total(), ends)
+        total = reducer.weighted_total()
+        if isinstance(total, Tensor):
+            self._count_on_device(reducer, total, ends)
+        else:
+            self._count(*total, ends)
+        self._seen = self._see()
 
     def _count(self, weight: float, holding: float, ends: bool) -> None:
         """Counts a backward. weight: over ranks; holding: the number of ranks that had gradients to add to."""
@@ -115,28 +134,62 @@ class KeptRows:
         if ends:
             total, self._weight = self._weight, None
             if not total > 0:
-                self._drop()
-                raise ValueError(
-                    f"the weights given to backward(loss, weight=...) sum to {total} over all ranks, expected a sum "
-                    "above 0."
-                )
+                self._fail_without_weight(float(total))
             with torch.no_grad():
                 for grad in self._grads():
                     local_part(grad).mul_(1.0 / total)
-        self._seen = self._see()
+
+    def _count_on_device(self, reducer: "Reducer", sums: Tensor, ends: bool) -> None:
+        """Counts a backward of which only the device knows the weight and the number of ranks: sums, float64 [2]."""
+        weight, holding = sums.split(1)
+        if self._weight is None:
+            reducer.note_found(holding, by_weighted=True)
+        else:
+            weight = weight + torch.where(holding > 0, self._weight, 0.0)
+        self._weight = weight
+        if not ends:
+            return
+        self._weight = None
+        if not self._own_weight > 0 and not weight.item() > 0:  # only a rank without weight need wait
+            self._fail_without_weight(weight.item())
+        factor = weight.reciprocal()
+        with torch.no_grad():
+            for grad in self._grads():
+                _C.scale_by(local_part(grad), factor)
+
+    def _fail_without_weight(self, total: float) -> None:
+        self._drop()
+        raise ValueError(
+            f"the weights given to backward(loss, weight=...) sum to {total} over all ranks, expected a sum above 0."
+        )
 
     def restore(self, weight: float) -> None:
         """Gives gradients that were put into `.grad` the sum of all ranks' weights. Every rank must call it."""
-        total = torch.tensor([weight], dtype=torch.float64)
+        total = torch.tensor([weight], dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=self._process_group)
-        self._weight = float(total)
+        self._weight = float(total) if total.is_cpu else total
+        self._own_weight = weight
         self._seen = self._see()
 
     def _check_unweighted(self) -> None:
         """Raises ValueError where a backward without weight would add to weighted sums; forgets those zeroed since."""
-        if self._are_untouched() or any(map(_is_nonzero, self._grads())):
+        found = self._are_untouched() or self._are_any_nonzero()
+        reducer = self._reducer()
+        if isinstance(found, Tensor):
+            assert reducer is not None
+            reducer.note_found(found, by_weighted=False)
+        elif found:
             raise ValueError(_UNWEIGHTED)
         self._weight = None
+
+    def _are_any_nonzero(self) -> bool | Tensor:
+        """Returns whether a kept row has a nonzero element; on CUDA as float64 [1], which the host does not read."""
+        if not (grads := self._grads()):
+            return False
+        if self._device.type == "cpu":
+            return any(map(_is_nonzero, grads))
+        counts = torch.stack([local_part(grad).count_nonzero() for grad in grads])
+        return counts.sum().gt(0).double().view(1)
 
     def _grads(self) -> list[Tensor]:
         return [param.grad for ref in self._params if (param := ref()) is not None and param.grad is not None]

@@ -17,8 +17,8 @@ from ..grad import main_grads
 from ..optim import pieces
 from ..optim.sharded import is_dtensor
 from . import transport as transports
-from .gather import gather_objects
-from .gathers import Gathers, Pending, finish, watch
+from .gather import backend_for, gather_objects, on_device
+from .gathers import Gathers, OnStreams, Pending, finish, watch
 from .kept_rows import KeptRows
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
             raise NotImplementedError(
                 f"{name} does not go together with shard={shard!r}: leave one of the two out{instead}."
             )
-    if others.get("transport") == "nccl":
-        raise NotImplementedError("transport='nccl' does not go together with shard=, which is for the CPU: leave it.")
 
 
 def refuse(wrapper: Any, what: str) -> None:
@@ -86,9 +84,11 @@ def keeps_rows(wrapper: Any) -> bool:
 def keeps_buckets_small(wrapper: Any) -> str:
     """Returns why buckets must be small, for the plan's report; "": they need not.
 
-    The buffer that buckets take turns in has room for two of the largest.
+    The buffer that buckets take turns in has room for two of the largest. On CUDA it may have more, as calls of NCCL
+    take long for small buckets.
     """
-    return "shard='gradients' keeps buckets small" if keeps_rows(wrapper) else ""
+    is_small = wrapper.device.type == "cpu" and keeps_rows(wrapper)
+    return "shard='gradients' keeps buckets small" if is_small else ""
 
 
 def rows_of(wrapper: Any) -> KeptRows | None:
@@ -100,6 +100,12 @@ def wait(wrapper: Any) -> None:
     """Waits for the gathers of the wrapper's parameters."""
     if (parameters := wrapper.__dict__.get("_sharding")) is not None:
         parameters.wait()
+
+
+def end(wrapper: Any) -> None:
+    """Waits for the gathers of the wrapper's parameters; on CUDA, for later work of the current stream alone."""
+    if (parameters := wrapper.__dict__.get("_sharding")) is not None:
+        parameters.end()
 
 
 @contextmanager
@@ -131,7 +137,8 @@ def of(
     group = wrapper.process_group if shard_group is None else _checked_group(shard_group, wrapper.process_group)
     places = [(rank, dist.get_world_size(group)) for rank in range(dist.get_world_size(group))]
     if shard == "gradients" and shard_group is not None:
-        places = gather_objects((dist.get_rank(group), dist.get_world_size(group)), wrapper.process_group)
+        with on_device(wrapper.device):
+            places = gather_objects((dist.get_rank(group), dist.get_world_size(group)), wrapper.process_group)
         sizes = [size for _, size in places]
         if min(sizes) == 1 < max(sizes):
             raise ValueError(
@@ -203,6 +210,9 @@ class _GroupGather:
             sources += self._received[rank, : sum(map(len, theirs))].split([len(target) for target in theirs])
         torch._foreach_copy_(targets, sources)
 
+    def is_done(self) -> bool:
+        return True  # after a wait
+
 
 class Sharding:
     """Divides the rows of every parameter among ranks, as torch's DTensors with Shard(0) do.
@@ -223,7 +233,8 @@ class Sharding:
         overlaps: The module whose use awaits gathers; None: they end in `step()`.
 
     Raises:
-        NotImplementedError: A parameter cannot be divided, or its gradients cannot be kept in parts.
+        NotImplementedError: A parameter cannot be divided, or its gradients cannot be kept in parts. Also if CUDA
+            parameters are on several devices, or on one for which the group has another backend than NCCL.
     """
 
     def __init__(
@@ -243,10 +254,12 @@ class Sharding:
         for name, param in named:
             _check_param(name, param)
         group = process_group if shard_group is None else shard_group
+        self._device = named[0][1].device
+        _check_devices(named, group)
         self._group = group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._comm = comm if shard_group is None else transports.make_comm(transport, group, named[0][1].device)
-        self._mesh = DeviceMesh.from_group(group, "cpu")
+        self._mesh = DeviceMesh.from_group(group, self._device.type)
         self._params = [param for _, param in named]
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[_Bucket] = []
@@ -261,7 +274,8 @@ class Sharding:
         if shard == "gradients":
             main_grads.leave_to_rows(self._params)
             reducer.set_kept([_owners(param, places) for param in self._params])
-            if any(places.count(place) > 1 for place in places) and comm.name == "torch":
+            has_copies = any(places.count(place) > 1 for place in places)
+            if has_copies and comm.name == "torch" and self._device.type == "cpu":
                 comm.set_returning(transports.returning_group(process_group).group_name)
             self.rows = KeptRows(self._params, reducer, process_group)
 
@@ -271,20 +285,39 @@ class Sharding:
     def gather(self, params: Iterable[Tensor]) -> None:
         """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
         stepped = list(params)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "a CUDA graph cannot capture a step of parameters of DistributedDataParallel(shard=...): keep "
+                "optimizer.step() out of the graph."
+            )
         self.wait()
         for index in sorted({self._bucket_of[id(param)] for param in stepped}):
+            if not self._buckets[index].bytes:
+                continue  # scalars, which every rank steps
             self._gathers.begin(index, functools.partial(self._start, self._buckets[index]))
         if not self._overlaps:
-            self.wait()
+            self.end()
         torch.autograd.graph.increment_version(stepped)  # the others keep their values
 
     def wait(self) -> None:
         """Waits for the gathers under way."""
         self._gathers.wait()
 
+    def end(self) -> None:
+        """Waits for the gathers under way; on CUDA, for later work of the current stream alone."""
+        self._gathers.end()
+
     def _start(self, bucket: _Bucket) -> Pending:
         work = self._comm.start_gather(bucket.flat.view(torch.int32), bucket.ranges)
-        return _GroupGather(bucket, self._group, self._rank) if work is None else work
+        if work is None:
+            return _GroupGather(bucket, self._group, self._rank)
+        return OnStreams(work, self._device) if self._device.type == "cuda" else work
+
+    def _allocate(self, size: int) -> Tensor:
+        """Returns uint8 [size]. On CUDA it is torch's memory: NCCL rounds each of its own allocations far up."""
+        if self._device.type == "cuda":
+            return torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return self._comm.allocate(size, "cpu")
 
     def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Moves the parameters to buckets of the transport's memory, and divides them."""
@@ -299,7 +332,7 @@ class Sharding:
         for plan in plans:
             _, last, offset = plan[-1]
             size = offset + (last.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-            flat = self._comm.allocate(max(size, _ALIGNMENT), "cpu")
+            flat = self._allocate(max(size, _ALIGNMENT))
             ranges: list[_Range] = []
             views: list[list[Tensor]] = [[] for _ in range(self._size)]
             for name, param, offset in plan:
@@ -381,8 +414,10 @@ def _owners(param: Tensor, places: Sequence[tuple[int, int]]) -> list[_Range]:
 def _check_param(name: str, param: Tensor) -> None:
     if is_dtensor(param):
         raise NotImplementedError(f"parameter {name!r} is a DTensor, which is sharded already: leave shard= out.")
-    if param.device.type != "cpu":
-        raise NotImplementedError(f"parameter {name!r} is on {param.device}, and shard= is for the CPU: leave it out.")
+    if param.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"parameter {name!r} is on {param.device}, and shard= is for the CPU and for CUDA devices: leave it out."
+        )
     if param.ndim and not param[:1].numel() == 0 and not _has_rows_in_order(param):
         raise NotImplementedError(
             f"parameter {name!r} has strides {param.stride()}, whose rows do not lie one behind another: make it "
@@ -390,6 +425,21 @@ def _check_param(name: str, param: Tensor) -> None:
         )
     if pieces.piece_of(param) is not None:
         raise RuntimeError(f"parameter {name!r} is sharded by another DistributedDataParallel already.")
+
+
+def _check_devices(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
+    first, device = named[0][0], named[0][1].device
+    for name, param in named:
+        if param.device != device:
+            raise NotImplementedError(
+                f"parameter {name!r} is on {param.device} and {first!r} on {device}, and shard= is for one device per "
+                "rank: leave it out."
+            )
+    if device.type == "cuda" and (backend := backend_for(group, device)) != "nccl":
+        raise NotImplementedError(
+            f"parameter {first!r} is on {device}, for which the process group's backend is {backend!r}, and shard= "
+            "needs 'nccl' there: pass it to init_process_group(), or leave shard= out."
+        )
 
 
 def _has_rows_in_order(param: Tensor) -> bool:

@@ -196,7 +196,7 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
 
 def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
     """Sums values over mesh dimensions. Offloaded values may be on another device than the process groups."""
-    there = values.to(mesh.device_type)
+    there = values if values.device.type == mesh.device_type else values.to(mesh.device_type)
     for dim in dims:
         dist.all_reduce(there, group=mesh.get_group(dim))
     return there.to(values.device)

@@ -94,7 +94,7 @@ class Slabs:
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._slab is None or self._slab.nbytes < end:
             self._slab = None  # first, so that both never exist at once
-            self._slab = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+            self._slab = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=True)
         slab = self._slab
         return {
             name: slab[begin : begin + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)

@@ -183,7 +183,7 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
         found = tensors[content]
         if "stride" not in value:
             return found
-        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
+        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device="cpu").copy_(found)
     if mark == "$shard":
         return Shard(tensors[KEY + content["of"]], tuple(content["shape"]), content["of"])
     if mark in _ITEMS:
@@ -215,7 +215,9 @@ def _small(content: JSON) -> Tensor:
     raw = bytearray(base64.b64decode(text))
     dtype = getattr(torch, name)
     return (
-        torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+        torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+        if raw
+        else torch.empty(shape, dtype=dtype, device="cpu")
     )
 
 

@@ -216,7 +216,7 @@ class FileCipher:
         sealed[size:].copy_(_bytes_of(bytes.fromhex(tag)))
         try:
             if hasattr(self._chunks, "decrypt_into"):
-                chunk = torch.empty(size, dtype=torch.uint8)
+                chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
                 self._chunks.decrypt_into(nonce, _memory(sealed), visible, _memory(chunk))
                 return chunk
             return _bytes_of(self._chunks.decrypt(nonce, _memory(sealed), visible))
@@ -303,4 +303,8 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _bytes_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

@@ -175,7 +175,7 @@ class Checkpoint:
 
     def _load_from(self, rank: int, names: list[str], verify: bool) -> dict[str, Tensor]:
         entries = self._entries[rank]
-        tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype) for name in names}
+        tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="cpu") for name in names}
         chunks = sorted({chunk for name in names for chunk in _chunks_of(entries[name])})
         try:
             bad = self._read(rank, chunks, [(entries[name].begin, tensors[name]) for name in names], verify)
@@ -201,7 +201,7 @@ class Checkpoint:
             record = self._records[rank]
             begin = chunk * CHUNK_BYTES
             size = min(CHUNK_BYTES, record.file_bytes - begin)
-            sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8)
+            sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
             if bad := self._read_stored(rank, [chunk], [(begin, sealed[:size])], verify, 1):
                 return bad
             place = Place(record.checkpoint, chunk, record.file_bytes)

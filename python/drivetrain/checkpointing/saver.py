@@ -174,7 +174,7 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor
             continue
         devices.add(tensor.device)
-        found[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        found[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         found[name].copy_(tensor, non_blocking=True)
     for device in devices:
         torch.accelerator.synchronize(device)

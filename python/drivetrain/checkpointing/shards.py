@@ -184,12 +184,12 @@ def _assembled(
         if list(record["offset"]) == list(offset) and list(record["local"]) == list(shape):
             return piece
         if result is None:
-            result = torch.empty(tuple(shape), dtype=dtype)
+            result = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         source = piece[_slices(begins, ends, record["offset"])]
         result[_slices(begins, ends, offset)] = source
         count += source.numel()
     if result is None:
-        result = torch.empty(tuple(shape), dtype=dtype)
+        result = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if count != result.numel():
         raise CheckpointError(
             f"{checkpoint.path} has {count} elements of the part of {path!r} at {list(offset)} of shape {list(shape)}, "

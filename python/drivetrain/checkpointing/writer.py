@@ -203,7 +203,7 @@ class Writer:
     def _encrypt(self, snapshot: Snapshot, cipher: FileCipher, checkpoint: str) -> list[str]:
         """Encrypts each chunk once it is copied, and returns the tags. Stops early if the snapshot fails."""
         deadline = time.monotonic() + self._timeout_s
-        sealed = torch.empty(CHUNK_BYTES + TAG_BYTES, dtype=torch.uint8)
+        sealed = torch.empty(CHUNK_BYTES + TAG_BYTES, dtype=torch.uint8, device="cpu")
         tags = []
         for index in range(snapshot.num_chunks):
             chunk = snapshot.chunk(index, max(0.0, deadline - time.monotonic()))

@@ -84,7 +84,7 @@ class ResumableSampler(Sampler[int]):
     def _indices(self, begin: int, count: int, epoch: int) -> Iterator[int]:
         permutation = Permutation(self.length, self.seed, epoch) if self.shuffle and count else None
         for first in range(0, count, _POSITIONS_AT_ONCE):
-            turns = torch.arange(first, min(first + _POSITIONS_AT_ONCE, count))
+            turns = torch.arange(first, min(first + _POSITIONS_AT_ONCE, count), device="cpu")
             positions = (
                 begin + self.rank + turns * self.num_replicas
             ) % self.length  # repeats the first, as torch does

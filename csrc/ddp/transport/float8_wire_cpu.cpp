@@ -84,7 +84,7 @@ void encode(const float* values, float* errors, int64_t numel, uint8_t* to) {
   });
 }
 
-void sum(uint8_t* const* pieces, int num_pieces, float* errors, int64_t numel) {
+void sum(uint8_t* const* pieces, int num_pieces, int num_outputs, float* errors, int64_t numel) {
   alignas(64) float total[kFloat8Block];
   alignas(64) float next[kFloat8Block];
   for_blocks(numel, [&](int64_t at, int64_t count, int64_t byte) {
@@ -94,7 +94,7 @@ void sum(uint8_t* const* pieces, int num_pieces, float* errors, int64_t numel) {
       for (int64_t i = 0; i < count; ++i) total[i] += next[i];
     }
     encode_block(total, from(errors, at), count, pieces[0] + byte);
-    for (int piece = 1; piece < num_pieces; ++piece) std::memcpy(pieces[piece] + byte, pieces[0] + byte, 1 + count);
+    for (int piece = 1; piece < num_outputs; ++piece) std::memcpy(pieces[piece] + byte, pieces[0] + byte, 1 + count);
   });
 }
 

@@ -291,7 +291,9 @@ DYING_RANK = """
 """
 
 
-def test_the_others_name_a_rank_that_dies_in_a_scatter(tmp_path: Path) -> None:
-    for error in errors_of_survivors(tmp_path, DYING_RANK):
+@pytest.mark.parametrize("wire_dtype", [None, torch.float8_e5m2], ids=str)
+def test_the_others_name_a_rank_that_dies_in_a_scatter(tmp_path: Path, wire_dtype: torch.dtype | None) -> None:
+    script = DYING_RANK.replace('"bucket_cap_mb": 0.02', f'"bucket_cap_mb": 0.02, "wire_dtype": {wire_dtype}')
+    for error in errors_of_survivors(tmp_path, script):
         assert re.search(r"bucket \d+ of \d+ \[", error), error
         assert "Rank 3 has ended" in error, error

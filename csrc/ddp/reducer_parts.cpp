@@ -68,7 +68,10 @@ void ReducerParts::set_on_reduced(BucketQueue::OnReduced on_reduced) {
   queue.set_on_reduced(std::move(on_reduced));
   const bool reuses = queue.can_hand_over_early() && used.graph() == Graph::kDynamic && !buffer.settings.on_moved &&
                       !collectives.comm().carries_errors();
-  if (reuses == buffer.settings.reuses_memory) return;
+  const auto lacks_ranges = [](const Bucket& bucket) { return !bucket.sparse && !bucket.ranges; };
+  const bool lacks_any =
+      !buffer.settings.kept.empty() && std::any_of(buffer.buckets().begin(), buffer.buckets().end(), lacks_ranges);
+  if (reuses == buffer.settings.reuses_memory && !lacks_any) return;
   const at::NoGradGuard no_grad_tracking;
   reset();
   const std::vector<at::Tensor> kept = buffer.copy_kept_gradients();

@@ -46,6 +46,9 @@ Shapes = tuple[tuple[int, ...], ...]
 ALL_SIZES: Shapes = ((), (1,), (3,), (5, 7), (2, 300, 3), (0, 4), (1000, 513), (17,), (4096, 8))
 
 
+WIRE_DTYPES = (torch.bfloat16, torch.float8_e5m2)
+
+
 class Sizes(nn.Module):
     """Parameters of some shapes, whose gradients are the inputs."""
 
@@ -66,11 +69,13 @@ def wrapped(
     dtype: torch.dtype,
     shapes: Shapes = ALL_SIZES,
     process_group: dist.ProcessGroup | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> tuple[Any, Any]:
     """Returns an unsharded and a sharded wrapper with the same buckets, on ranks that pretend to be on hosts."""
     made = [dist.new_group(ranks) for ranks in groups]
     mine = next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
     options: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 1.0, "process_group": process_group}
+    options["wire_dtype"] = wire_dtype
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "_host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
         plain = DistributedDataParallel(Sizes(dtype, shapes), **options)
@@ -80,8 +85,8 @@ def wrapped(
 # ---- Bits.
 
 
-def assert_equal_bits(plain: Any, net: Any, what: Any) -> None:
-    for step in range(2):
+def assert_equal_bits(plain: Any, net: Any, what: Any, steps: int = 2) -> None:
+    for step in range(steps):
         for model in (plain, net):
             model.zero_grad()
             model(100 * step + dist.get_rank()).backward()
@@ -96,6 +101,47 @@ def compare_bits(layouts: list[list[list[int]]]) -> None:
         for dtype in (torch.float32, torch.bfloat16, *more):
             plain, net = wrapped(transport, per_host, groups, dtype)
             assert_equal_bits(plain, net, (groups, transport, per_host, dtype))
+
+
+def compare_rounded_bits(layouts: list[list[list[int]]]) -> None:
+    """Compares where values are rounded on the wire. Rounding errors of one step change the next step's bits."""
+    for groups, (transport, per_host) in itertools.product(layouts, (("torch", 1), ("shm", 2))):
+        for wire_dtype in WIRE_DTYPES:
+            plain, net = wrapped(transport, per_host, groups, torch.float32, wire_dtype=wire_dtype)
+            assert_equal_bits(plain, net, (groups, transport, per_host, wire_dtype), steps=4)
+
+
+def test_scattered_sums_have_the_bits_of_all_reduced_ones_with_a_wire_dtype(
+    on_ranks: OnRanks, on_three_ranks: OnRanks, on_four_ranks: OnRanks
+) -> None:
+    on_ranks(compare_rounded_bits, [[]])
+    on_three_ranks(compare_rounded_bits, [[]])
+    on_four_ranks(compare_rounded_bits, [[], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+
+
+def compare_accumulated_bits(transport: str, per_host: int) -> None:
+    """Compares sums over micro-batches, of which each is reduced, with all-reduces of the same micro-batches."""
+    rank = dist.get_rank()
+    for wire_dtype in WIRE_DTYPES:
+        plain, net = wrapped(transport, per_host, [], torch.float32, wire_dtype=wire_dtype)
+        for step in range(3):
+            net.zero_grad()
+            with net.no_sync():
+                net(200 * step + rank).backward()
+            net(200 * step + 100 + rank).backward()
+            sums = [torch.zeros_like(weight) for weight in plain.module.weights]
+            for seed in (200 * step + rank, 200 * step + 100 + rank):
+                plain.zero_grad()
+                plain(seed).backward()
+                for total, weight in zip(sums, plain.module.weights, strict=True):
+                    total += weight.grad
+            for index, (weight, expected) in enumerate(zip(net.module.weights, sums, strict=True)):
+                assert torch.equal(weight.grad.full_tensor(), expected), (transport, wire_dtype, step, index)
+
+
+def test_rounding_errors_are_carried_over_micro_batches(on_three_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
+    on_three_ranks(compare_accumulated_bits, "torch", 1)
+    on_four_ranks(compare_accumulated_bits, "shm", 2)
 
 
 def compare_bits_of_a_group_in_its_own_order() -> None:
@@ -169,14 +215,16 @@ def test_wrappers_share_the_group_of_second_exchanges(on_four_ranks: OnRanks) ->
 # ---- Bytes.
 
 
-def bytes_on_the_wire(cases: list[tuple[str, int, list[list[int]], Shapes]]) -> list[tuple[float, float]]:
+def bytes_on_the_wire(
+    cases: list[tuple[str, int, list[list[int]], Shapes]], wire_dtype: torch.dtype | None
+) -> list[tuple[float, float]]:
     """Returns, for each case, the bytes per byte of gradients that a rank sends, or receives, without `shard` and with.
 
     The larger of the two counts.
     """
     found = []
     for transport, per_host, groups, shapes in cases:
-        models = wrapped(transport, per_host, groups, torch.float32, shapes)
+        models = wrapped(transport, per_host, groups, torch.float32, shapes, wire_dtype=wire_dtype)
         whole = sum(weight.nbytes for weight in models[0].module.weights)
         moved = []
         for model in models:
@@ -202,11 +250,16 @@ WIRE = [
 ]
 
 
-def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks) -> None:
-    by_rank = on_four_ranks(bytes_on_the_wire, [case[:4] for case in WIRE])
+# What travels for each byte of float32: float8 has a scale for every 256 values.
+ON_WIRE = {None: 1.0, torch.bfloat16: 1 / 2, torch.float8_e5m2: 257 / 256 / 4}
+
+
+@pytest.mark.parametrize("wire_dtype", ON_WIRE, ids=str)
+def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks, wire_dtype: torch.dtype | None) -> None:
+    by_rank = on_four_ranks(bytes_on_the_wire, [case[:4] for case in WIRE], wire_dtype)
     for case, found in zip(WIRE, zip(*by_rank, strict=True), strict=True):
         for moved, expected in zip(zip(*found, strict=True), case[4:], strict=True):
-            assert max(moved) == pytest.approx(expected, rel=0.03), (case, found)
+            assert max(moved) == pytest.approx(ON_WIRE[wire_dtype] * expected, rel=0.03), (case, found)
 
 
 # ---- Ranks that die.
@@ -238,7 +291,9 @@ DYING_RANK = """
 """
 
 
-def test_the_others_name_a_rank_that_dies_in_a_scatter(tmp_path: Path) -> None:
-    for error in errors_of_survivors(tmp_path, DYING_RANK):
+@pytest.mark.parametrize("wire_dtype", [None, torch.float8_e5m2], ids=str)
+def test_the_others_name_a_rank_that_dies_in_a_scatter(tmp_path: Path, wire_dtype: torch.dtype | None) -> None:
+    script = DYING_RANK.replace('"bucket_cap_mb": 0.02', f'"bucket_cap_mb": 0.02, "wire_dtype": {wire_dtype}')
+    for error in errors_of_survivors(tmp_path, script):
         assert re.search(r"bucket \d+ of \d+ \[", error), error
         assert "Rank 3 has ended" in error, error

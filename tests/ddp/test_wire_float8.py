@@ -138,6 +138,29 @@ def test_sums_are_the_twins(on_ranks: OnRanks, on_three_ranks: OnRanks) -> None:
         assert all(other == first for other in others), "the ranks' bits differ"
 
 
+def sums_of_hosts() -> None:
+    """Sums over two hosts of two ranks, which divide the tensor into parts of whole transfers."""
+    rank, numel = dist.get_rank(), 2 * 2 * MOST + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "_host_identity", lambda: (str(rank // 2),))
+        comm = transport.make_comm("shm", dist.group.WORLD, torch.device("cpu"), FLOAT8)
+    flat = comm.allocate(4 * numel).view(torch.float32)
+    held = comm.carry_errors(flat)
+    tensors = [values_of(r, numel) for r in range(4)]
+    twin = Twin(numel, 2, carries=True)
+    for _ in range(3):
+        flat.copy_(tensors[rank])
+        comm.all_reduce(flat, mean=False)
+        if rank == 0:
+            assert_same_bits(flat, twin.sum([tensors[0] + tensors[1], tensors[2] + tensors[3]]))
+        assert_equal_on_ranks([flat])
+    del held
+
+
+def test_sums_over_hosts_are_the_twins(on_four_ranks: OnRanks) -> None:
+    on_four_ranks(sums_of_hosts)
+
+
 # Each row has the value of rank 0, the value of rank 1, and their sum. Each value is alone in its block.
 SPECIAL = [
     (float("nan"), 1.0, float("nan")),

@@ -23,8 +23,8 @@ constexpr int64_t float8_wire_bytes(int64_t numel) { return numel + (numel + kFl
 struct Float8Wire {
   // `to` may begin where `values` do.
   void (*encode)(const float* values, float* errors, int64_t numel, uint8_t* to);
-  // Replaces each piece by the rounded sum of all pieces, which is taken in float32 in their order.
-  void (*sum)(uint8_t* const* pieces, int num_pieces, float* errors, int64_t numel);
+  // Takes the sum of all pieces in float32 in their order, and writes the rounded sum over the first num_outputs.
+  void (*sum)(uint8_t* const* pieces, int num_pieces, int num_outputs, float* errors, int64_t numel);
   // `from` may begin where `to` does, or before.
   void (*decode)(const uint8_t* from, int64_t numel, float* to);
 };

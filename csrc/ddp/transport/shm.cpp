@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <optional>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -17,6 +15,7 @@
 
 #include "base/check.h"
 #include "ddp/transport/cores.h"
+#include "ddp/transport/host_link.h"
 #include "ddp/transport/peer_process.h"
 #include "ddp/transport/profiler_record.h"
 #include "ddp/transport/renumbered_ranges.h"
@@ -30,13 +29,9 @@ namespace {
 // The staging area is for small tensors outside of shared memory, such as the map of used parameters.
 constexpr int64_t kStagingBytes = 64 << 10;
 constexpr int64_t kPage = 4096;
-
-at::ScalarType scalar_type(ElementType type) {
-  for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt}) {
-    if (element_type(dtype) == type) return dtype;
-  }
-  return at::kLong;
-}
+// Between hosts a tensor goes in parts: one is summed or copied within the host while others are on their way. More
+// parts would leave fewer of the exchange's operations to other buckets.
+constexpr int64_t kMostParts = 16;
 
 // What ranks exchange to share memory. Every message has an error: why the rank cannot go on; "": it can.
 struct Outcome {
@@ -47,55 +42,6 @@ struct Announcement : Outcome {
 };
 struct OutcomeAndCores : Outcome {
   CoreSet cores;
-};
-
-// Sums over hosts, from the first rank of each.
-class TorchLink final : public HostLink {
- public:
-  // owner_of: returns the owner that keeps the memory at an address mapped. The process group may use the memory for
-  // longer than any rank waits.
-  TorchLink(std::shared_ptr<Comm> leaders, std::function<std::shared_ptr<void>(const char*)> owner_of)
-      : leaders_(std::move(leaders)), owner_of_(std::move(owner_of)) {}
-
-  void start(char* values, ElementType type, int64_t numel, const std::shared_ptr<const RankRanges>& ranges) override {
-    const auto keep = [owner = owner_of_(values)](void*) {};
-    const at::Tensor sum = at::from_blob(values, {numel}, keep, at::dtype(scalar_type(type)));
-    started_.push_back(ranges ? leaders_->start_scatter(sum, ranges, true) : leaders_->start_sum(sum));
-  }
-
-  bool finish_oldest() override {
-    if (!started_.front()->is_done()) return false;
-    started_.front()->wait();
-    started_.pop_front();
-    return true;
-  }
-
- private:
-  std::shared_ptr<Comm> leaders_;
-  std::function<std::shared_ptr<void>(const char*)> owner_of_;
-  std::deque<std::unique_ptr<PendingReduce>> started_;
-};
-
-// Divides a sum of the process group by the number of ranks.
-class MeanOfSum final : public PendingReduce {
- public:
-  MeanOfSum(std::unique_ptr<PendingReduce> sum, at::Tensor flat, int size)
-      : sum_(std::move(sum)), flat_(std::move(flat)), size_(size) {}
-  bool is_done() override { return sum_->is_done(); }
-  void wait() override {
-    sum_->wait();
-    flat_.div_(size_);
-  }
-  bool wait_for(std::chrono::milliseconds limit) override {
-    if (!sum_->wait_for(limit)) return false;
-    wait();
-    return true;
-  }
-
- private:
-  std::unique_ptr<PendingReduce> sum_;
-  at::Tensor flat_;
-  int size_;
 };
 
 class ShmComm final : public Comm {
@@ -118,6 +64,7 @@ class ShmComm final : public Comm {
       if (found == hosts.end()) hosts.push_back(options.hosts[other]);
       if (options.hosts[other] == options.hosts[rank]) host_.push_back(other);
     }
+    num_hosts_ = static_cast<int>(hosts.size());
     if (several_hosts && host_[0] == rank) {
       DT_INVARIANT(options.leaders != nullptr && options.leaders->rank() == host_of_[rank]);
       leaders_ = options.leaders;
@@ -243,20 +190,31 @@ class ShmComm final : public Comm {
 
   class ShmReduce final : public PendingReduce {
    public:
-    ShmReduce(ShmComm& comm, uint64_t number, at::Tensor staged)
-        : comm_(comm), number_(number), staged_(std::move(staged)) {
+    // numbers: the first operation and the last.
+    ShmReduce(ShmComm& comm, std::pair<uint64_t, uint64_t> numbers, at::Tensor staged)
+        : comm_(comm), next_(numbers.first), last_(numbers.second), staged_(std::move(staged)) {
       if (staged_.defined()) staging_ = comm.staging_state_;
     }
     ~ShmReduce() override { leave_staging(); }
-    bool is_done() override { return comm_.exchange_->is_done(number_); }
-    std::optional<double> square_sum() override { return comm_.exchange_->take_square_sum(number_); }
+    bool is_done() override {
+      while (next_ < last_ && comm_.exchange_->is_done(next_)) ++next_;
+      return next_ == last_ && comm_.exchange_->is_done(last_);
+    }
+    std::optional<double> square_sum() override { return comm_.exchange_->take_square_sum(last_); }
     bool wait_for(std::chrono::milliseconds limit) override {
-      if (!comm_.exchange_->wait_until(number_, std::chrono::steady_clock::now() + limit)) return false;
-      copy_out();
-      return true;
+      const auto deadline = std::chrono::steady_clock::now() + limit;
+      while (comm_.exchange_->wait_until(next_, deadline)) {
+        if (next_ == last_) {
+          copy_out();
+          return true;
+        }
+        ++next_;
+      }
+      return false;
     }
     void wait() override {
-      comm_.exchange_->wait(number_);
+      for (; next_ < last_; ++next_) comm_.exchange_->wait(next_);
+      comm_.exchange_->wait(last_);
       copy_out();
     }
 
@@ -273,7 +231,8 @@ class ShmComm final : public Comm {
     }
 
     ShmComm& comm_;
-    uint64_t number_;
+    uint64_t next_;  // the first operation that is not known to be complete, or the last
+    const uint64_t last_;
     at::Tensor staged_;
     std::shared_ptr<Staging> staging_;  // while this operation uses the area
   };
@@ -337,15 +296,38 @@ class ShmComm final : public Comm {
     std::memcpy(staging(local_rank_), begin, bytes);
     for (int local_rank = 0; local_rank < num_local_ranks(); ++local_rank)
       operation.values.push_back(staging(local_rank));
-    *staging_state_ = {give(flat, std::move(operation)), true};
-    return std::make_unique<ShmReduce>(*this, staging_state_->number, flat);
+    const auto numbers = give(flat, std::move(operation));
+    *staging_state_ = {numbers.second, true};
+    return std::make_unique<ShmReduce>(*this, numbers, flat);
   }
 
-  uint64_t give(const at::Tensor& flat, ShmExchange::Operation operation) {
+  // Returns the numbers of the first operation and the last.
+  std::pair<uint64_t, uint64_t> give(const at::Tensor& flat, ShmExchange::Operation rest) {
     return recording_collective(title_, tag(), flat, [&] {
-      return recording_launch(*group_, ranks(), "allreduce", ++num_begun_, flat.numel(), flat.scalar_type(),
-                              [&] { return exchange_->start(std::move(operation)); });
+      return recording_launch(*group_, ranks(), "allreduce", ++num_begun_, flat.numel(), flat.scalar_type(), [&] {
+        const int64_t most = most_of_part(rest), bytes = most * bytes_of(rest.type);
+        uint64_t first = 0;
+        for (; rest.numel > most; rest.numel -= most) {
+          ShmExchange::Operation part = rest;
+          part.numel = most;
+          const uint64_t number = exchange_->start(std::move(part));
+          if (first == 0) first = number;
+          rest.offset += bytes;
+          for (char*& values : rest.values) values += bytes;
+        }
+        const uint64_t last = exchange_->start(std::move(rest));
+        return std::make_pair(first == 0 ? last : first, last);
+      });
     });
+  }
+
+  // Returns the most values of a part of an operation.
+  int64_t most_of_part(const ShmExchange::Operation& whole) const {
+    const bool goes_whole = whole.type != ElementType::kFloat32 || whole.exchange != Exchange::kAllReduce;
+    const int64_t unit = num_hosts_ == 1 || goes_whole ? 0 : torch_->divides_at(num_hosts_);
+    if (unit == 0) return whole.numel;
+    const int64_t units = (whole.numel + unit - 1) / unit;
+    return std::max<int64_t>((units + kMostParts - 1) / kMostParts, 1) * unit;
   }
 
   // Returns the values of all ranks. Every rank of the group must call it.
@@ -453,6 +435,7 @@ class ShmComm final : public Comm {
   std::vector<int> host_;         // the ranks of this host, by local rank
   std::vector<int> host_of_;      // the number of each rank's host, in the order of their first ranks
   std::vector<int> number_here_;  // the local rank of each rank; -1: on another host
+  int num_hosts_ = 1;
   int local_rank_ = 0;
   std::shared_ptr<Comm> leaders_;  // null with one host and on ranks that are not their host's first
   std::unique_ptr<TorchLink> link_;

@@ -91,6 +91,9 @@ class Comm {
   // Starts an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
   // order.
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) { return start_sum(flat); }
+  // Returns a number of float32 values at whose multiples a tensor may be divided: start_sum() of the parts, in their
+  // order, then gives the bits of one start_sum(). For a transport of this kind over so many ranks. 0: there is none.
+  virtual int64_t divides_at(int /*num_ranks*/) const { return 0; }
   // Starts an all-reduce that leaves the sum even if averages() is true, for counts.
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
   // Starts an in-place reduce-scatter: as start(), or as start_sum() if as_sum is true, but each rank gets the result

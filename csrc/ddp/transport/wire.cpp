@@ -16,16 +16,10 @@
 #include "base/check.h"
 #include "ddp/transport/torch_group.h"
 #include "ddp/transport/wire_format.h"
+#include "ddp/transport/wire_scatter.h"
 
 namespace drivetrain::ddp {
 namespace {
-
-// Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other:
-// 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way. With
-// 128 KiB, bfloat16 uses 93 % of a wire of 100 Mbit/s and float8 90 %; with 384 KiB 88 % and 83 %.
-constexpr int64_t kMessageBytes = 128 << 10;
-
-int64_t most_values(WireFormat format) { return kMessageBytes / wire_bytes(format, kWireBlock) * kWireBlock; }
 
 // One transfer of a tensor, or of a part of one.
 class Transfer {
@@ -34,7 +28,7 @@ class Transfer {
   Transfer(const at::Tensor& flat, WireFormat format, CarriedErrors* errors, int rank, int size)
       : flat_(flat), format_(format) {
     const int64_t numel = flat.numel();
-    const auto begin_of = [&](int piece) { return numel * piece / size; };
+    const auto begin_of = [&](int piece) { return piece_begin(numel, piece, size); };
     int64_t on_wire = 0;
     for (int piece = 0; piece < size; ++piece) {
       pieces_.push_back({begin_of(piece), begin_of(piece + 1) - begin_of(piece), on_wire});
@@ -64,7 +58,8 @@ class Transfer {
     for (size_t rank = 0; rank < own_counts_.size(); ++rank) {
       inputs.push_back(static_cast<char*>(received_.data_ptr()) + rank * own_counts_[rank]);
     }
-    ddp::sum(format_, inputs, errors_ ? errors_->of_sums.data() : nullptr, own_numel_);
+    const int count = static_cast<int>(inputs.size());
+    ddp::sum(format_, inputs, count, errors_ ? errors_->of_sums.data() : nullptr, own_numel_);
   }
 
   std::unique_ptr<TorchReduce> start_back(TorchComm& comm) {
@@ -250,14 +245,32 @@ class WireComm final : public Comm {
     return errors;
   }
 
+  // Each transfer has as many values as these, and rounds them by itself.
+  int64_t divides_at(int num_ranks) const override { return most_values(format_) * num_ranks; }
+
+  void set_returning(const std::string& group_name) override {
+    group_.set_returning(group_name);
+    scatter_returning_ =
+        std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks());
+  }
+
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
+                                               bool as_sum) override {
+    if (!is_rounded(flat)) return group_.start_scatter(flat, ranges, as_sum);
+    ScatterPlan plan = plan_scatter(*ranges, flat.numel(), format_, rank(), size());
+    if (!plan.pays || (plan.most_back > 0 && !scatter_returning_)) return start_sum(flat);
+    DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
+    chain_->check();
+    const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
+    return std::make_unique<WireScatter>(flat, std::move(plan), errors.get(), group_, scatter_returning_);
+  }
+
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
-    if (flat.layout() != at::kStrided || flat.scalar_type() != at::kFloat || flat.numel() == 0) {
-      return group_.start_sum(flat);
-    }
+    if (!is_rounded(flat)) return group_.start_sum(flat);
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
     std::deque<std::shared_ptr<Transfer>> transfers;
-    const int64_t numel = flat.numel(), most = most_values(format_) * size();
+    const int64_t numel = flat.numel(), most = divides_at(size());
     const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
     for (int64_t begin = 0; begin < numel; begin += most) {
       const at::Tensor part = flat.narrow(0, begin, std::min(most, numel - begin));
@@ -273,6 +286,10 @@ class WireComm final : public Comm {
   }
 
  private:
+  static bool is_rounded(const at::Tensor& flat) {
+    return flat.layout() == at::kStrided && flat.scalar_type() == at::kFloat && flat.numel() > 0;
+  }
+
   // Returns the last that were made for memory with this tensor; null: there are none.
   std::shared_ptr<CarriedErrors> errors_of(const at::Tensor& flat) {
     const std::lock_guard<std::mutex> lock(carried_mutex_);
@@ -287,6 +304,7 @@ class WireComm final : public Comm {
   TorchComm group_;
   TorchComm returning_;
   std::shared_ptr<Chain> chain_;
+  std::shared_ptr<TorchComm> scatter_returning_;  // null: sums of reduce-scatters go to one rank each
   std::mutex carried_mutex_;
   std::vector<std::weak_ptr<CarriedErrors>> carried_;  // by age; their owners end them
 };

@@ -13,6 +13,11 @@ namespace {
 
 static_assert(kWireBlock % kFloat8Block == 0);
 
+// Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other:
+// 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way. With
+// 128 KiB, bfloat16 uses 93 % of a wire of 100 Mbit/s and float8 90 %; with 384 KiB 88 % and 83 %.
+constexpr int64_t kMessageBytes = 128 << 10;
+
 constexpr int64_t kHalfBytes = bytes_of(ElementType::kBFloat16);
 
 // Converts values. `from` and `to` may be the same memory where SumJob allows it.
@@ -30,6 +35,8 @@ int64_t wire_bytes(WireFormat format, int64_t numel) {
   return format == WireFormat::kFloat8 ? float8_wire_bytes(numel) : numel * kHalfBytes;
 }
 
+int64_t most_values(WireFormat format) { return kMessageBytes / wire_bytes(format, kWireBlock) * kWireBlock; }
+
 void encode(WireFormat format, const char* values, float* errors, int64_t numel, char* to) {
   if (format == WireFormat::kFloat8) {
     return float8().encode(reinterpret_cast<const float*>(values), errors, numel, bytes(to));
@@ -37,15 +44,15 @@ void encode(WireFormat format, const char* values, float* errors, int64_t numel,
   convert(values, ElementType::kFloat32, to, ElementType::kBFloat16, 0, numel);
 }
 
-void sum(WireFormat format, const std::vector<char*>& pieces, float* errors, int64_t numel) {
+void sum(WireFormat format, const std::vector<char*>& pieces, int num_outputs, float* errors, int64_t numel) {
   const int count = static_cast<int>(pieces.size());
   if (format == WireFormat::kFloat8) {
     std::vector<uint8_t*> blocks;
     for (char* piece : pieces) blocks.push_back(bytes(piece));
-    return float8().sum(blocks.data(), count, errors, numel);
+    return float8().sum(blocks.data(), count, num_outputs, errors, numel);
   }
   constexpr ElementType kType = ElementType::kBFloat16;
-  sum_range({kType, kType, pieces.data(), count, pieces.data(), count, 0, numel, 1});
+  sum_range({kType, kType, pieces.data(), count, pieces.data(), num_outputs, 0, numel, 1});
 }
 
 void decode(WireFormat format, const char* from, int64_t numel, char* to) {

@@ -20,15 +20,24 @@ constexpr int64_t kWireBlock = 256;
 
 constexpr bool carries_errors(WireFormat format) { return format == WireFormat::kFloat8; }
 
+// Returns the values that are rounded together.
+constexpr int64_t block_values(WireFormat format) { return format == WireFormat::kFloat8 ? kWireBlock : 1; }
+
 // Returns the bytes of that many values on the wire: at most half of float32's bytes.
 int64_t wire_bytes(WireFormat format, int64_t numel);
+
+// Returns the most values that one rank sends to another at once: whole blocks.
+int64_t most_values(WireFormat format);
+
+// Returns the first value of the piece that a rank sums of one transfer of an all-reduce. Its blocks begin there.
+constexpr int64_t piece_begin(int64_t numel, int piece, int num_pieces) { return numel * piece / num_pieces; }
 
 // Rounds values to nearest even. `to` may begin where `values` do, or before. errors: as float8_wire.h; null for
 // formats that carry none.
 void encode(WireFormat format, const char* values, float* errors, int64_t numel, char* to);
 
-// Replaces each piece by the rounded sum of all pieces, which is taken in float32 in their order.
-void sum(WireFormat format, const std::vector<char*>& pieces, float* errors, int64_t numel);
+// Takes the sum of all pieces in float32 in their order, and writes the rounded sum over the first num_outputs of them.
+void sum(WireFormat format, const std::vector<char*>& pieces, int num_outputs, float* errors, int64_t numel);
 
 // Widens values to float32. `from` may begin where `to` does, or before.
 void decode(WireFormat format, const char* from, int64_t numel, char* to);

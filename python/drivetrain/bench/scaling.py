@@ -221,8 +221,8 @@ def calibration(points: list[dict[str, Any]], cores: int, add_s: float = 0.0) ->
         add_s: Seconds per byte of additions.
 
     Returns:
-        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s" and "add_s", the relative error of each
-        "point", and the errors of sizes and numbers of ranks that were "left_out".
+        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s", "slice_s", "slice_bytes" and "add_s", the
+        relative error of each "point", and the errors of sizes and numbers of ranks that were "left_out".
     """
     found = {}
     for engine in dict.fromkeys(point["engine"] for point in points):
@@ -234,6 +234,8 @@ def calibration(points: list[dict[str, Any]], cores: int, add_s: float = 0.0) ->
             "latency": fitted.link.latency,
             "bandwidth": fitted.link.bandwidth,
             "switch_s": fitted.switch_s,
+            "slice_s": fitted.slice_s,
+            "slice_bytes": fitted.slice_bytes,
             "add_s": fitted.link.add_s,
             "points": [{**point, "error": relative_error(point, fitted)} for point in mine],
             "left_out": {
@@ -318,6 +320,8 @@ def _fit_table(engine: str, found: dict[str, Any]) -> Table:
     head = f"call {1e6 * found['call_s']:.0f} us, hop {1e6 * found['latency']:.1f} us, "
     head += f"{found['bandwidth'] / 1e9:.2f} GB/s, core {1e9 * found['add_s']:.2f} ns/B, "
     head += f"wait for a core {1e6 * found['switch_s']:.0f} us"
+    if found["slice_s"]:
+        head += f", slices {1e3 * found['slice_s']:.1f} ms from {found['slice_bytes'] / 2**20:.1f} MiB"
     table = Table(title=f"{engine}, fitted: {head}", title_justify="left")
     for column in ("left out of the fit", "median error", "gate"):
         table.add_column(column, justify="left" if column == "left out of the fit" else "right")

@@ -20,6 +20,7 @@ import torch
 from .devices import Link, read_toml
 
 ALGORITHMS = ("ring", "tree", "two_level", "one_leader", "direct")
+_EXACT = 1e-12  # a sum of squares of relative errors that leaves nothing to describe
 _TREE_SHARE = 0.92  # of a ring's bandwidth, which NCCL's own tuning assumes for trees (src/graph/tuning.cc)
 
 
@@ -37,8 +38,12 @@ class Cluster:
         call_s: Seconds of a collective beside its hops, such as a launch.
         cores: Ranks of a host that run at once; more of them take turns. 0: all do.
         switch_s: Seconds that a rank waits for its core at a hop where two ranks share it. With k ranks per core it
-            waits sqrt(k - 1) times as long, which is an empirical law of measured rings and has no derivation.
+            waits sqrt(k - 1) times as long, which is an empirical law of measured rings and has no derivation. Ranks
+            in shared memory wait k - 1 times as long, once: each of the others runs before the slowest has ended.
         in_background: True if the device goes on with backward while an all-reduce runs.
+        slice_s: Seconds that each of these others runs at most, beside the switch: its time slices in one all-reduce
+            through shared memory.
+        slice_bytes: Bytes of an all-reduce from which on it uses these up. With fewer it runs for as much less.
     """
 
     key: str
@@ -51,6 +56,8 @@ class Cluster:
     cores: int = 0
     switch_s: float = 0.0
     in_background: bool = True
+    slice_s: float = 0.0
+    slice_bytes: float = 1.0
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.algorithms if name not in ALGORITHMS]:
@@ -129,12 +136,18 @@ def split_seconds(num_bytes: float, ranks: int, cluster: Cluster, algorithm: str
     """Returns the time without bytes, the time that bytes take, and their sum."""
     local = min(ranks, cluster.per_host)
     hosts = math.ceil(ranks / cluster.per_host)
+    waits = runs = 0.0  # of all-reduces through shared memory, for ranks of the same core
     if (turns := _ranks_per_core(local, cluster)) > 1:
-        latency = cluster.link.latency + cluster.switch_s * math.sqrt(turns - 1)
+        latency = cluster.link.latency
+        if algorithm == "direct":
+            waits = (turns - 1) * cluster.switch_s
+            runs = (turns - 1) * min(num_bytes / cluster.slice_bytes, 1.0) * cluster.slice_s
+        else:
+            latency += cluster.switch_s * math.sqrt(turns - 1)
         cluster = cluster.but(link=Link(cluster.link.bandwidth, latency, turns * cluster.link.add_s))
     hops, transfer = _MODELS[algorithm](num_bytes, local, hosts, cluster)
-    latency = cluster.call_s + hops
-    return latency, transfer, latency + transfer
+    latency = cluster.call_s + hops + waits
+    return latency, transfer + runs, latency + transfer + runs
 
 
 def _ranks_per_core(local: int, cluster: Cluster) -> float:
@@ -217,7 +230,8 @@ def fit(points: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
     It minimizes the sum of squares of relative errors. All three are at least 0. The seconds per byte of additions are
     the cluster's, measured by themselves: all-reduces alone cannot tell them from the link's bytes. Where ranks share
     cores in some measurements, these can: the work of cores takes turns. The fit then adds the wait for a core, and to
-    the additions what else a core does with each byte.
+    the additions what else a core does with each byte. For shared memory it also adds the slices that ranks of the same
+    core take. It tries from which bytes on these are used up, in four steps from each size but the least to the next.
 
     Args:
         points: Measurements with "ranks", "bytes" and "seconds", as `drivetrain bench comm --ranks` writes them.
@@ -231,7 +245,7 @@ def fit(points: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
     if len(points) < 3:
         raise ValueError(f"points has {len(points)} measurements, expected at least 3")
     gamma = cluster.link.add_s
-    bare = cluster.but(call_s=0.0, switch_s=0.0)
+    bare = cluster.but(call_s=0.0, switch_s=0.0, slice_s=0.0)
 
     def column(unit: Cluster, link: Link) -> list[float]:
         probe = unit.but(link=link)
@@ -239,29 +253,51 @@ def fit(points: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
 
     seconds = torch.tensor([p["seconds"] for p in points], dtype=torch.float64)
     columns = [[1.0] * len(points), column(bare, Link(math.inf, 1.0)), column(bare, Link(1.0, 0.0))]
-    if len({_ranks_per_core(min(p["ranks"], cluster.per_host), cluster) for p in points}) > 1:
+    shares_cores = len({_ranks_per_core(min(p["ranks"], cluster.per_host), cluster) for p in points}) > 1
+    if shares_cores:
         columns += [column(bare.but(switch_s=1.0), Link(math.inf, 0.0)), column(bare, Link(math.inf, 0.0, 1.0))]
-    matrix = torch.tensor(columns, dtype=torch.float64).T / seconds[:, None]
     wanted = 1 - torch.tensor(column(bare, Link(math.inf, 0.0, gamma)), dtype=torch.float64) / seconds
-    call_s, latency, per_byte, switch_s, more_s = [*_non_negative(matrix, wanted), 0.0, 0.0][:5]
+
+    def solved(slice_bytes: float) -> tuple[float, list[float], float]:
+        unit = bare.but(slice_s=1.0, slice_bytes=slice_bytes)
+        all_columns = [*columns, column(unit, Link(math.inf, 0.0))] if slice_bytes else columns
+        matrix = torch.tensor(all_columns, dtype=torch.float64).T / seconds[:, None]
+        return *_non_negative(matrix, wanted), slice_bytes
+
+    best = solved(0.0)
+    # Slices that are used up from the first size on could not be told from switches.
+    sizes = sorted({float(p["bytes"]) for p in points})[1:]
+    if shares_cores and cluster.algorithms == ("direct",) and best[0] > _EXACT:
+        for a, b in itertools.pairwise(sizes):
+            best = min(best, *(solved(a ** (1 - part / 4) * b ** (part / 4)) for part in range(1, 5)))
+    _, found, slice_bytes = best
+    call_s, latency, per_byte, switch_s, more_s, slice_s = [*found, 0.0, 0.0, 0.0][:6]
     bandwidth = 1 / per_byte if per_byte > 0 else math.inf
-    return cluster.but(call_s=call_s, switch_s=switch_s, link=Link(bandwidth, latency, gamma + more_s))
+    link = Link(bandwidth, latency, gamma + more_s)
+    return cluster.but(call_s=call_s, switch_s=switch_s, link=link, slice_s=slice_s, slice_bytes=slice_bytes or 1.0)
 
 
-def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor) -> list[float]:
-    """Solves least squares for unknowns of at least 0: the best of the solutions with some of them at 0."""
+def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor) -> tuple[float, list[float]]:
+    """Solves least squares for unknowns of at least 0: the best of the solutions with some of them at 0.
+
+    Returns:
+        The sum of squares that is left, and the unknowns.
+    """
     count = matrix.shape[1]
     best, least = [0.0] * count, math.inf
     for size in range(1, count + 1):
-        for kept in itertools.combinations(range(count), size):
-            part = matrix[:, list(kept)]
-            solution = torch.linalg.lstsq(part, wanted[:, None], driver="gelsd").solution[:, 0]
-            error = float((part @ solution - wanted).square().sum())
-            if bool((solution >= 0).all()) and error < least:
-                best, least = [0.0] * count, error
-                for index, value in zip(kept, solution.tolist(), strict=True):
-                    best[index] = value
-    return best
+        kept = list(itertools.combinations(range(count), size))
+        parts = matrix[:, torch.tensor(kept)].transpose(0, 1)  # [combinations, points, size]
+        targets = wanted[None, :, None].expand(len(kept), -1, 1)
+        solutions = torch.linalg.lstsq(parts, targets, driver="gelsd").solution
+        errors = (parts @ solutions - targets).square().sum((1, 2))
+        errors[(solutions < 0).any(1).squeeze(1)] = math.inf
+        index = int(errors.argmin())
+        if float(errors[index]) < least:
+            best, least = [0.0] * count, float(errors[index])
+            for place, value in zip(kept[index], solutions[index, :, 0].tolist(), strict=True):
+                best[place] = value
+    return least, best
 
 
 def leave_one_out(points: Sequence[Mapping[str, Any]], cluster: Cluster, what: str) -> dict[int, float]:

@@ -97,7 +97,7 @@ def test_it_dies_with_its_program() -> None:
         ({"preexec_fn": lambda: os.nice(1)}, False),
         ({"preexec_fn": lambda: os.sched_setaffinity(0, {0})}, False),
     ],
-    ids=str,
+    ids=["plain", "session", "group", "no file", "hash seed", "preload", "nice", "affinity"],
 )
 def test_it_is_plain_python_where_a_fork_would_differ(options: dict[str, Any], is_warm: bool) -> None:
     if "preexec_fn" in options and len(os.sched_getaffinity(0)) == 1:

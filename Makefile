@@ -48,12 +48,12 @@ test: export OMP_WAIT_POLICY ?= passive
 # Compiled modules are kept, even where the environment says otherwise: hundreds of processes import the package, and each
 # test process would rewrite the assertions of all files.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (16 minutes; WHOLE=1: all drawn rounds, 22 minutes)
+test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (15 minutes; WHOLE=1: all drawn rounds, 20 minutes)
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_THREE))
 
 # Two files compile native tests once per sanitizer, which takes as long as a fifth of the suite.
 test-native: export OMP_WAIT_POLICY ?= passive
-test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; run it after a change of csrc/ (3 minutes)
+test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; run it after a change of csrc/ (4 minutes)
 	$(PYTHON) -m pytest -m sanitizer --numprocesses 2 tests/package/test_native.py tests/ddp/test_nccl.py $(ARGS)
 
 # This target makes its own environment, because torch's CUDA build replaces the CPU build. An active environment with

@@ -1,12 +1,9 @@
 // Implements the reduce-scatter over a gloo process group.
 #include "ddp/transport/torch_scatter.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <numeric>
 
 #include "base/check.h"
 
@@ -75,23 +72,18 @@ bool TorchScatter::pays(const RankRanges& ranges, int64_t bytes, int size) {
     sent_on.at(range.rank) += length * static_cast<int64_t>(range.also.size());
     for (const int other : range.also) taken.at(other) += length;
   }
-  const int64_t all = std::accumulate(summed.begin(), summed.end(), int64_t{0});
-  int64_t most = 0;
-  for (int rank = 0; rank < size; ++rank) {
-    most = std::max({most, all - summed[rank] + sent_on[rank], (size - 1) * summed[rank] + taken[rank]});
-  }
-  return most * size < 2 * (size - 1) * bytes;
+  return TwoExchanges::pays(summed, sent_on, taken, bytes);
 }
 
 TorchScatter::TorchScatter(at::Tensor flat, ElementType type, const RankRanges& ranges, TorchComm& group,
                            std::shared_ptr<TorchComm> returning)
-    : flat_(std::move(flat)),
+    : TwoExchanges(std::move(returning)),
+      flat_(std::move(flat)),
       type_(type),
       rank_(group.rank()),
       size_(group.size()),
       onwards_(size_),
-      from_(size_),
-      returning_(std::move(returning)) {
+      from_(size_) {
   const Spans gaps = gaps_between(ranges, static_cast<int64_t>(flat_.nbytes()));
   std::vector<Spans> sent(size_);
   std::map<std::pair<int, int>, int64_t> between;  // bytes of the second exchange, by sender and receiver
@@ -122,27 +114,21 @@ std::deque<TorchScatter::Message> TorchScatter::exchange(TorchComm& comm, const 
   std::deque<Message> messages;
   for (int64_t at = 0; at < most; at += kExchangeBytes) {
     std::vector<int64_t> sent_counts, received_counts;
-    int64_t sent_bytes = 0, received_bytes = 0;
     for (int rank = 0; rank < size_; ++rank) {
-      sent_bytes += sent_counts.emplace_back(count_at(bytes_in(sent[rank]), at));
-      received_bytes += received_counts.emplace_back(count_at(bytes_in(received[rank]), at));
+      sent_counts.push_back(count_at(bytes_in(sent[rank]), at));
+      received_counts.push_back(count_at(bytes_in(received[rank]), at));
     }
-    const at::Tensor packed = at::empty({sent_bytes}, at::kByte);
-    char* to = static_cast<char*>(packed.data_ptr());
-    for (int rank = 0; rank < size_; ++rank) {
+    const auto pack = [&](int rank, char* to) {
       visit_message(sent[rank], at, [&](int64_t offset, int64_t in_message, int64_t bytes) {
         std::memcpy(to + in_message, byte(offset), bytes);
       });
-      to += sent_counts[rank];
-    }
-    Message message = {nullptr, at::empty({received_bytes}, at::kByte), at, received_counts};
-    message.work = comm.start_all_to_all(message.received, packed, std::move(received_counts), std::move(sent_counts));
-    messages.push_back(std::move(message));
+    };
+    messages.push_back(start_message(comm, at, std::move(sent_counts), std::move(received_counts), pack));
   }
   return messages;
 }
 
-void TorchScatter::sum(const Message& message) const {
+void TorchScatter::sum(const Message& message) {
   const int64_t chunk = ring_chunk_bytes(static_cast<int64_t>(flat_.nbytes()), bytes_of(type_), size_);
   const char* const received = static_cast<const char*>(message.received.const_data_ptr());
   visit_message(own_, message.at, [&](int64_t offset, int64_t in_message, int64_t bytes) {
@@ -177,7 +163,7 @@ void TorchScatter::add_in_order(char* own, const char* received, const Message& 
 }
 
 // Takes sums of other ranks.
-void TorchScatter::take(const Message& message) const {
+void TorchScatter::take(const Message& message) {
   const char* received = static_cast<const char*>(message.received.const_data_ptr());
   for (int rank = 0; rank < size_; ++rank) {
     visit_message(from_[rank], message.at, [&](int64_t offset, int64_t in_message, int64_t bytes) {
@@ -187,34 +173,8 @@ void TorchScatter::take(const Message& message) const {
   }
 }
 
-void TorchScatter::send_back() {
-  const std::shared_ptr<TorchComm> comm = std::move(returning_);
-  if (comm) back_ = exchange(*comm, onwards_, from_, most_back_);
-}
-
-bool TorchScatter::is_done() {
-  const auto is_there = [](const Message& message) { return message.work->is_done(); };
-  return !returning_ && std::all_of(there_.begin(), there_.end(), is_there) &&
-         std::all_of(back_.begin(), back_.end(), is_there);
-}
-
-// The process group ends its work within its timeout.
-void TorchScatter::wait() {
-  while (!wait_for(std::chrono::hours(1))) {
-  }
-}
-
-bool TorchScatter::wait_for(std::chrono::milliseconds limit) {
-  for (; !there_.empty(); there_.pop_front()) {
-    if (!there_.front().work->wait_for(limit)) return false;
-    sum(there_.front());
-  }
-  send_back();
-  for (; !back_.empty(); back_.pop_front()) {
-    if (!back_.front().work->wait_for(limit)) return false;
-    take(back_.front());
-  }
-  return true;
+std::deque<TorchScatter::Message> TorchScatter::start_back(TorchComm& comm) {
+  return exchange(comm, onwards_, from_, most_back_);
 }
 
 }  // namespace drivetrain::ddp

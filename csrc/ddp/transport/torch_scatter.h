@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -11,7 +10,7 @@
 #include <vector>
 
 #include "ddp/transport/rank_sum.h"
-#include "ddp/transport/torch_group.h"
+#include "ddp/transport/two_exchanges.h"
 
 namespace drivetrain::ddp {
 
@@ -19,39 +18,26 @@ namespace drivetrain::ddp {
 using ByteSpan = std::pair<int64_t, int64_t>;
 
 // Every rank sends each other rank the values that this one sums, and adds them in the order of gloo's all-reduce. The
-// result then has the same bits. A second exchange, in another group, brings sums to further ranks of their ranges.
-class TorchScatter final : public PendingReduce {
+// result then has the same bits.
+class TorchScatter final : public TwoExchanges {
  public:
-  // Returns whether the busiest rank sends and receives fewer bytes than in an all-reduce: no rank of a few rows gets
-  // the values of all others. Every rank sums bytes that belong to no rank itself.
+  // See TwoExchanges::pays(). Every rank sums bytes that belong to no rank itself.
   static bool pays(const RankRanges& ranges, int64_t bytes, int size);
 
   // flat: contiguous, on the CPU. returning: null if no range has further ranks.
   TorchScatter(at::Tensor flat, ElementType type, const RankRanges& ranges, TorchComm& group,
                std::shared_ptr<TorchComm> returning);
 
-  bool is_done() override;
-  void wait() override;
-  bool wait_for(std::chrono::milliseconds limit) override;
-
  private:
   // What ranks exchange, as lists of spans that travel one behind another.
   using Spans = std::vector<ByteSpan>;
 
-  // One exchange of at most kExchangeBytes between any two ranks.
-  struct Message {
-    std::unique_ptr<TorchReduce> work;
-    at::Tensor received;          // uint8, what the ranks sent, by rank
-    int64_t at;                   // where it begins in each list
-    std::vector<int64_t> counts;  // received bytes, by rank
-  };
-
   std::deque<Message> exchange(TorchComm& comm, const std::vector<Spans>& sent, const std::vector<Spans>& received,
                                int64_t most) const;
-  void sum(const Message& message) const;
+  void sum(const Message& message) override;
   void add_in_order(char* own, const char* received, const Message& message, int64_t chunk, int64_t bytes) const;
-  void take(const Message& message) const;
-  void send_back();
+  std::deque<Message> start_back(TorchComm& comm) override;
+  void take(const Message& message) override;
   char* byte(int64_t offset) const { return static_cast<char*>(flat_.data_ptr()) + offset; }
 
   const at::Tensor flat_;
@@ -61,8 +47,6 @@ class TorchScatter final : public PendingReduce {
   std::vector<Spans> onwards_;  // which of these sums go to each rank
   std::vector<Spans> from_;     // whose sums come from each rank
   int64_t most_back_ = 0;       // the most bytes that any rank sends another in the second exchange
-  std::deque<Message> there_, back_;
-  std::shared_ptr<TorchComm> returning_;  // null once the second exchange has begun
 };
 
 }  // namespace drivetrain::ddp

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include "base/check.h"
@@ -120,20 +119,16 @@ ScatterPlan plan_scatter(const RankRanges& ranges, int64_t numel, WireFormat for
     if (sender == rank) plan.onwards[receiver] = spans;
     if (receiver == rank) plan.from[sender] = spans;
   }
-  const int64_t all = std::accumulate(values.begin(), values.end(), int64_t{0});
-  int64_t busiest = 0;
-  for (int other = 0; other < size; ++other) {
-    busiest = std::max({busiest, all - values[other] + sent_on[other], (size - 1) * values[other] + taken[other]});
-  }
-  plan.pays = busiest * size < 2 * (size - 1) * numel;
+  plan.pays = TwoExchanges::pays(values, sent_on, taken, numel);
   return plan;
 }
 
 WireScatter::WireScatter(at::Tensor flat, ScatterPlan plan, CarriedErrors* carried, TorchComm& group,
                          std::shared_ptr<TorchComm> returning)
-    : flat_(std::move(flat)), plan_(std::move(plan)) {
-  DT_INVARIANT(plan_.most_back == 0 || returning);
-  if (plan_.most_back > 0) returning_ = std::move(returning);
+    : TwoExchanges(plan.most_back > 0 ? std::move(returning) : nullptr),
+      flat_(std::move(flat)),
+      plan_(std::move(plan)) {
+  DT_INVARIANT(plan_.most_back == 0 || returning_);
   const Spans& own = plan_.summed[plan_.rank];
   const ScatterPlan::Piece& last = plan_.pieces.back();
   rounded_ = at::empty({last.on_wire + wire_bytes(plan_.format, last.end - last.begin)}, at::kByte);
@@ -203,20 +198,12 @@ WireScatter::Message WireScatter::start(TorchComm& comm, const std::vector<Spans
                                         std::vector<int64_t> received_counts, int64_t at) const {
   std::vector<int64_t> sent_counts;
   for (const Spans& spans : sent) sent_counts.push_back(bytes_in_message(spans, at));
-  const auto total = [](const std::vector<int64_t>& counts) {
-    return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  };
-  const at::Tensor packed = at::empty({total(sent_counts)}, at::kByte);
-  char* to = static_cast<char*>(packed.data_ptr());
-  for (int rank = 0; rank < plan_.size; ++rank) {
+  const auto pack = [&](int rank, char* to) {
     visit_message(sent[rank], at, [&](const Span& span, int64_t byte, int64_t) {
       std::memcpy(to + byte, wire(span), wire_bytes(plan_.format, span.end - span.begin));
     });
-    to += sent_counts[rank];
-  }
-  Message message = {nullptr, at::empty({total(received_counts)}, at::kByte), at, received_counts};
-  message.work = comm.start_all_to_all(message.received, packed, std::move(received_counts), std::move(sent_counts));
-  return message;
+  };
+  return start_message(comm, at, std::move(sent_counts), std::move(received_counts), pack);
 }
 
 void WireScatter::encode_once(const Span& span) {
@@ -250,19 +237,19 @@ void WireScatter::sum(const Message& message) {
   });
 }
 
-void WireScatter::send_back() {
-  const std::shared_ptr<TorchComm> comm = std::move(returning_);
-  if (!comm) return;
+std::deque<WireScatter::Message> WireScatter::start_back(TorchComm& comm) {
+  std::deque<Message> messages;
   const int64_t at_once = most_values(plan_.format) / block_values(plan_.format);
   for (int64_t at = 0; at < plan_.most_back; at += at_once) {
     std::vector<int64_t> counts;
     for (const Spans& spans : plan_.from) counts.push_back(bytes_in_message(spans, at));
-    back_.push_back(start(*comm, plan_.onwards, std::move(counts), at));
+    messages.push_back(start(comm, plan_.onwards, std::move(counts), at));
   }
+  return messages;
 }
 
 // Takes sums of other ranks.
-void WireScatter::take(const Message& message) const {
+void WireScatter::take(const Message& message) {
   const char* received = static_cast<const char*>(message.received.const_data_ptr());
   for (int rank = 0; rank < plan_.size; ++rank) {
     visit_message(plan_.from[rank], message.at, [&](const Span& span, int64_t byte, int64_t) {
@@ -272,34 +259,12 @@ void WireScatter::take(const Message& message) const {
   }
 }
 
-// Sums what has arrived, so that little is left to wait().
 bool WireScatter::is_done() {
-  const auto has_arrived = [](const Message& message) { return message.work->is_done(); };
-  while (!there_.empty() && has_arrived(there_.front()) && !there_.front().work->future()->hasError()) {
+  while (!there_.empty() && there_.front().work->is_done() && !there_.front().work->future()->hasError()) {
     sum(there_.front());
     there_.pop_front();
   }
-  return !returning_ && std::all_of(there_.begin(), there_.end(), has_arrived) &&
-         std::all_of(back_.begin(), back_.end(), has_arrived);
-}
-
-// The process group ends its work within its timeout.
-void WireScatter::wait() {
-  while (!wait_for(std::chrono::hours(1))) {
-  }
-}
-
-bool WireScatter::wait_for(std::chrono::milliseconds limit) {
-  for (; !there_.empty(); there_.pop_front()) {
-    if (!there_.front().work->wait_for(limit)) return false;
-    sum(there_.front());
-  }
-  send_back();
-  for (; !back_.empty(); back_.pop_front()) {
-    if (!back_.front().work->wait_for(limit)) return false;
-    take(back_.front());
-  }
-  return true;
+  return TwoExchanges::is_done();
 }
 
 }  // namespace drivetrain::ddp

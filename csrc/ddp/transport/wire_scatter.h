@@ -4,14 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <vector>
 
 #include "ddp/transport/rank_ranges.h"
-#include "ddp/transport/torch_group.h"
+#include "ddp/transport/two_exchanges.h"
 #include "ddp/transport/wire_format.h"
 
 namespace drivetrain::ddp {
@@ -50,28 +49,19 @@ ScatterPlan plan_scatter(const RankRanges& ranges, int64_t numel, WireFormat for
 
 // Every rank sends each other rank the rounded blocks that this one sums. As in an all-reduce, these are added in rank
 // order and rounded again. A second exchange, in another group, brings sums to further ranks of their ranges.
-class WireScatter final : public PendingReduce {
+class WireScatter final : public TwoExchanges {
  public:
   // flat: float32, contiguous, on the CPU. carried: null if no errors are carried. returning: null if no range has
   // further ranks.
   WireScatter(at::Tensor flat, ScatterPlan plan, CarriedErrors* carried, TorchComm& group,
               std::shared_ptr<TorchComm> returning);
 
+  // Sums what has arrived, so that little is left to wait().
   bool is_done() override;
-  void wait() override;
-  bool wait_for(std::chrono::milliseconds limit) override;
 
  private:
   using Span = ScatterPlan::Span;
   using Spans = ScatterPlan::Spans;
-
-  // One exchange of at most most_values() between any two ranks.
-  struct Message {
-    std::unique_ptr<TorchReduce> work;
-    at::Tensor received;          // uint8, what the ranks sent, by rank
-    int64_t at;                   // the first block in each list
-    std::vector<int64_t> counts;  // received bytes, by rank
-  };
 
   template <class Visit>
   void visit_message(const Spans& spans, int64_t at, Visit&& visit) const;
@@ -81,9 +71,9 @@ class WireScatter final : public PendingReduce {
   Message start(TorchComm& comm, const std::vector<Spans>& sent, std::vector<int64_t> received_counts,
                 int64_t at) const;
   void encode_once(const Span& span);
-  void sum(const Message& message);
-  void send_back();
-  void take(const Message& message) const;
+  void sum(const Message& message) override;
+  std::deque<Message> start_back(TorchComm& comm) override;
+  void take(const Message& message) override;
   char* value(int64_t index) const { return static_cast<char*>(flat_.data_ptr()) + index * sizeof(float); }
   char* wire(const Span& span) const;
 
@@ -93,8 +83,6 @@ class WireScatter final : public PendingReduce {
   at::Tensor rounded_;                      // uint8, this rank's values and then its sums as they travel, by place
   // [blocks]; empty: none are carried. To round a block again would add its errors again.
   std::vector<bool> is_rounded_;
-  std::deque<Message> there_, back_;
-  std::shared_ptr<TorchComm> returning_;  // null once the second exchange has begun
 };
 
 }  // namespace drivetrain::ddp

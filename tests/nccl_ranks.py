@@ -201,7 +201,8 @@ def exposed_communication(transport: str) -> None:
     assert all(late[0] > forward and communication > late[1] for forward, communication in others), (late, others)
 
 
-def main() -> None:
+def join_group() -> tuple[str, list[str]]:
+    """Makes this process the rank that its arguments name. Returns the transport and the cases."""
     rank, size, store, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
@@ -211,7 +212,12 @@ def main() -> None:
         world_size=size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
-    for name in sys.argv[5:] or list(cases):
+    return transport, sys.argv[5:]
+
+
+def main() -> None:
+    transport, chosen = join_group()
+    for name in chosen or list(cases):
         cases[name](transport)
         torch.cuda.synchronize()
         print(f"ok {name}", flush=True)

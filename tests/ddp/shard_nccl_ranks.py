@@ -6,11 +6,9 @@ are those of the CPU's tests, on another default device.
 
 import copy
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,8 @@ import drivetrain
 from drivetrain import DistributedDataParallel
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.optim import full_state_dict
+from nccl_ranks import join_group
 
-GROUP_TIMEOUT_S = 60
 MODES = ("optimizer", "gradients")
 FEW_OF_TORCHS = ("AdamW", "Adagrad", "SGD")  # each step of an optimizer takes long on the stand-in
 
@@ -348,22 +346,14 @@ def refusals() -> None:
 
 
 def main() -> None:
-    rank, size, store, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    transport, chosen = join_group()
     os.environ["DRIVETRAIN_TRANSPORT"] = transport
     assert transports() == (transport,)
-    shard_cases.is_exact = size <= 2 or fake_cuda is not None  # NCCL's own orders of sums differ
+    shard_cases.is_exact = dist.get_world_size() <= 2 or fake_cuda is not None  # NCCL's own orders of sums differ
     for name in set(shard_cases.TORCHS) - set(FEW_OF_TORCHS):
         del shard_cases.TORCHS[name]
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "nccl",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
     torch.set_default_device("cuda")
-    for name in sys.argv[5:]:
+    for name in chosen:
         cases[name]()
         torch.cuda.synchronize()
         if fake_cuda is not None:

@@ -1,7 +1,7 @@
 """Checks the language rules of CONTRIBUTING.md that a program can check; `make lint` runs it.
 
-It reads the docstrings, full-line comments and raised texts of python/ and tools/, the full-line comments and string
-literals of csrc/, and the prose of the pages. Sentences have at most 25 words, and some openings and words are avoided.
+It reads the docstrings, full-line comments and raised texts of python/ and tools/, and the prose of the pages. In csrc/
+it reads the full-line comments and the string literals. A sentence has at most 25 words and avoids some openings.
 """
 
 import argparse
@@ -27,6 +27,8 @@ BRITISH = re.compile(
 EXCUSED = ("This error indicates that your training graph has changed in this iteration, e.g.",)  # torch's own text
 NATIVE = {".h", ".cpp", ".cu", ".cuh"}
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|al|[Ee]q|[Ss]ec|[Ff]ig)|\.\.)\.$")
+# The dot of a quoted ".", as in a path, ends no sentence.
+END = re.compile(r"(?:(?<![\"'])[.!?][\"')*_\0]*|(?<=[\"'])[.!?][)*_\0]*)\s+")
 SECTION = re.compile(r"\s*(Args|Attributes|Returns|Yields|Raises|Shape|Example|Examples|Note|Notes):\s*$")
 ITEM = re.compile(r"\s*(?:\*{0,2}[\w.]+|`[^`]+`)(?:(?:, | and | or )(?:\*{0,2}[\w.]+|`[^`]+`))*(?: \([^)]*\))?: ")
 # Lists in comments of C++ are indented and begin with a quoted name, or begin with a stage's name at the margin.
@@ -100,7 +102,7 @@ def sentences(block: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     text = re.sub(r"``.+?``|`[^`]+`|https?://[^\s)>]+", blank, text)
     text = re.sub(r"\]\([^)]*\)|!?\[", lambda match: "\0" * len(match[0]), text)
     start = 0
-    for match in [*re.finditer(r"[.!?][\"')*_\0]*\s+", text), None]:
+    for match in [*END.finditer(text), None]:
         end = match.end() if match else len(text)
         if match and match.end() < len(text) and ABBREVIATION.search(text[start : match.start() + 1]):
             continue
@@ -169,17 +171,28 @@ def literal_text(node: ast.expr) -> str:
     return "X"
 
 
-def python_texts(text: str) -> Iterator[list[tuple[int, str]]]:
-    """Yields the numbered lines of every docstring, comment and raised text of a Python module."""
-    yield from comments(text, "#")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            first, *others = node.value.value.expandtabs().splitlines() or [""]
+def python_literals(tree: ast.AST) -> Iterator[list[tuple[int, str]]]:
+    """Yields the lines of docstrings and the texts of all other string expressions that have several words."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        is_docstring = isinstance(node, ast.Expr)
+        value = node.value if isinstance(node, ast.Expr) else node
+        text = literal_text(value) if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp) else "X"
+        if is_docstring and isinstance(value, ast.Constant):
+            first, *others = text.expandtabs().splitlines() or [""]
             indent = min((len(line) - len(line.lstrip()) for line in others if line.strip()), default=0)
-            yield list(enumerate([first, *(line[indent:] for line in others)], node.lineno))
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for argument in node.exc.args:
-                yield apart(argument.lineno, literal_text(argument))
+            yield list(enumerate([first, *(line[indent:] for line in others)], value.lineno))
+        elif text.count(" ") > 2 and isinstance(value, ast.expr):
+            yield apart(value.lineno, text)
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def python_texts(text: str) -> Iterator[list[tuple[int, str]]]:
+    """Yields the numbered lines of every comment, docstring and text of a Python module."""
+    yield from comments(text, "#")
+    yield from python_literals(ast.parse(text))
 
 
 def texts(path: Path) -> Iterator[list[tuple[int, str]]]:

@@ -128,7 +128,7 @@ def _timed(
 
 
 def _rows(verb: str, seconds: dict[str, list[float]], size: int) -> list[Row]:
-    """Returns a row per rival: its bandwidth, ours, and their ratio. Of dd's variants, the fastest counts."""
+    """Returns a row per rival: its bandwidth, ours, and their ratio. The fastest of dd's variants counts."""
     fastest = min(
         (name for name in seconds if name.startswith("dd")), key=lambda name: statistics.median(seconds[name])
     )

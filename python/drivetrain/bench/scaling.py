@@ -37,19 +37,19 @@ _RATE = 396e12  # FLOP/s: 40 % of an H100's 989e12 in bfloat16
 
 @dataclass(frozen=True)
 class Scale:
-    """What the model predicts for a number of ranks. Times are in seconds.
+    """The prediction of the model for a number of ranks. Times are in seconds.
 
     Attributes:
         ranks: Number of ranks.
         communication_s: All all-reduces of a step, with the planned buckets.
         exposed_s: The part that the step waits for, with the planned buckets.
-        exposed_capped_s: The same with torch's bucket sizes.
+        exposed_capped_s: The part that the step waits for, with torch's bucket sizes.
         buckets: Number of the planned buckets.
         largest_bytes: Bytes of the largest of them.
         last_bytes: Bytes of the last of them, which nothing hides.
         efficiency: Weak-scaling efficiency with the planned buckets.
-        efficiency_capped: The same with torch's bucket sizes.
-        efficiency_jittered: The same as `efficiency`, if every rank's time varies by 1 %; from the simulation.
+        efficiency_capped: Weak-scaling efficiency with torch's bucket sizes.
+        efficiency_jittered: Simulated `efficiency` if every rank's time varies by 1 %.
     """
 
     ranks: int
@@ -221,8 +221,9 @@ def calibration(points: list[dict[str, Any]], cores: int, add_s: float = 0.0) ->
         add_s: Seconds per byte of additions.
 
     Returns:
-        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s", "slice_s", "slice_bytes" and "add_s", the
-        relative error of each "point", and the errors of sizes and numbers of ranks that were "left_out".
+        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s", "slice_s", "slice_bytes" and "add_s".
+        Further entries are the relative error of each "point", and the errors of sizes and numbers of ranks that were
+        "left_out".
     """
     found = {}
     for engine in dict.fromkeys(point["engine"] for point in points):

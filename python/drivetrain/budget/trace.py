@@ -31,8 +31,11 @@ _INSIDE_COMPILED = (
 
 
 def _does_not_train(has_no_pass: bool) -> str:
-    """Says why a profile has nothing to go by. Dynamo leaves our hooks out of what it compiles, and does not tell which
-    of the process's compiled functions step_fn called, so compiling is named as a possible cause only."""
+    """Says why a profile has nothing to go by.
+
+    Dynamo leaves our hooks out of what it compiles, and does not tell which of the process's compiled functions step_fn
+    called. So compiling is named as a possible cause only.
+    """
     return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
 
 
@@ -149,8 +152,8 @@ class Trace:
         """Finds the operations of a pass during which autograd needs no hooks, and the values that it saves in each.
 
         These operations save only values that are stored unchanged, and tensors that existed before. Excluded are:
-        - operations that save the value which autograd frees last: the hooks of one saved tensor must keep the tape
-          alive, and show that the pass waits for its backward;
+        - operations that save the value which autograd frees last. The hooks of one saved tensor must keep the tape
+          alive, and show that the pass waits for its backward.
         - operations that are not torch's own, because other hooks may be pushed within them.
 
         Args:
@@ -259,7 +262,7 @@ def profile(
             raise
         raise torch.OutOfMemoryError(
             "activation_budget: neither a step with everything kept nor forward with nothing kept fits into memory. "
-            "Profile a part of the batch with the same part of the budget: bytes grow with the batch, and the plan "
+            "Profile a part of the batch with the same part of the budget. Bytes grow with the batch, and the plan "
             f"holds for any batch size. ({first_line(error)})"
         ) from error
     finally:

@@ -41,7 +41,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         CheckpointCallback("runs/gpt", every="5min").train(trainer)   # in place of trainer.train()
 
     A `RandomSampler` or `SequentialSampler` of the Trainer is replaced by a `drivetrain.data.ResumableSampler`, seeded
-    by `data_seed` or `seed`: the order differs from that of `trainer.train()`, and every epoch has another one. The
+    by `data_seed` or `seed`. The order differs from that of `trainer.train()`, and every epoch has another one. The
     Trainer's own `save_strategy` is independent of this; set it to "no" unless you want its files as well.
 
     Args:
@@ -74,7 +74,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Trains as `trainer.train(**arguments)` does, from the newest complete checkpoint if there is one.
 
         Returns:
-            What the Trainer returns; None after a preemption with `exit_code=None`.
+            The result of the Trainer; None after a preemption with `exit_code=None`.
 
         Raises:
             CheckpointError: A save has failed, or no checkpoint can be read.
@@ -169,7 +169,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _position(self, trainer: Trainer, serial: int) -> Iterator[str | None]:
-        """Writes the Trainer's position where it looks for one; None: it begins anew."""
+        """Writes the Trainer's position where it looks for one; None: it begins again."""
         if not serial:
             yield None
             return

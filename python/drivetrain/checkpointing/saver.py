@@ -23,7 +23,7 @@ class Saver:
 
     Args:
         store: Where to save.
-        state: What to save.
+        state: The state to save.
         is_background: Copies tensors that only optimizer steps change while the training goes on.
         timeout: Limit in seconds on every wait.
 
@@ -66,7 +66,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Returns True while a save is under way."""
         return self._save is not None
 
     def begin(self, step: int, header: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class Address:
 
     Attributes:
         host: The host's name.
-        address: What gloo tells the other ranks, of either family.
+        address: The address that gloo gives the other ranks, of either family.
         port: The TCP port.
         reaches_master_by: Interface and address, as in "eth0 10.0.0.2"; "": unknown.
         ipv6: The IPv6 address of that interface, beside an IPv4 `address`; "": none.
@@ -55,7 +55,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rank has found out about its connection to another one.
+    """The findings of one rank about its connection to another one.
 
     Attributes:
         peer: The other rank.

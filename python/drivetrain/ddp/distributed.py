@@ -85,7 +85,7 @@ class DistributedDataParallel(ReducesOverGroups):
         skip_all_reduce_unused_params: Skips buckets that no rank uses.
         bucket_cap_mb_list: Sizes of the first buckets in MiB.
         batched_grad_copy: Accepted, without effect: gradients are views.
-        forward_sync_buffers: Whether a forward pass synchronizes buffers, in releases of torch that know it.
+        forward_sync_buffers: If True, a forward pass synchronizes buffers, in releases of torch that know it.
         transport: Carrier of the gradients. "torch" is the process group. "shm" is shared memory between the CPU ranks
             of a host. "nccl" is a separate NCCL communicator with registered memory. "auto" takes the environment
             variable DRIVETRAIN_TRANSPORT if it is set. Otherwise it takes "shm" for CPU parameters over gloo where
@@ -93,8 +93,8 @@ class DistributedDataParallel(ReducesOverGroups):
         check_replicas_every: Number of synchronized backward passes between comparisons of a checksum of all
             parameters over ranks. 0 compares never.
         report_hang_after: Seconds of waiting after which a warning names the missing ranks and where they were last
-            seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA, where a stream waits
-            instead of the host, it is the time after which a group is aborted if another rank's process has ended.
+            seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA a stream waits
+            instead of the host: a group is aborted after this time if another rank's process has ended.
         wire_dtype: torch.bfloat16, torch.float8_e5m2 or its name: float32 and complex64 gradients travel between hosts
             in that dtype and are summed in float32. Every rank gets the same bits. float8 adds what it rounds off to
             the next step's gradients. Requires gloo on the CPU and no communication hook.

@@ -105,7 +105,7 @@ class HangReporter:
     The reducer owns it and it does not know the reducer, so that both end when the wrapper does.
 
     Args:
-        progress: Of the reducer.
+        progress: Progress that the reducer publishes.
         group: The process group to reduce over.
         modules: All modules with their names, for messages.
         limit_s: Seconds after which a wait is reported.

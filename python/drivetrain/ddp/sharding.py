@@ -437,7 +437,7 @@ def _check_devices(named: Sequence[tuple[str, nn.Parameter]], group: dist.Proces
             )
     if device.type == "cuda" and (backend := backend_for(group, device)) != "nccl":
         raise NotImplementedError(
-            f"parameter {first!r} is on {device}, for which the process group's backend is {backend!r}, and shard= "
+            f"parameter {first!r} is on {device}, for which the process group's backend is {backend!r}. shard= "
             "needs 'nccl' there: pass it to init_process_group(), or leave shard= out."
         )
 

@@ -87,7 +87,7 @@ def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, 
     """Connects each host's first rank with those of the other hosts.
 
     Returns:
-        Whether hosts are connected, equal on every rank, and the group of the first ranks, None on other ranks.
+        True if hosts are connected, equal on every rank, and the group of the first ranks, None on other ranks.
     """
     backend = cpu_backend(group)
     if backend == "gloo":

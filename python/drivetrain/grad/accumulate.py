@@ -49,7 +49,7 @@ def accumulate(
     the mean over micro-batches. After a backward that communicates, `.grad` holds that mean, as under torch.
 
     Ranks may have different numbers of micro-batches. A rank at the end of its block takes part in the others' windows
-    with weight 0 and steps with them until all ranks are at the end. So every rank must leave the block, and the
+    with weight 0. It steps with them until all ranks are at the end. So every rank must leave the block, and the
     learning-rate scheduler must be passed here so that every rank steps it equally often.
 
     An exception that leaves the block, or a backward that raises, drops the collected gradients without a step.
@@ -201,7 +201,7 @@ class Window:
             **kwargs: Arguments of `torch.Tensor.backward`.
 
         Returns:
-            Whether the optimizer was stepped.
+            True if the optimizer was stepped.
 
         Raises:
             RuntimeError: The call is outside of the with block, or gradients were zeroed or written since the window

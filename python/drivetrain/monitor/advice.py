@@ -13,10 +13,10 @@ _SHARES = {"data": 0.10, "communication": 0.15, "recomputation": 0.15, "checkpoi
 
 @dataclass(frozen=True)
 class Setup:
-    """What advice depends on besides times.
+    """The facts besides times that advice depends on.
 
     Attributes:
-        num_workers: Of the loader; None if it is not known.
+        num_workers: Number of the loader's workers; None if it is not known.
         num_cores: Cores that this process may use.
         sees_loader: True if the loop's waits for its loader are marked.
         ranks_are_even: True if the ranks were compared and none is slow. They then wait for the network.

@@ -52,7 +52,7 @@ def stacks_of(address: Address, process: Process) -> str:
     """Returns the stacks of a process of this host.
 
     Args:
-        address: What its `answer_requests` returned.
+        address: The address that its `answer_requests` returned.
         process: Its identity.
 
     Raises:

@@ -81,7 +81,7 @@ class Summary:
 
     @property
     def notes(self) -> list[str]:
-        """What was advised, which rank is slow, and what sinks dropped."""
+        """Returns the advice, the slow rank, and the number of dropped events."""
         return list(self._texts.values())
 
     def _add(self, event: Event) -> None:

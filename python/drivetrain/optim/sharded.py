@@ -336,7 +336,7 @@ class Shards:
                 return before
             if before.local.dtype != local.dtype and state.get(param):
                 raise TypeError(
-                    f"{label()} is {local.dtype} but was {before.local.dtype} in the step before: cast it back, or "
+                    f"{label()} is {local.dtype} but was {before.local.dtype} in the step before. Cast it back, or "
                     "make a new optimizer for it (the state can be taken along with load_state_dict)."
                 )
         if (reason := why_not(param, group, gathers)) is not None:

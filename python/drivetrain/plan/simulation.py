@@ -142,7 +142,7 @@ class Stragglers:
     Attributes:
         slow: By rank, the factor by which its forward and backward take longer.
         jitter: Standard deviation of the logarithm of every rank's and step's time. 0: none.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)

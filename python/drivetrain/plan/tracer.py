@@ -136,7 +136,7 @@ class Tracer:
         if isinstance(error, DynamicOutputShapeException):
             raise PlanError(
                 f"{self._what} calls {error.func} ({_line_of(error)}), whose result has a shape that depends on "
-                f"values, and a plan computes no values: leave the call out of {self._what}, or compute it before"
+                f"values. A plan computes no values: leave the call out of {self._what}, or compute it before"
             ) from error
         if "SparseTensorImpl" in str(error):
             raise PlanError(

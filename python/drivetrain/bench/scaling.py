@@ -168,8 +168,8 @@ def _linear(cluster: Cluster, rate: float) -> str:
 
     jitter = least(is_too_uneven, 1e-3, 0.5)
     return (
-        f'"linear to 1,024 nodes": an efficiency of {LINEAR:.0%} on {ranks} ranks needs at least {tokens:.0f} tokens '
-        f"per rank and step for 1.3 B parameters in fp32, and equal ranks. With four times as many tokens, the times "
+        f'"linear to 1,024 nodes": {LINEAR:.0%} efficiency on {ranks} equal ranks needs at least {tokens:.0f} tokens '
+        f"per rank and step for 1.3 B parameters in fp32. With four times as many tokens, the times "
         f"of ranks may vary by up to {100 * (jitter or 0):.1f} % (standard deviation)."
     )
 
@@ -188,8 +188,8 @@ def _topology(cluster: Cluster, rate: float) -> str:
         return f'"+40 % by topology": not on {cluster.name}: rings that follow hosts gain {gain(64):.0%} at most.'
     return (
         f'"+40 % by topology": rings that follow hosts give at least 40 % more steps on {ranks} ranks than rings that '
-        f"leave the host at every hop, for up to {most:.0f} tokens per rank and step; at {8 * most:.0f} tokens the "
-        f"gain is {gain(8 * most):.0%}. NCCL follows hosts already, so nothing is gained over it."
+        f"leave the host at every hop. This holds for up to {most:.0f} tokens per rank and step; at {8 * most:.0f} "
+        f"tokens the gain is {gain(8 * most):.0%}. NCCL follows hosts already, so nothing is gained over it."
     )
 
 

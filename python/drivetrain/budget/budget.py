@@ -422,8 +422,8 @@ class ActivationPlan(_C.ActivationScope):
             if correction == _CORRECTIONS:
                 warnings.warn(
                     f"activation_budget: the step keeps {table.size(self.measured_bytes)}, above the budget of "
-                    f"{table.size(budget)}: its passes differ from the profiled ones, or keep tensors "
-                    "that the profile did not see",
+                    f"{table.size(budget)}: its passes differ from the profiled ones or keep tensors "
+                    "that were not profiled",
                     stacklevel=3,
                 )
                 break

@@ -18,14 +18,14 @@ from . import compiled, progress
 from .retry import Undo, first_line, is_out_of_memory
 
 _DOES_NOT_TRAIN = (
-    "step_fn did not call the model with gradients on, or ran no backward: it must run forward, loss and backward of "
+    "step_fn did not call the model with gradients on, or ran no backward. It must run forward, loss and backward of "
     "one training step on the model that was given, or on a wrapper of it. If it skips a batch that does not fit into "
     "memory, have it raise that error instead"
 )
 
 _INSIDE_COMPILED = (
-    ". If step_fn calls the model inside of a function that torch.compile made, its operations cannot be recorded: "
-    "compile the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the "
+    ". If step_fn calls the model inside of a function that torch.compile made, its operations cannot be recorded. "
+    "Compile the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the "
     "function around it, and call activation_budget on that model"
 )
 

@@ -434,10 +434,10 @@ class Checkpointer:
         if not is_same_world:
             warnings.warn(
                 f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on "
-                f"{self._ranks.world_size}: the samples are the same, each once per epoch, but the bits of parameters "
+                f"{self._ranks.world_size}. The samples are the same, each once per epoch, but the bits of parameters "
                 "and losses will not be those of an uninterrupted run"
                 + (
-                    ", and the gradients of its unfinished accumulation window are dropped"
+                    ". The gradients of its unfinished accumulation window are dropped"
                     if self._state.has_collected_gradients(state)
                     else ""
                 ),

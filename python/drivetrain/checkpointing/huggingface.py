@@ -68,7 +68,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._batches: _Batches | None = None
         self._stack: ExitStack | None = None
         self._is_pending = False  # a step has ended and is not counted yet
-        self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins anew
+        self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins again
 
     def train(self, trainer: Trainer, **arguments: Any) -> TrainOutput | None:
         """Trains as `trainer.train(**arguments)` does, from the newest complete checkpoint if there is one.

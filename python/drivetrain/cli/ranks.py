@@ -212,8 +212,8 @@ class Meeting:
         """Tests the connections to other ranks.
 
         Returns:
-            On rank 0 the findings on those of all ranks, and the bytes per second of the slowest link between hosts,
-            None without such a link. The other ranks get neither.
+            On rank 0 the findings on those of all ranks, and the bytes per second of the slowest link between hosts, if
+            any. The other ranks get neither.
         """
         ranks = range(self._launch.world_size)
         with network.Listener(self._launch.master_addr) as listener:

@@ -100,11 +100,11 @@ class DistributedDataParallel(ReducesOverGroups):
             the next step's gradients. Requires gloo on the CPU and no communication hook.
         reuse_norm: Sums the squares of gradients during the reduction, so that clipping reads no gradient. Only for
             shared memory within a host. Writes to `.grad` through `.data` or `.numpy()` are seen only where they change
-            one of 16 sampled elements of a gradient; set it to True for scripts that make none.
+            one of 16 sampled elements of a gradient. Set it to True for scripts that make none.
         check_gradients: "raise" or "skip": checks each bucket before its reduction for nan and inf. Every rank raises
             an error that names rank and parameter, or leaves each `.grad` None, which makes optimizers do nothing.
         spike_factor: With check_gradients, also finds a bucket whose norm exceeds the median of its last 32 norms by
-            this factor, on the CPU and after eight steps. 0 finds none.
+            this factor. It needs the CPU and eight earlier steps. 0 finds none.
         shard: "optimizer" divides optimizer states among ranks: each rank steps its rows of every parameter, and the
             ranks gather the parameters before `step()` returns. "gradients" also divides reduced gradients. `.grad` is
             then a DTensor that holds this rank's rows, and every backward pass reduces, also under `no_sync()`.
@@ -214,7 +214,7 @@ class DistributedDataParallel(ReducesOverGroups):
         name = title_of(module)
         constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
 
-    # torch reads this flag at forward only. The reducer needs it at backward, too: it reduces a backward through this
+    # torch reads this flag at forward only. The reducer needs it at backward, too. It reduces a backward through this
     # wrapper's outputs if the flag is set when that begins, whatever it was at forward.
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -483,7 +483,7 @@ class DistributedDataParallel(ReducesOverGroups):
         if (wire_dtype := self.__dict__.get("_wire_dtype")) is not None:
             raise NotImplementedError(
                 f"communication hook {hook} does not go together with wire_dtype={wire_dtype}: a hook carries the "
-                "gradients itself, in the dtype it likes, so that wire_dtype would change nothing. Leave one out."
+                "gradients itself, in its own dtype, so wire_dtype would change nothing. Leave one out."
             )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -264,8 +264,8 @@ class HangReporter:
         waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of {step} waits"
         if not is_answered:
             return (
-                f"{waits}; for which rank is not known, as the process group's store does not answer either (it is "
-                "served by torchrun, or else by rank 0's process)"
+                f"{waits}; for which rank is not known, as the process group's store does not answer either "
+                "(torchrun, or else rank 0, serves it)"
             )
         block.fetch([one.rank for one in self._behind(now)])  # a summary may be older than the records
         behind = self._behind(now)

@@ -21,7 +21,7 @@ _UNCOUNTED = (
     "backward without weight, or of one that raised. They are dropped on every rank. Call optimizer.zero_grad() first."
 )
 _UNWEIGHTED = (
-    "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): give "
+    "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...). Give "
     "every backward of an accumulation a weight, or call optimizer.zero_grad() first."
 )
 

@@ -57,7 +57,7 @@ def _sentence(phase: str, share: float, summary: Summary, setup: Setup) -> str |
             return None
         return (
             f"{share:.0%} exposed communication: {per_step_ms:.1f} ms of each step wait for gradients that backward "
-            "does not hide; two micro-batches per step under no_sync() would halve their share"
+            "does not hide. Two micro-batches per step under no_sync() would halve their share"
         )
     if phase == "recomputation":
         return (
@@ -72,7 +72,7 @@ def _sentence(phase: str, share: float, summary: Summary, setup: Setup) -> str |
     if not setup.sees_loader:
         return (
             f"{share:.0%} of each step ({per_step_ms:.1f} ms) lies outside of forward, backward and optimizer: loop "
-            "over monitor(loader), which tells how much of it is waiting for data"
+            "over monitor(loader), which tells how much of it waits for data"
         )
     return (
         f"{share:.0%} of each step ({per_step_ms:.1f} ms) lies outside of loading, forward, backward and optimizer: "

@@ -168,7 +168,7 @@ class Collector:
         if self._device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "monitor: times are of the host, and CUDA runs behind it: a phase shows when work was enqueued or "
+                "monitor: times are of the host, and CUDA runs behind it. A phase shows when work was enqueued or "
                 "waited for, not when the GPU did it"
             )
         samples, seconds = self._samples_of(account.step), account.wall_ns * 1e-9

@@ -155,7 +155,7 @@ def _read(cache: Path | None) -> dict[str, Any]:
         return {}
     try:
         kept = json.loads(cache.read_text())
-    except ValueError:  # a damaged file is measured anew
+    except ValueError:  # a damaged file is measured again
         return {}
     return kept if isinstance(kept, dict) else {}
 

@@ -266,7 +266,7 @@ def check(codes: Iterable[Code], file: Path) -> list[Measured]:
     """Measures every specialized kernel of a module or an object file."""
     kernels = kernels_in(codes)
     if not kernels:
-        raise GateError(f"{file} has no specialised kernels for {ARCHITECTURE}: was it built with nvcc for it?")
+        raise GateError(f"{file} has no specialized kernels for {ARCHITECTURE}: was it built with nvcc for it?")
     return [measure(kernel) for kernel in sorted(kernels, key=lambda kernel: (kernel.rule, kernel.layout))]
 
 

@@ -109,7 +109,7 @@ SPECIAL = [
 
 def special_values(isa: str) -> None:
     _C.force_isa(isa)
-    for repeats in (1, 40):  # one by one, and where loops are vectorised
+    for repeats in (1, 40):  # one by one, and where loops are vectorized
         columns = [
             torch.tensor(column, dtype=torch.float64).float().repeat(repeats) for column in zip(*SPECIAL, strict=True)
         ]

@@ -190,7 +190,7 @@ def _memory(directory: Path, tensors: dict[str, Tensor]) -> list[Row]:
 
 
 def _flips(directory: Path) -> Row:
-    """Flips drawn bits of a checkpoint of all its files, one at a time, and counts those that are found."""
+    """Flips random bits of a checkpoint of all its files, one at a time, and counts those that are found."""
     draw = random.Random(0)
     with Store(directory) as store:
         checkpoint = store.save(1, {f"w{i}": torch.randn(1000 + i) for i in range(50)}, {"seed": 1}).result(LIMIT_S)

@@ -120,8 +120,8 @@ class Trace:
         passes: in the order of forward.
         uses: in the order of backward.
         modules: the names of the model's modules.
-        has_one_path: whether every profiled step called the same operations.
-        is_estimated: whether no backward was profiled, so that `uses` is forward's order of saves reversed.
+        has_one_path: True if every profiled step called the same operations.
+        is_estimated: True if no backward was profiled, so that `uses` is forward's order of saves reversed.
     """
 
     passes: list[Pass]

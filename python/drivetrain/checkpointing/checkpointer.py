@@ -62,7 +62,7 @@ class Checkpointer:
     `__enter__`. A second signal of a kind, 2 seconds or more after the first, takes its original effect.
 
     Args:
-        directory: Where checkpoints are; all ranks must see it. Or a `Store`, which the block then leaves open.
+        directory: Folder of the checkpoints, which all ranks must see. Or a `Store`, which the block then leaves open.
         model: The module, in a DistributedDataParallel of torch or drivetrain or without one. Each rank saves its share
             of a wrapper's parameters, and all of its buffers and of modules without a wrapper.
         optimizer: The optimizer, or several.

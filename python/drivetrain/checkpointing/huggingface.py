@@ -45,7 +45,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     Trainer's own `save_strategy` is independent of this; set it to "no" unless you want its files as well.
 
     Args:
-        directory: Where checkpoints are; all ranks must see it.
+        directory: Folder of the checkpoints, which all ranks must see.
         options: Other arguments of `Checkpointer`, such as `every`, `keep` and `signals`. A step is an optimizer step.
 
     Raises:

@@ -31,7 +31,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     over an epoch begin again after a restart, and so do torchmetrics whose states are not persistent.
 
     Args:
-        directory: Where checkpoints are; all ranks must see it.
+        directory: Folder of the checkpoints, which all ranks must see.
         options: Other arguments of `Checkpointer`, such as `every`, `keep` and `signals`. A step is a batch.
 
     Raises:

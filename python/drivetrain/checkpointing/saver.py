@@ -22,7 +22,7 @@ class Saver:
     """Saves a training state, one save at a time.
 
     Args:
-        store: Where to save.
+        store: The store of the checkpoints.
         state: The state to save.
         is_background: Copies tensors that only optimizer steps change while the training goes on.
         timeout: Limit in seconds on every wait.
@@ -34,7 +34,7 @@ class Saver:
         stall: Seconds for which the last save held up the training.
         duration: Seconds from the begin of the last complete save until it was durable; None before.
         nbytes: Bytes of this rank in the last save.
-        error: Why the last save failed; None after a success.
+        error: The error of the last save; None after a success.
         checkpoint: The last complete save, if `wait` saw its end.
     """
 

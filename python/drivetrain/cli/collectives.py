@@ -54,7 +54,7 @@ class Backend:
         check: The name of its finding.
         name: Its name in errors.
         sizes: Bytes of the tensors.
-        cure: For sums that fail.
+        cure: The remedy for sums that fail.
         slow_cure: For sums that are slow beside the links.
     """
 
@@ -101,7 +101,7 @@ class Outcome:
     """The observations of a rank in an all-reduce of a group.
 
     Attributes:
-        error: Why it failed; "" if it did not.
+        error: The reason why it failed; "" if it did not.
         num_wrong: Elements that were not the sum.
         seconds: Seconds of a call, by bytes.
     """
@@ -126,7 +126,7 @@ def reduce_by_size(
     """Sums tensors of each size between ranks over a group of their own, and checks the sums.
 
     Args:
-        store: Where the ranks meet.
+        store: The store through which the ranks meet.
         rank: Rank of this process in the group.
         world_size: Ranks of the group.
         sizes: Bytes of the tensors.

@@ -36,7 +36,7 @@ _SEGMENTS = slice(100, 140)  # tcpi_total_retrans ... tcpi_segs_out in Linux's s
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and what its host is called.
+    """The address on which a rank listens, and the name of its host.
 
     Attributes:
         host: The host's name.
@@ -59,11 +59,11 @@ class Probe:
 
     Attributes:
         peer: The other rank.
-        error: Why it could not be reached; "" if it could.
+        error: The reason why it could not be reached; "" if it could.
         offset_s: Seconds by which the other's clock is ahead.
         bytes_per_s: Bandwidth to it; 0 where it was not measured.
         lost: Share of segments that had to be sent again.
-        ipv6_error: Why it could not be reached over IPv6, too; "" if it could. None: one has one family.
+        ipv6_error: The reason why it could not be reached over IPv6; "" if it could. None: one has one family.
     """
 
     peer: int
@@ -250,7 +250,7 @@ def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) ->
     """Turns the probes of all ranks into findings.
 
     Args:
-        addresses: Where each rank listens, by rank.
+        addresses: The address on which each rank listens, by rank.
         found: The probes of each rank that has reported.
     """
     return [

@@ -41,7 +41,7 @@ class CachedImages(Dataset[tuple[Any, Any]]):
         size: height and width of the kept images, or one number for both. The aspect ratio is not kept.
         limit: bytes that the file may take: a number, a text such as "20GiB", or a share of what all images take, such
             as "50%". Images beyond it are decoded in every epoch.
-        folder: where the file lies; default: a folder of the user among the temporary files.
+        folder: the folder of the file; default: a folder of the user among the temporary files.
         transform: is called with the uint8 tensor, after the cache. Random augmentations belong here.
 
     Raises:

@@ -177,7 +177,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
         flat: Their memory, uint8.
-        ranges: Which of its bytes belong to which rank, for transports that gather in place.
+        ranges: The range of bytes of each rank, for transports that gather in place.
         own: This rank's bytes in it, one view per parameter.
         others: Likewise for every rank, in order.
         bytes: The most bytes that a rank has in it.

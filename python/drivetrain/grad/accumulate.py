@@ -258,7 +258,6 @@ class Window:
                     steps.divisor = 1.0
 
     def _begin(self) -> None:
-        """Begins a window."""
         if self._ddp is not None:
             # Makes the next forward broadcast rank 0's buffers, also on ranks whose window ended without a last
             # forward.

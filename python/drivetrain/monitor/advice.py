@@ -1,4 +1,4 @@
-"""Turns measured shares into advice: the cause and the cure in one sentence, only where both were measured."""
+"""Turns measured shares into advice: the cause and the remedy in one sentence, only where both were measured."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Collector:
         rates_of: Takes samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
         setup: Returns facts for advice.
         place: Returns the position in the epoch, for the progress line.
-        device: Where the training runs.
+        device: The device of the training.
         hangs: Watches the training thread.
         progress: The progress line; None shows none.
     """
@@ -103,7 +103,7 @@ class Collector:
         self._system = System(device)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread that takes steps from the trace."""
         self._thread.start()
 
     def stop(self) -> None:

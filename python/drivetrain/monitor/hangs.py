@@ -18,7 +18,7 @@ _TIMES_THE_LONGEST = 3  # a phase that has taken longer before gets as many time
 
 
 class Place(TypedDict):
-    """Where a rank is, as it shows the others."""
+    """The position of a rank in its training, as it shows the others."""
 
     beat: int  # grows with each message
     step: int  # under way
@@ -35,7 +35,7 @@ class Hang:
         rank: The rank that the others wait for, or this one.
         phase: Its phase.
         where: Its file, line and function.
-        seconds: How long this rank has stood still.
+        seconds: Seconds for which this rank has stood still.
         text: A sentence with all of it.
         stack: The stack of this rank's training thread, outermost call first.
     """

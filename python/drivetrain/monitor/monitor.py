@@ -233,7 +233,7 @@ class Monitor:
 
     @property
     def advice(self) -> list[str]:
-        """One sentence with cause and cure for each phase that takes more than its share."""
+        """Returns one sentence with cause and remedy for each phase that takes more than its share."""
         return list(self._entered().advice.values())
 
     @property

@@ -23,7 +23,7 @@ _ANSWER_S, _SETTLED_S, _POLL_S = 5.0, 0.2, 0.02
 
 
 class Address(TypedDict):
-    """Where a process takes requests for its stacks."""
+    """The address at which a process takes requests for its stacks."""
 
     signal: int
     fd: int  # of the memory file that the stacks are appended to

@@ -36,7 +36,7 @@ _NEEDED = {
 
 @dataclass(repr=False)
 class Summary:
-    """Where the time of a run's steps went.
+    """The phases that took the time of a run's steps.
 
     Attributes:
         name: Title of the run.

@@ -25,7 +25,7 @@ class Ranks(Protocol):
 
 
 class Placed(NamedTuple):
-    """How a parameter is held by some ranks only.
+    """The ranks that hold a parameter, and its part in sums over all ranks.
 
     Attributes:
         scale: The hook that scales its gradients. A new wrapper of the parameter ends the one of its last wrapper.

@@ -119,7 +119,7 @@ class CachingAllocator:
         allocated: Bytes of blocks in use, rounded.
         requested: Bytes in use, as asked for.
         reserved: Bytes of segments.
-        num_releases: How often cached segments were released to make room.
+        num_releases: Number of times that cached segments were released to make room.
     """
 
     def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:

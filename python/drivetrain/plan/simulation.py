@@ -258,8 +258,8 @@ def simulate(
         cluster: The cluster.
         ranks: Number of ranks.
         steps: Number of steps. The next one begins when all ranks have ended the one before.
-        stragglers: Which ranks are slow; None: none.
-        faults: When links fail.
+        stragglers: The slow ranks; None: none.
+        faults: The times at which links fail.
         algorithm: As for `all_reduce_seconds`.
 
     Raises:

@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Where a tensor argument lies: its block, -1 for none, and its first element's index there."""
+    """The position of a tensor argument: its block, -1 for none, and its first element's index there."""
 
     block: int
     offset: int
@@ -77,7 +77,7 @@ class OpCall:
         reads: Blocks of its arguments.
         writes: Blocks of its results.
         signature: An index into StepTrace.signatures; -1: a view, or an operation that runs natively.
-        operands: Where its tensor arguments lie, in the order of the signature's.
+        operands: The positions of its tensor arguments, in the order of the signature's.
         results: The block of each tensor that it returns.
     """
 
@@ -97,7 +97,7 @@ class OpCall:
 
 @dataclass
 class ParameterInfo:
-    """A parameter of the model."""
+    """The facts about a parameter that a plan needs, without its values."""
 
     name: str
     shape: tuple[int, ...]

@@ -155,7 +155,7 @@ class Tracer:
         self.trace.num_steps += 1
 
     def finish(self) -> StepTrace:
-        """Returns the trace."""
+        """Ends the recording and returns the trace, in which autograd adds up gradients in place."""
         self._recorder.finish()
         self.trace.events = without_copies(self.trace, self._recorder.accumulations)
         if not any(op.phase == "backward" for op in self.trace.ops):

@@ -146,7 +146,7 @@ def apart(number: int, text: str) -> list[tuple[int, str]]:
 
 def native_literals(text: str) -> Iterator[list[tuple[int, str]]]:
     """Yields the texts of string literals of C++, in which each value between two literals becomes `X`."""
-    text = re.sub(r"^\s*(//|#).*$|'\\?\"'", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^[ \t]*(//|#).*$|'\\?\"'", "", text, flags=re.MULTILINE)
     for match in LITERALS.finditer(text):
         joined = ""
         parts = re.split(rf"({LITERAL})", match[0])[1:-1]

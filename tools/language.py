@@ -151,8 +151,14 @@ def native_literals(text: str) -> Iterator[list[tuple[int, str]]]:
         joined = ""
         parts = re.split(rf"({LITERAL})", match[0])[1:-1]
         for part in parts:
-            # The branches of a conditional expression are texts of their own.
-            value = "\n" if " : " in f" {part} ".replace("\n", " ") else " X " if part.strip() else ""
+            # The branches of a conditional expression and the members of a list are texts of their own.
+            value = (
+                "\n"
+                if part.strip() == "," or " : " in f" {part} ".replace("\n", " ")
+                else " X "
+                if part.strip()
+                else ""
+            )
             joined += part[1:-1].replace('\\"', "'") if part.startswith('"') else value
         if any(part.count(" ") > 2 for part in parts[::2]):
             yield apart(text.count("\n", 0, match.start()) + 1, joined)

@@ -45,8 +45,8 @@ check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## check limi
 
 # Spinning OpenMP threads would take cores from the other process and its ranks and double the time of the tests.
 test: export OMP_WAIT_POLICY ?= passive
-# Compiled modules are kept, even where the environment says otherwise: hundreds of processes import the package, and each
-# test process would rewrite the assertions of all files.
+# Compiled modules are kept, even where the environment says otherwise. Hundreds of processes import the package, and
+# each test process would rewrite the assertions of all files.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (15 minutes; WHOLE=1: all random rounds, 20 minutes)
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_THREE))

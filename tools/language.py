@@ -1,7 +1,7 @@
 """Checks the language rules of CONTRIBUTING.md that a program can check; `make lint` runs it.
 
-It reads the docstrings, full-line comments and raised texts of python/ and tools/, and the prose of the pages. In csrc/
-it reads the full-line comments and the string literals. A sentence has at most 25 words and avoids some openings.
+It reads the full-line comments and string literals of C++ in csrc/, and of Python outside tests/. It also reads the
+prose of the pages. A sentence has at most 25 words, and avoids some openings, words and spellings.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def checked_files(root: Path) -> list[Path]:
     return [
         file
         for file in files
-        if (file.parts[0] in ("python", "tools") and file.suffix == ".py")
+        if (file.parts[0] in ("python", "tools", "examples", "benchmarks") and file.suffix == ".py")
         or (file.parts[0] == "csrc" and file.suffix in NATIVE)
         or (file.suffix == ".md" and (len(file.parts) == 1 or file.parts[0] == "docs"))
     ]

@@ -618,7 +618,7 @@ def refusals_on_ranks() -> None:
         optimizer.step_in_backward(TorchDDP(model))
     wrapped = DDP(model)
     optimizer.step_in_backward(wrapped)
-    with pytest.raises(NotImplementedError, match="DistributedDataParallel after optimizer.step_in_backward"):
+    with pytest.raises(NotImplementedError, match=r"DistributedDataParallel after optimizer\.step_in_backward"):
         drivetrain.accumulate(wrapped, optimizer, 2)
     with pytest.raises(NotImplementedError, match="optimizers that run inside backward"):
         wrapped.backward(loss_of(wrapped, torch.randn(4, 10)), weight=2)

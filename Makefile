@@ -45,10 +45,10 @@ check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## check limi
 
 # Spinning OpenMP threads would take cores from the other process and its ranks and double the time of the tests.
 test: export OMP_WAIT_POLICY ?= passive
-# Compiled modules are kept, even where the environment says otherwise: hundreds of processes import the package, and each
-# test process would rewrite the assertions of all files.
+# Compiled modules are kept, even where the environment says otherwise. Hundreds of processes import the package, and
+# each test process would rewrite the assertions of all files.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (15 minutes; WHOLE=1: all drawn rounds, 20 minutes)
+test: $(if $(NVCC),$(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools) $(STAMPS)/test-tools ## run the test suite (15 minutes; WHOLE=1: all random rounds, 20 minutes)
 	$(PYTHON) -m pytest $(or $(ARGS),$(IN_THREE))
 
 # Two files compile native tests once per sanitizer, which takes as long as a fifth of the suite.
@@ -61,7 +61,7 @@ test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; 
 test-fake-cuda: ## run the GPU tests on a stand-in for CUDA, without a GPU (an hour per seed; PART=ci SEEDS=1: 10 minutes)
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
-fake-cuda-defects: ## put known defects back one at a time, and check that the stand-in shows each (ARGS="4 7a": some; 5 minutes each)
+fake-cuda-defects: ## reintroduce known defects one at a time, and check that the stand-in shows each (ARGS="4 7a": some; 5 minutes each)
 	python3 tests/fake_cuda/put_back.py "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
 faults: $(STAMPS)/built ## run 100 rounds of every fault: ranks that die, stop, skip a step, bring another model (an hour)

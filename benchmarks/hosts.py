@@ -3,8 +3,8 @@
 PYTHONPATH=tests python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rates 1gbit 100mbit] [--rounds 7] [--json FILE]
 
 Network namespaces of this machine stand for hosts. `tc` limits the rate of each host's link; it adds no delay. The
-command needs root. It prints, for each rate and way, the median time, the bytes that a host sends for each byte of the
-gradient, and the share of the link's rate that they use.
+command needs root. For each rate and way it prints the median time and the bytes that a host sends for each byte of the
+gradient. It also prints the share of the link's rate that they use.
 """
 
 from __future__ import annotations

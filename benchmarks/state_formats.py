@@ -1,8 +1,8 @@
 """Compares 8-bit formats for the states of AdamW: block codes, and float8 numbers with a scale per block.
 
-Trains a small GPT on Python's source text and a classifier on digits, in float32 with torch's AdamW. The same gradients
-also reach states that are stored in each format after every step. The table shows how far these states are from the
-float32 states at the end, and the update that they give from float32's update, as shares of the norm. The losses are of
+Trains a small GPT on Python's source text and a classifier on digits, in float32 with torch's AdamW. Their gradients
+also reach states that are stored in each format after every step. The table shows, as shares of the norm, how far these
+states are from the float32 states at the end. It also shows how far their update is from float32's. The losses are of
 other trainings, which step with the stored states.
 """
 

@@ -3,9 +3,9 @@
 python benchmarks/wire_accuracy.py [--preset tiny] [--steps 200] [--seeds 3] [--ranks 2] [--json FILE]
 
 Ranks train the GPT of examples/gpt with AdamW over gloo. From the eleventh step on, each step also computes the exact
-mean of the ranks' gradients in float64. Errors are relative, of the norm over all parameters: the root mean square of
-the steps' errors, and the error of the sum over these steps. Losses of a seed start from equal weights and see equal
-batches, so that the difference from float32 on the wire is paired.
+mean of the ranks' gradients in float64. Errors are relative to the norm over all parameters. They are the root mean
+square of the steps' errors, and the error of the sum over these steps. Losses of a seed start from equal weights and
+see equal batches, so that the difference from float32 on the wire is paired.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def measured_order() -> None:
 
 
 def gradients_behind_another_tensor() -> None:
-    """Replaces .grad by another tensor over the same memory before the buckets are planned anew."""
+    """Replaces .grad by another tensor over the same memory before the buckets are planned again."""
     torch.manual_seed(dist.get_rank())
     model = DDP(Backwards(), **SMALL_BUCKETS)
     x = torch.randn(4, 9)

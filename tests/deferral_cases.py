@@ -65,7 +65,7 @@ def assert_same_bits(ours: Loop, theirs: Loop) -> None:
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, **exact)
-            if a.numel() > 0:  # Nobody writes an empty gradient.
+            if a.numel() > 0:  # No code writes an empty gradient.
                 assert a.grad._version == b.grad._version
 
 

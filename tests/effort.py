@@ -1,4 +1,4 @@
-"""Chooses how many rounds the tests with many drawn rounds make: `make test WHOLE=1` makes all of them."""
+"""Chooses how many rounds the tests with many random rounds run: `make test WHOLE=1` runs all of them."""
 
 import os
 

@@ -1,8 +1,8 @@
 """Checks the machine code of the specialized CUDA kernels of optimizer steps against limits, without a GPU.
 
-The code for sm_90 shows what decided the speed on an H100: registers, the width of loads and stores, and the bytes that
-are loaded before the first is used. `make check-kernels` disassembles the built module and prints a table. A kernel
-beyond a limit is named with the limit, and the exit status is 1.
+The code for sm_90 shows what decided the speed on an H100. This is registers, the width of loads and stores, and the
+bytes that are loaded before the first is used. `make check-kernels` disassembles the built module and prints a table. A
+kernel beyond a limit is named with the limit, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def check(codes: Iterable[Code], file: Path) -> list[Measured]:
     """Measures every specialized kernel of a module or an object file."""
     kernels = kernels_in(codes)
     if not kernels:
-        raise GateError(f"{file} has no specialised kernels for {ARCHITECTURE}: was it built with nvcc for it?")
+        raise GateError(f"{file} has no specialized kernels for {ARCHITECTURE}: was it built with nvcc for it?")
     return [measure(kernel) for kernel in sorted(kernels, key=lambda kernel: (kernel.rule, kernel.layout))]
 
 

@@ -124,7 +124,7 @@ def loader_of(case: Case, rank: int, world_size: int) -> DataLoader[Tensor]:
         batch_size=BATCH_SIZE,
         num_workers=case.workers,
         persistent_workers=case.persistent,
-        multiprocessing_context="fork" if case.workers else None,  # forkserver, the default here, imports torch anew
+        multiprocessing_context="fork" if case.workers else None,  # forkserver, the default here, imports torch again
         generator=generator,
         **options,
     )

@@ -1,7 +1,7 @@
 """Checks the sizes that keep the sources readable; `make lint` runs it.
 
-Three rules hold: no file outside tests/ has more than 500 lines and their median is below 150, no class has more than
-25 public methods, and the folders of csrc/ do not include each other in a circle.
+Three rules hold. No file outside tests/ has more than 500 lines, and their median is below 150. No class has more than
+25 public methods. The folders of csrc/ do not include each other in a circle.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from report import console
 from rich.table import Table
 
 TASKS = ("image_classification", "recommender", "diffusion", "fine_tuning")
-# A network with batch normalization and a high learning rate multiplies a last bit by 10 or more in each step, so only
+# A network with batch normalization and a high learning rate multiplies a last bit by 10 or more in each step. So only
 # the first losses are comparable.
 FIRST_STEPS = 4
 TOLERANCE = 1e-3

@@ -29,7 +29,7 @@ Run = dict[str, Any]  # the JSON object of --json
 
 @dataclass(frozen=True)
 class Goal:
-    """What to train, and to which quality."""
+    """A model to train, and the quality to reach."""
 
     script: str  # in the folder of examples
     quality: str

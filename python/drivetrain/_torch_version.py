@@ -18,7 +18,7 @@ def check_torch(running: str = torch.__version__, built: str = _build_info.TORCH
     if running.split(".")[:2] != built.split(".")[:2]:
         minor = ".".join(built.split(".")[:2])
         raise ImportError(
-            f"drivetrain was built for torch {minor} but torch {running} is installed: "
-            f'run "pip install --no-build-isolation --force-reinstall --no-deps drivetrain" (or "." in its source '
-            f'folder) to build it for this torch, or "pip install torch=={built}" to go back.'
+            f"drivetrain was built for torch {minor} but torch {running} is installed. To build it for this torch, "
+            'run "pip install --no-build-isolation --force-reinstall --no-deps drivetrain" (or "." in its source '
+            f'folder). To go back, run "pip install torch=={built}".'
         )

@@ -29,8 +29,8 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: Number of steps without an overflow before the scale grows.
         enabled: False turns every method into the unscaled operation.
         min_scale: Lower bound of the scale.
-        hysteresis: Number of overflows, not necessarily in a row, before the scale falls. It starts anew when the scale
-            grows, as in Megatron-LM's DynamicGradScaler.
+        hysteresis: Number of overflows, not necessarily in a row, before the scale falls. It starts again when the
+            scale grows, as in Megatron-LM's DynamicGradScaler.
 
     Raises:
         ValueError: min_scale is negative or not finite, or hysteresis below 1.

@@ -81,9 +81,9 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     Modules imported later find ours under torch's names. Ours is a subclass, so that `isinstance` tests against torch's
     class hold, in torch's own code too.
 
-    It does not reach classes that no module global holds: in a function's default argument, in a class attribute, in a
-    container, or in a subclass made earlier. Objects built earlier keep their class and are no instances of ours. Call
-    this before you build models and optimizers.
+    It does not reach classes that no module global holds. They are in a function's default argument, in a class
+    attribute, in a container, or in a subclass made earlier. Objects built earlier keep their class and are no
+    instances of ours. Call this before you build models and optimizers.
 
     A second call adds to the first. Its defaults replace those of the same name.
 

@@ -188,7 +188,7 @@ def test_a_compiled_function_around_the_model_is_told_apart() -> None:
         drivetrain.activation_budget(model, step, "50%")
 
 
-def test_without_need_nothing_is_compiled_anew() -> None:
+def test_without_need_nothing_is_compiled_again() -> None:
     seen = Seen()
     model = torch.compile(Mlp(), backend=seen)
     step = step_of(model)

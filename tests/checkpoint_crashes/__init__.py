@@ -1,1 +1,1 @@
-"""Kills saves at drawn points, cuts the power at drawn points, and flips bits of stored checkpoints."""
+"""Kills saves at random points, cuts the power at random points, and flips bits of stored checkpoints."""

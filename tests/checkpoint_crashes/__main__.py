@@ -25,7 +25,7 @@ SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, beca
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make crashes", description="Crashes saves at drawn points.")
+    parser = argparse.ArgumentParser(prog="make crashes", description="Crashes saves at random points.")
     parser.add_argument("--rounds", type=int, default=1000, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the first round, the next have the next ones (default: drawn)")
     parser.add_argument("--kind", action="append", choices=KINDS, help="this one only; may be repeated")

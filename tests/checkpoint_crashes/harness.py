@@ -83,7 +83,7 @@ def kill_rounds(
 ) -> Iterator[tuple[int, bool, list[str]]]:
     """Kills a run once per seed, and restarts it in the same directory. Yields (seed, was killed, problems).
 
-    Three of four rounds kill at a drawn system call, before, within or after it; the others after a drawn time. The
+    Three of four rounds kill at a random system call, before, within or after it; the others after a random time. The
     rounds repeat with their first seed and number, except for the order of concurrent writes.
     """
     directory = folder / f"kills-{world_size}-{is_encrypted}"
@@ -131,7 +131,7 @@ def record_saves(server: Server, folder: Path, rounds: int, is_encrypted: bool =
 def cut_rounds(
     directory: str, calls: list[Call], folder: Path, seeds: range, is_encrypted: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
-    """Cuts the power at a drawn call per seed, and restarts from a drawn state of the disk. Yields (seed, problems)."""
+    """Cuts the power at a random call per seed, and restarts from a random disk state. Yields (seed, problems)."""
     points = sorted((random.Random(seed).randrange(len(calls) + 1), seed) for seed in seeds)
     disk, at, acknowledged = Disk(directory), 0, 0
     for point, seed in points:
@@ -149,7 +149,7 @@ def cut_rounds(
 
 
 def flip_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
-    """Flips one drawn bit of a drawn file of a checkpoint per seed. Yields (seed, problems).
+    """Flips one random bit of a random file of a checkpoint per seed. Yields (seed, problems).
 
     `verify` or the search for checkpoints must find each flip, and name the file. For a bit of a tensor, `verify` must
     also name the tensor and the chunk, and loading must fail.

@@ -1,8 +1,8 @@
 """Simulates the worst file system that POSIX allows: after a power cut, only what was synced is certain.
 
-A trace of system calls (see disk_shim.c) is replayed in memory up to a drawn call. Then each change that was not synced
-survives or not, independently of the others: every block of a file, its size, and every change of a folder. Blocks that
-are lost read as zeros or as old bytes of another file.
+A trace of system calls (disk_shim.c) is replayed in memory up to a random call. Then each change that was not synced
+survives or not, independently of the others. A change is a block of a file, its size, or a change of a folder. Blocks
+that are lost read as zeros or as old bytes of another file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends SIGTERM to trainings at drawn moments, and checks that each leaves with its last step saved."""
+"""Sends SIGTERM to trainings at random moments, and checks that each leaves with its last step saved."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_second_restart_of_a_prepared_loader(tmp_path: Path) -> None:
 
 def test_a_loader_whose_batches_one_rank_dispatches_is_refused(tmp_path: Path) -> None:
     loader = prepare_data_loader(DataLoader(Noisy()), put_on_device=True, dispatch_batches=True)
-    with pytest.raises(TypeError, match=r"DataLoaderDispatcher.*leave the loader out of accelerator\.prepare\(\)"):
+    with pytest.raises(TypeError, match=r"DataLoaderDispatcher.*Leave the loader out of accelerator\.prepare\(\)"):
         Checkpointer(tmp_path, model=nn.Linear(1, 1), data=loader)
 
 

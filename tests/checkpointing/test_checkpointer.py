@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     assert any("a checkpoint is passed over" in record.message for record in caplog.records)
 
 
-def test_only_damaged_checkpoints_never_begin_anew(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_never_begin_again(tmp_path: Path) -> None:
     model, optimizer = small()
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None) as ckpt:
         ckpt.step()

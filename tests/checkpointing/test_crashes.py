@@ -47,7 +47,7 @@ def test_kills_lose_nothing(
 ) -> None:
     outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size, is_encrypted))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
-    assert sum(killed for _, killed, _ in outcomes) > num_rounds // 4  # others ended before their drawn call
+    assert sum(killed for _, killed, _ in outcomes) > num_rounds // 4  # others ended before their random call
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

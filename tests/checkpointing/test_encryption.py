@@ -429,7 +429,7 @@ def trained(directory: Path, **arguments: Any) -> int:
     return ckpt.steps
 
 
-def test_a_training_does_not_start_anew_or_go_back_without_its_key(tmp_path: Path) -> None:
+def test_a_training_does_not_start_again_or_go_back_without_its_key(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     assert trained(runs) == 1
     keys = Encryption(key=lambda key_id: ("old", KEYS["old"]), accept_plain=True)

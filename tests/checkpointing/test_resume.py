@@ -51,7 +51,7 @@ def test_a_killed_run_continues_with_the_same_bits(case: Case, tmp_path: Path) -
     run(case, tmp_path / "reference", total, every=None)
     assert_same_bits(tmp_path / "killed", tmp_path / "reference", total)
     resumed = len(steps_of(tmp_path / "killed")) < 2 * total
-    assert resumed, "the runs began anew instead of resuming"
+    assert resumed, "the runs began again instead of resuming"
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)

@@ -164,7 +164,7 @@ def test_an_outage_is_reported_and_the_training_goes_on(
     assert stored(remote) == {"step-0000000004"}
 
 
-def test_an_unreachable_remote_never_starts_anew(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
+def test_an_unreachable_remote_never_starts_again(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
     tiers: list[Ram | Remote] = [Remote("flaky://run", attempts=2)]
     trained(tmp_path / "a", 2, tiers=tiers)
     remote.is_down = True

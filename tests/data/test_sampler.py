@@ -110,7 +110,7 @@ def test_each_sample_once_over_any_sequence_of_world_sizes(data: st.DataObject) 
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_continues_in_the_middle_and_begins_anew_afterwards(shuffle: bool) -> None:
+def test_continues_in_the_middle_and_begins_again_afterwards(shuffle: bool) -> None:
     whole = ResumableSampler(100, shuffle=shuffle, seed=3)
     whole.set_epoch(5)
     expected = list(whole)

@@ -158,7 +158,7 @@ class Experts(nn.Module):
 
 
 class Both(nn.Module):
-    """The same model in one process."""
+    """The whole model in one process."""
 
     def __init__(self) -> None:
         super().__init__()

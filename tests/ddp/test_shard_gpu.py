@@ -8,7 +8,7 @@ from test_nccl_gpu import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-# What each group of ranks runs, in processes that start once.
+# Each group of ranks runs these functions, in processes that start once.
 CASES = {
     "one rank": (1, ("one_rank",)),
     "steps": (2, ("bits", "scatters", "default_buckets", "formats", "sums", "muon", "moves_between_steps")),

@@ -238,8 +238,8 @@ def bytes_on_the_wire(
     return found
 
 
-# The transport, the ranks of a host, the groups that share states, the shapes of parameters, and the expected bytes per
-# byte of gradients without and with `shard`, of the busiest rank.
+# The transport, the ranks of a host, the groups that share states, and the shapes of parameters. The last two are the
+# busiest rank's expected bytes per byte of gradients without and with `shard`.
 WIRE = [
     ("torch", 1, [], ALL_SIZES, 2 * 3 / 4, 3 / 4),
     ("torch", 1, [[0, 1], [2, 3]], ALL_SIZES, 2 * 3 / 4, 3 / 4 + 1 / 4),
@@ -250,7 +250,7 @@ WIRE = [
 ]
 
 
-# What travels for each byte of float32: float8 has a scale for every 256 values.
+# Bytes that travel for each byte of float32: float8 has a scale for every 256 values.
 ON_WIRE = {None: 1.0, torch.bfloat16: 1 / 2, torch.float8_e5m2: 257 / 256 / 4}
 
 

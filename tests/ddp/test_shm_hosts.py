@@ -66,7 +66,8 @@ TWO_HOSTS = """
     for wire in ({}, {"wire_dtype": torch.bfloat16}):
         train(wire)
 
-    # What float8 rounds off is carried to the next step, so that the mean over steps comes close to the exact mean.
+    # The rounding error of float8 is carried to the next step, so that the mean over steps comes close to the exact
+    # mean.
     model = DDP(Products(), bucket_cap_mb=0.1, wire_dtype=torch.float8_e5m2)
     weights = [w for w in model.module.weights if w.dtype == torch.float32]
     seeded = torch.Generator().manual_seed(rank)

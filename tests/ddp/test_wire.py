@@ -109,7 +109,7 @@ SPECIAL = [
 
 def special_values(isa: str) -> None:
     _C.force_isa(isa)
-    for repeats in (1, 40):  # one by one, and where loops are vectorised
+    for repeats in (1, 40):  # one by one, and where loops are vectorized
         columns = [
             torch.tensor(column, dtype=torch.float64).float().repeat(repeats) for column in zip(*SPECIAL, strict=True)
         ]
@@ -148,8 +148,8 @@ def errors_of_both() -> tuple[float, float]:
 def test_error_does_not_grow_with_ranks_as_torchs_hook_s_does(on_some_ranks: OnRanks) -> None:
     results = on_some_ranks(errors_of_both)
     ours, theirs = results[0]
-    # The variance of ours counts n roundings of values and n of the sum. That of the hook counts n of values, n of
-    # their n-th parts unless n is a power of two, and 2 + ... + n of the partial sums.
+    # The variance of ours counts n roundings of values and n of the sum. That of the hook counts n of values and 2 +
+    # ... + n of the partial sums. It also counts n of the values' n-th parts unless n is a power of two.
     n = len(results)
     expected = (2 * n / (n + (n if n == 3 else 0) + n * (n + 1) / 2 - 1)) ** 0.5
     assert ours / theirs == pytest.approx(expected, rel=0.05)

@@ -364,7 +364,7 @@ def test_gradients_converge(on_ranks: OnRanks, on_three_ranks: OnRanks) -> None:
 
 
 class Backwards(Products):
-    """Uses its weights in the reverse of their order, so that buckets are laid out anew after the first step."""
+    """Uses its weights in the reverse of their order, so that buckets are laid out again after the first step."""
 
     def forward(self, *factors: Tensor) -> Tensor:
         total = torch.zeros(())

@@ -29,7 +29,9 @@ Row = dict[str, Any]  # what, whether the answer is right, seconds, and their li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make doctor-faults", description="What drivetrain doctor names.")
+    parser = argparse.ArgumentParser(
+        prog="make doctor-faults", description="Shows the faults that drivetrain doctor names."
+    )
     parser.add_argument("--fault", action="append", choices=FAULTS, help="this one only; may be repeated")
     parser.add_argument("--faults", type=int, choices=(0, 1), default=1, help="0: no fault (default: 1)")
     parser.add_argument("--hosts", type=int, default=32, help="simulated hosts; 0: none (default: %(default)s)")
@@ -71,7 +73,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _write(path: Path, parts: dict[str, list[Row]]) -> None:
-    """Writes the rows. Of the file's earlier rows, it replaces those with the same names."""
+    """Writes the rows. They replace the file's earlier rows with the same names."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     facts = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
     found: dict[str, list[Row]] = kept.get("doctor_faults", {})

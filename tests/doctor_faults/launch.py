@@ -34,7 +34,7 @@ class Start:
         before: A command that runs the rest of its arguments, such as `ip netns exec NAME`.
         shell: Shell commands that run in the process before the doctor.
         change: Python lines that run before the doctor; `rank` is this process's.
-        arguments: Of the doctor.
+        arguments: Arguments of the doctor.
     """
 
     environ: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Start:
 
 @dataclass
 class Report:
-    """What the first process has printed, how long all of them took, and how they ended."""
+    """The output of the first process, the time of all processes, and how they ended."""
 
     findings: list[dict[str, Any]]
     seconds: float

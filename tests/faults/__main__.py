@@ -14,7 +14,7 @@ from .plan import FAULTS, SCALE
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make faults", description="What becomes of the ranks when one fails.")
+    parser = argparse.ArgumentParser(prog="make faults", description="Shows what becomes of the ranks when one fails.")
     parser.add_argument("--rounds", type=int, default=100, help="of each fault (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the first round, the next have the next ones (default: drawn)")
     parser.add_argument("--fault", action="append", choices=[*FAULTS, "scale"], help="this one only; may be repeated")

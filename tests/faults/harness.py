@@ -195,7 +195,7 @@ class Harness:
         limit = plan.timeout_s + (-MARGIN_S if plan.ranks_per_host else MARGIN_S)
         deadline = time.monotonic() + START_S * max(1, plan.ranks // RANKS_STARTED_IN_TIME)
         while time.monotonic() < deadline:
-            if (folder / "fault").exists():  # may be noted anew, later
+            if (folder / "fault").exists():  # may be noted again, later
                 deadline = _noted(folder, "fault")[0] + limit
             if self._wait_for_exits([ranks[rank] for rank in survivors], min(deadline, time.monotonic() + 0.1)):
                 break

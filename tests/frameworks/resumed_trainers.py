@@ -237,7 +237,7 @@ def run(
         needs: The package that all of them import first. One process imports it for all calls.
         runs: Folder, total and the step at which the process of rank 0 is killed, for each.
         world_size: Number of ranks.
-        options: Of the callback.
+        options: Options of the callback.
     """
     if needs not in _servers:
         context = warm_context()

@@ -704,7 +704,7 @@ def on_ranks_as_torch(options: dict[str, Any], has_main: bool) -> None:
         net = net.bfloat16()
         drivetrain.main_grads(net)
     drivetrain.fuse_wgrad(net)
-    ours = DDP(net, **options)  # It plans its buckets anew where the options allow that.
+    ours = DDP(net, **options)  # It plans its buckets again where the options allow that.
     torch.manual_seed(dist.get_rank())
     for step in range(7):
         batches = [torch.randint(0, 2, (4, 10)).float() for _ in range(3)]

@@ -63,7 +63,7 @@ def test_bits_of_the_sum(shape: tuple[int, ...], dtype: torch.dtype, bits: int, 
         assert_bits(drivetrain.float32_grad(model.param), total)
         assert model.param.grad is model.param.main_grad
         assert model.param.grad.dtype == (torch.float32 if bits == 32 else torch.bfloat16)
-    # The sum starts anew after zero_grad().
+    # The sum starts again after zero_grad().
     model.zero_grad()
     model.send(awkward(shape, dtype, seed=9))
     assert_bits(drivetrain.float32_grad(model.param), awkward(shape, dtype, seed=9).float())
@@ -360,7 +360,7 @@ def main_grads_on_ranks(bits: int, transport: str) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
     drivetrain.main_grads(net, bits)
-    model = DDP(net, transport=transport)  # It plans its buckets anew twice.
+    model = DDP(net, transport=transport)  # It plans its buckets again twice.
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     torch.manual_seed(dist.get_rank())
     for step in range(7):

@@ -45,7 +45,7 @@ def assert_norm(optimizer: SGD, expected: float) -> None:
 def the_same_as_read(dtype: torch.dtype, layers: int, options: dict[str, Any]) -> None:
     model = DDP(chain(dtype, layers), transport="shm", reuse_norm=True, **options)
     optimizer = asked(model)
-    for _ in range(8):  # The buckets are planned anew twice within these steps.
+    for _ in range(8):  # The buckets are planned again twice within these steps.
         backward(model, dtype)
         assert_norm(optimizer, norm_as_read(model))
         assert_equal_on_ranks([torch.tensor(optimizer.grad_norm, dtype=torch.float64)])
@@ -114,7 +114,7 @@ def dropped_since(model: DDP) -> None:
     next(model.parameters()).grad = None
 
 
-def reduced_anew(model: DDP) -> None:
+def reduced_again(model: DDP) -> None:
     model.zero_grad()
     backward(model)
 
@@ -141,7 +141,7 @@ def sees(change: Callable[[DDP], None]) -> None:
         accumulated_since,
         replaced_since,
         dropped_since,
-        reduced_anew,
+        reduced_again,
         weighted,
     ],
 )

@@ -97,7 +97,7 @@ def summary_of(samples: int = 16, steps: int = 100, **seconds: float) -> Summary
         (
             summary_of(communication=0.004, backward=0.006),
             Setup(ranks_are_even=True),
-            "40% exposed communication: 4.0 ms of each step wait for gradients that backward does not hide; two "
+            "40% exposed communication: 4.0 ms of each step wait for gradients that backward does not hide. Two "
             "micro-batches per step under no_sync() would halve their share",
         ),
         (
@@ -121,7 +121,7 @@ def summary_of(samples: int = 16, steps: int = 100, **seconds: float) -> Summary
             summary_of(host=0.003, backward=0.007),
             Setup(sees_loader=False),
             "30% of each step (3.0 ms) lies outside of forward, backward and optimizer: loop over monitor(loader), "
-            "which tells how much of it is waiting for data",
+            "which tells how much of it waits for data",
         ),
     ],
     ids=[

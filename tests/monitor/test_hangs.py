@@ -255,7 +255,7 @@ def test_a_limit_of_0_reports_nothing(clock: Clock) -> None:
     [
         ({1: place(12, "communication", 21.0), 2: place(12, "data", 20.0)}, 2),
         ({1: place(12, "host", 0.0), 2: place(11, "optimizer", 21.0)}, 2),  # the one that is behind
-        ({1: place(12, "communication", 21.0), 2: place(12, "communication", 21.0)}, 0),  # nobody is to blame
+        ({1: place(12, "communication", 21.0), 2: place(12, "communication", 21.0)}, 0),  # no rank is to blame
         ({}, 0),
     ],
 )

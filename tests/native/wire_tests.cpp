@@ -138,8 +138,8 @@ void test_carried_errors() {
          "the same values have the same errors");
   const auto within = errors.of(first + 12, 4, 1);
   expect(errors.of(first, 10, 3) == one && errors.of(first + 12, 4, 1) == within, "others' errors stay");
-  const auto anew = errors.of(first + 10, 20, 7);
-  expect(anew != two && errors.of(first + 12, 4, 1) != within, "errors end where other bounds overlap");
+  const auto again = errors.of(first + 10, 20, 7);
+  expect(again != two && errors.of(first + 12, 4, 1) != within, "errors end where other bounds overlap");
   expect(
       errors.of(first + 5, 40, 2) != nullptr && errors.of(first, 10, 3) != one && errors.of(first + 40, 50, 9) != three,
       "a transfer ends the errors of all that it overlaps");

@@ -349,7 +349,7 @@ def test_removed() -> None:
 def test_refusals() -> None:
     model = net()
     optimizer = optim.AdamW(model.parameters(), max_grad_norm=1.0)
-    with pytest.raises(NotImplementedError, match=r"max_grad_norm is 1.0, but clipping by the norm of all gradients"):
+    with pytest.raises(NotImplementedError, match=r"max_grad_norm is 1.0, but the norm of all gradients"):
         optimizer.step_in_backward(model)
     optimizer.max_grad_norm = None
     with pytest.raises(ValueError, match="clip_by_previous_norm is -1, expected a number above 0"):
@@ -368,12 +368,12 @@ def test_refusals() -> None:
         optim.SGD(model.parameters(), lr=0.1).step_in_backward(None)
     with pytest.raises(ValueError, match="that requires a gradient"):
         optim.SGD(model.parameters(), lr=0.1).step_in_backward(copy.deepcopy(model).requires_grad_(False))
-    with pytest.raises(NotImplementedError, match="max_grad_norm is 2, but clipping"):
+    with pytest.raises(NotImplementedError, match="max_grad_norm is 2, but the norm"):
         optimizer.max_grad_norm = 2
-    with pytest.raises(NotImplementedError, match="can then have no scaler and no max_grad_norm"):
+    with pytest.raises(NotImplementedError, match="cannot be combined with a scaler, max_grad_norm"):
         drivetrain.accumulate(model, optimizer, 2, max_grad_norm=1.0)
     loss_of(model, torch.randn(4, 10)).backward()
-    with pytest.raises(NotImplementedError, match=r"clip_grad_norm_\(\) finds no gradient: clipping by the norm"):
+    with pytest.raises(NotImplementedError, match=r"clip_grad_norm_\(\) finds no gradient: the norm"):
         drivetrain.clip_grad_norm_(model.parameters(), 1.0)
     for scaler in (torch.amp.GradScaler("cpu"), drivetrain.amp.GradScaler("cpu")):
         scaler.scale(loss_of(model, torch.randn(4, 10))).backward()
@@ -618,7 +618,7 @@ def refusals_on_ranks() -> None:
         optimizer.step_in_backward(TorchDDP(model))
     wrapped = DDP(model)
     optimizer.step_in_backward(wrapped)
-    with pytest.raises(NotImplementedError, match="know the sum of their weights at the end"):
+    with pytest.raises(NotImplementedError, match=r"DistributedDataParallel after optimizer\.step_in_backward"):
         drivetrain.accumulate(wrapped, optimizer, 2)
     with pytest.raises(NotImplementedError, match="optimizers that run inside backward"):
         wrapped.backward(loss_of(wrapped, torch.randn(4, 10)), weight=2)

@@ -1,4 +1,4 @@
-"""Tests what a reader keeps between steps: a change in between counts as in a step that reads everything anew."""
+"""Tests what a reader keeps between steps: a change in between counts as in a step that reads everything again."""
 
 import copy
 import math
@@ -180,18 +180,18 @@ CHANGES: list[Change] = [
 
 
 class Run:
-    """Trains parameters of one optimizer, which reads everything anew in each step if asked to."""
+    """Trains parameters of one optimizer, which reads everything again in each step if asked to."""
 
-    def __init__(self, name: str, reads_anew: bool) -> None:
+    def __init__(self, name: str, reads_all: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         self.params = [nn.Parameter(torch.randn(5, 3, generator=generator)) for _ in range(COUNT)]
         groups = [{"params": self.params[:50]}, {"params": self.params[50:], "weight_decay": 0.5}]
         self.optimizer: Any = getattr(optim, name)(groups, lr=0.01)
-        self.reads_anew = reads_anew
+        self.reads_all = reads_all
 
     def step(self, seed: int) -> None:
         fill(self.params, seed)
-        if self.reads_anew:
+        if self.reads_all:
             self.optimizer._reader = None
         self.optimizer.step()
 
@@ -209,7 +209,7 @@ def expect_same(runs: list[Run]) -> None:
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_steps_counts(change: Change, name: str) -> None:
-    runs = [Run(name, reads_anew) for reads_anew in (False, True)]
+    runs = [Run(name, reads_all) for reads_all in (False, True)]
     for run in runs:
         for seed in range(4):
             run.step(seed)
@@ -224,7 +224,7 @@ def test_any_sequence_of_changes(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     changes = [change for change in CHANGES if change is not smaller_param]  # others set a gradient of the first shape
     order = [changes[index] for index in torch.randint(len(changes), (60,), generator=generator).tolist()]
-    runs = [Run(name, reads_anew) for reads_anew in (False, True)]
+    runs = [Run(name, reads_all) for reads_all in (False, True)]
     for seed, change in enumerate(order):
         for run in runs:
             change(run.optimizer, run.params)
@@ -270,7 +270,7 @@ KEPT: dict[str, tuple[Taken, Changed]] = {
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_state_that_other_code_refers_to_is_read_in_every_step(kept: str, steps_before: int) -> None:
-    runs = [Run("AdamW", reads_anew) for reads_anew in (False, True)]
+    runs = [Run("AdamW", reads_all) for reads_all in (False, True)]
     for run in runs:
         for seed in range(4):
             run.step(seed)
@@ -287,7 +287,7 @@ def test_a_state_that_other_code_refers_to_is_read_in_every_step(kept: str, step
 @pytest.mark.parametrize("freed", ["param", "exp_avg"])
 def test_states_in_one_block_of_memory_that_is_freed(freed: str) -> None:
     """Frees memory through another tensor than the state's."""
-    run = Run("AdamW", reads_anew=False)
+    run = Run("AdamW", reads_all=False)
     run.step(0)
     block = torch.stack([run.optimizer.state[param]["exp_avg"] for param in run.params])
     for param, state in zip(run.params, block.unbind(), strict=True):
@@ -350,7 +350,7 @@ def grads_in_one_memory(optimizer: FusedOptimizer, params: list[nn.Parameter]) -
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_an_error_leaves_everything_as_it_was(change: Change, message: str) -> None:
-    run = Run("AdamW", reads_anew=False)
+    run = Run("AdamW", reads_all=False)
     for seed in range(4):
         run.step(seed)
     change(run.optimizer, run.params)
@@ -364,7 +364,7 @@ def test_an_error_leaves_everything_as_it_was(change: Change, message: str) -> N
 
 
 def test_versions_count_steps() -> None:
-    run = Run("AdamW", reads_anew=False)
+    run = Run("AdamW", reads_all=False)
     for seed in range(6):
         before = [param._version for param in run.params]
         run.step(seed)
@@ -373,7 +373,7 @@ def test_versions_count_steps() -> None:
 
 def test_a_freed_gradient_is_not_read() -> None:
     """Gradients that a step has read are freed and their memory is used again."""
-    runs = [Run("SGD", reads_anew) for reads_anew in (False, True)]
+    runs = [Run("SGD", reads_all) for reads_all in (False, True)]
     for run in runs:
         for seed in range(6):
             run.step(seed)

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=_counts,
         metavar="N,N,...",
-        help="for topic comm: measure these numbers of ranks on this machine, for topic scaling to fit; for topic "
+        help="for topic comm: measure these numbers of ranks on this machine, for topic scaling to fit. For topic "
         "allreduce without torchrun: one number of ranks (default: 2)",
     )
     parser.add_argument("--cluster", default="h100-ib", help="for topic scaling: a cluster of plan/clusters.toml")

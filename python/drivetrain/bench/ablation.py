@@ -1,7 +1,7 @@
 """Ablates the solver of activation budgets: planned times with each of its parts left out.
 
 The cases are the models of `drivetrain bench activations` at three budgets each. Every model is profiled once on this
-machine, with one thread and in its CPU time; each case is then solved with the whole solver and without one part.
+machine, with one thread and in its CPU time. Each case is then solved with the whole solver and without one part.
 """
 
 import json

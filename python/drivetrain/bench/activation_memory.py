@@ -19,7 +19,7 @@ class Alive(TorchDispatchMode):
     """Counts the bytes of live storages that a forward pass, or its recomputation, allocated.
 
     Sees every operation of torch. In backward, operations that run with gradients enabled belong to a recomputation,
-    since backward's own operations run without. The peak starts at the end of forward, like the peak of a plan, and
+    since backward's own operations run without. The peak starts at the end of forward, like the peak of a plan. It
     includes what an operation reads and writes while it is recomputed.
     """
 

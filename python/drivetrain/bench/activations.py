@@ -123,7 +123,7 @@ def _budget_rows(case: ModelCase, rounds: int, findings: Findings) -> list[Row]:
     profiled = next((ours.plan.to_dict() for ours in budgets if ours is not None and ours.plan is not None), None)
     if profiled is None:
         raise AssertionError(f"{case.name}: no plan is possible with any of {SHARES} %")
-    everything = _planned_anew("everything kept", case, profiled, 2 * plain.peak_bytes)
+    everything = _planned_again("everything kept", case, profiled, 2 * plain.peak_bytes)
     assert everything is not None, "the budget exceeds the peak"
     ways: list[tuple[str, Callable[[list[nn.Module]], None]]] = [
         ("full checkpointing", activation_rivals.full),
@@ -132,7 +132,7 @@ def _budget_rows(case: ModelCase, rounds: int, findings: Findings) -> list[Row]:
     if case.is_transformer:
         ways.append(("torch's selective policy", activation_rivals.selective))
     rivals = [_rival(name, case, way) for name, way in ways]
-    matched = [_planned_anew(rival.name, case, profiled, rival.peak_bytes) for rival in rivals]
+    matched = [_planned_again(rival.name, case, profiled, rival.peak_bytes) for rival in rivals]
     planned = [everything, *budgets, *matched]
     variants = [variant for variant in (plain, *planned, *rivals) if variant is not None]
     _compare_gradients(variants)
@@ -191,7 +191,7 @@ def _planned(case: ModelCase, share: int, plain_s: float, findings: Findings) ->
     return _installed(variant, plan)
 
 
-def _planned_anew(name: str, case: ModelCase, profiled: dict[str, Any], budget: int) -> Variant | None:
+def _planned_again(name: str, case: ModelCase, profiled: dict[str, Any], budget: int) -> Variant | None:
     """Plans from an existing profile; returns None if no such plan is possible."""
     variant = Variant.of(name, case)
     try:
@@ -224,8 +224,8 @@ def seconds_of(call: Callable[[], object]) -> float:
 def _compare_gradients(variants: list[Variant]) -> None:
     """Compares gradients and buffers of all variants with those of the first, which has no budget.
 
-    The first variant runs twice. Results that differ between its runs come from torch kernels that sum in any order,
-    and are compared within a tolerance; all others must have the same bits. Buffers are not compared for torch's
+    The first variant runs twice. Results that differ between its runs come from torch kernels that sum in any order.
+    These are compared within a tolerance; all others must have the same bits. Buffers are not compared for torch's
     checkpointing, which runs BatchNorm twice.
     """
     model = variants[0].model

@@ -69,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """What one transport gave: lines, or why it cannot be used here."""
+    """The lines that one transport gave, or the reason why it cannot be used here."""
 
     transport: str
     lines: list[Line]

@@ -128,7 +128,7 @@ def _timed(
 
 
 def _rows(verb: str, seconds: dict[str, list[float]], size: int) -> list[Row]:
-    """Returns a row per rival: its bandwidth, ours, and their ratio. Of dd's variants, the fastest counts."""
+    """Returns a row per rival: its bandwidth, ours, and their ratio. The fastest of dd's variants counts."""
     fastest = min(
         (name for name in seconds if name.startswith("dd")), key=lambda name: statistics.median(seconds[name])
     )
@@ -190,7 +190,7 @@ def _memory(directory: Path, tensors: dict[str, Tensor]) -> list[Row]:
 
 
 def _flips(directory: Path) -> Row:
-    """Flips drawn bits of a checkpoint of all its files, one at a time, and counts those that are found."""
+    """Flips random bits of a checkpoint of all its files, one at a time, and counts those that are found."""
     draw = random.Random(0)
     with Store(directory) as store:
         checkpoint = store.save(1, {f"w{i}": torch.randn(1000 + i) for i in range(50)}, {"seed": 1}).result(LIMIT_S)

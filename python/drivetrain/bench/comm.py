@@ -46,7 +46,7 @@ def run_ranks(counts: list[int], rounds: int, sizes: tuple[int, ...] = CALIBRATI
 
     Returns:
         A dictionary per engine, number of ranks and size: "engine" ("gloo" or "drivetrain"), "ranks", "bytes" and
-        "seconds", the median over rounds of the slowest rank's time.
+        "seconds". The seconds are the median over rounds of the slowest rank's time.
 
     Raises:
         RuntimeError: A timed all-reduce gives a wrong sum, or memory cannot be shared.

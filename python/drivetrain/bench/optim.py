@@ -30,8 +30,8 @@ TAILS = (
     ("unscale, clip, AdamW, zero fp32, GPT-2 124M", gpt2_124m(), 1 / 1.6),
     ("unscale, clip, AdamW, zero fp32, ResNet-50", resnet50(), 1 / 2.1),
 )
-# Name, shapes, whether zero_grad() leaves zeros instead of None, and target for torch's lines after backward, unedited,
-# once on torch's classes and once on those that drivetrain.install(optim=True) puts in their place.
+# Torch's lines after backward run unedited, on torch's classes and on those that drivetrain.install(optim=True) puts in
+# their place. The columns are name, shapes, whether zero_grad() leaves zeros instead of None, and target.
 STOCK_TAILS = (
     ("stock loop, --optim, GPT-2 124M", gpt2_124m(), False, 1 / 1.5),
     ("stock loop, --optim, ResNet-50", resnet50(), False, 1 / 1.7),

@@ -37,19 +37,19 @@ _RATE = 396e12  # FLOP/s: 40 % of an H100's 989e12 in bfloat16
 
 @dataclass(frozen=True)
 class Scale:
-    """What the model predicts for a number of ranks. Times are in seconds.
+    """The prediction of the model for a number of ranks. Times are in seconds.
 
     Attributes:
         ranks: Number of ranks.
         communication_s: All all-reduces of a step, with the planned buckets.
         exposed_s: The part that the step waits for, with the planned buckets.
-        exposed_capped_s: The same with torch's bucket sizes.
+        exposed_capped_s: The part that the step waits for, with torch's bucket sizes.
         buckets: Number of the planned buckets.
         largest_bytes: Bytes of the largest of them.
         last_bytes: Bytes of the last of them, which nothing hides.
         efficiency: Weak-scaling efficiency with the planned buckets.
-        efficiency_capped: The same with torch's bucket sizes.
-        efficiency_jittered: The same as `efficiency`, if every rank's time varies by 1 %; from the simulation.
+        efficiency_capped: Weak-scaling efficiency with torch's bucket sizes.
+        efficiency_jittered: Simulated `efficiency` if every rank's time varies by 1 %.
     """
 
     ranks: int
@@ -168,8 +168,8 @@ def _linear(cluster: Cluster, rate: float) -> str:
 
     jitter = least(is_too_uneven, 1e-3, 0.5)
     return (
-        f'"linear to 1,024 nodes": an efficiency of {LINEAR:.0%} on {ranks} ranks needs at least {tokens:.0f} tokens '
-        f"per rank and step for 1.3 B parameters in fp32, and equal ranks. With four times as many tokens, the times "
+        f'"linear to 1,024 nodes": {LINEAR:.0%} efficiency on {ranks} equal ranks needs at least {tokens:.0f} tokens '
+        f"per rank and step for 1.3 B parameters in fp32. With four times as many tokens, the times "
         f"of ranks may vary by up to {100 * (jitter or 0):.1f} % (standard deviation)."
     )
 
@@ -188,8 +188,8 @@ def _topology(cluster: Cluster, rate: float) -> str:
         return f'"+40 % by topology": not on {cluster.name}: rings that follow hosts gain {gain(64):.0%} at most.'
     return (
         f'"+40 % by topology": rings that follow hosts give at least 40 % more steps on {ranks} ranks than rings that '
-        f"leave the host at every hop, for up to {most:.0f} tokens per rank and step; at {8 * most:.0f} tokens the "
-        f"gain is {gain(8 * most):.0%}. NCCL follows hosts already, so nothing is gained over it."
+        f"leave the host at every hop. This holds for up to {most:.0f} tokens per rank and step; at {8 * most:.0f} "
+        f"tokens the gain is {gain(8 * most):.0%}. NCCL follows hosts already, so nothing is gained over it."
     )
 
 
@@ -221,8 +221,9 @@ def calibration(points: list[dict[str, Any]], cores: int, add_s: float = 0.0) ->
         add_s: Seconds per byte of additions.
 
     Returns:
-        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s", "slice_s", "slice_bytes" and "add_s", the
-        relative error of each "point", and the errors of sizes and numbers of ranks that were "left_out".
+        By engine: the fitted "call_s", "latency", "bandwidth", "switch_s", "slice_s", "slice_bytes" and "add_s".
+        Further entries are the relative error of each "point", and the errors of sizes and numbers of ranks that were
+        "left_out".
     """
     found = {}
     for engine in dict.fromkeys(point["engine"] for point in points):

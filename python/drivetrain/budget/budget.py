@@ -46,13 +46,14 @@ def activation_budget(
     then decides for every saved tensor whether to save or to recompute it. A third run uses the plan and compares its
     peak with the budget. From then on the model follows the plan in any training loop.
 
-    Gradients have the same bits as without a budget: recomputation calls the same kernels on the same values, with the
+    Gradients have the same bits as without a budget. Recomputation calls the same kernels on the same values, with the
     same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
     updates its running statistics once. A step on another path than the profiled ones is correct, too: from the point
     where it diverges, it saves everything that autograd saves.
 
-    Results are always saved if an operation is not deterministic, if it writes to tensors from before the pass (such as
-    KV caches), or if it runs outside torch's dispatcher (such as kernels called with pointers).
+    Results of an operation are always saved if it is not deterministic or writes to tensors from before the pass, such
+    as KV caches. Results of code outside torch's dispatcher, such as kernels called with pointers, are always saved,
+    too.
 
     If a step that saves everything does not fit into memory, `step_fn` runs up to its backward with nothing saved. It
     is then left by an exception that handlers for `Exception` do not catch. Gradients and torch's random states are
@@ -63,17 +64,19 @@ def activation_budget(
     Planning runs real steps: afterwards, BatchNorm has counted three more batches, and random numbers have been drawn.
     If planning fails or is interrupted, the model's buffers, gradients and random states are restored, and nothing
     stays installed on the model. Optimizer steps are not undone. Planning that takes over 2 seconds reports its
-    progress on rank 0: on the terminal if standard error is one, otherwise at level INFO of the logger "drivetrain".
+    progress on rank 0. The report goes to the terminal if standard error is one, otherwise to the logger "drivetrain"
+    at level INFO.
 
     Parameters, buffers, inputs and results must not change between a forward and its backward. Writes that torch counts
-    raise an error. Uncounted writes (through `.numpy()`, DLPack, torch's fused optimizers, or an operator of yours
-    without a version bump) are detected in the first 8 forward passes under a plan and in every 31st. There, backward
-    compares every byte that a recomputation reads with what forward read, and the error names the tensor. Such writes
-    are not detected in other passes, on a GPU, in tensors that autograd saved itself (where torch's own gradients are
-    wrong, too), or in tensors that are packed or offloaded, which they cannot harm.
+    raise an error. Other writes go through `.numpy()`, DLPack, torch's fused optimizers, or an operator of yours
+    without a version bump. They are detected in the first 8 forward passes under a plan and in every 31st. There,
+    backward compares every byte that a recomputation reads with what forward read, and the error names the tensor. Such
+    writes are not detected in other passes or on a GPU. Nor are they in tensors that autograd saved itself, where
+    torch's own gradients are wrong, too. Tensors that are packed or offloaded are not compared, because such writes
+    cannot harm them.
 
     One thread at a time uses the budget. A tensor shared by several passes that wait for the same backward counts once
-    per pass; memory that an RNN cell on the CPU writes in parts counts per part. Differentiating transforms of
+    per pass. Memory that an RNN cell on the CPU writes in parts counts per part. Differentiating transforms of
     torch.func cannot be used inside a pass; torch raises an error.
 
     Modules compiled with `torch.compile` (or `compile()`, or with a compiled `forward`) follow torch's own memory
@@ -81,7 +84,7 @@ def activation_budget(
     applies while this model's regions are compiled, also in later recompilations, and leaves the global setting
     unchanged. Some of several regions may have a higher ratio than the others; the table and `ActivationPlan.compiled`
     show which. The code compiled before is restored by `remove()`. In a partly compiled model, regions get their share
-    of the bytes without a budget; if they cannot meet it, they get what the rest does not need. Their gradients have
+    of the bytes without a budget. If they cannot meet it, they get what the rest does not need. Their gradients have
     the same bits if the compiler's kernels do. Other compiled functions are not found: a compiled loss function has no
     budget, and a compiled function that calls the model raises an error. A plan remade from an old profile, or
     tightened by `step`, keeps the ratio.
@@ -92,8 +95,8 @@ def activation_budget(
             budget covers the loss, too. It does not cover passes under torch.func's transforms.
         step_fn: Takes no arguments, and runs forward, loss and backward of a real training step on your largest batch;
             it may step the optimizer.
-        budget: The most bytes kept for backward at any time, excluding parameters, gradients and optimizer states: a
-            number, "9GiB", "900MB", or "40%" of the bytes kept without a budget.
+        budget: The most bytes kept for backward at any time, excluding parameters, gradients and optimizer states. It
+            is a number, "9GiB", "900MB", or "40%" of the bytes kept without a budget.
         plan: A file that `ActivationPlan.save` wrote, or its `to_dict()`: nothing is profiled. With `budget`, a plan
             for that budget is made from the old profile.
         offload: Also allows offloading, with at most this many bytes of host memory, which is pinned for copies from a
@@ -107,16 +110,16 @@ def activation_budget(
         The plan, which is in force. Printing it shows a table of blocks.
 
     Raises:
-        ValueError: The budget is below the smallest possible one (which the message names), or is no number of bytes;
-            the plan belongs to another model; or `lossy` is not a storage format.
+        ValueError: The budget is no number of bytes or is below the smallest possible one, which the message names. The
+            plan belongs to another model, or `lossy` is not a storage format.
         NotImplementedError: fully_shard() frees parameters of the model after forward (reshard_after_forward).
         RuntimeError: `step_fn` does not train the model.
         torch.OutOfMemoryError: Forward does not fit with nothing saved, or neither the planned step nor one that is a
             tenth tighter fits. Profile a part of the batch with that part of the budget: a plan holds for any batch
             size.
         torch.utils.checkpoint.CheckpointError: Raised in backward if a tensor that must be read again was modified
-            after forward, or if an earlier backward through the same graph was interrupted while it recomputed in
-            place.
+            after forward. Also raised if an earlier backward through the same graph was interrupted while it recomputed
+            in place.
     """
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module  # the wrapper's own operations differ from step to step
@@ -419,8 +422,8 @@ class ActivationPlan(_C.ActivationScope):
             if correction == _CORRECTIONS:
                 warnings.warn(
                     f"activation_budget: the step keeps {table.size(self.measured_bytes)}, above the budget of "
-                    f"{table.size(budget)}: its passes differ from the profiled ones, or keep tensors "
-                    "that the profile did not see",
+                    f"{table.size(budget)}: its passes differ from the profiled ones or keep tensors "
+                    "that were not profiled",
                     stacklevel=3,
                 )
                 break

@@ -117,9 +117,9 @@ def choose(trace: Trace, budget_bytes: int, link: HostLink | None = None, host_b
     """Chooses the policy that adds the least time within the budget, or the smallest one found if none fits.
 
     With a link, an offloaded value costs the time that the step waits for its copies, which overlap the step. The
-    solver adds up costs of single values, so it runs several times: with copies that cost only their start, and with a
-    share of their time added. That share is larger for values made late in forward, whose copies have less time to
-    overlap.
+    solver adds up costs of single values, so it runs several times. Copies cost only their start in the first run, and
+    a share of their time in the others. That share is larger for values made late in forward, whose copies have less
+    time to overlap.
 
     Args:
         trace: The recorded step.

@@ -18,7 +18,7 @@ def refuse_resharding(model: nn.Module) -> None:
             where = f"module {name!r}" if name else "the model"
             raise NotImplementedError(
                 f"{where} is under fully_shard() with reshard_after_forward, which frees parameters that the budget "
-                "reads again in backward: give fully_shard() reshard_after_forward=False (or call "
+                "reads again in backward. Give fully_shard() reshard_after_forward=False (or call "
                 "model.set_reshard_after_forward(False)), or use drivetrain.checkpoint() for its blocks."
             )
 

@@ -18,21 +18,24 @@ from . import compiled, progress
 from .retry import Undo, first_line, is_out_of_memory
 
 _DOES_NOT_TRAIN = (
-    "step_fn did not call the model with gradients on, or ran no backward: it must run forward, loss and backward of "
+    "step_fn did not call the model with gradients on, or ran no backward. It must run forward, loss and backward of "
     "one training step on the model that was given, or on a wrapper of it. If it skips a batch that does not fit into "
     "memory, have it raise that error instead"
 )
 
 _INSIDE_COMPILED = (
-    ". If step_fn calls the model inside of a function that torch.compile made, its operations cannot be recorded: "
-    "compile the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the "
+    ". If step_fn calls the model inside of a function that torch.compile made, its operations cannot be recorded. "
+    "Compile the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the "
     "function around it, and call activation_budget on that model"
 )
 
 
 def _does_not_train(has_no_pass: bool) -> str:
-    """Says why a profile has nothing to go by. Dynamo leaves our hooks out of what it compiles, and does not tell which
-    of the process's compiled functions step_fn called, so compiling is named as a possible cause only."""
+    """Says why a profile has nothing to go by.
+
+    Dynamo leaves our hooks out of what it compiles, and does not tell which of the process's compiled functions step_fn
+    called. So compiling is named as a possible cause only.
+    """
     return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
 
 
@@ -117,8 +120,8 @@ class Trace:
         passes: in the order of forward.
         uses: in the order of backward.
         modules: the names of the model's modules.
-        has_one_path: whether every profiled step called the same operations.
-        is_estimated: whether no backward was profiled, so that `uses` is forward's order of saves reversed.
+        has_one_path: True if every profiled step called the same operations.
+        is_estimated: True if no backward was profiled, so that `uses` is forward's order of saves reversed.
     """
 
     passes: list[Pass]
@@ -149,8 +152,8 @@ class Trace:
         """Finds the operations of a pass during which autograd needs no hooks, and the values that it saves in each.
 
         These operations save only values that are stored unchanged, and tensors that existed before. Excluded are:
-        - operations that save the value which autograd frees last: the hooks of one saved tensor must keep the tape
-          alive, and show that the pass waits for its backward;
+        - operations that save the value which autograd frees last. The hooks of one saved tensor must keep the tape
+          alive, and show that the pass waits for its backward.
         - operations that are not torch's own, because other hooks may be pushed within them.
 
         Args:
@@ -259,7 +262,7 @@ def profile(
             raise
         raise torch.OutOfMemoryError(
             "activation_budget: neither a step with everything kept nor forward with nothing kept fits into memory. "
-            "Profile a part of the batch with the same part of the budget: bytes grow with the batch, and the plan "
+            "Profile a part of the batch with the same part of the budget. Bytes grow with the batch, and the plan "
             f"holds for any batch size. ({first_line(error)})"
         ) from error
     finally:

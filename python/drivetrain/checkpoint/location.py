@@ -13,8 +13,11 @@ from ..frames import self_of, stack_of, users_line
 
 
 def here() -> str:
-    """Returns where this thread runs: "in layer9.mlp of GPT (gpt/model.py:88 in forward)", with the name that the
-    innermost module has within the outermost; outside of modules "at gpt/model.py:88 in forward"."""
+    """Returns where this thread runs, such as "in layer9.mlp of GPT (gpt/model.py:88 in forward)".
+
+    The name is the one that the innermost module has within the outermost. Outside of modules the text is
+    "at gpt/model.py:88 in forward".
+    """
     line = users_line(stack_of(sys._getframe(1)))
     modules = _modules_called()
     if not modules:

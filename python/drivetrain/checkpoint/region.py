@@ -41,12 +41,12 @@ def checkpoint(
     the function.
 
     Raises if gradients would differ. This is the case if the second call saves tensors of other number, shape, dtype or
-    device. It is also the case if an argument, a parameter or a buffer was modified in place in between; arguments in
+    device. It is also the case if an argument, a parameter or a buffer was modified in place in between. Arguments in
     tuples, lists and dicts count. The second call receives lists and dicts as the first call found them.
 
     Side effects of the function happen twice. BatchNorm in training mode updates its running statistics twice, as with
-    torch's checkpoint; gradients do not depend on them. Some changes are not detected: writes through `.data`, writes
-    to tensors that are neither arguments nor saved, and random numbers of Python, NumPy or your own generators. Pass
+    torch's checkpoint; gradients do not depend on them. Writes through `.data`, and writes to tensors that are neither
+    arguments nor saved, are not detected. Nor are random numbers of Python, NumPy or your own generators. Pass
     `verify=True` to detect their effect on saved tensors.
 
     Args:

@@ -62,7 +62,7 @@ class Checkpointer:
     `__enter__`. A second signal of a kind, 2 seconds or more after the first, takes its original effect.
 
     Args:
-        directory: Where checkpoints are; all ranks must see it. Or a `Store`, which the block then leaves open.
+        directory: Folder of the checkpoints, which all ranks must see. Or a `Store`, which the block then leaves open.
         model: The module, in a DistributedDataParallel of torch or drivetrain or without one. Each rank saves its share
             of a wrapper's parameters, and all of its buffers and of modules without a wrapper.
         optimizer: The optimizer, or several.
@@ -71,13 +71,13 @@ class Checkpointer:
         data: The DataLoader of the loop, or several. One over an IterableDataset must be torchdata's
             StatefulDataLoader. With drivetrain.data.ResumableSampler a position is restored at once; with another
             sampler the indices of consumed batches are drawn again. Do not iterate over it before the block.
-        window: What `drivetrain.accumulate` returned. Enter it inside of the block. For a new window per epoch, set the
-            attribute `window` to each.
+        window: The window that `drivetrain.accumulate` returned. Enter it inside of the block. For a new window per
+            epoch, set the attribute `window` to each.
         generators: Random generators that the training uses beside the default ones of Python, NumPy and torch:
             torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random.
         extra: Other objects with state_dict() and load_state_dict(), by name. Each rank saves its own.
         config: Settings of the run. A restart with others warns and names the differences.
-        every: Time or steps between saves: "5min", "30s", "100 steps", 100, a timedelta, "auto", or None for saves by
+        every: Time or steps between saves: "5min", "30s", "100 steps", 100, a timedelta, or "auto". None saves by
             `save()`, on preemption and at the end only. "auto" follows Daly's formula from the measured cost of a save
             and `mtbf`; see `interval.daly_interval`.
         keep: Number of checkpoints to keep; None keeps all.
@@ -95,8 +95,8 @@ class Checkpointer:
         exit_code: Exit code of the process after a preemption, 0 to 255; None continues after the block.
         timeout: Limit in seconds on every wait for a disk or another rank.
         encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files.
-        audit: Appends a line of JSON for each save, load and deletion to `audit.jsonl` in the directory, or to the file
-            that is given; False writes none. A `Store` has settings of its own for both.
+        audit: Appends a line of JSON for each save, load and deletion to `audit.jsonl` in the directory, or to the
+            given file. False writes none. A `Store` has settings of its own for both.
         tiers: `Ram()` keeps the newest state in shared memory, which survives the process, and `Remote(url)` uploads
             checkpoints. The block begins with the newest checkpoint of all tiers and of the directory.
 
@@ -203,7 +203,7 @@ class Checkpointer:
 
     @property
     def preempted(self) -> str | None:
-        """What announced a preemption on this rank, or None."""
+        """Returns the source of the preemption notice on this rank, or None."""
         return self._notices.reason
 
     @property
@@ -434,10 +434,10 @@ class Checkpointer:
         if not is_same_world:
             warnings.warn(
                 f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on "
-                f"{self._ranks.world_size}: the samples are the same, each once per epoch, but the bits of parameters "
+                f"{self._ranks.world_size}. The samples are the same, each once per epoch, but the bits of parameters "
                 "and losses will not be those of an uninterrupted run"
                 + (
-                    ", and the gradients of its unfinished accumulation window are dropped"
+                    ". The gradients of its unfinished accumulation window are dropped"
                     if self._state.has_collected_gradients(state)
                     else ""
                 ),

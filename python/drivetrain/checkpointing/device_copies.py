@@ -29,7 +29,7 @@ class DeviceCopies:
     def __init__(self, tensors: Mapping[str, Tensor], early: Collection[str], slabs: Slabs) -> None:
         """
         Args:
-            tensors: What to copy. Tensors on the host are copied before this returns.
+            tensors: Tensors to copy. Tensors on the host are copied before this returns.
             early: Names of the tensors to copy first.
             slabs: Lends the pinned memory. No other snapshot may use it until this one is written.
         """

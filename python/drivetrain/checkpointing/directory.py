@@ -89,7 +89,7 @@ def remove_files(folder: Path) -> bool:
     """Deletes a leftover with the files that this package wrote. Keeps the folder if it holds anything else.
 
     Returns:
-        Whether the folder is gone.
+        True if the folder is gone.
 
     Raises:
         OSError: A file cannot be deleted.

@@ -38,7 +38,8 @@ class Encoder:
 
     Attributes:
         tensors: The collected tensors by name, contiguous and detached. They share memory with the encoded ones where
-            those are contiguous. Of a DTensor it is this rank's part, on one rank of those with replicas of it.
+            those are contiguous. A DTensor is represented by this rank's part, on one rank of those with replicas of
+            it.
         meshes: The device meshes of DTensors, to which their descriptions refer by index.
     """
 
@@ -53,8 +54,9 @@ class Encoder:
         """Returns `value` as JSON, with references to tensors.
 
         Args:
-            value: None, bool, int, float, complex, str, bytes, a dense tensor, a torch dtype or device, a NumPy scalar
-                or array of numbers, or lists, tuples, sets, dicts, OrderedDicts, Counters and deques of them.
+            value: None, bool, int, float, complex, str, bytes, a dense tensor, a torch dtype or device, or a NumPy
+                scalar or array of numbers. Lists, tuples, sets, dicts, OrderedDicts, Counters and deques of them are
+                encoded, too.
             path: The place of the value in the state, for names and messages.
             depth: The number of containers around the value.
 
@@ -103,8 +105,8 @@ class Encoder:
         if (encoded := _encode_numpy(value)) is not None:
             return encoded
         raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint has no encoding for: expected "
-            "numbers, text, bytes, tensors, NumPy arrays, or lists, tuples, sets and dicts of them. Convert it in "
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint has no encoding for. Expected "
+            "are numbers, text, bytes, tensors, NumPy arrays, or lists, tuples, sets and dicts of them. Convert it in "
             "state_dict() and back in load_state_dict()."
         )
 

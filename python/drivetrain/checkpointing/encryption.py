@@ -1,8 +1,8 @@
 """Encrypts and authenticates checkpoints with AES-256-GCM; the `cryptography` package is imported when used.
 
-Every record, manifest and tensor file has a key of its own, which HKDF-SHA256 (RFC 5869) derives from the user's key, a
-salt of 128 random bits that is drawn for each file of each save, and the file's purpose. A derived key encrypts each
-chunk once, under the nonce that counts the chunks, so that no pair of key and nonce ever repeats.
+Every record, manifest and tensor file has a key of its own. HKDF-SHA256 (RFC 5869) derives it from the user's key, a
+salt and the file's purpose. The salt has 128 random bits, which are drawn for each file of each save. A derived key
+encrypts each chunk once, under the nonce that counts the chunks, so that no pair of key and nonce ever repeats.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Encryption:
     """Says which keys encrypt and decrypt checkpoints. Give one of the first three arguments.
 
     A text of keys has one key of 32 bytes per word, as base64 or hexadecimal; `#` begins a comment. The first key
-    encrypts, and all decrypt: to rotate keys, put the new one first and keep the old ones as long as checkpoints need
+    encrypts, and all decrypt. To rotate keys, put the new one first and keep the old ones as long as checkpoints need
     them. `openssl rand -base64 32` draws a key. The text is read again for each save.
 
     Args:
         key_file: A file with such a text, or with the 32 bytes of one key.
         key_env: The name of an environment variable with such a text.
         key: A callable, for example of a key management service. It is called with None to encrypt and returns an
-            identifier and the key's 32 bytes; called with an identifier, it returns the same pair to decrypt. The
+            identifier and the key's 32 bytes. Called with an identifier, it returns the same pair to decrypt. The
             identifier is stored in the checkpoint; it may be a data key that the service has wrapped.
         accept_plain: Reads checkpoints that are not encrypted, too. Without it they raise an error, because anyone
             could have written them.
@@ -122,7 +122,7 @@ class Place(NamedTuple):
     file_bytes: int
 
     def text(self, file: str) -> bytes:
-        """Returns what is authenticated with the chunk: no other place has the same."""
+        """Returns the text that is authenticated with the chunk and that no other place has."""
         return f"{self.checkpoint} {file} chunk {self.chunk} of {CHUNK_BYTES} in {self.file_bytes} bytes".encode()
 
 
@@ -184,7 +184,7 @@ class FileCipher:
         """Encrypts a chunk once.
 
         Args:
-            place: What the chunk belongs to, which is authenticated with it.
+            place: The place of the chunk, which is authenticated with it.
             chunk: Its bytes, uint8, shape (n,).
             sealed: Receives the encrypted bytes and the tag, uint8, shape (m,) with m >= n + 16.
 
@@ -203,7 +203,7 @@ class FileCipher:
         """Returns the bytes of a chunk, uint8, shape (n,).
 
         Args:
-            place: What the chunk belongs to.
+            place: The place of the chunk.
             sealed: The encrypted bytes with room for the tag, uint8, shape (n + 16,).
             tag: The tag in hexadecimal digits.
 

@@ -26,7 +26,7 @@ class Fault(NamedTuple):
         file: Name of the file inside the checkpoint's folder.
         tensors: Names of the tensors that have bytes in the faulty chunk; empty for metadata.
         chunk: Index of the faulty chunk of 4 MiB in the file; None if the fault concerns the whole file.
-        problem: What was found and what was expected.
+        problem: A description of the found and the expected values.
     """
 
     file: str

@@ -48,7 +48,7 @@ class Gradients:
         for kept, index in main_grads._kept_of(params):
             if kept.native.residual(index) is not None:
                 raise NotImplementedError(
-                    "a checkpoint inside of an accumulation window cannot hold main gradients of 24 bits: call "
+                    "a checkpoint inside of an accumulation window cannot hold main gradients of 24 bits. Call "
                     "Checkpointer.step() after the step of the optimizer only, or use main_grads(bits=32)"
                 )
         return [None if grad is None else grad.detach() for grad in grads]

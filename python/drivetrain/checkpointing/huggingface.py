@@ -41,11 +41,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         CheckpointCallback("runs/gpt", every="5min").train(trainer)   # in place of trainer.train()
 
     A `RandomSampler` or `SequentialSampler` of the Trainer is replaced by a `drivetrain.data.ResumableSampler`, seeded
-    by `data_seed` or `seed`: the order differs from that of `trainer.train()`, and every epoch has another one. The
+    by `data_seed` or `seed`. The order differs from that of `trainer.train()`, and every epoch has another one. The
     Trainer's own `save_strategy` is independent of this; set it to "no" unless you want its files as well.
 
     Args:
-        directory: Where checkpoints are; all ranks must see it.
+        directory: Folder of the checkpoints, which all ranks must see.
         options: Other arguments of `Checkpointer`, such as `every`, `keep` and `signals`. A step is an optimizer step.
 
     Raises:
@@ -68,13 +68,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._batches: _Batches | None = None
         self._stack: ExitStack | None = None
         self._is_pending = False  # a step has ended and is not counted yet
-        self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins anew
+        self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins again
 
     def train(self, trainer: Trainer, **arguments: Any) -> TrainOutput | None:
         """Trains as `trainer.train(**arguments)` does, from the newest complete checkpoint if there is one.
 
         Returns:
-            What the Trainer returns; None after a preemption with `exit_code=None`.
+            The result of the Trainer; None after a preemption with `exit_code=None`.
 
         Raises:
             CheckpointError: A save has failed, or no checkpoint can be read.
@@ -169,7 +169,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _position(self, trainer: Trainer, serial: int) -> Iterator[str | None]:
-        """Writes the Trainer's position where it looks for one; None: it begins anew."""
+        """Writes the Trainer's position where it looks for one; None: it begins again."""
         if not serial:
             yield None
             return

@@ -28,10 +28,10 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     The loader should have a `drivetrain.data.ResumableSampler`. On several ranks pass `use_distributed_sampler=False`
     to the Trainer then, because this sampler splits the samples over ranks by itself. Metrics that Lightning averages
-    over an epoch begin anew after a restart, and so do torchmetrics whose states are not persistent.
+    over an epoch begin again after a restart, and so do torchmetrics whose states are not persistent.
 
     Args:
-        directory: Where checkpoints are; all ranks must see it.
+        directory: Folder of the checkpoints, which all ranks must see.
         options: Other arguments of `Checkpointer`, such as `every`, `keep` and `signals`. A step is a batch.
 
     Raises:

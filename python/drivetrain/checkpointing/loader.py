@@ -65,8 +65,8 @@ def position_of(data: Any) -> Position:
     if isinstance(data, Prefetcher):
         if not getattr(data.loader, "num_workers", 1):
             raise TypeError(
-                "data prefetches from a DataLoader with num_workers=0, whose dataset draws its random numbers from "
-                "the training's generators, ahead of it: give the DataLoader num_workers=1 or more"
+                "data prefetches from a DataLoader with num_workers=0, whose dataset draws random numbers from the "
+                "training's generators too early: give the DataLoader num_workers=1 or more"
             )
         if isinstance(data.loader, Stateful):
             raise TypeError(

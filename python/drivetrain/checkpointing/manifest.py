@@ -44,7 +44,7 @@ class Cipher(Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank wrote: its file with the checksum of each chunk, and its state."""
+    """The record of one rank: its file with the checksum of each chunk, and its state."""
 
     step: int
     rank: int
@@ -94,9 +94,9 @@ def seal(body: Record | Manifest, cipher: Cipher | None = None, secret: bytes = 
     """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum.
 
     Args:
-        body: What everyone may read.
+        body: The part that is not encrypted.
         cipher: Encrypts `secret` and authenticates all of `body`; None for plain checkpoints.
-        secret: What is encrypted.
+        secret: The part that is encrypted.
     """
     kind = type(body).__name__.lower()
     fields = dict(vars(body))
@@ -120,7 +120,7 @@ def unseal(data: bytes, kind: type[T], cipher_of: Callable[[T], Cipher | None] |
 
     Args:
         data: The bytes.
-        kind: What they are expected to be.
+        kind: The kind of file that they are expected to be.
         cipher_of: Returns the cipher that decrypts and authenticates the bytes, or None if they are plain. Without it,
             only the checksum is compared.
 

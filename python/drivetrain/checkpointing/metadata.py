@@ -118,7 +118,7 @@ class Poller:
     """Asks a source every few seconds in a daemon thread.
 
     Attributes:
-        reason: What the source announced, or None.
+        reason: The announcement of the source, or None.
     """
 
     def __init__(self, source: Source, seconds: float = _POLL_SECONDS) -> None:

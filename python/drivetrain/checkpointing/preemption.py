@@ -31,7 +31,7 @@ class Notices:
         cloud: "aws", "gcp" or "azure", a `Source`, or None.
 
     Attributes:
-        reason: What was noticed, or None.
+        reason: The notice, or None.
     """
 
     def __init__(self, signals: Iterable[int], file: str | os.PathLike[str] | None, cloud: str | Source | None) -> None:

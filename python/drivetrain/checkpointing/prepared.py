@@ -22,7 +22,7 @@ def position_of_prepared(data: Any) -> Position:
     if type(data) is not DataLoaderShard or type(data.base_dataloader) is not DataLoader or data.skip_batches:
         raise TypeError(
             f"data is Accelerate's {type(data).__name__} over a {type(data.base_dataloader).__name__}, whose position "
-            "cannot be saved: leave the loader out of accelerator.prepare(), and give it drivetrain.data."
+            "cannot be saved. Leave the loader out of accelerator.prepare(), and give it drivetrain.data."
             "ResumableSampler, which splits samples over ranks"
         )
     return _Prepared(data)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Flags(NamedTuple):
-    """What ranks tell each other; the largest value of each wins."""
+    """The values that ranks exchange; the largest of each wins."""
 
     leave: int = 0  # this rank was told to end
     due: int = 0  # a save is due by the clock of rank 0
@@ -86,7 +86,7 @@ class Ranks:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"rank {self.rank} waited at Checkpointer.step() for the other ranks, and one has ended or did not "
-                    f"come within {self._timeout}: every rank must call step() equally often. {error}"
+                    f"come within {self._timeout}. Every rank must call step() equally often. {error}"
                 ) from error
         return Flags(*values.tolist())
 

@@ -22,8 +22,8 @@ class Saver:
     """Saves a training state, one save at a time.
 
     Args:
-        store: Where to save.
-        state: What to save.
+        store: The store of the checkpoints.
+        state: The state to save.
         is_background: Copies tensors that only optimizer steps change while the training goes on.
         timeout: Limit in seconds on every wait.
 
@@ -34,7 +34,7 @@ class Saver:
         stall: Seconds for which the last save held up the training.
         duration: Seconds from the begin of the last complete save until it was durable; None before.
         nbytes: Bytes of this rank in the last save.
-        error: Why the last save failed; None after a success.
+        error: The error of the last save; None after a success.
         checkpoint: The last complete save, if `wait` saw its end.
     """
 
@@ -66,7 +66,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Returns True while a save is under way."""
         return self._save is not None
 
     def begin(self, step: int, header: Mapping[str, Any]) -> None:

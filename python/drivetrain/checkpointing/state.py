@@ -25,7 +25,7 @@ _WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # wh
 
 
 class Snapshot(NamedTuple):
-    """What one rank saves.
+    """The state that one rank saves.
 
     Attributes:
         tensors: Tensors by name, on their devices, sharing memory with the training's.
@@ -141,7 +141,7 @@ class TrainingState:
         Args:
             state: The encoded state, as `wanted` returned it.
             tensors: The tensors that it refers to, and the parts that `region` names by `shards.KEY` and their paths.
-            is_same_world: Whether as many ranks have saved it.
+            is_same_world: True if as many ranks have saved it.
 
         Raises:
             ValueError: The state is of another model, optimizer, or data. Nothing has changed then.
@@ -302,7 +302,7 @@ class TrainingState:
         if isinstance(value, Tensor):
             if precision.is_of_blocks(path.rpartition("/")[2]):
                 raise ValueError(
-                    f"{path} has 8-bit blocks of a whole tensor, and its parameter is a DTensor: export the checkpoint "
+                    f"{path} has 8-bit blocks of a whole tensor, and its parameter is a DTensor. Export the checkpoint "
                     "to DCP and import it, or continue without sharding"
                 )
             if value.shape != like.shape:

@@ -48,7 +48,7 @@ class Store:
     folder gets its name. Only one job at a time may use a directory. Readers need no store: see `Checkpoint`.
 
     Args:
-        directory: Where the checkpoints are. All ranks must see it. It is made if it does not exist.
+        directory: Folder of the checkpoints, which all ranks must see. It is made if it does not exist.
         rank: This rank. Rank 0 completes the checkpoints and deletes old ones.
         world_size: Number of ranks. Every rank saves the same steps in the same order.
         coordinator: Passes messages between ranks. None uses the default process group if `world_size` is not 1.

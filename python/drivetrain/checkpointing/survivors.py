@@ -48,8 +48,8 @@ def continue_in_place(
     starts again, so that imports, compiled code and caches stay. A rank whose `train` raises while all ranks are alive
     raises that error. Once its process has ended, the others continue without it.
 
-    Ranks agree by files in `directory`. Ranks of the same host are known to have died when their process is gone, and
-    ranks of other hosts when they do not come within `settle`. Ranks on several hosts need transport="torch" in
+    Ranks agree by files in `directory`. A rank of the same host has died when its process is gone. A rank of another
+    host counts as dead when it does not come within `settle`. Ranks on several hosts need transport="torch" in
     DistributedDataParallel, because shared memory does not tell that a rank has left. The launcher must not end the
     others: torchrun does.
 
@@ -164,7 +164,7 @@ class _Meeting:
         return ranks
 
     def form(self, ranks: list[int], rank: int) -> None:
-        """Makes the default group of the ranks that are left, which are numbered anew in their order."""
+        """Makes the default group of the ranks that are left, which get new numbers in their order."""
         for name, value in (("RANK", ranks.index(rank)), ("WORLD_SIZE", len(ranks))):
             if name in os.environ:
                 os.environ[name] = str(value)

@@ -65,7 +65,7 @@ class Remote:
         every: Shortest time between uploads, such as "1h"; None uploads each checkpoint. While an upload is under way,
             only the newest of the next ones waits. The last one of a run is uploaded always.
         keep: Number of checkpoints to keep there; None keeps all.
-        attempts: How often a failing call is made before the upload is given up. Pauses grow from 0.5 s to 60 s.
+        attempts: Number of calls that fail before the upload is given up. Pauses grow from 0.5 s to 60 s.
         reads_back: Reads each uploaded file back to compare its checksums. Without it, only sizes are compared.
         options: Arguments of the file system's class, such as {"profile": "training"} for s3fs.
     """

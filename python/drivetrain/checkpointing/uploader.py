@@ -25,7 +25,7 @@ class TierStatus(NamedTuple):
         tier: Path or URL.
         newest: Step of the newest complete checkpoint that this run put there; None before.
         pending: Steps that are being uploaded or wait for it.
-        error: Why the last upload failed or is being repeated; None after a success.
+        error: The error for which the last upload failed or is repeated; None after a success.
         failed: Steps whose uploads were given up.
     """
 
@@ -45,7 +45,7 @@ class Uploader:
         remote: Makes the remote directory; given a function that repeats calls.
         url: The URL, for messages.
         keep: Number of checkpoints to keep there; None keeps all.
-        attempts: How often a call is made before the upload is given up.
+        attempts: Number of calls that fail before the upload is given up.
         reads_back: Reads each file back to compare its checksums.
         changed: Called after each change of `status`, in the uploader's thread.
     """

@@ -56,7 +56,7 @@ class Writer:
         coordinator: Passes messages between ranks; None for one rank.
         nice: Added to the niceness of the threads that write.
         timeout_s: Limit on every wait.
-        encryption: Which key encrypts; None writes plain files.
+        encryption: The keys that encrypt; None writes plain files.
         next_serial: Returns the serial of the next checkpoint. Only rank 0 calls it.
     """
 

@@ -48,13 +48,13 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """What sums: gloo on the CPU, or NCCL on GPUs.
+    """The library that reduces: gloo on the CPU, or NCCL on GPUs.
 
     Attributes:
         check: The name of its finding.
-        name: What errors call it.
+        name: Its name in errors.
         sizes: Bytes of the tensors.
-        cure: For sums that fail.
+        cure: The remedy for sums that fail.
         slow_cure: For sums that are slow beside the links.
     """
 
@@ -98,12 +98,12 @@ NCCL = Backend(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank has seen of an all-reduce in a group.
+    """The observations of a rank in an all-reduce of a group.
 
     Attributes:
-        error: Why it failed; "" if it did not.
+        error: The reason why it failed; "" if it did not.
         num_wrong: Elements that were not the sum.
-        seconds: Of a call, by bytes.
+        seconds: Seconds of a call, by bytes.
     """
 
     error: str = ""
@@ -126,12 +126,12 @@ def reduce_by_size(
     """Sums tensors of each size between ranks over a group of their own, and checks the sums.
 
     Args:
-        store: Where the ranks meet.
-        rank: Of this process in the group.
+        store: The store through which the ranks meet.
+        rank: Rank of this process in the group.
         world_size: Ranks of the group.
         sizes: Bytes of the tensors.
         limit_s: Limit of each operation.
-        backend: What sums.
+        backend: The library that reduces.
     """
     measured: dict[str, float] = {}
     wrong = 0
@@ -196,7 +196,7 @@ def judge(
         outcomes: By rank, of those that have reported.
         world_size: Number of ranks.
         slowest_link: Bytes per second of the slowest link between hosts; None: no link bounds the sums.
-        backend: What has summed.
+        backend: The library that has reduced.
     """
     silent = [rank for rank in range(world_size) if rank not in outcomes]
     failed = [rank for rank, outcome in outcomes.items() if outcome.error]

@@ -87,7 +87,7 @@ def judge(rates: Mapping[int, Mapping[str, float] | None], hosts: Sequence[str])
     """Compares each rank's rates with the median rank's.
 
     Args:
-        rates: What `measure` returned, by rank.
+        rates: The results of `measure`, by rank.
         hosts: The host of each rank.
     """
     measured = _measured(rates)

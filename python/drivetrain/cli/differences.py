@@ -115,9 +115,9 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(
         "Changes of optimizer states from outside",
         "Count at the next step.",
-        "The same, through `optimizer.state` and whatever came from it. A change through the garbage collector's lists "
-        "(`gc.get_objects()`) may not count.",
-        "A step reads states anew only while something else refers to them.",
+        "Count at the next step, if made through `optimizer.state` and whatever came from it. A change through the "
+        "garbage collector's lists (`gc.get_objects()`) may not count.",
+        "A step reads states again only while something else refers to them.",
     ),
     Difference(
         "Dtype of loaded optimizer states",

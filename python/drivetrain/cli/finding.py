@@ -1,4 +1,4 @@
-"""Defines the result of one check of `drivetrain doctor`: its status, its text, and the cure if it failed."""
+"""Defines the result of one check of `drivetrain doctor`: its status, its text, and the remedy if it failed."""
 
 from __future__ import annotations
 

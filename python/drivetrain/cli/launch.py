@@ -204,8 +204,8 @@ def _check_answers(launch: Launch, addresses: Sequence[str], timeout_s: float) -
     if refused and not launch.agent_store:
         return passed("master", f"{launch.master} is reachable; no process listens yet, as rank 0 has not started")
     cure = (
-        "check that MASTER_ADDR is rank 0's address on the network the machines share, and that no firewall "
-        f"closes TCP port {launch.master_port} or the unprivileged ports between them"
+        "check that MASTER_ADDR is rank 0's address on the shared network, and that no firewall "
+        f"closes TCP port {launch.master_port} or the unprivileged ports between machines"
     )
     if addresses and all(":" in address for address in addresses):
         cure += "; it means IPv6 here: give this host an IPv6 address, or export MASTER_ADDR=<rank 0's IPv4 address>"

@@ -36,11 +36,11 @@ _SEGMENTS = slice(100, 140)  # tcpi_total_retrans ... tcpi_segs_out in Linux's s
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and what its host is called.
+    """The address on which a rank listens, and the name of its host.
 
     Attributes:
         host: The host's name.
-        address: What gloo tells the other ranks, of either family.
+        address: The address that gloo gives the other ranks, of either family.
         port: The TCP port.
         reaches_master_by: Interface and address, as in "eth0 10.0.0.2"; "": unknown.
         ipv6: The IPv6 address of that interface, beside an IPv4 `address`; "": none.
@@ -55,15 +55,15 @@ class Address:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rank has found out about its connection to another one.
+    """The findings of one rank about its connection to another one.
 
     Attributes:
         peer: The other rank.
-        error: Why it could not be reached; "" if it could.
+        error: The reason why it could not be reached; "" if it could.
         offset_s: Seconds by which the other's clock is ahead.
         bytes_per_s: Bandwidth to it; 0 where it was not measured.
         lost: Share of segments that had to be sent again.
-        ipv6_error: Why it could not be reached over IPv6, too; "" if it could. None: one has one family.
+        ipv6_error: The reason why it could not be reached over IPv6; "" if it could. None: one has one family.
     """
 
     peer: int
@@ -250,7 +250,7 @@ def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) ->
     """Turns the probes of all ranks into findings.
 
     Args:
-        addresses: Where each rank listens, by rank.
+        addresses: The address on which each rank listens, by rank.
         found: The probes of each rank that has reported.
     """
     return [

@@ -22,10 +22,8 @@ _PROCESS_S = 600  # limit of the plan of one batch size
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments to its parser. Options may stand before or after the script."""
     parser.usage = "drivetrain plan [-h] [OPTION]... script.py [OPTION or ARGUMENT]... [-- ARGUMENT...]"
-    parser.epilog = (
-        "Options may follow the script. What plan does not know belongs to the script, as does all after --."
-    )
-    parser.allow_abbrev = False  # what looks like plan's options may be the script's
+    parser.epilog = "Options may follow the script. Options unknown to plan, and all after --, belong to the script."
+    parser.allow_abbrev = False  # options like plan's may be the script's
     _add_options(parser)
     parser.add_argument("script", help="path of the script")
     plain = parser.parse_known_args

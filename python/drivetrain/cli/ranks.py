@@ -212,8 +212,8 @@ class Meeting:
         """Tests the connections to other ranks.
 
         Returns:
-            On rank 0 the findings on those of all ranks, and the bytes per second of the slowest link between hosts;
-            None where there is none. On the others neither.
+            On rank 0 the findings on those of all ranks, and the bytes per second of the slowest link between hosts, if
+            any. The other ranks get neither.
         """
         ranks = range(self._launch.world_size)
         with network.Listener(self._launch.master_addr) as listener:
@@ -353,7 +353,7 @@ def _duplicates(store: Store, cards: _Cards) -> list[Finding]:
 
 
 def _wrong_elsewhere(cards: _Cards, own: Sequence[Finding]) -> list[Finding]:
-    """Returns what the other ranks have found. What concerns a whole host is reported once for it."""
+    """Returns the findings of the other ranks. A finding on a whole host is reported once for it."""
     reported = {(_host(cards[0]), finding.name, finding.text) for finding in own} if 0 in cards else set()
     findings = []
     for rank, card in cards.items():

@@ -27,7 +27,7 @@ class CachedImages(Dataset[tuple[Any, Any]]):
     """A map-style dataset of images. Each is decoded and resized once per machine, then read from a file in memory.
 
     Ranks and workers map the same file. Every process verifies the checksum of an image when it reads it for the first
-    time, so a file that a crash cut off is repaired, not used. A change of the source files begins a new file.
+    time. So a file that a crash cut off is repaired, not used. A change of the source files begins a new file.
 
     Sample i is `(image, label)`: a uint8 tensor of shape [3, height, width] in RGB, or what `transform` makes of it,
     and the label.
@@ -36,12 +36,12 @@ class CachedImages(Dataset[tuple[Any, Any]]):
         dataset = CachedImages("imagenet/train", size=224, limit="100GiB", transform=augment)
 
     Args:
-        images: a folder with one folder per class, whose names in order give the labels 0, 1, ..., as in torchvision's
-            ImageFolder; or pairs of a file and a label.
+        images: a folder with one folder per class, or pairs of a file and a label. The names of folders in order give
+            the labels 0, 1, ..., as in torchvision's ImageFolder.
         size: height and width of the kept images, or one number for both. The aspect ratio is not kept.
         limit: bytes that the file may take: a number, a text such as "20GiB", or a share of what all images take, such
             as "50%". Images beyond it are decoded in every epoch.
-        folder: where the file lies; default: a folder of the user among the temporary files.
+        folder: the folder of the file; default: a folder of the user among the temporary files.
         transform: is called with the uint8 tensor, after the cache. Random augmentations belong here.
 
     Raises:

@@ -28,7 +28,7 @@ class Permutation:
 
     A balanced Feistel network (Luby and Rackoff, 1988) permutes the smallest domain of an even number of bits that
     holds `length`. Results outside `range(length)` are permuted again until they are inside (cycle walking, Black and
-    Rogaway, 2002): four times at most on average, from 16 elements on. Memory does not depend on `length`.
+    Rogaway, 2002). This takes four times at most on average, from 16 elements on. Memory does not depend on `length`.
 
     Args:
         length: number of elements, 1 to 2**60.

@@ -28,9 +28,9 @@ def prefetch(
     """Returns an iterable over the loader's batches that are loaded ahead, in the same order.
 
     A thread takes batches from the loader. For a CUDA device it also copies their tensors into pinned memory and from
-    there to the device on a stream of its own, so that the copies overlap with the step. The current stream waits for
-    the copies on the device, not on the host. The first batch of an epoch is loaded by the caller, because samplers
-    draw their seeds then; the training therefore has the same random numbers as without prefetch.
+    there to the device. The copies have a stream of their own, so that they overlap with the step. The current stream
+    waits for the copies on the device, not on the host. The first batch of an epoch is loaded by the caller, because
+    samplers draw their seeds then. The training therefore has the same random numbers as without prefetch.
 
     Example:
         for inputs, targets in drivetrain.data.prefetch(loader, "cuda"):
@@ -40,8 +40,8 @@ def prefetch(
         loader: a DataLoader or another iterable. With `num_workers=0` the dataset's code runs in the thread. If it
             draws random numbers then, their order changes from run to run; workers have generators of their own.
         device: the device of the yielded tensors; None leaves them where they are.
-        depth: batches loaded ahead, 1 or more. None measures: it begins with 2 and grows up to 8, one at a time, when
-            the step waits although the buffer was full before, which happens if the times of batches vary.
+        depth: batches loaded ahead, 1 or more. None measures: it begins with 2 and grows up to 8, one at a time. It
+            grows when the step waits although the buffer was full before, which happens if the times of batches vary.
         timeout: seconds that a step waits for a batch at most. A warning comes every minute.
 
     Raises:

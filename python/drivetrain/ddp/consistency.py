@@ -83,7 +83,7 @@ def check_same_on_all_ranks(
             )
     raise RuntimeError(
         "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "
-        "different orders: build the model in the same order everywhere."
+        "different orders. Build the model in the same order everywhere."
     )
 
 

@@ -70,7 +70,7 @@ def status_of(record: Record) -> Status:
 class ControlBlock:
     """Publishes this rank's record and reads the others', for one reducer.
 
-    A rank reads the records of its own host. Of every other host it reads a summary, which the first rank to arrive
+    A rank reads the records of its own host. From every other host it reads a summary, which the first rank to arrive
     there makes of its host's records at each beat. It reads another host's records for ranks that a report names. It
     also reads them where nothing new has come for a while, as that first rank may have ended.
 

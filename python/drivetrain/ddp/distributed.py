@@ -85,7 +85,7 @@ class DistributedDataParallel(ReducesOverGroups):
         skip_all_reduce_unused_params: Skips buckets that no rank uses.
         bucket_cap_mb_list: Sizes of the first buckets in MiB.
         batched_grad_copy: Accepted, without effect: gradients are views.
-        forward_sync_buffers: Whether a forward pass synchronizes buffers, in releases of torch that know it.
+        forward_sync_buffers: If True, a forward pass synchronizes buffers, in releases of torch that know it.
         transport: Carrier of the gradients. "torch" is the process group. "shm" is shared memory between the CPU ranks
             of a host. "nccl" is a separate NCCL communicator with registered memory. "auto" takes the environment
             variable DRIVETRAIN_TRANSPORT if it is set. Otherwise it takes "shm" for CPU parameters over gloo where
@@ -93,18 +93,18 @@ class DistributedDataParallel(ReducesOverGroups):
         check_replicas_every: Number of synchronized backward passes between comparisons of a checksum of all
             parameters over ranks. 0 compares never.
         report_hang_after: Seconds of waiting after which a warning names the missing ranks and where they were last
-            seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA, where a stream waits
-            instead of the host, it is the time after which a group is aborted if another rank's process has ended.
+            seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA a stream waits
+            instead of the host: a group is aborted after this time if another rank's process has ended.
         wire_dtype: torch.bfloat16, torch.float8_e5m2 or its name: float32 and complex64 gradients travel between hosts
             in that dtype and are summed in float32. Every rank gets the same bits. float8 adds what it rounds off to
             the next step's gradients. Requires gloo on the CPU and no communication hook.
         reuse_norm: Sums the squares of gradients during the reduction, so that clipping reads no gradient. Only for
             shared memory within a host. Writes to `.grad` through `.data` or `.numpy()` are seen only where they change
-            one of 16 sampled elements of a gradient; set it to True for scripts that make none.
+            one of 16 sampled elements of a gradient. Set it to True for scripts that make none.
         check_gradients: "raise" or "skip": checks each bucket before its reduction for nan and inf. Every rank raises
             an error that names rank and parameter, or leaves each `.grad` None, which makes optimizers do nothing.
         spike_factor: With check_gradients, also finds a bucket whose norm exceeds the median of its last 32 norms by
-            this factor, on the CPU and after eight steps. 0 finds none.
+            this factor. It needs the CPU and eight earlier steps. 0 finds none.
         shard: "optimizer" divides optimizer states among ranks: each rank steps its rows of every parameter, and the
             ranks gather the parameters before `step()` returns. "gradients" also divides reduced gradients. `.grad` is
             then a DTensor that holds this rank's rows, and every backward pass reduces, also under `no_sync()`.
@@ -214,7 +214,7 @@ class DistributedDataParallel(ReducesOverGroups):
         name = title_of(module)
         constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
 
-    # torch reads this flag at forward only. The reducer needs it at backward, too: it reduces a backward through this
+    # torch reads this flag at forward only. The reducer needs it at backward, too. It reduces a backward through this
     # wrapper's outputs if the flag is set when that begins, whatever it was at forward.
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -483,7 +483,7 @@ class DistributedDataParallel(ReducesOverGroups):
         if (wire_dtype := self.__dict__.get("_wire_dtype")) is not None:
             raise NotImplementedError(
                 f"communication hook {hook} does not go together with wire_dtype={wire_dtype}: a hook carries the "
-                "gradients itself, in the dtype it likes, so that wire_dtype would change nothing. Leave one out."
+                "gradients itself, in its own dtype, so wire_dtype would change nothing. Leave one out."
             )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -50,7 +50,7 @@ class OnStreams:
 
 
 class Gathers:
-    """The gathers that a step has begun and that nobody has awaited.
+    """The gathers that a step has begun and no caller has awaited.
 
     Args:
         bucket_of: The bucket of each parameter, by id. It may grow.
@@ -138,7 +138,7 @@ class _Watched(dict[str, nn.Parameter | None]):
 
 
 def finish(gathers: Gathers) -> None:
-    """Waits for what nobody has awaited, as other ranks may still copy this rank's rows. A failure is a warning."""
+    """Waits for the remaining gathers, as other ranks may still copy this rank's rows. A failure is a warning."""
     try:
         gathers.wait()
     except RuntimeError as error:

@@ -15,7 +15,7 @@ class SkippedSteps(NamedTuple):
 
     Attributes:
         num_steps: Their number.
-        last: What was found in the last one, with ranks and parameters; "": there was none.
+        last: The finding in the last one, with ranks and parameters; "" if there was none.
     """
 
     num_steps: int

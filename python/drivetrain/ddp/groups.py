@@ -22,7 +22,7 @@ from .hang_reports import waiting
 from .join import JoinsUnevenInputs
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-# What parts cannot do: it needs all gradients of one group, or changes what the sum is divided by.
+# Parts refuse these options, which need all gradients of one group or change the divisor of the sum.
 _REFUSED = (
     "mixed_precision",
     "delay_all_reduce_named_params",
@@ -31,7 +31,7 @@ _REFUSED = (
     "check_gradients",
     "shard",
 )
-# What every part gets as the wrapper did.
+# Every part gets the wrapper's values of these options.
 _SHARED = (
     "broadcast_buffers",
     "forward_sync_buffers",

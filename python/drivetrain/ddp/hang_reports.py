@@ -105,7 +105,7 @@ class HangReporter:
     The reducer owns it and it does not know the reducer, so that both end when the wrapper does.
 
     Args:
-        progress: Of the reducer.
+        progress: Progress that the reducer publishes.
         group: The process group to reduce over.
         modules: All modules with their names, for messages.
         limit_s: Seconds after which a wait is reported.
@@ -264,8 +264,8 @@ class HangReporter:
         waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of {step} waits"
         if not is_answered:
             return (
-                f"{waits}; for which rank is not known, as the process group's store does not answer either (it is "
-                "served by torchrun, or else by rank 0's process)"
+                f"{waits}; for which rank is not known, as the process group's store does not answer either "
+                "(torchrun, or else rank 0, serves it)"
             )
         block.fetch([one.rank for one in self._behind(now)])  # a summary may be older than the records
         behind = self._behind(now)

@@ -30,7 +30,7 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         """
         if self.__dict__.get("_sharding") is not None:
             raise NotImplementedError(
-                "join() does not go together with shard=: a rank that has run out of inputs takes no steps, and the "
+                "join() does not go together with shard=. A rank that has run out of inputs takes no steps, and the "
                 "others need the rows that it steps. Give every rank as many inputs, or leave shard= out."
             )
         if self._has_reducer() and self.reducer.steps_in_backward:

@@ -21,7 +21,7 @@ _UNCOUNTED = (
     "backward without weight, or of one that raised. They are dropped on every rank. Call optimizer.zero_grad() first."
 )
 _UNWEIGHTED = (
-    "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...): give "
+    "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...). Give "
     "every backward of an accumulation a weight, or call optimizer.zero_grad() first."
 )
 
@@ -34,7 +34,7 @@ class KeptRows:
     Every backward reduces. The rows of its result are added to the kept ones. After weighted backwards under no_sync()
     these are sums, which the next one outside of it divides by the sum of all weights.
 
-    On CUDA the host waits for no device. What only a device can find is raised in a later backward.
+    On CUDA the host waits for no device. An error that only the device can find is raised in a later backward.
 
     Args:
         params: The reduced parameters, each with a piece.
@@ -47,7 +47,7 @@ class KeptRows:
         self._reducer = weakref.ref(reducer)
         self._process_group = process_group
         self._device = params[0].device
-        # Of the kept sums, over ranks; float64 [1] on CUDA. None: no weight counts the kept rows.
+        # The weight of the kept sums, over ranks; float64 [1] on CUDA. None: no weight counts the kept rows.
         self._weight: float | Tensor | None = None
         self._own_weight = 0.0  # this rank's part of it
         self._is_weighted = False  # the backward under way has a weight

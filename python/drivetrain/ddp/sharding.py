@@ -177,7 +177,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
         flat: Their memory, uint8.
-        ranges: Which of its bytes belong to which rank, for transports that gather in place.
+        ranges: The range of bytes of each rank, for transports that gather in place.
         own: This rank's bytes in it, one view per parameter.
         others: Likewise for every rank, in order.
         bytes: The most bytes that a rank has in it.
@@ -437,7 +437,7 @@ def _check_devices(named: Sequence[tuple[str, nn.Parameter]], group: dist.Proces
             )
     if device.type == "cuda" and (backend := backend_for(group, device)) != "nccl":
         raise NotImplementedError(
-            f"parameter {first!r} is on {device}, for which the process group's backend is {backend!r}, and shard= "
+            f"parameter {first!r} is on {device}, for which the process group's backend is {backend!r}. shard= "
             "needs 'nccl' there: pass it to init_process_group(), or leave shard= out."
         )
 

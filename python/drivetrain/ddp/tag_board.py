@@ -87,7 +87,7 @@ def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, 
     """Connects each host's first rank with those of the other hosts.
 
     Returns:
-        Whether hosts are connected, equal on every rank, and the group of the first ranks, None on other ranks.
+        True if hosts are connected, equal on every rank, and the group of the first ranks, None on other ranks.
     """
     backend = cpu_backend(group)
     if backend == "gloo":
@@ -103,7 +103,7 @@ def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, 
     are_connected = all(made == b"\1" for made in gather_bytes(bytes([not failure]), group))
     if failure or (not are_connected and dist.get_rank(group) == 0):
         warnings.warn(
-            "drivetrain: the hosts cannot connect over gloo, so that they do not compare their collectives: ranks of "
+            "drivetrain: the hosts cannot connect over gloo, so that they do not compare their collectives. Ranks of "
             "different hosts that leave out a step may train on with different parameters. Set GLOO_SOCKET_IFNAME to "
             f"the network interface that connects the hosts. {failure or 'Another rank has the error.'}",
             stacklevel=2,

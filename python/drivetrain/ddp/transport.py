@@ -21,7 +21,7 @@ from .gather import cpu_backend, gather_bytes, gather_objects, on_device
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
 
-# Each process group has one transport per dtype that rounds on the wire, however many modules are wrapped: all its
+# Each process group has one transport per dtype that rounds on the wire, however many modules are wrapped. All its
 # tensors must go in one order.
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, _C.Comm]] = WeakKeyDictionary()
 _returning_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -99,7 +99,7 @@ def make_comm(
     if wire_dtype is not None and (device.type != "cpu" or cpu_backend(group) != "gloo"):
         raise NotImplementedError(
             f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
-            f"is {cpu_backend(group)!r}: drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
+            f"is {cpu_backend(group)!r}. drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
             "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which also sums in bfloat16."
         )
     if choice == "nccl":

@@ -49,7 +49,7 @@ def accumulate(
     the mean over micro-batches. After a backward that communicates, `.grad` holds that mean, as under torch.
 
     Ranks may have different numbers of micro-batches. A rank at the end of its block takes part in the others' windows
-    with weight 0 and steps with them until all ranks are at the end. So every rank must leave the block, and the
+    with weight 0. It steps with them until all ranks are at the end. So every rank must leave the block, and the
     learning-rate scheduler must be passed here so that every rank steps it equally often.
 
     An exception that leaves the block, or a backward that raises, drops the collected gradients without a step.
@@ -201,7 +201,7 @@ class Window:
             **kwargs: Arguments of `torch.Tensor.backward`.
 
         Returns:
-            Whether the optimizer was stepped.
+            True if the optimizer was stepped.
 
         Raises:
             RuntimeError: The call is outside of the with block, or gradients were zeroed or written since the window
@@ -258,12 +258,11 @@ class Window:
                     steps.divisor = 1.0
 
     def _begin(self) -> None:
-        """Begins a window."""
         if self._ddp is not None:
             # Makes the next forward broadcast rank 0's buffers, also on ranks whose window ended without a last
             # forward.
             self._ddp.require_forward_param_sync = True
-        self._begin_anew()
+        self._begin_window()
 
     def _continue(self, state: dict[str, Any]) -> None:
         """Continues inside of a window."""
@@ -295,9 +294,9 @@ class Window:
         """Drops the collected gradients. The window goes on for the other ranks."""
         for param in [*self._params(), *self._reduced_params()]:
             param.grad = None
-        self._begin_anew()
+        self._begin_window()
 
-    def _begin_anew(self) -> None:
+    def _begin_window(self) -> None:
         self._micro_steps = 0
         self._weight = 0.0
         self._expect_next()
@@ -434,10 +433,9 @@ class Window:
         self._in_backward = [steps for steps in found if steps is not None]
         if self._in_backward and not (self._ddp is None and self._scaler is None and self._max_grad_norm is None):
             raise NotImplementedError(
-                "after optimizer.step_in_backward() the gradients of a window are used while its last backward runs. "
-                "drivetrain.accumulate() can then have no scaler and no max_grad_norm, which need all of them first, "
-                "and no DistributedDataParallel, whose ranks know the sum of their weights at the end: use no_sync() "
-                "there, without weights."
+                "drivetrain.accumulate() cannot be combined with a scaler, max_grad_norm or DistributedDataParallel "
+                "after optimizer.step_in_backward(), which consumes gradients during backward. "
+                "Under DistributedDataParallel use no_sync() without weights."
             )
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -469,9 +467,9 @@ class Window:
         param, grad, version = self._seen
         if param.grad is not grad or (grad is not None and grad._version != version):
             raise RuntimeError(
-                "gradients were zeroed or written inside of drivetrain.accumulate(), which collects them from one "
-                "window.backward() to the next and zeroes them after its step: take optimizer.zero_grad() and "
-                "loss.backward() out of the loop."
+                "gradients were zeroed or written inside of drivetrain.accumulate(), which collects them and zeroes "
+                "them after its step. Take optimizer.zero_grad() out of the loop, and call window.backward() instead "
+                "of loss.backward()."
             )
 
     # ---- Agreement between ranks. In every window each rank announces, before its first forward, that it has one. At

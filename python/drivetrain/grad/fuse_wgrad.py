@@ -25,15 +25,15 @@ def fuse_wgrad(model: nn.Module) -> None:
     after main_grads(), nothing is rounded to 16 bits in between.
 
     torch.nn.Linear and Hugging Face's Conv1D become subclasses; modules and state stay the same. Other subclasses of
-    theirs, which may have a forward of their own, are left alone. Supported together with DistributedDataParallel (the
-    first micro-batch then multiplies directly into the flat gradient buffer), main_grads(), autocast, no_sync(),
-    accumulate() and activation checkpointing, before or after this call.
+    theirs, which may have a forward of their own, are left alone. Supported together with DistributedDataParallel,
+    main_grads(), autocast, no_sync(), accumulate() and activation checkpointing, before or after this call. Under
+    DistributedDataParallel the first micro-batch multiplies directly into the flat gradient buffer.
 
-    Backward returns a gradient, as without this call, where another reader needs it or no product can add to `.grad`:
-    under torch.autograd.grad(), with create_graph=True, for weights with hooks (`register_hook`) or parametrizations,
-    and for the first of several gradients where `.grad` is None. The same holds for float16 on the CPU, for bfloat16 on
-    processors without AVX-512, and for 24-bit main gradients on CUDA. Regions under torch.compile, functional
-    transforms (torch.func) and tensor subclasses use torch's own layers.
+    Backward returns a gradient, as without this call, where another reader needs it or no product can add to `.grad`.
+    This is so under torch.autograd.grad(), with create_graph=True, and for weights with hooks (`register_hook`) or
+    parametrizations. It is also so for the first of several gradients where `.grad` is None. It holds for float16 on
+    the CPU, for bfloat16 on processors without AVX-512, and for 24-bit main gradients on CUDA. Regions under
+    torch.compile, functional transforms (torch.func) and tensor subclasses use torch's own layers.
 
     The layers' classes are drivetrain's from then on. Code that compares classes (torch.jit.script, quantize_dynamic)
     and pickled models depend on that: fuse the model that you train, not the one that you ship.

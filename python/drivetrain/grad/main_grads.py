@@ -67,7 +67,7 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
             raise ValueError(f"parameter {name!r} has a gradient already: call zero_grad() first")
         if is_dtensor(param):
             raise NotImplementedError(
-                f"parameter {name!r} is a DTensor, whose gradients others keep: under fully_shard() leave parameters "
+                f"parameter {name!r} is a DTensor, whose gradients others keep. Under fully_shard() leave parameters "
                 "in float32 and give it mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                 "reduce_dtype=torch.float32), which adds gradients in float32, too."
             )
@@ -181,8 +181,8 @@ def leave_to_rows(params: Sequence[Tensor]) -> None:
                 )
             if id(param) not in reduced:
                 raise NotImplementedError(
-                    f"a parameter of shape {tuple(param.shape)} has a main gradient and is not reduced, which does not "
-                    "go together with shard='gradients': freeze or ignore it before main_grads()."
+                    f"a parameter of shape {tuple(param.shape)} has a main gradient and is not reduced, which "
+                    "shard='gradients' does not support: freeze or ignore it before main_grads()."
                 )
     for model in [model for model, kept in _kept.items() if id(kept) in found]:
         for param in _kept.pop(model).params:

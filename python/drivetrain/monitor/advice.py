@@ -1,4 +1,4 @@
-"""Turns measured shares into advice: the cause and the cure in one sentence, only where both were measured."""
+"""Turns measured shares into advice: the cause and the remedy in one sentence, only where both were measured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SHARES = {"data": 0.10, "communication": 0.15, "recomputation": 0.15, "checkpoi
 
 @dataclass(frozen=True)
 class Setup:
-    """What advice depends on besides times.
+    """The facts besides times that advice depends on.
 
     Attributes:
-        num_workers: Of the loader; None if it is not known.
+        num_workers: Number of the loader's workers; None if it is not known.
         num_cores: Cores that this process may use.
         sees_loader: True if the loop's waits for its loader are marked.
         ranks_are_even: True if the ranks were compared and none is slow. They then wait for the network.
@@ -57,7 +57,7 @@ def _sentence(phase: str, share: float, summary: Summary, setup: Setup) -> str |
             return None
         return (
             f"{share:.0%} exposed communication: {per_step_ms:.1f} ms of each step wait for gradients that backward "
-            "does not hide; two micro-batches per step under no_sync() would halve their share"
+            "does not hide. Two micro-batches per step under no_sync() would halve their share"
         )
     if phase == "recomputation":
         return (
@@ -72,7 +72,7 @@ def _sentence(phase: str, share: float, summary: Summary, setup: Setup) -> str |
     if not setup.sees_loader:
         return (
             f"{share:.0%} of each step ({per_step_ms:.1f} ms) lies outside of forward, backward and optimizer: loop "
-            "over monitor(loader), which tells how much of it is waiting for data"
+            "over monitor(loader), which tells how much of it waits for data"
         )
     return (
         f"{share:.0%} of each step ({per_step_ms:.1f} ms) lies outside of loading, forward, backward and optimizer: "

@@ -59,7 +59,7 @@ class Collector:
         rates_of: Takes samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
         setup: Returns facts for advice.
         place: Returns the position in the epoch, for the progress line.
-        device: Where the training runs.
+        device: The device of the training.
         hangs: Watches the training thread.
         progress: The progress line; None shows none.
     """
@@ -103,7 +103,7 @@ class Collector:
         self._system = System(device)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread that takes steps from the trace."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -168,7 +168,7 @@ class Collector:
         if self._device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "monitor: times are of the host, and CUDA runs behind it: a phase shows when work was enqueued or "
+                "monitor: times are of the host, and CUDA runs behind it. A phase shows when work was enqueued or "
                 "waited for, not when the GPU did it"
             )
         samples, seconds = self._samples_of(account.step), account.wall_ns * 1e-9

@@ -18,7 +18,7 @@ _PREFIX = "drivetrain/monitor/"
 
 
 class Message(TypedDict):
-    """What a rank shows the others."""
+    """The message that a rank shows the others."""
 
     place: Place
     profile: Profile | None
@@ -57,7 +57,7 @@ class Exchange:
         """Publishes the place, and the noted steps.
 
         Args:
-            place: Of this rank.
+            place: The place of this rank.
             wants_others: True reads the places of the other ranks.
 
         Returns:

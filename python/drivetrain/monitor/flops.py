@@ -104,7 +104,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
     Args:
         device: A CUDA device, or another one, whose peak is not known.
-        dtype: Of the products.
+        dtype: The dtype of the products.
     """
     if device.type != "cuda":
         return None

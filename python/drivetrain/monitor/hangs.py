@@ -18,7 +18,7 @@ _TIMES_THE_LONGEST = 3  # a phase that has taken longer before gets as many time
 
 
 class Place(TypedDict):
-    """Where a rank is, as it shows the others."""
+    """The position of a rank in its training, as it shows the others."""
 
     beat: int  # grows with each message
     step: int  # under way
@@ -35,9 +35,9 @@ class Hang:
         rank: The rank that the others wait for, or this one.
         phase: Its phase.
         where: Its file, line and function.
-        seconds: How long this rank has stood still.
+        seconds: Seconds for which this rank has stood still.
         text: A sentence with all of it.
-        stack: Of this rank's training thread, outermost call first.
+        stack: The stack of this rank's training thread, outermost call first.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class HangWatch:
         """Returns where this rank is now.
 
         Args:
-            standing: Of the trace, after its records were read.
+            standing: The standing of the trace, after its records were read.
             step: Number of the step that is under way.
         """
         self._beat += 1
@@ -104,7 +104,7 @@ class HangWatch:
         """Returns the hang, if it is time to report one: at the limit, and each time that the wait has doubled.
 
         Args:
-            places: Of the other ranks, by rank; empty if they are not known.
+            places: The places of the other ranks, by rank; empty if they are not known.
         """
         place = self._place
         if place is None or self.limit_s <= 0 or place["quiet_s"] < self._next_s:

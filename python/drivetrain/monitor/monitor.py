@@ -63,8 +63,8 @@ class Monitor:
         count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
 
     Raises:
-        TypeError: `model` is no module, `optimizer` no optimizer and no sequence of them, or `to` is no list, or holds
-            something else than strings and sinks, or `count` is no function.
+        TypeError: `model` is no module, `optimizer` is no optimizer and no sequence of them, or `count` is no function.
+            Or `to` is no list, or holds something else than strings and sinks.
         ValueError: A sink's string, `flops`, `peak_flops` or `report_hang_after` is wrong.
         ImportError: The package of a sink is missing; the message says how to install it.
         NotImplementedError: The model is on a device other than the CPU and CUDA, or drivetrain was built without CUDA.
@@ -233,7 +233,7 @@ class Monitor:
 
     @property
     def advice(self) -> list[str]:
-        """One sentence with cause and cure for each phase that takes more than its share."""
+        """Returns one sentence with cause and remedy for each phase that takes more than its share."""
         return list(self._entered().advice.values())
 
     @property

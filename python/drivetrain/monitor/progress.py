@@ -25,7 +25,7 @@ class Progress:
 
     Args:
         kind: "live", "lines" or "notebook"; None finds out where the output goes.
-        file: Where lines go; None is stderr.
+        file: The output of lines; None is stderr.
     """
 
     def __init__(self, kind: str | None = None, file: TextIO | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Monitors a script that nobody edits: `drivetrain run --monitor`."""
+"""Monitors an unedited script: `drivetrain run --monitor`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ANSWER_S, _SETTLED_S, _POLL_S = 5.0, 0.2, 0.02
 
 
 class Address(TypedDict):
-    """Where a process takes requests for its stacks."""
+    """The address at which a process takes requests for its stacks."""
 
     signal: int
     fd: int  # of the memory file that the stacks are appended to
@@ -52,7 +52,7 @@ def stacks_of(address: Address, process: Process) -> str:
     """Returns the stacks of a process of this host.
 
     Args:
-        address: What its `answer_requests` returned.
+        address: The address that its `answer_requests` returned.
         process: Its identity.
 
     Raises:

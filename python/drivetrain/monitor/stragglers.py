@@ -67,7 +67,7 @@ def find_straggler(profiles: Mapping[int, Profile]) -> Straggler | None:
     named if its median exceeds the median of the others' by 3 %, and by six standard errors of both medians.
 
     Args:
-        profiles: Of every rank. Ranks need not have the same steps.
+        profiles: The profiles of every rank. Ranks need not have the same steps.
 
     Returns:
         The slowest such rank, or None. Also None with fewer than two ranks.

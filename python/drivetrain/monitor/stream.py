@@ -71,7 +71,7 @@ class _Lane:
             self._has_news.set()
 
     def close(self, begin: float) -> None:
-        """Waits until the sink has taken what is queued. What is left after its limit counts as dropped.
+        """Waits until the sink has taken all queued events. Events left after its limit count as dropped.
 
         Args:
             begin: When the closing of all sinks began, by the monotonic clock.

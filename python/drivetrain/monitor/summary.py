@@ -36,7 +36,7 @@ _NEEDED = {
 
 @dataclass(repr=False)
 class Summary:
-    """Where the time of a run's steps went.
+    """The phases that took the time of a run's steps.
 
     Attributes:
         name: Title of the run.
@@ -81,7 +81,7 @@ class Summary:
 
     @property
     def notes(self) -> list[str]:
-        """What was advised, which rank is slow, and what sinks dropped."""
+        """Returns the advice, the slow rank, and the number of dropped events."""
         return list(self._texts.values())
 
     def _add(self, event: Event) -> None:

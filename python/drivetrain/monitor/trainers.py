@@ -54,7 +54,7 @@ class TrainerMonitor(Monitor):
         """Ends the last step and the monitor. Later calls do nothing.
 
         Args:
-            error: What has ended the training early.
+            error: The exception that has ended the training early.
         """
         atexit.unregister(self.finish)
         self.restore()
@@ -95,7 +95,7 @@ class TrainerMonitor(Monitor):
         self._take_batch(batch)
 
     def pause(self) -> None:
-        """Ends the last step. What follows until the next wait, such as an evaluation, belongs to no step."""
+        """Ends the last step. Work before the next wait, such as an evaluation, belongs to no step."""
         self._end_batches()
 
     def pause_if_over(self) -> None:

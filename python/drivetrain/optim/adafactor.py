@@ -20,17 +20,17 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     whose second moment is kept as a row and a column. Parameters of fewer dimensions keep it per element. These states
     are small and stay float32 with `state_bits=8`.
 
-    A step makes three passes over a matrix: its gradient for the sums of rows and columns, gradient and parameter for
-    the norms, and the update. Vectors take two: the norms and the update. Sums are in float64 in a fixed order, so the
-    bits do not depend on threads, instruction set or device. Matrices that are not row-major in memory are stepped in a
-    copy.
+    A step makes three passes over a matrix. The first reads its gradient for the sums of rows and columns, the second
+    gradient and parameter for the norms, and the third updates. Vectors take two: the norms and the update. Sums are in
+    float64 in a fixed order, so the bits do not depend on threads, instruction set or device. Matrices that are not
+    row-major in memory are stepped in a copy.
 
-    On CUDA a step takes six launches for any number of parameters, or four without matrices: the step's scalars, the
-    sums of rows and columns, the factors, the norms, the adapted step sizes, and the update.
+    On CUDA a step takes six launches for any number of parameters, or four without matrices. They compute the step's
+    scalars, the sums of rows and columns, the factors, the norms, the adapted step sizes, and the update.
 
     Source: Shazeer & Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", algorithms 4 and 5,
-    as torch implements it: means instead of sums, eps1 in the update and not in the factors, and no first moment. If
-    `eps[0]` is None it is the resolution of the dtype of the group's first parameter.
+    as torch implements it. torch has means instead of sums, eps1 in the update and not in the factors, and no first
+    moment. If `eps[0]` is None it is the resolution of the dtype of the group's first parameter.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.

@@ -113,12 +113,12 @@ class AdamWScheduleFree(FusedOptimizer):
                     continue
                 beta1 = group["betas"][0]
                 for param in group["params"]:
-                    self._move_towards_z(param, group, 1 - beta1 if train else 1 - 1 / beta1)
+                    self._move_toward_z(param, group, 1 - beta1 if train else 1 - 1 / beta1)
                 group["train_mode"] = train
         if swapped is not None:
             swapped.gather()
 
-    def _move_towards_z(self, param: Tensor, group: dict[str, Any], weight: float) -> None:
+    def _move_toward_z(self, param: Tensor, group: dict[str, Any], weight: float) -> None:
         state = sharded.local_values(param, self.state.get(param, {}))
         if not precision.has_state(state, "z"):
             return  # It has not been stepped, so that all points are one.

@@ -129,15 +129,15 @@ class FusedOptimizer(LeftToTorch):
             closure: Reevaluates the model and returns the loss, as in torch.
 
         Raises:
-            TypeError: A gradient's or state's dtype, or a state's shape, does not fit its parameter; a parameter was
-            cast since the last step; or a hyper-parameter is not a number. The message names the parameter.
+            TypeError: A gradient's or state's dtype, or a state's shape, does not fit its parameter. A parameter was
+            cast since the last step, or a hyper-parameter is not a number. The message names the parameter.
             ValueError: A gradient's shape or device does not fit its parameter. Two parameters share memory, or two
             gradients do in a step that writes them. A group lacks a hyper-parameter or has one out of range. The
             environment variable DRIVETRAIN_ISA names no instruction set of this processor.
             RuntimeError: A gradient is sparse and the rule is neither SGD's nor Adagrad's, or a CUDA graph captures the
             first step, which creates states.
-            NotImplementedError: The parameters are on a device without kernels in this build, on several devices where
-            max_grad_norm or a GradScaler needs one, or tensor subclasses other than DTensor.
+            NotImplementedError: The parameters are tensor subclasses other than DTensor, or on a device without kernels
+            in this build. They are on several devices where max_grad_norm or a GradScaler needs one.
 
             After an error no parameter, state or step counter has changed.
         """
@@ -273,8 +273,8 @@ class FusedOptimizer(LeftToTorch):
         """Adds a group as torch does, and rejects the options that the constructor rejects.
 
         Raises:
-        NotImplementedError: The group sets `differentiable`, or has a DTensor that the rule cannot step: an unreduced
-        partial sum, or a parameter to gather in a storage format that only parts can have.
+        NotImplementedError: The group sets `differentiable`, or has a DTensor that the rule cannot step. Such a DTensor
+        is an unreduced partial sum, or is to be gathered in a storage format that only parts can have.
         ValueError: An option or a hyper-parameter of the group is out of range or not finite.
         TypeError: A hyper-parameter is not a number, or the group is not a dict.
 

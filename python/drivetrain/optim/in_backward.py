@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from .base import FusedOptimizer
 
 WHY_NOT_CLIPPED = (
-    "clipping by the norm of all gradients needs the last of them before the first is used, and with "
-    "step_in_backward() the first is gone by then: leave max_grad_norm None, or clip by the norm of the step before, "
-    "step_in_backward(model, clip_by_previous_norm=...)."
+    "the norm of all gradients is not known before step_in_backward() uses the first. Leave max_grad_norm None, or "
+    "clip by the norm of the step before: step_in_backward(model, clip_by_previous_norm=...)."
 )
 _STEPPED_BY = "_drivetrain_stepped_by"  # the name of an attribute of parameters
 

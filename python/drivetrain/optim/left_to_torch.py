@@ -111,8 +111,8 @@ class LeftToTorch(StateDicts):
 
         Args:
             refused: Parameters that no step here can step, and why.
-            reason: Why it steps all of them, if no other is left.
-            stacklevel: Of the warning, from this function.
+            reason: The reason why it steps all of them, if no other is left.
+            stacklevel: Stack level of the warning, from this function.
         """
         if self._steps_as_torch:
             return

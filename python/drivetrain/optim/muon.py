@@ -31,8 +31,8 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     On CUDA a step takes one launch for the step's scalars and two per batch, beside those of torch's products. A
     skipped step still runs the products, because the host does not know of it, and writes nothing.
 
-    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; `adjust_lr_fn` after Liu et
-    al. 2025, "Muon is Scalable for LLM Training", section 2.2; as torch implements it.
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", as torch implements it.
+    `adjust_lr_fn` follows Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2.
 
     Args:
         params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.

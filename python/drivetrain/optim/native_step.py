@@ -122,7 +122,7 @@ class NativeStep(GradScaling):
                 else:
                     state[name] = value
 
-        def round_anew(param: Tensor, group: dict[str, Any], label: str) -> None:
+        def round_again(param: Tensor, group: dict[str, Any], label: str) -> None:
             state = states[param]
             # The parameter's own bits may change only where it had a remainder, a compensation or a master.
             had_extra = any(name in state for name in precision.EXTRA_NAMES)
@@ -154,7 +154,7 @@ class NativeStep(GradScaling):
                     fresh.append(param)
                 write(param, entries)
         for param, group, label in params:
-            round_anew(param, group, label)
+            round_again(param, group, label)
         conversions.run()
         return fresh
 

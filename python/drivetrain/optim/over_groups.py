@@ -1,7 +1,7 @@
 """Remembers parameters that DistributedDataParallel reduces over another group of ranks than their model's.
 
-Ranks hold different ones, such as experts. What an optimizer or a scaler finds out from all gradients must therefore be
-shared by the ranks, so that all of them clip alike and skip the same steps.
+Ranks hold different ones, such as experts. They must therefore share the facts that an optimizer or a scaler finds out
+from all gradients. All of them then clip alike and skip the same steps.
 """
 
 import weakref
@@ -25,12 +25,12 @@ class Ranks(Protocol):
 
 
 class Placed(NamedTuple):
-    """How a parameter is held by some ranks only.
+    """The ranks that hold a parameter, and its part in sums over all ranks.
 
     Attributes:
         scale: The hook that scales its gradients. A new wrapper of the parameter ends the one of its last wrapper.
         ranks: All ranks that train the model.
-        counts: Whether this rank counts the parameter in sums over ranks: it is the first of those that hold it.
+        counts: True if this rank counts the parameter in sums over ranks: it is the first of those that hold it.
     """
 
     scale: RemovableHandle
@@ -82,8 +82,8 @@ def sum_of_squares(ranks: Ranks, params: Sequence[Tensor]) -> Tensor:
     for param in params:
         if is_dtensor(param) or (param.grad is not None and param.grad.layout != torch.strided):
             raise NotImplementedError(
-                f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient, "
-                "and no norm over ranks covers it: clip it on its own."
+                f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient. "
+                "No norm over ranks covers it: clip it on its own."
             )
     grads = [param.grad for param in params if param.grad is not None and placed[param].counts]
     nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What shares parameters among ranks: a wrapper's ddp.sharding.Sharding."""
+    """The object that shares parameters among ranks: a wrapper's ddp.sharding.Sharding."""
 
     def gather(self, params: list[Tensor]) -> None:
         """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
@@ -42,7 +42,7 @@ class Piece:
         part: A DTensor of the parameter's shape whose local part becomes the piece. Its placement splits dimension 0,
             or is a replica for parameters without dimensions.
         rows: The first row of this rank and the one behind its last.
-        owner: What gathers the parameter after a step.
+        owner: The object that gathers the parameter after a step.
     """
 
     def __init__(self, name: str, param: Tensor, part: "DTensor", rows: tuple[int, int], owner: Owner) -> None:
@@ -56,7 +56,7 @@ class Piece:
 
     @property
     def owner(self) -> Owner:
-        """What gathers the parameter after a step.
+        """Returns the object that gathers the parameter after a step.
 
         Raises:
             RuntimeError: The wrapper is gone.

@@ -156,9 +156,9 @@ def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     asked = [f"{name}={group[name]!r}" for name in _NOT_GATHERED if group.get(name) not in (None, "nearest")]
     if asked and split_dims(param) and gathers(param, group):
         return (
-            f"{where}, which this optimizer gathers for its step, and {', '.join(asked)} is for parts only: leave it "
-            "out for this group, redistribute the parameter to Replicate(), or leave it out of fully_shard() "
-            "(ignored_params)"
+            f"{where}, which this optimizer gathers for its step, and {', '.join(asked)} is for parts only. Leave that "
+            "option out for this group, redistribute the parameter to Replicate(), or leave the parameter out of "
+            "fully_shard() (ignored_params)"
         )
     return None
 
@@ -167,8 +167,8 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
     """Sums the squares of all gradients, and counts each element once however many ranks have a copy.
 
     Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
-    (settle_gradient()); those of plain tensors count as what every rank has. Of parameters that some ranks hold
-    (over_groups.py), the first of these ranks counts them.
+    (settle_gradient()); those of plain tensors are equal on every rank. The first of the ranks that hold a parameter
+    counts it, if only some hold it (over_groups.py).
 
     Returns:
         float64 [], on the device of the gradients, equal on every rank of the meshes.
@@ -336,7 +336,7 @@ class Shards:
                 return before
             if before.local.dtype != local.dtype and state.get(param):
                 raise TypeError(
-                    f"{label()} is {local.dtype} but was {before.local.dtype} in the step before: cast it back, or "
+                    f"{label()} is {local.dtype} but was {before.local.dtype} in the step before. Cast it back, or "
                     "make a new optimizer for it (the state can be taken along with load_state_dict)."
                 )
         if (reason := why_not(param, group, gathers)) is not None:

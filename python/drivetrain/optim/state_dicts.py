@@ -75,7 +75,7 @@ class StateDicts(NativeStep):
         state_bits=8. As in torch, the group's options are the saved ones.
 
         Raises:
-            ValueError: The groups do not fit, as in torch; a saved group has an option out of range; or the state
+            ValueError: The groups do not fit, as in torch, or a saved group has an option out of range. The state
             belongs to another optimizer or to a newer version of drivetrain.
 
             After an error the optimizer has the groups and states that it had before.
@@ -172,9 +172,9 @@ class StateDicts(NativeStep):
     def torch_state_dict(self) -> dict[str, Any]:
         """Returns state_dict() in torch's own layout, for training to continue with torch's class.
 
-        Compressed states become float32 tensors, step counters and scalars move to the CPU unless the group sets
-        `fused` or `capturable`, and drivetrain's own entries are left out. load_state_dict() loads it back. torch's
-        state has no place for the bits of a master beyond the parameter's; float32_value() returns them.
+        Compressed states become float32 tensors, and drivetrain's own entries are left out. Step counters and scalars
+        move to the CPU unless the group sets `fused` or `capturable`. load_state_dict() loads it back. torch's state
+        has no place for the bits of a master beyond the parameter's; float32_value() returns them.
         """
         result = self.state_dict()
         params_by_key = self._params_by_key(result)

@@ -21,5 +21,5 @@ def why_not(param: Tensor, local: Tensor) -> str:
     what = f"a {type(local).__name__}" + ("" if local is param else f" in a {type(param).__name__}")
     return (
         f"is a tensor subclass that wraps others ({what}), which drivetrain's optimizers do not support: use "
-        "torch.optim for it, or a plain tensor as the layer's weight"
+        "torch.optim for it, or a plain tensor as the weight"
     )

@@ -41,7 +41,7 @@ class HostAllocator:
 
     Attributes:
         allocated: Bytes in use.
-        reserved: The same number: freed memory counts as returned.
+        reserved: Equal to `allocated`, because freed memory counts as returned.
     """
 
     def __init__(self) -> None:
@@ -106,8 +106,8 @@ class _FreeBlocks:
 class CachingAllocator:
     """Follows the rules of torch's CUDA caching allocator with its default settings, for one stream.
 
-    Requests are rounded up to 512 bytes. Requests up to 1 MiB share segments of 2 MiB; those below 10 MiB share
-    segments of 20 MiB; larger ones get a segment rounded up to 2 MiB. The best fit among the free blocks is split where
+    Requests are rounded up to 512 bytes. Requests up to 1 MiB share segments of 2 MiB, and those below 10 MiB share
+    segments of 20 MiB. Larger ones get a segment rounded up to 2 MiB. The best fit among the free blocks is split where
     enough remains. Freed blocks merge with free neighbors and stay reserved. If a new segment exceeds the capacity, all
     segments without blocks in use are released first.
 
@@ -119,7 +119,7 @@ class CachingAllocator:
         allocated: Bytes of blocks in use, rounded.
         requested: Bytes in use, as asked for.
         reserved: Bytes of segments.
-        num_releases: How often cached segments were released to make room.
+        num_releases: Number of times that cached segments were released to make room.
     """
 
     def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:

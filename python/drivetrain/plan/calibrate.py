@@ -41,7 +41,7 @@ _RUN_S = 0.02  # time for one operation, unless its least number of runs takes l
 
 @dataclass
 class Calibration:
-    """What was measured of a trace's operations, by signature.
+    """The measurements of a trace's operations, by signature.
 
     Attributes:
         seconds: Time of a call.
@@ -73,8 +73,8 @@ def cache_path() -> Path:
 def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Path | None = None) -> Calibration:
     """Measures the operations of a trace alone, the most expensive first, and then in the order of the step.
 
-    What was measured in the order of the step counts. If the step does not fit this machine's free memory or the time,
-    the operations are measured alone a second time, and the shorter time of each counts.
+    The times measured in the order of the step count. If the step does not fit this machine's free memory or the time
+    limit, the operations are measured alone a second time. The shorter time of each then counts.
 
     Args:
         trace: The steps.
@@ -155,7 +155,7 @@ def _read(cache: Path | None) -> dict[str, Any]:
         return {}
     try:
         kept = json.loads(cache.read_text())
-    except ValueError:  # a damaged file is measured anew
+    except ValueError:  # a damaged file is measured again
         return {}
     return kept if isinstance(kept, dict) else {}
 

@@ -18,7 +18,7 @@ _TARIFFS = ("on_demand", "spot", "reserved")
 
 @dataclass(frozen=True)
 class Run:
-    """What a run computes and keeps.
+    """The computation and storage of a run.
 
     Attributes:
         num_steps: Optimizer steps.
@@ -49,7 +49,7 @@ class Price:
         device_hours: Hours of all devices.
         amount: Price of the devices.
         storage: Price of the stored checkpoints.
-        currency: Of both.
+        currency: The currency of both.
     """
 
     tariff: str
@@ -70,10 +70,10 @@ class Prices:
 
     Attributes:
         tariffs: Prices by tariff.
-        interruptions_per_hour: Of Spot instances, of the whole job.
+        interruptions_per_hour: Interruptions of the whole job on Spot instances.
         restart_minutes: From an interruption to the first step after it.
         gib_month: Price of a stored GiB per month.
-        currency: Of all prices.
+        currency: The currency of all prices.
     """
 
     tariffs: dict[str, float]

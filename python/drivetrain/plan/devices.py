@@ -50,7 +50,7 @@ class Device:
         link: The link between devices of a host.
         network: The link between hosts, for one device.
         call_s: On a CPU, seconds that Python and autograd add to an operation.
-        is_calibrated: Whether figures were measured on this machine.
+        is_calibrated: True if figures were measured on this machine.
     """
 
     key: str

@@ -86,9 +86,9 @@ def plan_memory(
     Args:
         trace: The steps.
         device: The device, whose kind chooses the allocator.
-        options: What the run does beside the step.
+        options: The settings of the run besides its step.
         workspaces: The most bytes that an operation holds while it runs, results included, by signature.
-        recomputation: What a budget of activations recomputes.
+        recomputation: The recomputation of a budget of activations.
     """
     is_cuda = device.kind == "cuda"
     allocator: Allocator = CachingAllocator(expandable=options.expandable) if is_cuda else HostAllocator()

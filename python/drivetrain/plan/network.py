@@ -1,6 +1,6 @@
 """Predicts the time of all-reduces on clusters by latency, bandwidth and additions, and fits these to measurements.
 
-Every algorithm is an alpha-beta-gamma model: alpha is the latency of a hop, beta the seconds per byte of a link, and
+Every algorithm is an alpha-beta-gamma model. Alpha is the latency of a hop, beta the seconds per byte of a link, and
 gamma the seconds per byte of additions. `timing.py` uses the two-level one for plans.
 """
 

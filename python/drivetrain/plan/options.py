@@ -18,7 +18,7 @@ _ENGINES = ("drivetrain", "torch")
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan assumes beside the step.
+    """The assumptions of a plan besides the step.
 
     Attributes:
         world_size: Number of ranks.
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients lie in a buffer that outlives the step."""
+        """Returns True if gradients lie in a buffer that outlives the step."""
         return not self.release and (self.accumulate > 1 or (self.world_size > 1 and self.ddp == "drivetrain"))
 
     @property

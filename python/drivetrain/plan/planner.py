@@ -70,7 +70,7 @@ def plan(
         bucket_mib: MiB of a bucket.
         expandable: The CUDA allocator uses expandable segments.
         calibrate: For device "cpu": measures the step's operations on this machine for up to 30 seconds, or as many as
-            given, and keeps the measurements in a cache.
+            given. A cache keeps the measurements.
         devices: A TOML file with more devices, in the format of the built-in table.
 
     Returns:

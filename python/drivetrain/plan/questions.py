@@ -26,13 +26,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Gain:
-    """What an option changes.
+    """The changes that an option makes.
 
     Attributes:
         option: Its name, as the plan takes it.
         saved_bytes: Bytes less at the peak.
         added_s: Seconds more in a step; negative if it is faster.
-        fits: Whether the step fits with it.
+        fits: True if the step fits with it.
     """
 
     option: str

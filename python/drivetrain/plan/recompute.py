@@ -12,7 +12,7 @@ from .trace import ALLOC, FREE, OP, Event, StepTrace
 
 @dataclass
 class Recomputation:
-    """What a budget recomputes in backward.
+    """The recomputation of a budget in backward.
 
     Attributes:
         dropped: Blocks that forward frees and backward makes again.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .trace import ALLOC, FREE, OP, Category, Operand, StepTrace, TensorSpec
 
-# What calls raise that cannot run on made-up values.
+# Calls that cannot run on made-up values raise one of these.
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 # oneDNN reads whatever the forward pass has left in a workspace, whose size and layout a trace does not know.
 UNSAFE = ("aten::mkldnn_rnn_layer_backward",)

@@ -31,13 +31,13 @@ class Plan:
     Attributes:
         trace: The traced steps, with the planned optimizer's states.
         device: The device.
-        options: What the run does beside the step.
+        options: The settings of the run besides its step.
         memory: The memory of a rank.
         time: The time of a step.
         batch: Samples of a micro-batch; None: not given.
         length: Length of a sequence; None: not given.
-        recomputation: What the budget recomputes; None without a budget.
-        calibration: What was measured on this machine; None without a calibration.
+        recomputation: The recomputation of the budget; None without a budget.
+        calibration: The measurements on this machine; None without a calibration.
     """
 
     trace: StepTrace

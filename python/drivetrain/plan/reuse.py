@@ -9,8 +9,8 @@ def without_copies(trace: StepTrace, accumulations: dict[int, tuple[int, ...]]) 
     """Corrects the events for memory that autograd reuses.
 
     Autograd adds up gradients in place of one that nothing else refers to, and takes a parameter's first gradient
-    without a copy. It does neither for tensors without values, so that the trace has an operation with a new block
-    there, after which an operand of the same size is freed. The new block then continues that operand's.
+    without a copy. It does neither for tensors without values. The trace then has an operation with a new block there,
+    after which an operand of the same size is freed. The new block then continues that operand's.
     """
     events = trace.events
     freed_soon: dict[int, int] = {}  # the event that frees a reused operand, by the event that allocates the result

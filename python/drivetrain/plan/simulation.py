@@ -142,7 +142,7 @@ class Stragglers:
     Attributes:
         slow: By rank, the factor by which its forward and backward take longer.
         jitter: Standard deviation of the logarithm of every rank's and step's time. 0: none.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -258,8 +258,8 @@ def simulate(
         cluster: The cluster.
         ranks: Number of ranks.
         steps: Number of steps. The next one begins when all ranks have ended the one before.
-        stragglers: Which ranks are slow; None: none.
-        faults: When links fail.
+        stragglers: The slow ranks; None: none.
+        faults: The times at which links fail.
         algorithm: As for `all_reduce_seconds`.
 
     Raises:

@@ -70,7 +70,7 @@ def plan_time(
     Args:
         trace: The step.
         device: The device.
-        options: What the run does beside the step.
+        options: The settings of the run besides its step.
         samples: Samples of a micro-batch.
         measured: Seconds of operations by signature, measured on this machine.
         added_s: Seconds that recomputation under a budget adds to a micro-batch.

@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Where a tensor argument lies: its block, -1 for none, and its first element's index there."""
+    """The position of a tensor argument: its block, -1 for none, and its first element's index there."""
 
     block: int
     offset: int
@@ -70,14 +70,14 @@ class OpCall:
         name: Its name, such as "aten::mm".
         module: The module that called it, or whose forward made its node of the graph.
         phase: The phase of the step.
-        is_recomputation: Whether backward ran it to recompute a part of forward.
+        is_recomputation: True if backward ran it to recompute a part of forward.
         flops: Floating-point operations of matrix products, convolutions and attention; 0 for others.
         num_bytes: Bytes of tensors that it reads and writes; 0 for views.
         dtype: The dtype of its results, such as "float32".
         reads: Blocks of its arguments.
         writes: Blocks of its results.
         signature: An index into StepTrace.signatures; -1: a view, or an operation that runs natively.
-        operands: Where its tensor arguments lie, in the order of the signature's.
+        operands: The positions of its tensor arguments, in the order of the signature's.
         results: The block of each tensor that it returns.
     """
 
@@ -97,7 +97,7 @@ class OpCall:
 
 @dataclass
 class ParameterInfo:
-    """A parameter of the model."""
+    """The facts about a parameter that a plan needs, without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class StepTrace:
         signatures: Distinct operations with their arguments.
         num_steps: Number of traced steps.
         optimizers: Names of the optimizers' classes that stepped.
-        notes: What the trace leaves out.
+        notes: Descriptions of the operations that the trace leaves out.
         samples: Samples that the last step took from a script's DataLoader; 0: not known.
         epoch_samples: Samples of that DataLoader's data set; 0: not known.
     """

@@ -136,7 +136,7 @@ class Tracer:
         if isinstance(error, DynamicOutputShapeException):
             raise PlanError(
                 f"{self._what} calls {error.func} ({_line_of(error)}), whose result has a shape that depends on "
-                f"values, and a plan computes no values: leave the call out of {self._what}, or compute it before"
+                f"values. A plan computes no values: leave the call out of {self._what}, or compute it before"
             ) from error
         if "SparseTensorImpl" in str(error):
             raise PlanError(
@@ -155,7 +155,7 @@ class Tracer:
         self.trace.num_steps += 1
 
     def finish(self) -> StepTrace:
-        """Returns the trace."""
+        """Ends the recording and returns the trace, in which autograd adds up gradients in place."""
         self._recorder.finish()
         self.trace.events = without_copies(self.trace, self._recorder.accumulations)
         if not any(op.phase == "backward" for op in self.trace.ops):

@@ -113,7 +113,7 @@ struct Stream {
   OpRef last;
   Clock clock;
   uint64_t number = 0;
-  unsigned lag = 1;  // factor of its delays, drawn anew whenever it was empty
+  unsigned lag = 1;  // factor of its delays, drawn again whenever it was empty
   std::shared_ptr<Capture> capture;
 };
 

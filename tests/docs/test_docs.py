@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -102,6 +103,17 @@ def test_table_of_differences_is_the_doctors() -> None:
     table, end, _ = rest.partition("\n<!-- end of differences -->")
     assert end
     assert table == differences.as_markdown()
+
+
+@pytest.mark.parametrize("package", ["", ".checkpointing", ".data", ".monitor", ".optim", ".plan"])
+def test_reference_has_every_public_name(package: str) -> None:
+    text = "\n".join(page.read_text() for page in (REPOSITORY / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: [\w.]*\.(\w+)$", text, re.MULTILINE))
+    module = importlib.import_module(f"drivetrain{package}")
+    objects = {name: getattr(module, name) for name in module.__all__}
+    names = {name for name, each in objects.items() if getattr(each, "__module__", "").startswith("drivetrain")}
+    assert names
+    assert names <= shown
 
 
 def test_readme_is_short() -> None:

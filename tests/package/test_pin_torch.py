@@ -28,7 +28,9 @@ def test_a_wheel_requires_the_torch_that_it_was_built_against(pinned, repository
     assert Version(project["version"]).local == f"torch2.13.{platform}"
     assert Version(project["version"]).public == Version(tomllib.loads(text)["project"]["version"]).public
     torch = next(each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
-    assert [version for version in ("2.12.0", "2.13.0+cpu", "2.13.1", "2.14.0") if torch.specifier.contains(version)] == [
+    assert [
+        version for version in ("2.12.0", "2.13.0+cpu", "2.13.1", "2.14.0") if torch.specifier.contains(version)
+    ] == [
         "2.13.0+cpu",
         "2.13.1",
     ]

@@ -39,5 +39,5 @@ def test_a_wheel_requires_the_torch_that_it_was_built_against(pinned, repository
 
 
 def test_a_file_without_the_requirement_is_refused(pinned) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match="0 lines that match .*dependencies"):
+    with pytest.raises(ValueError, match=r"0 lines that match .*dependencies"):
         pinned('version = "1.0"\n', "2.13.0", "cpu")

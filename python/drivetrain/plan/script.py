@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from ..main_script import load_script
 from .trace import StepTrace
 from .tracer import PlanError, Tracer
 
@@ -64,8 +65,6 @@ def trace_script(
         ScriptError: The script cannot be compiled, or raises an error of its own.
         OSError: The script cannot be read.
     """
-    from ..cli.run import load_script
-
     tracer = Tracer(torch.device("cpu"), device_kind, is_script=True)
     batches = _Batches()
     steps, exit_code = 0, None

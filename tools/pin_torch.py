@@ -1,4 +1,4 @@
-"""Prepares pyproject.toml for one wheel of many: its version names the torch and the platform, and it requires that torch.
+"""Prepares pyproject.toml for one wheel of many: its version and its requirement name the torch that it loads with.
 
 A module loads only with the minor version of torch that it was built against. Wheels for several of them therefore need
 names that differ and requirements that say so. CI runs this script on a checkout that it builds one wheel from.

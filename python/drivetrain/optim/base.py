@@ -17,7 +17,7 @@ from .native_step import hypers, learning_rate
 from .report import Counts, Report, report_of
 from .sharded import Measured
 
-__all__ = ["FusedOptimizer", "constructed", "hypers", "in_place_of", "learning_rate"]
+__all__ = ["FusedOptimizer", "hypers", "in_place_of", "learning_rate"]
 
 
 class FusedOptimizer(LeftToTorch):

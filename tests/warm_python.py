@@ -5,8 +5,9 @@ which has imported torch, for a fork. The fork runs the arguments as `python` do
 program passes files, folder, variables and signals on, and dies as the fork dies. If it dies first, the fork is killed.
 
 The program becomes a plain `python` where a fork would behave differently: with other options than -u, -c and -m, with
-inherited files, with variables that are read at the start, and in another namespace, group or under another resource
-limit than the server.
+inherited files, with variables that are read at the start, and in another namespace or under another resource limit
+than the server. A program of another session or group than the server's gets a fork that leads a session of its own.
+Signals to its group reach the fork, but not what the fork has started, unless the program leads its session, too.
 """
 
 from __future__ import annotations
@@ -21,30 +22,33 @@ import sys
 from typing import Any, NoReturn
 
 _HEADER_BYTES = 8
-_SESSION = 5  # the place in _facts() of the session and the group; 0 for a process that leads a session
+_SESSION = 5  # the place in _facts() of the session and the group; None for a process that leads a session
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("TORCH_LOGS", "TORCH_CPP_", "TORCH_SHOW_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
-_PASSED_ON = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS")  # the fork does what they ask for
+# The fork does what these ask for. torch sets the last one itself, and reads it at each use.
+_PASSED_ON = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_program: str | None = None
+_programs: dict[tuple[str, ...], str] = {}
 
 
-def warm_python() -> str:
-    """Returns the path of the program. The first call starts the server, which ends with this process."""
-    global _program
-    if _program is None:
-        _program = _start()
-    return _program
+def warm_python(*modules: str) -> str:
+    """Returns the path of the program, whose forks have imported these modules as well.
+
+    The first call for some modules starts their server, which ends with this process.
+    """
+    if modules not in _programs:
+        _programs[modules] = _start(modules)
+    return _programs[modules]
 
 
-def warm_environ() -> dict[str, str]:
+def warm_environ(*modules: str) -> dict[str, str]:
     """Returns this process's variables, and the one that makes torchrun start its ranks with that program."""
-    return {**os.environ, "PYTHON_EXEC": warm_python()}
+    return {**os.environ, "PYTHON_EXEC": warm_python(*modules)}
 
 
-def _start() -> str:
+def _start(modules: tuple[str, ...]) -> str:
     import shutil
     import subprocess
     import tempfile
@@ -53,10 +57,11 @@ def _start() -> str:
     address, program = f"{folder}/server", f"{folder}/python"
     # The server's own import path has no folder of this process; a fork adds those of its variables.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported, and no test needs its hub
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        command = [sys.executable, __file__, str(listener.fileno()), program]
+        command = [sys.executable, __file__, str(listener.fileno()), program, *modules]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
     with open(program, "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
         file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.append({os.path.dirname(__file__)!r})\n")
@@ -79,7 +84,7 @@ def _facts() -> tuple[Any, ...]:
     started = {
         name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START) and name not in _PASSED_ON
     }
-    session = 0 if os.getsid(0) == os.getpid() else (os.getsid(0), os.getpgid(0))
+    session = None if os.getsid(0) == os.getpid() else (os.getsid(0), os.getpgid(0))
     return limits, spaces, started, sorted(os.sched_getaffinity(0)), os.getuid(), session, os.nice(0)
 
 
@@ -150,15 +155,15 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
 
     gc.freeze()
     waiting = selectors.DefaultSelector()
-    children: dict[int, int] = {}  # process ids, by the descriptors of their connections
+    children: dict[int, tuple[int, bool]] = {}  # by connection: a process id, and whether its program leads a session
     with listener:
         waiting.register(listener, selectors.EVENT_READ)
         waiting.register(sys.stdin, selectors.EVENT_READ)
         while True:
             for key, _ in waiting.select():
                 if key.fileobj is sys.stdin:
-                    for child in children.values():
-                        _send(child, signal.SIGKILL)
+                    for child, _ in children.values():
+                        _send(child, signal.SIGKILL, True)
                     os._exit(0)
                 elif key.fileobj is listener:
                     connection, _ = listener.accept()
@@ -174,11 +179,11 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
                         for number, file in enumerate(files):
                             os.dup2(file, number)
                         _close(files)
-                        if not request[0][_SESSION]:
-                            os.setsid()
+                        if request[0][_SESSION] != facts[_SESSION]:
+                            os.setsid()  # it cannot join the program's session
                         return request
                     _close(files)
-                    children[connection.fileno()] = child
+                    children[connection.fileno()] = child, request[0][_SESSION] is None
                     waiting.register(connection, selectors.EVENT_READ)
                     waiting.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
                     connection.send(b"y")
@@ -195,9 +200,9 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
                 else:
                     connection = key.fileobj
                     signals = connection.recv(64)
-                    child = children[connection.fileno()]
+                    child, leads = children[connection.fileno()]
                     for number in signals or [signal.SIGKILL]:
-                        _send(child, number)
+                        _send(child, number, leads or not signals)
                     if not signals:  # the program has died
                         waiting.unregister(connection)
                         del children[connection.fileno()]
@@ -205,15 +210,14 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_alike(program: tuple[Any, ...], server: tuple[Any, ...]) -> bool:
-    """Returns whether a fork of the server has the facts of the program. It can lead a session of its own, as well."""
-    sessions = (0, server[_SESSION])
+    """Returns whether a fork of the server has the facts of the program, but for its session and group."""
     differing = [index for index in range(len(server)) if program[index] != server[index]]
-    return not differing or (differing == [_SESSION] and program[_SESSION] in sessions)
+    return differing in ([], [_SESSION])
 
 
-def _send(child: int, number: int) -> None:
-    """Sends a signal to a fork, and to its group if it leads one."""
-    if os.getpgid(child) == child:
+def _send(child: int, number: int, to_group: bool) -> None:
+    """Sends a signal to a fork, and to the fork's own group if `to_group` and it leads one."""
+    if to_group and os.getpgid(child) == child:
         os.killpg(child, number)
     else:
         os.kill(child, number)
@@ -302,10 +306,15 @@ def _show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
 
 
 if __name__ == "__main__":
+    import importlib
+
     facts = _facts()  # before imports, which set variables
 
     import numpy  # noqa: F401
+    import torch._dynamo  # noqa: F401 - torch's optimizers import it on first use, which takes more than a second
 
     import drivetrain  # noqa: F401
 
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
     _become(_serve(socket.socket(fileno=int(sys.argv[1])), facts))

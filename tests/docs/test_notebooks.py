@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
+
+from warm_python import warm_python
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 CELL_TIMEOUT_S = 180
@@ -43,14 +44,15 @@ def test_committed_without_outputs(path: Path) -> None:
 
 @pytest.fixture
 def kernel_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes "python3" mean the running interpreter, without the user's Jupyter, IPython or matplotlib settings."""
+    """Makes "python3" mean a fork of this interpreter, without the user's Jupyter, IPython or matplotlib settings."""
     for variable in ("JUPYTER_PATH", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         folder = tmp_path / variable.lower()
         folder.mkdir()
         monkeypatch.setenv(variable, str(folder))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel then selects the inline backend
-    write_kernel_spec(tmp_path / "jupyter_path" / "kernels" / "python3")
-    assert KernelSpecManager().get_kernel_spec("python3").argv[0] == sys.executable
+    command = [warm_python(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    write_kernel_spec(tmp_path / "jupyter_path" / "kernels" / "python3", overrides={"argv": command})
+    assert KernelSpecManager().get_kernel_spec("python3").argv == command
     # Workers of a DataLoader open sockets there, and the path of a socket has at most 107 bytes. Under a longer one a
     # worker's batches get lost, and the loop waits for them forever.
     with tempfile.TemporaryDirectory(prefix="nb-") as folder:

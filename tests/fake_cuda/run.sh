@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the stand-in and the package for it, and runs the GPU tests on them. See README.md.
-# Usage: run.sh PYTHON [--install | pytest arguments]
-# --install only installs torch and the tools, which CI does while it compiles the package.
+# Usage: run.sh PYTHON [--build | pytest arguments]
+# --build only installs torch and the tools, and builds, which CI does while it tests the package.
 # PART=ci runs only the tests in ci_part.txt and the stand-in's own. SEEDS (default: "1 2 3") lists the seeds of stream
 # delays and orders; each seed is one run.
 set -euo pipefail
@@ -22,7 +22,6 @@ if ! has_torch "$python"; then
   "$python" -m pip install --quiet "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja "rich>=13" \
     "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6" "expecttest>=0.2"
 fi
-[ "${1:-}" != --install ] || exit 0
 
 # Adds an environment over that Python's packages, so that the module for the stand-in replaces no module for a GPU.
 layer=$folder/env
@@ -37,6 +36,7 @@ cmake -S tests/fake_cuda -B "$folder" -G Ninja -DPython_EXECUTABLE="$layer/bin/p
 cmake --build "$folder"
 "$layer/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
   -Cbuild-dir=build/fake_cuda_module -Ccmake.define.DRIVETRAIN_CUDA=emulated
+[ "${1:-}" != --build ] || exit 0
 
 export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1 $folder/libnccl.so.2" PYTHONPATH="$PWD/tests/fake_cuda" FAKE_CUDA_ON_ERROR=record
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

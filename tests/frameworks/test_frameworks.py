@@ -30,6 +30,7 @@ NEEDS = {
     "lightning_trainer": (("lightning", "sklearn"), ()),
     "huggingface_trainer": (("transformers", "accelerate", "sklearn"), TORCHRUN),
 }
+PARTS = {"transformers": "transformers.trainer", "sklearn": "sklearn.datasets"}  # what scripts import of a package
 
 Report = dict[str, Any]  # written by job.Notes.report
 Reports = Callable[[str, str, str], list[Report]]
@@ -37,11 +38,20 @@ Reports = Callable[[str, str, str], list[Report]]
 
 def start(script: str, engine: str, out: Path) -> subprocess.Popen[bytes]:
     out.mkdir()
+    imported = [PARTS.get(name, name) for name in NEEDS[script][0]]
     # The output goes to a file, because a rank that outlives its launcher would keep a pipe open.
     with (out / "output.txt").open("wb") as output:
         return subprocess.Popen(
-            [warm_python(), *NEEDS[script][1], str(SCRIPTS / f"{script}.py"), "--engine", engine, "--out", str(out)],
-            env={**warm_environ(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            [
+                warm_python(*imported),
+                *NEEDS[script][1],
+                str(SCRIPTS / f"{script}.py"),
+                "--engine",
+                engine,
+                "--out",
+                str(out),
+            ],
+            env={**warm_environ(*imported), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -72,7 +82,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
             pytest.skip(f"{', '.join(missing)} not installed: pip install 'drivetrain[frameworks]'")
         if script not in folders:
             folder = tmp_path_factory.mktemp(script)
-            # Both engines run at once, because importing takes one core for much of a run.
             processes = {engine: start(script, engine, folder / engine) for engine in ENGINES}
             try:
                 for name, process in processes.items():

@@ -15,7 +15,7 @@ from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .left_to_torch import LeftToTorch, constructed, in_place_of
 from .native_step import hypers, learning_rate
 from .report import Counts, Report, report_of
-from .sharded import Measured
+from .sharded_step import Measured
 
 __all__ = ["FusedOptimizer", "hypers", "in_place_of", "learning_rate"]
 

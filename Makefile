@@ -125,6 +125,7 @@ lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## check format, 
 	$(PYTHON) -m mypy
 	$(PYTHON) tools/sizes.py
 	$(ENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/monitoring/docker-compose.yml
+	$(ENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
 
 sanitize: $(STAMPS)/built $(STAMPS)/test-tools ## run the native tests, and many of the package's, under the sanitizers (half an hour)
 	tests/sanitize.sh $(ENV)/bin/python

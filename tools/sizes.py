@@ -1,7 +1,8 @@
 """Checks the sizes that keep the sources readable; `make lint` runs it.
 
-Three rules hold. No file outside tests/ has more than 500 lines, and their median is below 150. No class has more than
-25 public methods. The folders of csrc/ do not include each other in a circle.
+No file outside tests/ has more than 500 lines, and their median is below 150. No class has more than 25 public methods.
+The folders of csrc/ do not include each other in a circle, and those of python/drivetrain do not import each other in
+one. No two classes of python/drivetrain share a name.
 """
 
 import argparse
@@ -18,6 +19,9 @@ MAX_MEDIAN_LINES = 150
 MAX_PUBLIC_METHODS = 25
 NATIVE = {".h", ".cpp", ".cu", ".cuh"}
 SOURCES = {*NATIVE, ".py", ".cmake", ".sh"}  # a stub (.pyi) cannot be split, as its module is one
+PACKAGE = Path("python/drivetrain")
+# Frameworks and torch give these classes their names.
+SHARED_NAMES = {"CheckpointCallback", "DistributedDataParallel", "MonitorCallback"}
 
 
 def tracked_files(root: Path) -> list[Path]:
@@ -113,13 +117,55 @@ def included_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
     return graph
 
 
-def circle_findings(graph: dict[str, set[str]]) -> Iterator[str]:
+def imports_at_run_time(node: ast.AST) -> Iterator[ast.ImportFrom]:
+    """Yields the `from ... import` statements below a node, also those in functions, but none for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):
+            yield child
+        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from imports_at_run_time(child)
+
+
+def imported_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
+    """Returns, for each folder of the package, its other folders that it imports. Subfolders count as their folder.
+
+    The modules beside the folders do not count: some of them are below all folders, and some above.
+    """
+    graph: dict[str, set[str]] = {}
+    for file in files:
+        folders = file.parent.parts[len(PACKAGE.parts) :]
+        if not file.is_relative_to(PACKAGE) or file.suffix != ".py" or not folders:
+            continue
+        edges = graph.setdefault(folders[0], set())
+        for found in imports_at_run_time(ast.parse((root / file).read_text())):
+            path = found.module.split(".") if found.module else []
+            if found.level:
+                path = [PACKAGE.name, *folders[: len(folders) - found.level + 1], *path]
+            if path[0] == PACKAGE.name:
+                names = path[1:2] or [alias.name for alias in found.names]
+                edges |= {name for name in names if (root / PACKAGE / name).is_dir() and name != folders[0]}
+    return graph
+
+
+def duplicate_findings(root: Path, files: list[Path]) -> Iterator[str]:
+    """Yields one line of text per name that several classes of the package have."""
+    places: dict[str, list[str]] = {}
+    for file in files:
+        if file.is_relative_to(PACKAGE) and file.suffix == ".py":
+            for name, _ in python_classes((root / file).read_text()):
+                places.setdefault(name, []).append(str(file))
+    for name, where in sorted(places.items()):
+        if len(where) > 1 and name not in SHARED_NAMES:
+            yield f"{name} is the name of {len(where)} classes, in {', '.join(where)}: rename all but one"
+
+
+def circle_findings(graph: dict[str, set[str]], top: str = "csrc", verb: str = "includes") -> Iterator[str]:
     """Yields one line of text per circle of folders, found by depth-first search."""
     done: set[str] = set()
 
     def visit(folder: str, path: tuple[str, ...]) -> Iterator[str]:
         if folder in path:
-            yield f"csrc: {' includes '.join((*path[path.index(folder) :], folder))}: break the circle"
+            yield f"{top}: {f' {verb} '.join((*path[path.index(folder) :], folder))}: break the circle"
         elif folder not in done:
             for other in sorted(graph.get(folder, ())):
                 yield from visit(other, (*path, folder))
@@ -138,6 +184,8 @@ def main() -> int:
         *line_findings(root, files),
         *class_findings(root, files),
         *circle_findings(included_folders(root, files)),
+        *circle_findings(imported_folders(root, files), str(PACKAGE), "imports"),
+        *duplicate_findings(root, files),
     ]
     for finding in findings:
         print(finding, file=sys.stderr)

@@ -16,7 +16,7 @@ from drivetrain.optim import base as _base
 
 
 @dataclass(frozen=True)
-class _Swap:
+class _Replacement:
     """One of torch's classes or functions, our replacement, and the torch modules whose public names we rebind."""
 
     original: object
@@ -41,18 +41,18 @@ class _Holder:
         return f"{self.module_name}.{self.alias}"
 
 
-def _optimizer_swaps() -> tuple[_Swap, ...]:
+def _optimizer_swaps() -> tuple[_Replacement, ...]:
     """Returns every class of drivetrain.optim that replaces the class of the same name in torch.optim."""
     swaps = []
     for name in _optim.__all__:
         ours, original = getattr(_optim, name), getattr(torch.optim, name, None)
         if ours is not original and isinstance(original, type) and issubclass(ours, original):
-            swaps.append(_Swap(original, ours, ("torch.optim", original.__module__)))
+            swaps.append(_Replacement(original, ours, ("torch.optim", original.__module__)))
     return tuple(swaps)
 
 
 # This import runs before any rebinding, so that torch's names mean torch's classes.
-_DDP_SWAP = _Swap(
+_DDP_SWAP = _Replacement(
     torch.nn.parallel.DistributedDataParallel,
     _ddp.DistributedDataParallel,
     (
@@ -64,13 +64,13 @@ _DDP_SWAP = _Swap(
     ),
 )
 # torch.amp.grad_scaler keeps torch's class, because FSDP's scaler derives from that name.
-_SCALER_SWAP = _Swap(torch.amp.GradScaler, _amp.GradScaler, ("torch", "torch.amp"))
-_CLIP_SWAP = _Swap(
+_SCALER_SWAP = _Replacement(torch.amp.GradScaler, _amp.GradScaler, ("torch", "torch.amp"))
+_CLIP_SWAP = _Replacement(
     torch.nn.utils.clip_grad_norm_, _optim.clip_grad_norm_, ("torch.nn.utils", "torch.nn.utils.clip_grad")
 )
 _OPTIMIZER_SWAPS = (*_optimizer_swaps(), _SCALER_SWAP, _CLIP_SWAP)
 
-_rebound: list[tuple[_Holder, _Swap]] = []
+_rebound: list[tuple[_Holder, _Replacement]] = []
 
 
 def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
@@ -157,7 +157,7 @@ def _check_defaults(ddp_defaults: dict[str, object]) -> None:
             )
 
 
-def _holders(wanted: list[tuple[object, _Swap]]) -> Iterator[tuple[_Holder, _Swap]]:
+def _holders(wanted: list[tuple[object, _Replacement]]) -> Iterator[tuple[_Holder, _Replacement]]:
     """Finds every global of every imported module that is one of the wanted objects, without loading a lazy module.
 
     One pass finds all of them, because it reads every global of the process. Lazy modules load in `__getattr__` or

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drivetrain.bench import allreduce
-from drivetrain.bench.allreduce import Line, Measured, Result, sizes
+from drivetrain.bench.allreduce import Line, Result, SideResult, sizes
 from drivetrain.cli import main
 from warm_python import warm_environ, warm_python
 
@@ -65,7 +65,7 @@ def test_wrong_sums_are_counted_and_fail(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_a_line_has_the_bandwidths_of_its_definition() -> None:
-    side = Measured(us=10.0, algbw=0.4, busbw=0.6, num_wrong=0)
+    side = SideResult(us=10.0, algbw=0.4, busbw=0.6, num_wrong=0)
     columns = str(Line(4000, side, side)).split()
     assert columns == ["4000", "1000", "float", "sum", "-1", *["10.00", "0.40", "0.60", "0"] * 2]
     assert allreduce.HEADER.splitlines()[1].split() == [

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import shtab
 import torch
 
 import drivetrain
@@ -104,10 +105,21 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     assert completed.stdout.split() == ["--json"], completed.stderr
 
 
+def test_completion_says_how_to_install_it_in_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["completion", "--help"])
+    said = capsys.readouterr().out
+    for shell in shtab.SUPPORTED_SHELLS:
+        assert re.search(rf"^  {shell}: .*drivetrain completion {shell}\b", said, re.MULTILINE)
+
+
 def test_unknown_command() -> None:
     done = _cli("dance")
     assert done.returncode == 2
-    assert "run" in done.stderr
+    usage, error = done.stderr.splitlines()
+    assert usage == "usage: drivetrain [-h] [--version] COMMAND ..."
+    assert "argument COMMAND: invalid choice: 'dance' (choose from" in error
+    assert "run" in error
 
 
 SHOW_SELF = """

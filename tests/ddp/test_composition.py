@@ -311,15 +311,15 @@ def clip_and_step(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 def clips_as_one_process(transport: str) -> None:
     for way in ("drivetrain's function", "torch's function, replaced", "max_grad_norm"):
-        twin = Both()
-        theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
+        reference_model = Both()
+        theirs = torch.optim.AdamW(reference_model.parameters(), lr=0.01)
         net, number = experts_of_two(transport)
         options = {"max_grad_norm": MAX_NORM} if way == "max_grad_norm" else {}
         ours = optim.AdamW(net.parameters(), lr=0.01, **options)
         for x in batches():
             theirs.zero_grad()
-            twin(x).pow(2).mean().backward()
-            expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM)
+            reference_model(x).pow(2).mean().backward()
+            expected = torch.nn.utils.clip_grad_norm_(reference_model.parameters(), MAX_NORM)
             theirs.step()
             ours.zero_grad()
             net(x.chunk(4)[dist.get_rank()]).pow(2).mean().backward()
@@ -328,9 +328,9 @@ def clips_as_one_process(transport: str) -> None:
             torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
             assert_equal_on_ranks([norm, *(p.detach() for p in net.module.router.parameters())])
         for name, p in net.module.router.named_parameters():
-            close(p.detach(), twin.get_parameter(f"router.{name}").detach())
+            close(p.detach(), reference_model.get_parameter(f"router.{name}").detach())
         for name, p in net.module.experts[0].named_parameters():
-            close(p.detach(), twin.get_parameter(f"experts.{number}.{name}").detach())
+            close(p.detach(), reference_model.get_parameter(f"experts.{number}.{name}").detach())
 
 
 @pytest.mark.parametrize("transport", ["torch", "shm"])
@@ -415,16 +415,16 @@ def alone(transport: str) -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([one]) for one in range(4)]
     model = nn.Sequential(mlp(), nn.Linear(6, 3))
-    twin: Any = copy.deepcopy(model)
+    reference_model: Any = copy.deepcopy(model)
     net = DDP(model, transport=transport, process_groups={"1.*": groups[rank]})
     x = batches()[0].chunk(4)[rank]
     for _ in range(2):  # the second wrapper scales as the first did
         net.zero_grad()
-        twin.zero_grad()
+        reference_model.zero_grad()
         net(x).sum().backward()
-        twin(x).sum().backward()
+        reference_model(x).sum().backward()
         torch.testing.assert_close(
-            model.get_parameter("1.weight").grad, twin.get_parameter("1.weight").grad / 4, rtol=0, atol=0
+            model.get_parameter("1.weight").grad, reference_model.get_parameter("1.weight").grad / 4, rtol=0, atol=0
         )
         assert_equal_on_ranks([p.grad for p in model[0].parameters()])
         net = DDP(model, transport=transport, process_groups={"1.*": groups[rank]})

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import drivetrain
 from drivetrain import DistributedDataParallel
-from drivetrain.optim import base
+from drivetrain.optim import base, left_to_torch
 
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
@@ -268,7 +268,7 @@ def refuse_checks() -> None:
 
 def step_installed() -> None:
     """torch's names mean our optimizers, which step rows. Where torch's own step would take over, they raise."""
-    before = list(base.constructed)
+    before = list(left_to_torch.constructed)
     drivetrain.install(optim=True)
     try:
         for name in ("AdamW", "SGD"):
@@ -297,7 +297,7 @@ def step_installed() -> None:
             assert all(torch.equal(a, b) for a, b in zip(values, net.parameters(), strict=True))
     finally:
         drivetrain.uninstall()
-        base.constructed[:] = before
+        left_to_torch.constructed[:] = before
 
 
 def test_what_needs_whole_gradients_raises(on_ranks: OnRanks) -> None:

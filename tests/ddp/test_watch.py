@@ -380,10 +380,10 @@ class CountingStore:
         return self._store.multi_get(keys)
 
 
-def record_of(rank: int, beat: int, has_failed: bool = False) -> control_block.Record:
+def record_of(rank: int, beat: int, has_failed: bool = False) -> control_block.RankRecord:
     process: control_block.Process = {"host": "", "pid": rank, "started": 0}
     where = {"awaited": "", "where": "at x.py:1", "process": process, "has_failed": has_failed}
-    return control_block.Record(beat=beat, step=rank, position=3, wait_s=0.5, **where)
+    return control_block.RankRecord(beat=beat, step=rank, position=3, wait_s=0.5, **where)
 
 
 def blocks_of_ranks(

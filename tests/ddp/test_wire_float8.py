@@ -1,4 +1,4 @@
-"""Tests float8 on the wire against a twin in torch: rounded blocks, carried rounding errors, and what drops them."""
+"""Tests float8 on the wire against torch arithmetic: rounded blocks, carried rounding errors, and what drops them."""
 
 import copy
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SEVERAL_MESSAGES = 3 * MOST + 1
 UNIT = 2.0**-3  # float8 e5m2's unit roundoff: 3 bits of significand, to nearest
 
 
-# ---- The twin.
+# ---- The reference.
 
 
 def rounded(values: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def pieces(numel: int, world: int) -> Iterator[slice]:
             yield slice(begin + size * rank // world, begin + size * (rank + 1) // world)
 
 
-class Twin:
+class Reference:
     """Sums as the ranks do. With `carries`, what is rounded off is added in the next call."""
 
     def __init__(self, numel: int, world: int, carries: bool) -> None:
@@ -114,7 +114,7 @@ def all_sums() -> list[bytes]:
         _C.force_isa(isa)
         for size in SIZES if isa else [SEVERAL_MESSAGES]:
             tensors = [values_of(r, size) for r in range(world)]
-            plain, carrying = (Twin(size, world, carries) for carries in (False, True))
+            plain, carrying = (Reference(size, world, carries) for carries in (False, True))
             flat = tensors[rank].clone()
             held = comm.carry_errors(flat)
             for _ in range(3):
@@ -147,12 +147,12 @@ def sums_of_hosts() -> None:
     flat = comm.allocate(4 * numel).view(torch.float32)
     held = comm.carry_errors(flat)
     tensors = [values_of(r, numel) for r in range(4)]
-    twin = Twin(numel, 2, carries=True)
+    reference = Reference(numel, 2, carries=True)
     for _ in range(3):
         flat.copy_(tensors[rank])
         comm.all_reduce(flat, mean=False)
         if rank == 0:
-            assert_same_bits(flat, twin.sum([tensors[0] + tensors[1], tensors[2] + tensors[3]]))
+            assert_same_bits(flat, reference.sum([tensors[0] + tensors[1], tensors[2] + tensors[3]]))
         assert_equal_on_ranks([flat])
     del held
 
@@ -198,7 +198,7 @@ def special_values() -> None:
             tensors = [column.repeat(repeats) for column in columns[:2]]
             flat = tensors[rank].clone()
             comm.all_reduce(flat, mean=False)
-            assert_same_bits(flat, Twin(len(flat), world, carries=False).sum(tensors))
+            assert_same_bits(flat, Reference(len(flat), world, carries=False).sum(tensors))
     _C.force_isa("")
 
 
@@ -218,14 +218,14 @@ def any_values_on_one_rank(first: list[float], second: list[float], isa: str) ->
     comm = _C.wire_comm(group.group_name, group.group_name, FLOAT8)
     _C.force_isa(isa)
     size = max(len(first), len(second))
-    twin = Twin(size, 1, carries=True)
+    reference = Reference(size, 1, carries=True)
     memory = torch.zeros(size)
     held = comm.carry_errors(memory)
     for values in (first, second, first):
         step = torch.tensor(values + [1.0] * (size - len(values)))
         memory.copy_(step)
         comm.all_reduce(memory, mean=False)
-        assert_same_bits(memory, twin.sum([step]))
+        assert_same_bits(memory, reference.sum([step]))
     del held
     _C.force_isa("")
 
@@ -283,7 +283,7 @@ def errors_end() -> None:
         return part.clone()
 
     def first(values: list[Tensor]) -> Tensor:
-        return Twin(len(values[0]), world, carries=True).sum(values)
+        return Reference(len(values[0]), world, carries=True).sum(values)
 
     held = comm.carry_errors(memory)
     assert_same_bits(step(flat, tensors), first(tensors))
@@ -299,15 +299,15 @@ def errors_end() -> None:
     wider = [torch.cat([values, values]) for values in tensors]
     outside = torch.zeros(4000)
     for _ in range(2):
-        assert_same_bits(step(outside, wider), Twin(4000, world, carries=False).sum(wider))
+        assert_same_bits(step(outside, wider), Reference(4000, world, carries=False).sum(wider))
     # A step that is not finite leaves no trace, and the others of its elements keep their errors.
-    twin = Twin(2000, world, carries=True)
+    reference = Reference(2000, world, carries=True)
     held = comm.carry_errors(memory)
     spoilt = [values.clone() for values in tensors]
     spoilt[0][3], spoilt[1][700], spoilt[world - 1][1999] = float("inf"), float("nan"), 3.4e38
     for values in (tensors, spoilt, tensors, tensors):
         result = step(flat, values)
-        assert_same_bits(result, twin.sum(values))
+        assert_same_bits(result, reference.sum(values))
         assert result.isfinite().all() == (values is tensors)
     del held
 

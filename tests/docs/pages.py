@@ -22,7 +22,12 @@ class Block:
 
 def pages() -> list[Path]:
     """Lists the pages whose blocks are tested."""
-    return [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    first = [REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
+    return [
+        *first,
+        *sorted((REPOSITORY / "docs").rglob("*.md")),
+        *sorted((REPOSITORY / "examples").glob("*/README.md")),
+    ]
 
 
 def blocks(page: Path) -> list[Block]:

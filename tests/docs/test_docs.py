@@ -1,7 +1,8 @@
-"""Tests README.md, CONTRIBUTING.md and docs/: their Python blocks run, and their shell commands exist."""
+"""Tests the pages of the project: their Python blocks run, their shell commands exist, and the quick ones run."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -10,16 +11,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import REPOSITORY, Block, blocks, pages
 
+from drivetrain.checkpointing import Store
 from drivetrain.cli import differences, whole_parser
+from warm_python import warm_python
 
-ALL_BLOCKS = [pytest.param(page, block, id=f"{page.name}-{block.line}") for page in pages() for block in blocks(page)]
+ALL_BLOCKS = [
+    pytest.param(page, block, id=f"{page.relative_to(REPOSITORY)}-{block.line}")
+    for page in pages()
+    for block in blocks(page)
+]
 LANGUAGES = {"python", "bash", "diff", "text", "mermaid"}
 # These commands are not drivetrain's, so their arguments are not checked.
 OTHERS = {"docker", "pre-commit", "git", "cd"}
+# These commands of drivetrain take a moment, and need at most a checkpoint in runs/gpt.
+QUICK = re.compile(r"env|doctor|ckpt (?!.*--key-file|.*--format)\w+ runs/gpt.*")
+
+
+def lines_of(block: Block) -> list[list[str]]:
+    """Splits the commands of a shell block into words, without comments and variables before them."""
+    commands = []
+    for line in re.sub(r"\\\n", " ", block.text).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
+        if words:
+            commands.append(words)
+    return commands
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +54,7 @@ def failures() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_python_blocks_run(failures: dict[str, str], page: Path) -> None:
     assert not failures[str(page)], failures[str(page)]
 
@@ -45,12 +67,22 @@ def test_language_is_known(page: Path, block: Block) -> None:
 
 @pytest.mark.parametrize(("page", "block"), [each for each in ALL_BLOCKS if each.values[1].language == "bash"])
 def test_shell_commands_exist(page: Path, block: Block) -> None:
-    for line in re.sub(r"\\\n", " ", block.text).splitlines():
-        words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            del words[0]
-        if words:
-            check_command(words)
+    for words in lines_of(block):
+        check_command(words)
+
+
+def test_quick_commands_run(tmp_path: Path) -> None:
+    """Runs the commands that take a moment, in the order of the pages and beside a small checkpoint."""
+    store = Store(tmp_path / "runs" / "gpt")
+    store.save(100, {"weight": torch.ones(4)}, {"epoch": 1}).result()
+    store.close()
+    lines = [line for page in pages() for block in blocks(page) if block.language == "bash" for line in lines_of(block)]
+    quick = [words for words in lines if words[:1] == ["drivetrain"] and QUICK.fullmatch(" ".join(words[1:]))]
+    assert {words[1] for words in quick} == {"ckpt", "doctor", "env"}
+    for words in dict.fromkeys(map(tuple, quick)):
+        command = [warm_python(), "-m", *words]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert run.returncode == 0, f"{' '.join(words)}\n{run.stdout}{run.stderr}"
 
 
 def check_command(words: list[str]) -> None:
@@ -102,6 +134,17 @@ def test_table_of_differences_is_the_doctors() -> None:
     table, end, _ = rest.partition("\n<!-- end of differences -->")
     assert end
     assert table == differences.as_markdown()
+
+
+@pytest.mark.parametrize("package", ["", ".checkpointing", ".data", ".monitor", ".optim", ".plan"])
+def test_reference_has_every_public_name(package: str) -> None:
+    text = "\n".join(page.read_text() for page in (REPOSITORY / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: [\w.]*\.(\w+)$", text, re.MULTILINE))
+    module = importlib.import_module(f"drivetrain{package}")
+    objects = {name: getattr(module, name) for name in module.__all__}
+    names = {name for name, each in objects.items() if getattr(each, "__module__", "").startswith("drivetrain")}
+    assert names
+    assert names <= shown
 
 
 def test_readme_is_short() -> None:

@@ -25,7 +25,7 @@ import drivetrain
 from drivetrain import _C
 from drivetrain.cli import main
 from drivetrain.monitor import Monitor, hangs, stacks
-from drivetrain.monitor.hangs import Hang, HangWatch, Place
+from drivetrain.monitor.hangs import Hang, HangWatch, RankProgress
 from drivetrain.phases import number_of
 
 WAIT_S = 60
@@ -207,7 +207,7 @@ def watch(limit_s: float = hangs.LIMIT_S, in_step: bool = True) -> HangWatch:
     return HangWatch(0, threading.get_ident(), limit_s, is_in_step=lambda: in_step)
 
 
-def place(step: int, phase: str, quiet_s: float, beat: int = 1) -> Place:
+def place(step: int, phase: str, quiet_s: float, beat: int = 1) -> RankProgress:
     return {"beat": beat, "step": step, "phase": phase, "where": f"a.py:{step} in f", "quiet_s": quiet_s}
 
 
@@ -259,7 +259,7 @@ def test_a_limit_of_0_reports_nothing(clock: Clock) -> None:
         ({}, 0),
     ],
 )
-def test_who_is_waited_for(clock: Clock, others: dict[int, Place], culprit: int) -> None:
+def test_who_is_waited_for(clock: Clock, others: dict[int, RankProgress], culprit: int) -> None:
     one, begin = watch(), clock.now_s
     clock.now_s = begin + 21
     one.look(standing("communication", begin), 12)

@@ -1,5 +1,5 @@
-// Tests float8 on the wire without torch: every instruction set against a twin in double, in blocks of exactly the size
-// needed and in place, and the errors that are carried from one transfer to the next.
+// Tests float8 on the wire without torch: every instruction set against a reference in double, in blocks of exactly the
+// size needed and in place, and the errors that are carried from one transfer to the next.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -41,7 +41,7 @@ float rounded(float value, int exponent) {
 }
 
 // Returns what arrives of the values, and replaces errors unless they are empty.
-std::vector<float> twin(std::vector<float> values, std::vector<float>& errors) {
+std::vector<float> reference(std::vector<float> values, std::vector<float>& errors) {
   for (size_t i = 0; i < errors.size(); ++i) values[i] += errors[i];
   std::vector<float> result(values.size());
   for (size_t begin = 0; begin < values.size(); begin += ddp::kFloat8Block) {
@@ -93,7 +93,7 @@ void test_float8(Isa isa, int64_t numel) {
       std::vector<float> total;
       for (int rank = 0; rank < kRanks; ++rank) {
         const std::vector<float> values = values_of(rank + step, numel);
-        const std::vector<float> sent = twin(values, expected_errors[rank]);
+        const std::vector<float> sent = reference(values, expected_errors[rank]);
         if (rank == 0) total = sent;
         for (int64_t i = 0; rank > 0 && i < numel; ++i) total[i] += sent[i];
         float* const rest = carries ? errors[rank].data() : nullptr;
@@ -121,7 +121,7 @@ void test_float8(Isa isa, int64_t numel) {
       expect(pieces[2] == last, what + ": what is no output stays");
       std::vector<float> arrived(numel);
       wire.decode(pieces[1].data(), numel, arrived.data());
-      expect(are_same(arrived, twin(total, expected_errors[kRanks])), what + ": the sum");
+      expect(are_same(arrived, reference(total, expected_errors[kRanks])), what + ": the sum");
       expect(are_same(errors[kRanks], expected_errors[kRanks]), what + ": what is rounded off the sum");
     }
   }

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 import drivetrain
-from drivetrain.optim import base
+from drivetrain.optim import left_to_torch
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
     """Puts drivetrain's optimizers in the place of torch's, and forgets afterwards what the test has constructed."""
-    before = list(base.constructed)
+    before = list(left_to_torch.constructed)
     drivetrain.install(optim=True)
     yield
     drivetrain.uninstall()
-    base.constructed[:] = before
+    left_to_torch.constructed[:] = before

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import drivetrain
-from drivetrain.optim import base
+from drivetrain.optim import left_to_torch
 from optim_cases import TORCHS, TORCHS_SCALER
 
 STAYS = "stays torch's own class"
@@ -54,7 +54,7 @@ def test_what_only_torch_can_step_is_stepped_by_torch(name: str, make: Any) -> N
     steps(torchs, theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
-    assert len([line for line in base.constructed if line.startswith(f"torch.optim.{name} {STAYS}")]) == 1
+    assert len([line for line in left_to_torch.constructed if line.startswith(f"torch.optim.{name} {STAYS}")]) == 1
 
 
 @pytest.mark.usefixtures("installed")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import optim
-from drivetrain.optim import base
+from drivetrain.optim import left_to_torch
 from optim_cases import TORCHS, TORCHS_SCALER, Scaled, scaled
 
 TORCHS_CLIP = torch.nn.utils.clip_grad_norm_
@@ -109,7 +109,7 @@ def test_torch_steps_only_what_ours_cannot(name: str, odd: str) -> None:
         train(mine, ours, range(3))
     partly = [str(each.message) for each in warned if PARTLY in str(each.message)]
     assert len(partly) == 1  # of three steps
-    assert [line for line in base.constructed if PARTLY in line] == partly
+    assert [line for line in left_to_torch.constructed if PARTLY in line] == partly
     assert re.match(f"torch.optim.{name} steps {message}", partly[0]), partly[0]
     assert type(mine) is getattr(optim, name)  # although torch steps some of its parameters
     train(torchs, theirs, range(3))
@@ -273,7 +273,7 @@ def test_torchs_error_leaves_all_parameters_as_they_were() -> None:
             optimizer.step()
         assert torch.equal(other, before)
         assert not optimizer.state
-    assert not [line for line in base.constructed if PARTLY in line]
+    assert not [line for line in left_to_torch.constructed if PARTLY in line]
     embedding.zero_grad()
     optimizer.step()
     assert list(optimizer.state) == [other]

@@ -75,3 +75,32 @@ def test_circles_of_folders_are_found(sizes, tmp_path: Path) -> None:  # type: i
     graph = sizes.included_folders(root, sizes.tracked_files(root))
     assert graph == {"base": set(), "ddp": {"optim", "base"}, "optim": {"grad", "base"}, "grad": {"optim"}}
     assert list(sizes.circle_findings(graph)) == ["csrc: optim includes grad includes optim: break the circle"]
+
+
+def test_circles_of_imports_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = checkout(
+        tmp_path,
+        python__drivetrain__swap_py="from .ddp import b",
+        python__drivetrain__ddp__b_py="from ..optim.c import C\nfrom .. import swap\nimport torch",
+        python__drivetrain__ddp__e_py="from .b import B\nfrom torch.nn import Linear\nfrom . import b",
+        python__drivetrain__optim__c_py="def f():\n  from drivetrain import grad, swap\nfrom drivetrain.optim import c",
+        python__drivetrain__grad__d_py="if TYPE_CHECKING:\n  from ..ddp.b import B\nfrom ..optim import c",
+        python__drivetrain__monitor__sinks__f_py="from ...grad.d import D\nfrom ..stream import Sink",
+    )
+    graph = sizes.imported_folders(root, sizes.tracked_files(root))
+    assert graph == {"ddp": {"optim"}, "optim": {"grad"}, "grad": {"optim"}, "monitor": {"grad"}}
+    assert list(sizes.circle_findings(graph, "python", "imports")) == [
+        "python: optim imports grad imports optim: break the circle"
+    ]
+
+
+def test_classes_of_one_name_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = checkout(
+        tmp_path,
+        python__drivetrain__ddp__a_py="class Part: ...\nclass MonitorCallback: ...",
+        python__drivetrain__optim__b_py="class Part: ...\nclass Parts: ...\nclass MonitorCallback: ...",
+        tests__c_py="class Part: ...\nclass Parts: ...",
+    )
+    assert list(sizes.duplicate_findings(root, sizes.tracked_files(root))) == [
+        "Part is the name of 2 classes, in python/drivetrain/ddp/a.py, python/drivetrain/optim/b.py: rename all but one"
+    ]

@@ -137,7 +137,7 @@ def _unet() -> ModelCase:
 # ---- Hugging Face models at the sizes of their configurations, with small batches because they run on a CPU
 
 
-class _Labeled(nn.Module):
+class _WithLabels(nn.Module):
     """Returns the loss of a Hugging Face model."""
 
     def __init__(self, model: nn.Module, **always: object) -> None:
@@ -154,7 +154,7 @@ def _hf_gpt2() -> ModelCase:
     hf = importlib.import_module("transformers")
     config = hf.GPT2Config(use_cache=False)
     tokens = torch.randint(config.vocab_size, (1, 128))
-    model = _Labeled(hf.GPT2LMHeadModel(config)).train()
+    model = _WithLabels(hf.GPT2LMHeadModel(config)).train()
     return ModelCase("HF GPT-2", model, (tokens, tokens), lambda m: children_of(m, "model.transformer.h"), True)
 
 
@@ -162,14 +162,14 @@ def _hf_bert() -> ModelCase:
     hf = importlib.import_module("transformers")
     config = hf.BertConfig()
     tokens = torch.randint(config.vocab_size, (1, 128))
-    model = _Labeled(hf.BertForMaskedLM(config)).train()
+    model = _WithLabels(hf.BertForMaskedLM(config)).train()
     blocks = functools.partial(children_of, path="model.bert.encoder.layer")
     return ModelCase("HF BERT-base", model, (tokens, tokens), blocks, True)
 
 
 def _hf_resnet50() -> ModelCase:
     hf = importlib.import_module("transformers")
-    model = _Labeled(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))).train()
+    model = _WithLabels(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))).train()
     batch = torch.randn(2, 3, 224, 224), torch.randint(1000, (2,))
 
     def blocks(module: nn.Module) -> list[nn.Module]:

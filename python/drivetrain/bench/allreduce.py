@@ -35,7 +35,7 @@ HEADER = """\
 
 
 @dataclass(frozen=True)
-class Measured:
+class SideResult:
     """One of the two sides of a line.
 
     Attributes:
@@ -56,8 +56,8 @@ class Line:
     """A size: with the copy from another tensor (out of place), and in place."""
 
     num_bytes: int
-    out_of_place: Measured
-    in_place: Measured
+    out_of_place: SideResult
+    in_place: SideResult
 
     def __str__(self) -> str:
         sides = "".join(
@@ -209,7 +209,7 @@ def _line(
         buffer.zero_()
         seconds = _seconds(call, device)
         algbw = size / seconds / 1e9
-        sides.append(Measured(1e6 * seconds, algbw, algbw * 2 * (ranks - 1) / ranks, int(wrong.item())))
+        sides.append(SideResult(1e6 * seconds, algbw, algbw * 2 * (ranks - 1) / ranks, int(wrong.item())))
     return Line(size, sides[0], sides[1])
 
 
@@ -245,7 +245,7 @@ def _num_wrong(result: Result) -> int:
     return sum(line.out_of_place.num_wrong + line.in_place.num_wrong for line in result.lines)
 
 
-def _sides(result: Result) -> Iterator[Measured]:
+def _sides(result: Result) -> Iterator[SideResult]:
     for line in result.lines:
         yield line.out_of_place
         yield line.in_place

@@ -203,9 +203,9 @@ def _bookkeeping_rows(count: int) -> list[Row]:
     ]
 
 
-def _record(rank: int) -> control_block.Record:
+def _record(rank: int) -> control_block.RankRecord:
     process: Any = {"host": "", "pid": rank, "started": 0}
     where = "in layers.3.mlp (train.py:88 in forward)"
-    return control_block.Record(
+    return control_block.RankRecord(
         beat=1, step=rank, position=3, awaited="", where=where, wait_s=0.5, process=process, has_failed=False
     )

@@ -157,14 +157,16 @@ def _planned(
     if budget is None:
         raise ValueError('budget is None, expected a number of bytes, such as "9GiB", or a share, such as "50%"')
     bytes_of(budget, 1)  # raises before anything runs
-    forms = [
-        STORAGE_FORMATS[form] for form in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
+    storage_formats = [
+        STORAGE_FORMATS[name] for name in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
     ]
     for is_last in (False, True):
         with CompiledRegions(model) as regions:
-            trace, peak = profile(model, step_fn, forms, pool)
+            trace, peak = profile(model, step_fn, storage_formats, pool)
             num_bytes = bytes_of(budget, peak)
-            fitted = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, forms, pool, is_short=True))
+            fitted = regions.fit(
+                trace, peak, num_bytes, lambda: profile(model, step_fn, storage_formats, pool, is_short=True)
+            )
             fitted.is_estimated |= trace.is_estimated  # the peak comes from `trace`
             trace = fitted
             made = ActivationPlan(model, trace, peak, regions, pool)

@@ -5,7 +5,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _MAX_RECOMPILATIONS = 5
 _NEAR = 0.95  # share of the allowed bytes from which another compilation is not worth its time
 _FINEST = 0.02  # smallest step of the ratio
+
+
+class HigherRatio(NamedTuple):
+    """A higher ratio, and the number of regions, from the first on, that have it."""
+
+    ratio: float
+    num_regions: int
 
 
 class CompiledRegions:
@@ -39,7 +46,7 @@ class CompiledRegions:
 
     def __init__(self, model: nn.Module) -> None:
         self.ratio: float | None = None
-        self.higher: tuple[float, int] | None = None
+        self.higher: HigherRatio | None = None
         self.saved_bytes: int | None = None
         self.measured: dict[float, int] = {}
         self._regions: list[_Region] = []
@@ -66,12 +73,12 @@ class CompiledRegions:
             return f"{regions}, as they were found{saved}"
         ratios = f"{self.ratio:g}"
         if self.higher is not None:
-            ratios = f"{self.higher[0]:g} for the first {self.higher[1]} and {self.ratio:g} for the others"
+            ratios = f"{self.higher.ratio:g} for the first {self.higher.num_regions} and {self.ratio:g} for the others"
         if self.measured:
             saved += f" ({table.size(max(self.measured.values()))} without a budget)"
         return f"{regions}, compiled at torch's activation_memory_budget {ratios}{saved}"
 
-    def install(self, ratio: float | None, higher: tuple[float, int] | None = None) -> None:
+    def install(self, ratio: float | None, higher: HigherRatio | None = None) -> None:
         """Compiles the regions at the ratio from their next call on.
 
         Args:
@@ -81,7 +88,7 @@ class CompiledRegions:
         self.ratio, self.higher = ratio, higher
         scope = _new_scope()
         for index, region in enumerate(self._regions):
-            region.set_ratio(higher[0] if higher is not None and index < higher[1] else ratio, scope)
+            region.set_ratio(higher.ratio if higher is not None and index < higher.num_regions else ratio, scope)
         _drop_compiled(lambda backend: not backend.is_in_use)
 
     def remove(self) -> None:
@@ -184,7 +191,7 @@ class CompiledRegions:
             return None
         with progress.showing():
             progress.tell(f"compiles {count} regions at memory budget {above:.3f}, others at {ratio:.3f}")
-            self.install(ratio, (above, count))
+            self.install(ratio, HigherRatio(above, count))
             mixed, _ = profile()
         saved_bytes = _unseen_bytes(mixed)
         if saved_bytes > share_bytes or plan.choose(mixed, budget_bytes).smallest_bytes > budget_bytes:
@@ -218,7 +225,7 @@ class CompiledRegions:
             regions.measured = dict(plain["measured"])
             regions.saved_bytes = plain.get("saved_bytes")
             higher = plain.get("higher")
-            regions.install(plain["ratio"], None if higher is None else (higher[0], higher[1]))
+            regions.install(plain["ratio"], None if higher is None else HigherRatio(*higher))
         return regions
 
 

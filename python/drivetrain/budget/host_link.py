@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,15 +58,24 @@ def link_of(model: nn.Module) -> HostLink | None:
 def measured_link(device: torch.device) -> HostLink:
     """Measures the link of a device once per process, which takes a few milliseconds."""
     large, small = (_copy_seconds(device, num_bytes) for num_bytes in (_LARGE_BYTES, _SMALL_BYTES))
-    per_second = [_LARGE_BYTES / max(a - b, 1e-9) for a, b in zip(large, small, strict=True)]
-    return HostLink(per_second[0], per_second[1], max(small))
+    out_bytes_per_second, in_bytes_per_second = (
+        _LARGE_BYTES / max(of_large - of_small, 1e-9) for of_large, of_small in zip(large, small, strict=True)
+    )
+    return HostLink(out_bytes_per_second, in_bytes_per_second, max(small))
 
 
-def _copy_seconds(device: torch.device, num_bytes: int) -> tuple[float, float]:
+class _CopySeconds(NamedTuple):
+    """The seconds of a copy to the host, and of one back."""
+
+    out: float
+    back: float
+
+
+def _copy_seconds(device: torch.device, num_bytes: int) -> _CopySeconds:
     """Returns the shortest seconds of a few copies to the host and back. The first round only warms up."""
     on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-    shortest = [float("inf"), float("inf")]
+    shortest = _CopySeconds(float("inf"), float("inf"))
     for _ in range(1 + _ROUNDS):
         events = [torch.Event(device, enable_timing=True) for _ in range(3)]
         events[0].record()
@@ -74,6 +84,6 @@ def _copy_seconds(device: torch.device, num_bytes: int) -> tuple[float, float]:
         on_device.copy_(on_host, non_blocking=True)
         events[2].record()
         events[2].synchronize()
-        for way in range(2):
-            shortest[way] = min(shortest[way], events[way].elapsed_time(events[way + 1]) / 1e3)
-    return shortest[0], shortest[1]
+        out, back = (begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events))
+        shortest = _CopySeconds(min(shortest.out, out), min(shortest.back, back))
+    return shortest

@@ -59,16 +59,16 @@ class ChosenPolicy:
         plans = []
         for which, (begin, one) in enumerate(trace.passes_at()):
             sources = {begin + read for op in replayed[which] for read in one.ops[op].reads}
-            forms: dict[int, int] = {}
+            stored_as: dict[int, int] = {}
             for value in one.made:
-                form = self.policy[begin + value]
-                if form == RECOMPUTE or not one.values[value].can_keep:
-                    forms[value] = RECOMPUTE
-                elif form > SAVE and begin + value in needed:
-                    forms[value] = one.values[value].formats[form - 1].storage_format
+                choice = self.policy[begin + value]
+                if choice == RECOMPUTE or not one.values[value].can_keep:
+                    stored_as[value] = RECOMPUTE
+                elif choice > SAVE and begin + value in needed:
+                    stored_as[value] = one.values[value].formats[choice - 1].storage_format
                 else:
-                    forms[value] = SAVE if begin + value in sources else UNPLANNED
-            as_they_are = {value for value, form in forms.items() if form in (SAVE, UNPLANNED)}
+                    stored_as[value] = SAVE if begin + value in sources else UNPLANNED
+            as_they_are = {value for value, choice in stored_as.items() if choice in (SAVE, UNPLANNED)}
             made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made.writes)}
             saved = trace.saves_without_hooks(begin, one, as_they_are)
             unhooked = set().union(*saved.values())
@@ -76,7 +76,7 @@ class ChosenPolicy:
                 [
                     PlannedOp(
                         op.name,
-                        [forms[write] for write in op.writes],
+                        [stored_as[write] for write in op.writes],
                         index in replayed[which],
                         one.arguments[index] if index in saved else None,
                         [write in unhooked for write in op.writes],
@@ -155,8 +155,8 @@ def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) 
     host = STORAGE_FORMATS["host"]
     sizes = [value.num_bytes for one in trace.passes for value in one.values]
 
-    def cost_of(value: int, form: int, seconds: float) -> float:
-        if form != host:
+    def cost_of(value: int, storage_format: int, seconds: float) -> float:
+        if storage_format != host:
             return seconds
         if price == _NO_COPIES:
             return 1e6

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,15 +37,14 @@ class Undo:
     def __init__(self, model: nn.Module) -> None:
         grads = [(param, param.grad) for param in model.parameters()]
         self._grads = [(param, grad, None if grad is None else grad.clone()) for param, grad in grads]
-        self._states: list[Any] = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():
-            self._states.append(torch.cuda.get_rng_state_all())
+        self._rng_state = torch.get_rng_state()
+        self._cuda_rng_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def __call__(self) -> None:
         """Restores the state, and frees the reference cycles that a failed step left."""
         gc.collect()
         self.restore()
-        if len(self._states) > 1:
+        if self._cuda_rng_states is not None:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
@@ -56,9 +54,9 @@ class Undo:
             if grad is not None and values is not None:
                 with torch.no_grad():
                     grad.copy_(values)
-        torch.set_rng_state(self._states[0])
-        if len(self._states) > 1:
-            torch.cuda.set_rng_state_all(self._states[1])
+        torch.set_rng_state(self._rng_state)
+        if self._cuda_rng_states is not None:
+            torch.cuda.set_rng_state_all(self._cuda_rng_states)
 
 
 class ModelSnapshot:

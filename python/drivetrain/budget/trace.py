@@ -89,6 +89,27 @@ class BackwardUse(NamedTuple):
     is_release: bool
 
 
+class SolverValue(NamedTuple):
+    """A value as `_C.activation_solve` takes it. `replaces` is as in TracedValue, counted over all passes.
+
+    `formats` has the bytes and the seconds of each storage format.
+    """
+
+    num_bytes: int
+    can_keep: bool
+    can_recompute: bool
+    replaces: int
+    formats: list[tuple[int, float]]
+
+
+class SolverOp(NamedTuple):
+    """An operation as `_C.activation_solve` takes it, with values that are counted over all passes."""
+
+    seconds: float
+    reads: list[int]
+    writes: list[int]
+
+
 class _OrderedUse(NamedTuple):
     """A BackwardUse with its position among the uses of all passes of a recorder."""
 
@@ -177,20 +198,20 @@ class Trace:
 
     def for_solver(
         self, seconds_of: Callable[[int, int, float], float] | None = None
-    ) -> tuple[list[Any], list[Any], list[BackwardUse]]:
+    ) -> tuple[list[SolverValue], list[SolverOp], list[BackwardUse]]:
         """Returns the values, operations and uses that `_C.activation_solve` takes. An operation before all others
         makes the values that autograd saves without a recorded operation having made them.
 
         Args:
             seconds_of: Maps a value, a storage format and its measured seconds to the seconds that the solver uses.
         """
-        values: list[Any] = []
-        ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
+        values: list[SolverValue] = []
+        ops = [SolverOp(0.0, [], [])]
         for begin, one in self.passes_at():
             made = one.made
             for index, value in enumerate(one.values):
                 if index not in made:
-                    ops[0][2].append(begin + index)
+                    ops[0].writes.append(begin + index)
                 base = value.replaces + begin if value.replaces >= 0 and index in made else -1
                 formats = [
                     (
@@ -200,10 +221,10 @@ class Trace:
                     for cost in value.formats
                 ]
                 can_recompute = value.can_recompute and index in made
-                values.append((value.num_bytes, value.can_keep, can_recompute, base, formats))
+                values.append(SolverValue(value.num_bytes, value.can_keep, can_recompute, base, formats))
             for op in one.ops:
                 reads, writes = ([begin + value for value in numbers] for numbers in (op.reads, op.writes))
-                ops.append((op.seconds or 0.0, reads, writes))
+                ops.append(SolverOp(op.seconds or 0.0, reads, writes))
         return values, ops, self.uses
 
     def to_dict(self) -> dict[str, Any]:

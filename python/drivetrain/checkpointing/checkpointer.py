@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .. import phases
-from ..grad.accumulate import Window
+from ..ddp.accumulate import Window
 from . import environment, survivors
 from .audit import AUDIT
 from .encryption import Encryption

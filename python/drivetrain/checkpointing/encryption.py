@@ -114,7 +114,7 @@ class Encryption:
         return name, value
 
 
-class Place(NamedTuple):
+class ChunkIdentity(NamedTuple):
     """The place of a chunk: its checkpoint's identifier, its index, and the size of its file in bytes."""
 
     checkpoint: str
@@ -180,7 +180,7 @@ class FileCipher:
             raise ValueError(_CHANGED) from None
         return secret
 
-    def seal_chunk(self, place: Place, chunk: Tensor, sealed: Tensor) -> str:
+    def seal_chunk(self, place: ChunkIdentity, chunk: Tensor, sealed: Tensor) -> str:
         """Encrypts a chunk once.
 
         Args:
@@ -199,7 +199,7 @@ class FileCipher:
             into.copy_(_bytes_of(self._chunks.encrypt(nonce, _memory(chunk), visible)))
         return bytes(_memory(sealed[size : size + TAG_BYTES])).hex()
 
-    def unseal_chunk(self, place: Place, sealed: Tensor, tag: str) -> Tensor:
+    def unseal_chunk(self, place: ChunkIdentity, sealed: Tensor, tag: str) -> Tensor:
         """Returns the bytes of a chunk, uint8, shape (n,).
 
         Args:

@@ -64,8 +64,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._directory, self._options = Path(directory), options
         self._trainer: Trainer | None = None  # inside of train()
         self._checkpointer: Checkpointer | None = None
-        self._values: _Values | None = None
-        self._batches: _Batches | None = None
+        self._values: _TrainerStateValues | None = None
+        self._batches: _ResumedBatches | None = None
         self._stack: ExitStack | None = None
         self._is_pending = False  # a step has ended and is not counted yet
         self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins again
@@ -99,7 +99,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             raise RuntimeError("trainer.train() was called: call CheckpointCallback.train(trainer) in its place")
         assert self._batches is not None
         assert self._stack is not None
-        self._values = _Values(trainer, self._batches.total)
+        self._values = _TrainerStateValues(trainer, self._batches.total)
         options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: self._values}}
         self._checkpointer = ckpt = Checkpointer(
             self._directory,
@@ -153,7 +153,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def _train(self, trainer: Trainer, serial: int, arguments: Mapping[str, Any]) -> TrainOutput | None:
         self._trainer, self._expected, self._is_pending = trainer, serial, False
-        self._batches = _Batches(_loader_of(trainer), trainer.args.gradient_accumulation_steps)
+        self._batches = _ResumedBatches(_loader_of(trainer), trainer.args.gradient_accumulation_steps)
         trainer.add_callback(self)
         try:
             with (
@@ -197,7 +197,7 @@ class _OtherCheckpoint(BaseException):
         self.serial = serial
 
 
-class _Values:
+class _TrainerStateValues:
     """The Trainer's own values: its TrainerState, and the loss since it last logged."""
 
     def __init__(self, trainer: Trainer, total: int) -> None:
@@ -221,7 +221,7 @@ class _Values:
             trainer._globalstep_last_logged = saved["last_logged"]
 
 
-class _Batches(IterableDataset):  # type: ignore[type-arg]
+class _ResumedBatches(IterableDataset):  # type: ignore[type-arg]
     """Yields the batches of a loader. A resumed epoch begins with a placeholder per batch that the Trainer skips.
 
     The Trainer skips batches by a loader of its own that it builds from a dataset. This dataset lets it skip without
@@ -266,10 +266,10 @@ class _Batches(IterableDataset):  # type: ignore[type-arg]
             next(self._iterator, None)
 
 
-class _Loader(DataLoader):  # type: ignore[type-arg]
+class _CompleteBatchLoader(DataLoader):  # type: ignore[type-arg]
     """Passes on batches that are complete already."""
 
-    def __init__(self, batches: _Batches) -> None:
+    def __init__(self, batches: _ResumedBatches) -> None:
         # A generator of its own: DataLoader draws a seed per iteration, and a resumed run makes one more.
         super().__init__(batches, batch_size=None, generator=torch.Generator())
         self._batches = batches
@@ -315,9 +315,9 @@ def _loader_of(trainer: Trainer) -> "DataLoader[Any]":
 
 
 @contextmanager
-def _replaced(trainer: Trainer, batches: _Batches) -> Iterator[None]:
+def _replaced(trainer: Trainer, batches: _ResumedBatches) -> Iterator[None]:
     """Lets the Trainer use `batches`, and leave the model to the Checkpointer, inside of the block."""
-    loader = _Loader(batches)
+    loader = _CompleteBatchLoader(batches)
     trainer.get_train_dataloader = lambda: loader
     trainer._load_from_checkpoint = lambda *_, **__: None
     try:

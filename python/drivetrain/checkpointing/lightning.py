@@ -59,7 +59,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             raise ValueError(f"ckpt_path is {trainer.ckpt_path!r}, expected None: the callback restores the state")
         self._check(trainer)
         loaders = trainer.fit_loop._combined_loader.flattened
-        options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: _Values(trainer, self)}}
+        options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: _LoopValues(trainer, self)}}
         self._is_pending = False
         self._checkpointer = ckpt = Checkpointer(
             self._directory,
@@ -137,7 +137,7 @@ class _Entered:
         self._checkpointer.__exit__(*exception)
 
 
-class _Values:
+class _LoopValues:
     """The Trainer's own values: the progress of its loops, and the states of its other callbacks and data module."""
 
     def __init__(self, trainer: Trainer, own: CheckpointCallback) -> None:

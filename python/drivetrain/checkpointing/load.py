@@ -18,10 +18,10 @@ from torch import Tensor
 
 from .. import _C
 from .audit import AuditLog
-from .encryption import TAG_BYTES, Encryption, FileCipher, Place
+from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
 from .errors import CheckpointError, EncryptionError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, STEP, Entry, decode_header
-from .manifest import JSON, Manifest, Part, Protection, Record, hexadecimal, unseal
+from .manifest import JSON, Manifest, Protection, RankFiles, Record, hexadecimal, unseal
 
 _logger = logging.getLogger("drivetrain")
 _READ_THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -204,7 +204,7 @@ class Checkpoint:
             sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
             if bad := self._read_stored(rank, [chunk], [(begin, sealed[:size])], verify, 1):
                 return bad
-            place = Place(record.checkpoint, chunk, record.file_bytes)
+            place = ChunkIdentity(record.checkpoint, chunk, record.file_bytes)
             try:
                 opened = cipher.unseal_chunk(place, sealed, record.tags[chunk])
             except ValueError as error:
@@ -382,7 +382,7 @@ def _cipher(folder: Path, protection: Protection | None, file: str, encryption: 
 
 
 def _read_part(
-    folder: Path, manifest: Manifest, part: Part, encryption: Encryption | None
+    folder: Path, manifest: Manifest, part: RankFiles, encryption: Encryption | None
 ) -> tuple[Record, dict[str, Entry], FileCipher | None]:
     """Reads the record of a rank. Returns it, the tensors of its file, and what decrypts them."""
     data = _read_bytes(folder, part.record)

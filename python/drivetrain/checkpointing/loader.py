@@ -97,7 +97,7 @@ def position_of(data: Any) -> Position:
                 f"data is a {type(data).__name__}, which iterates in a way of its own and may fetch ahead: pass a "
                 f"DataLoader or {_STATEFUL}"
             )
-        return _Loader(data)
+        return _MapStyleLoader(data)
     if isinstance(data, Stateful):
         return _Direct(data)
     raise TypeError(
@@ -234,9 +234,9 @@ class _Counted(Position):
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         return self._iterate()
 
-    def _hand_out(self, batches: Iterator[Any], state: Any) -> "_Batches":
+    def _hand_out(self, batches: Iterator[Any], state: Any) -> "_CountedBatches":
         """Returns what counts the batches of an iteration; `state` is that with which it continues, or None."""
-        return _Batches(batches, self)
+        return _CountedBatches(batches, self)
 
     def _is_persistent(self) -> bool:
         return self._loader.persistent_workers and self._loader.num_workers > 0
@@ -269,7 +269,7 @@ class _StatefulLoader(_Counted):
             self._resumed, self._is_next = None, True
 
 
-class _Loader(_Counted):
+class _MapStyleLoader(_Counted):
     """A plain DataLoader over a map-style dataset.
 
     With a ResumableSampler the position is restored at once. Any other sampler is asked for the indices of the epoch
@@ -351,13 +351,13 @@ class _Loader(_Counted):
         return list({id(one): one for one in found if one is not None}.values())
 
 
-class _Batches:
+class _CountedBatches:
     """Iterates over a loader's batches and counts those that it hands out."""
 
     def __init__(self, batches: Iterator[Any], counted: _Counted) -> None:
         self._batches, self._counted = batches, counted
 
-    def __iter__(self) -> "_Batches":
+    def __iter__(self) -> "_CountedBatches":
         return self
 
     def __next__(self) -> Any:
@@ -370,7 +370,7 @@ class _Batches:
         self.count()
         return batch
 
-    def apart(self) -> tuple[Iterator[Any], "_Batches"]:
+    def apart(self) -> tuple[Iterator[Any], "_CountedBatches"]:
         """Returns the iterator without counting, and what counts, for data.prefetch, which takes batches ahead.
 
         The caller calls `begin_fetch` before the training fetches a batch, and `count` or `end_epoch` after it.

@@ -62,7 +62,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFiles:
     """The files of one rank, and the checksum of its record."""
 
     record: str
@@ -80,7 +80,7 @@ class Manifest:
     step: int
     world_size: int
     created: float  # seconds since the epoch
-    parts: list[Part]
+    parts: list[RankFiles]
     checkpoint: str = ""
     protection: Protection | None = None
 
@@ -155,7 +155,7 @@ def _decode(body: bytes, kind: type[T]) -> T:
         raise CheckpointError(f"a {name} has format version {version}, expected at most {VERSION}: update drivetrain")
     fields.pop("secret", None)
     if "parts" in fields:
-        fields["parts"] = [Part(**part) for part in fields["parts"]]
+        fields["parts"] = [RankFiles(**part) for part in fields["parts"]]
     if "protection" in fields:
         fields["protection"] = Protection(**fields["protection"])
     try:

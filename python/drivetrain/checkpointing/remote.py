@@ -105,10 +105,10 @@ class RemoteDirectory:
         if not complete:
             return []
         old = complete[:-keep] if keep is not None else []
-        torn = [name for name in self._names() if name not in complete]
-        for name in [*old, *torn]:
+        incomplete = [name for name in self._names() if name not in complete]
+        for name in [*old, *incomplete]:
             self.remove(name)
-        return [*old, *torn]
+        return [*old, *incomplete]
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, its manifest first. Keeps files that no checkpoint has."""

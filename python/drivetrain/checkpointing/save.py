@@ -37,6 +37,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 class Save:
     """A save that copies and writes in the background.
 
+    Args:
+        step: The step that is saved.
+        tensors: This rank's tensors by name.
+        state: Values to write beside them.
+        is_encrypted: True if the file will be encrypted.
+
     Attributes:
         step: The step that is saved.
         nbytes: Bytes of this rank's file, header included.

@@ -36,7 +36,7 @@ class Shard(NamedTuple):
     path: str
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """The part of a DTensor that this rank has.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     owner: int
 
 
-def part_of(value: DTensor, path: str) -> Part:
+def part_of(value: DTensor, path: str) -> LocalShard:
     """Returns this rank's part of a DTensor, without a copy.
 
     Raises:
@@ -70,7 +70,7 @@ def part_of(value: DTensor, path: str) -> Part:
     index = tuple(0 if place.is_replicate() else at for place, at in places)
     is_block = all(place.is_replicate() or type(place).__name__ == "Shard" for place in value.placements)
     offset = tuple(region_of(value.shape, mesh, value.placements)[0]) if is_block else None
-    return Part(local_part(value).detach(), offset, int(mesh.mesh[index]))
+    return LocalShard(local_part(value).detach(), offset, int(mesh.mesh[index]))
 
 
 def region_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Region:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..grad.accumulate import Window
+from ..ddp.accumulate import Window
 from ..optim import pieces, precision
 from ..optim.base import FusedOptimizer
 from ..optim.sharded import is_dtensor, local_part, state_placements

@@ -21,10 +21,10 @@ import torch
 from .._C import Snapshot, crc32c
 from . import directory as disk
 from .coordinator import Coordinator
-from .encryption import TAG_BYTES, Encryption, FileCipher, Place
+from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
 from .errors import CheckpointError
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
-from .manifest import Manifest, Part, Record, hexadecimal, seal
+from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
 from .save import Save
 
 _logger = logging.getLogger("drivetrain")
@@ -168,7 +168,7 @@ class Writer:
         final: Path = self._directory / end["folder"]
         return final
 
-    def _write_part(self, save: Save, folder: Path, checkpoint: str) -> Part:
+    def _write_part(self, save: Save, folder: Path, checkpoint: str) -> RankFiles:
         snapshot = save._snapshot
         assert snapshot is not None
         name = part_name(self._rank, self._world_size, "safetensors")
@@ -195,7 +195,7 @@ class Writer:
         record_name = part_name(self._rank, self._world_size, "json")
         disk.write_file(folder / record_name, data)
         disk.sync_folder(folder)
-        return Part(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
+        return RankFiles(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
 
     def _new_cipher(self, file: str) -> FileCipher | None:
         return None if self._encryption is None else FileCipher.new(self._encryption, file)
@@ -209,7 +209,7 @@ class Writer:
             chunk = snapshot.chunk(index, max(0.0, deadline - time.monotonic()))
             if chunk is None:
                 break  # waiting for the written file tells why
-            tags.append(cipher.seal_chunk(Place(checkpoint, index, snapshot.nbytes), chunk, sealed))
+            tags.append(cipher.seal_chunk(ChunkIdentity(checkpoint, index, snapshot.nbytes), chunk, sealed))
             snapshot.replace_chunk(index, sealed)
         return tags
 
@@ -227,13 +227,13 @@ class Writer:
             state=save._state,
         )
 
-    def _gather(self, index: int, step: int, folder: Path) -> Iterator[Part]:
+    def _gather(self, index: int, step: int, folder: Path) -> Iterator[RankFiles]:
         """Yields the parts of the other ranks, after a look at their files, which proves a shared file system."""
         for rank in range(1, self._world_size):
             message = self._ask(f"{index}/part/{rank}", step, f"rank {rank} to write its part")
             host = message.pop("host")
             del message["step"]
-            part = Part(**message)
+            part = RankFiles(**message)
             self._await_visible(folder / part.record, f"rank {rank} on host {host} made")
             self._await_visible(folder / part.file, f"rank {rank} on host {host} made")
             found = (folder / part.record).read_bytes(), (folder / part.file).stat().st_size

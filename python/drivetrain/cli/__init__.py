@@ -66,7 +66,7 @@ def _parser(with_arguments: Sequence[str] | dict[str, tuple[str, str]]) -> argpa
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"drivetrain {version('drivetrain')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(_COMMANDS))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, (_, summary) in _COMMANDS.items():
         subparser = commands.add_parser(command, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if command in with_arguments:

@@ -18,8 +18,8 @@ from typing import Any
 
 from drivetrain import swap
 from drivetrain.cli import report
-from drivetrain.ddp import distributed as ddp
-from drivetrain.optim import base
+from drivetrain.ddp import defaults
+from drivetrain.optim import left_to_torch
 
 
 class _Swap:
@@ -86,4 +86,6 @@ def _install_and_follow(optim: bool, ddp_defaults: dict[str, object]) -> None:
 
 def _report_when_child_ends(_: object) -> None:
     """Registers the report at the start of a child process. Forked children skip atexit, so it uses Finalize."""
-    util.Finalize(None, report.of_child, args=(len(ddp.constructed), len(base.constructed)), exitpriority=0)
+    util.Finalize(
+        None, report.of_child, args=(len(defaults.constructed), len(left_to_torch.constructed)), exitpriority=0
+    )

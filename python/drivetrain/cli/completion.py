@@ -6,16 +6,20 @@ import argparse
 
 import shtab
 
-_HELP = """Prints a completion script for a shell.
-
-  bash:  eval "$(drivetrain completion bash)"        # in ~/.bashrc
-  zsh:   eval "$(drivetrain completion zsh)"         # in ~/.zshrc, after compinit
-  tcsh:  drivetrain completion tcsh >~/.drivetrain.completion; source ~/.drivetrain.completion"""
+# Older versions of shtab have fewer shells.
+_INSTALL = {
+    "bash": 'eval "$(drivetrain completion bash)"        # in ~/.bashrc',
+    "zsh": 'eval "$(drivetrain completion zsh)"         # in ~/.zshrc, after compinit',
+    "tcsh": "drivetrain completion tcsh >~/.drivetrain.completion; source ~/.drivetrain.completion",
+    "fish": "drivetrain completion fish >~/.config/fish/completions/drivetrain.fish",
+    "powershell": "drivetrain completion powershell | Out-String | Invoke-Expression    # in $PROFILE",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `completion`."""
-    parser.description = _HELP
+    lines = (f"  {f'{shell}:':12s}{_INSTALL[shell]}" for shell in shtab.SUPPORTED_SHELLS if shell in _INSTALL)
+    parser.description = "\n".join(("Prints a completion script for a shell.", "", *lines))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="shell that runs the script")
 

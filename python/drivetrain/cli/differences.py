@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Difference:
+class IntendedDifference:
     """Describes one intended difference.
 
     Attributes:
@@ -23,109 +23,109 @@ class Difference:
     reason: str
 
 
-DIFFERENCES: Sequence[Difference] = (
-    Difference(
+DIFFERENCES: Sequence[IntendedDifference] = (
+    IntendedDifference(
         "Number and size of buckets",
         "Caps of 1 MiB and 25 MiB.",
         "On the CPU, planned after four steps from measured times.",
         "Less communication stays exposed. `bucket_cap_mb=25` keeps torch's sizes.",
     ),
-    Difference(
+    IntendedDifference(
         "Memory of `.grad`",
         "Copies of the buckets, or views with `gradient_as_bucket_view=True`.",
         "Views of one flat gradient buffer, which exists from construction on. A tensor that a script assigns and "
         "keeps stays `.grad`.",
         "No second copy of the gradients exists. `zero_grad()` therefore frees no memory.",
     ),
-    Difference(
+    IntendedDifference(
         "Tensors kept over a `.grad`",
         "Keep their values, except with `gradient_as_bucket_view=True`.",
         "Keep their values: they get their own memory before the next write. Arrays from `.numpy()` do not.",
         "A NumPy array holds no reference that the buffer could see.",
     ),
-    Difference(
+    IntendedDifference(
         "Second backward after a forward or after several; forward under `no_sync()` and backward outside",
         "Each rank keeps its own gradients.",
         "The gradients are reduced when the backward pass ends. All ranks raise if one rank alone does this.",
         "Replicas would diverge without an error.",
     ),
-    Difference(
+    IntendedDifference(
         "Hook that consumes a gradient before its reduction",
         "The optimizer uses local gradients.",
         "An error names the parameter.",
         "Replicas would diverge without an error.",
     ),
-    Difference(
+    IntendedDifference(
         "Transport between CPU ranks of one host",
         "The process group.",
         "Shared memory.",
         'It is faster. `transport="torch"` uses the process group.',
     ),
-    Difference(
+    IntendedDifference(
         "Divisor over NCCL",
         "Gradients are divided before the sum.",
         "Gradients are divided before the sum, which is sent as a plain sum.",
         "`ncclAvg` disables NCCL's symmetric kernels and NVLS.",
     ),
-    Difference(
+    IntendedDifference(
         "Gradients in a forked child process",
         "Show the values at the fork.",
         "Pages that the child has not written follow the parent's later steps. A backward pass there raises.",
         "A copy per child would cost the memory of all gradients.",
     ),
-    Difference(
+    IntendedDifference(
         "Error texts",
         "Name the rank or the index of a parameter.",
         "Name parameters, modules, files and lines; the exception types are torch's.",
         "A message should say what to change.",
     ),
-    Difference(
+    IntendedDifference(
         "Last bits of a step",
         "Fuses a product and the sum after it where the processor can.",
         "Rounds each product and each sum.",
         "A step has the same bits on every instruction set and on GPUs. Trajectories part slowly, as between two "
         "processors under torch.",
     ),
-    Difference(
+    IntendedDifference(
         "Adam's update",
         "Divides twice per element.",
         "Divides once per element.",
         "It is faster. The update is the same up to its last bits.",
     ),
-    Difference(
+    IntendedDifference(
         "Memory of a `.grad` between `unscale_()` and `zero_grad()` on the CPU",
         "Unscaled and clipped.",
         "Scaled until something looks at a `.grad`. Only an address taken by `.data_ptr()` before, whose tensor "
         "nothing holds, shows it.",
         "The step reads gradients once for both factors. `torch.amp.GradScaler` and torch's clipping write at once.",
     ),
-    Difference(
+    IntendedDifference(
         "Steps of 16-bit parameters",
         "Round to 16 bits after each operation.",
         "Compute in float32 and round each result once.",
         "Squares of float16 gradients near 1e-3 vanish in torch, whose RMSprop then divides by 0. In float16, 99 of "
         "928 steps with special gradients differ by more than rounding. `state_bits=32` also keeps them in the state.",
     ),
-    Difference(
+    IntendedDifference(
         "Range of Adafactor's sums",
         "Sums squares and multiplies means in the parameter's dtype.",
         "Sums squares in float64 and multiplies roots.",
         "Gradients above 4e9 in float32, or 255 in float16, overflow in torch.",
     ),
-    Difference(
+    IntendedDifference(
         "Changes of optimizer states from outside",
         "Count at the next step.",
         "Count at the next step, if made through `optimizer.state` and whatever came from it. A change through the "
         "garbage collector's lists (`gc.get_objects()`) may not count.",
         "A step reads states again only while something else refers to them.",
     ),
-    Difference(
+    IntendedDifference(
         "Dtype of loaded optimizer states",
         "Casts states to the parameter's dtype.",
         "Keeps the stored dtype.",
         "A state of 8 or 32 bits must survive `load_state_dict()`.",
     ),
-    Difference(
+    IntendedDifference(
         "Memory of the C library on the CPU",
         "Returns large freed blocks to the system.",
         "Lets glibc keep up to 64 MiB for the next gradients.",

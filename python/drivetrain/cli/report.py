@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from multiprocessing import current_process
 
 from drivetrain import swap
-from drivetrain.ddp import distributed as ddp
-from drivetrain.optim import base
+from drivetrain.ddp import defaults
+from drivetrain.optim import left_to_torch
 
 _NOTHING_WRAPPED = (
     "no model was wrapped in this process (child processes print their own reports). It built no "
@@ -33,9 +33,9 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
         return
     names = [name for name in swap.names_bound_to_ours() if _is_worth_showing(name)]
     lines = [f"bound to drivetrain: {', '.join(names) or 'nothing (uninstall() was called)'}"]
-    lines.append(f"wrapped: {'; '.join(ddp.constructed)}" if ddp.constructed else _NOTHING_WRAPPED)
-    if with_optimizers or base.constructed:
-        lines.append(f"optimizers: {'; '.join(base.constructed) or 'none was built'}")
+    lines.append(f"wrapped: {'; '.join(defaults.constructed)}" if defaults.constructed else _NOTHING_WRAPPED)
+    if with_optimizers or left_to_torch.constructed:
+        lines.append(f"optimizers: {'; '.join(left_to_torch.constructed) or 'none was built'}")
     if "ray.train" in sys.modules:
         lines.append(_RAY_WORKERS)
     _say("drivetrain run", lines)
@@ -48,7 +48,7 @@ def of_child(models_before: int, optimizers_before: int) -> None:
         models_before: Number of models that the parent had wrapped.
         optimizers_before: Number of optimizers that the parent had constructed.
     """
-    models, optimizers = ddp.constructed[models_before:], base.constructed[optimizers_before:]
+    models, optimizers = defaults.constructed[models_before:], left_to_torch.constructed[optimizers_before:]
     lines = [f"wrapped: {'; '.join(models)}"] if models else []
     if optimizers:
         lines.append(f"optimizers: {'; '.join(optimizers)}")

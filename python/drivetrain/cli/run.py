@@ -7,7 +7,6 @@ import ast
 import atexit
 import builtins
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -15,9 +14,11 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from drivetrain import swap
+from drivetrain import main_script, swap
 from drivetrain.cli import children, report
+from drivetrain.main_script import load_script, set_first_path
 
+_OUR_FILES = {__file__, main_script.__file__}  # their frames are above the script's
 _WORDS: dict[str, object] = {"true": True, "false": False, "none": None}
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -94,21 +95,9 @@ def _ddp_default(text: str) -> tuple[str, object]:
         return name, value
 
 
-def load_script(name: str) -> tuple[ModuleType, CodeType]:
-    """Builds the `__main__` module of `python name`, and compiles its code."""
-    path = Path(name).absolute()
-    with io.open_code(str(path)) as file:
-        code = compile(file.read(), str(path), "exec", dont_inherit=True)
-    module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", str(path))
-    module.__dict__.update(__file__=str(path), __loader__=loader, __package__=None, __cached__=None)
-    _set_first_path(os.path.realpath(path.parent))
-    return module, code
-
-
 def _module(name: str) -> tuple[ModuleType, CodeType]:
     """Builds the `__main__` module of `python -m name`, and loads its code."""
-    _set_first_path(str(Path.cwd()))
+    set_first_path(str(Path.cwd()))
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -120,12 +109,6 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
     module.__dict__.update(__file__=spec.origin, __loader__=loader, __package__=spec.parent)
     module.__dict__.update(__cached__=spec.cached, __spec__=spec)
     return module, code
-
-
-def _set_first_path(folder: str) -> None:
-    """Replaces the first entry of `sys.path`, which belongs to drivetrain's own command (absent under -P)."""
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 lacks the flag
-        sys.path[0] = folder
 
 
 def _become(main_module: ModuleType) -> None:
@@ -141,7 +124,7 @@ def _without_our_frames(hook: _Hook) -> _Hook:
     def strip(error: BaseException) -> None:
         last_of_ours, entry = None, error.__traceback__
         while entry is not None:
-            if entry.tb_frame.f_code.co_filename == __file__:
+            if entry.tb_frame.f_code.co_filename in _OUR_FILES:
                 last_of_ours = entry
             entry = entry.tb_next
         if last_of_ours is not None:

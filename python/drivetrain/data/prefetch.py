@@ -54,6 +54,12 @@ def prefetch(
 class Prefetcher:
     """The iterable that `prefetch` returns. Other attributes are the loader's.
 
+    Args:
+        loader: A DataLoader or another iterable.
+        device: The device of the yielded tensors; None leaves them where they are.
+        depth: Batches loaded ahead; None measures how many are needed.
+        timeout: Seconds that a step waits for a batch at most.
+
     Attributes:
         loader: the loader.
         depth: batches loaded ahead now.

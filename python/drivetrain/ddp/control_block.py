@@ -26,7 +26,7 @@ _LONGEST_STORE_CALL_S = (1.0, 10.0)  # a call may take one beat, within these bo
 _logger = logging.getLogger("drivetrain")
 
 
-class Position(NamedTuple):
+class StepPosition(NamedTuple):
     """The progress of a rank: a synchronized step, and a position of `Progress` in it. The smaller one is behind."""
 
     step: int
@@ -42,7 +42,7 @@ class Status(NamedTuple):
     wait_s: float | None
 
 
-class Record(TypedDict):
+class RankRecord(TypedDict):
     """The record of a rank, which the others read."""
 
     beat: int  # grows with every record
@@ -62,7 +62,7 @@ class _Connection(NamedTuple):
     num_blocks: int  # the same on every rank
 
 
-def status_of(record: Record) -> Status:
+def status_of(record: RankRecord) -> Status:
     """Returns the part of a record that other hosts read."""
     return Status(record["beat"], record["step"], record["position"], record["wait_s"])
 
@@ -98,15 +98,15 @@ class ControlBlock:
         self._hosts: list[str] = []  # all known hosts, in order of arrival
         self._found: set[str] = set()  # keys that are known to exist
         self.seen: list[Status | None] = [None] * len(ranks)  # by rank, as last read
-        self.last: list[Record | None] = [None] * len(ranks)  # of this host's ranks, and of those fetched
+        self.last: list[RankRecord | None] = [None] * len(ranks)  # of this host's ranks, and of those fetched
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
-    def publish(self, record: Record) -> None:
+    def publish(self, record: RankRecord) -> None:
         """Writes this rank's record, and its host's summary if that is its task."""
 
-        def put(store: Any) -> list[tuple[int, Record]]:
+        def put(store: Any) -> list[tuple[int, RankRecord]]:
             store.set(self._key + str(self.rank), json.dumps(record))
             if self._arrival == 0:
                 self._arrival = self._arrive(store)
@@ -121,7 +121,7 @@ class ControlBlock:
     def read(self) -> bool:
         """Reads what has changed, and notes which ranks have published. Returns False if the store does not answer."""
 
-        def get(store: Any) -> tuple[list[tuple[int, Record]], dict[int, Status]]:
+        def get(store: Any) -> tuple[list[tuple[int, RankRecord]], dict[int, Status]]:
             records = self._records(store, self._find_ranks(store))
             others = [self._summary_of(host) for host in self._find_hosts(store) if host != self._host]
             summaries = [json.loads(text) for text in self._values(store, others) if text is not None]
@@ -157,7 +157,7 @@ class ControlBlock:
         """Returns the seconds since reading has last shown something new of that rank."""
         return time.monotonic() - self._heard[rank]
 
-    def _take(self, records: Iterable[tuple[int, Record]]) -> None:
+    def _take(self, records: Iterable[tuple[int, RankRecord]]) -> None:
         for rank, record in records:
             self.last[rank] = record
             self._take_status(rank, status_of(record))
@@ -197,7 +197,7 @@ class ControlBlock:
     def _summary_of(self, host: str) -> str:
         return f"{self._key}{host}/summary"
 
-    def _records(self, store: Any, ranks: Sequence[int]) -> list[tuple[int, Record]]:
+    def _records(self, store: Any, ranks: Sequence[int]) -> list[tuple[int, RankRecord]]:
         """Returns the records of those of the ranks that have published one."""
         texts = self._values(store, [self._key + str(rank) for rank in ranks])
         return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text is not None]

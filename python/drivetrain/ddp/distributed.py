@@ -34,7 +34,7 @@ from .reducer import Reducer, announce
 from .stragglers import delays_of
 from .tag_board import show_collectives
 
-__all__ = ["DistributedDataParallel", "checked_weight", "constructed", "defaults"]
+__all__ = ["DistributedDataParallel", "checked_weight", "defaults"]
 
 _FIRST_BUCKET_BYTES = 1024 * 1024  # as in torch: communication starts early in backward
 # All ranks must agree on these arguments.

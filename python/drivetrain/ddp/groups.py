@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ..grad import main_grads
-from ..optim.over_groups import Placed, placed
+from ..optim.over_groups import GroupParam, group_params
 from .hang_reports import waiting
 from .join import JoinsUnevenInputs
 
@@ -49,7 +49,7 @@ _SHARED = (
 )
 
 
-class Part:
+class GroupMembers:
     """The names of the parameters and buffers that one process group reduces.
 
     Args:
@@ -75,7 +75,7 @@ class Part:
 
 def parts_of(
     module: nn.Module, groups: Mapping[str, dist.ProcessGroup] | None, changed: Mapping[str, Any]
-) -> list[Part]:
+) -> list[GroupMembers]:
     """Returns the parts that `process_groups` asks for, in an order that all ranks share.
 
     Args:
@@ -125,12 +125,12 @@ def parts_of(
             "process_groups matches every trained parameter, expected some for process_group: pass the group of all "
             "parameters as process_group instead."
         )
-    parts = [Part(group, patterns, frozenset(matching)) for group, patterns, matching in found.values()]
+    parts = [GroupMembers(group, patterns, frozenset(matching)) for group, patterns, matching in found.values()]
     return sorted(parts, key=lambda part: part.ranks)  # ranks of several groups wait for them in the same order
 
 
 @contextmanager
-def left_out(module: nn.Module, parts: Sequence[Part]) -> Iterator[None]:
+def left_out(module: nn.Module, parts: Sequence[GroupMembers]) -> Iterator[None]:
     """Makes wrappers that are built meanwhile ignore the parts' parameters and buffers."""
     if not parts:
         yield
@@ -152,14 +152,14 @@ class ReducesOverGroups(JoinsUnevenInputs):
         found: Sequence[ReducesOverGroups] = self.__dict__.get("_wrapped_parts", ())
         return found
 
-    def _wrap_parts(self, parts: Sequence[Part], changed: Mapping[str, Any]) -> None:
+    def _wrap_parts(self, parts: Sequence[GroupMembers], changed: Mapping[str, Any]) -> None:
         """Wraps the module once more for each part. Its gradients become the sum over its group, divided by all ranks.
 
         Raises:
             ValueError: A part's group has ranks outside of the wrapper's.
         """
         for _, param in self.reducer.named_parameters() if self._has_reducer() else ():
-            if (place := placed.pop(param, None)) is not None:
+            if (place := group_params.pop(param, None)) is not None:
                 place.scale.remove()
         everyone = set(dist.get_process_group_ranks(self.process_group))
         for part in parts:
@@ -181,7 +181,7 @@ class ReducesOverGroups(JoinsUnevenInputs):
                 counts = dist.get_rank() == part.ranks[0]
                 for _, param in wrapper.reducer.named_parameters():
                     scale = param.register_hook(partial(torch.mul, other=factor))
-                    placed[param] = Placed(scale, weakref.ref(self), counts)
+                    group_params[param] = GroupParam(scale, weakref.ref(self), counts)
             wrapped.append(wrapper)
         self.__dict__["_wrapped_parts"] = wrapped
 

@@ -25,7 +25,7 @@ from .. import _C
 from ..frames import self_of, stack_of, users_line
 from ..processes import has_ended, this_process
 from . import watchdog
-from .control_block import Position, Record, control_block_of
+from .control_block import RankRecord, StepPosition, control_block_of
 
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 30.0
@@ -52,7 +52,7 @@ class _Wait(NamedTuple):
 class _Behind(NamedTuple):
     """A rank that has not started what is awaited, or is silent, and where it was last seen."""
 
-    position: Position
+    position: StepPosition
     rank: int
 
 
@@ -242,7 +242,7 @@ class HangReporter:
         # An abort may itself wait for what the device is executing.
         threading.Thread(target=_abort, args=(group, device), name="drivetrain-watch-abort", daemon=True).start()
 
-    def _record(self, now: _C.ProgressSnapshot) -> Record:
+    def _record(self, now: _C.ProgressSnapshot) -> RankRecord:
         self._beats += 1
         return {
             "beat": self._beats,
@@ -278,8 +278,8 @@ class HangReporter:
 
     def _behind(self, now: _C.ProgressSnapshot) -> list[_Behind]:
         """Returns the ranks that are behind, the furthest first, as others may wait for it, too."""
-        needed = Position(now.step, now.needed)
-        positions = [Position(one.step, one.position) if one else Position(0, 0) for one in self._block.seen]
+        needed = StepPosition(now.step, now.needed)
+        positions = [StepPosition(one.step, one.position) if one else StepPosition(0, 0) for one in self._block.seen]
         return sorted(
             _Behind(position, rank)
             for rank, position in enumerate(positions)

@@ -1,1 +1,1 @@
-"""Gradients between backward and the optimizer step: accumulation, clipping, main gradients, fused weight gradients."""
+"""Gradients between backward and the optimizer step: main gradients and fused weight gradients."""

@@ -81,6 +81,9 @@ def float32_grad(param: Tensor) -> Tensor:
 
     Includes the 8 bits that a 24-bit main gradient keeps beside `.grad`, unless `.grad` was written since.
 
+    Args:
+        param: A parameter with a gradient.
+
     Raises:
         ValueError: The parameter has no gradient.
     """

@@ -16,7 +16,7 @@ from ..phases import LABELS
 from .advice import Setup, advise
 from .events import event, step_event
 from .exchange import Exchange
-from .hangs import Hang, HangWatch, Place
+from .hangs import Hang, HangWatch, RankProgress
 from .progress import Progress
 from .stragglers import Straggler
 from .stream import Event, Stream
@@ -199,7 +199,7 @@ class Collector:
         place = self._hangs.look(self._reader.standing(), self.num_steps + 1)
         wants_others = self._hangs.wants_others
         found: Straggler | None = None
-        places: dict[int, Place] = {}
+        places: dict[int, RankProgress] = {}
         if self._exchange is not None:
             found, places = self._exchange.exchange(place, wants_others)
         self._hangs.hear(places)

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 
 from ..ddp.control_block import ControlBlock, connection_to_store, host_name
-from .hangs import Place
+from .hangs import RankProgress
 from .stragglers import WINDOW, Profile, Straggler, find_straggler, profile_of
 
 _PERIOD_S = 1.0
@@ -20,7 +20,7 @@ _PREFIX = "drivetrain/monitor/"
 class Message(TypedDict):
     """The message that a rank shows the others."""
 
-    place: Place
+    place: RankProgress
     profile: Profile | None
 
 
@@ -53,7 +53,7 @@ class Exchange:
         self._steps.append(phases)
         self._is_new = True
 
-    def exchange(self, place: Place, wants_others: bool) -> tuple[Straggler | None, dict[int, Place]]:
+    def exchange(self, place: RankProgress, wants_others: bool) -> tuple[Straggler | None, dict[int, RankProgress]]:
         """Publishes the place, and the noted steps.
 
         Args:

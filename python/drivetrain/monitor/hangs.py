@@ -17,7 +17,7 @@ LIMIT_S = 20.0
 _TIMES_THE_LONGEST = 3  # a phase that has taken longer before gets as many times that
 
 
-class Place(TypedDict):
+class RankProgress(TypedDict):
     """The position of a rank in its training, as it shows the others."""
 
     beat: int  # grows with each message
@@ -61,13 +61,13 @@ class HangWatch:
     def __init__(self, rank: int, thread: int, limit_s: float, is_in_step: Callable[[], bool]) -> None:
         self._rank, self._thread, self.limit_s, self._is_in_step = rank, thread, limit_s, is_in_step
         self._beat = 0
-        self._place: Place | None = None
+        self._place: RankProgress | None = None
         self._limit_here_s = limit_s
         self._since_ns = 0  # when the wait began that was last reported
         self._next_s = limit_s
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when it came
 
-    def look(self, standing: _C.TraceStanding, step: int) -> Place:
+    def look(self, standing: _C.TraceStanding, step: int) -> RankProgress:
         """Returns where this rank is now.
 
         Args:
@@ -93,14 +93,14 @@ class HangWatch:
         """True if the other ranks' places are needed, because this one may soon be reported."""
         return self._place is not None and self.limit_s > 0 and self._place["quiet_s"] >= self._limit_here_s / 2
 
-    def hear(self, places: Mapping[int, Place]) -> None:
+    def hear(self, places: Mapping[int, RankProgress]) -> None:
         """Notes the places of other ranks, by rank, as they were last published."""
         for rank, place in places.items():
             beat, _ = self._heard.get(rank, (-1, 0.0))
             if place["beat"] != beat:
                 self._heard[rank] = (place["beat"], time.monotonic())
 
-    def report(self, places: Mapping[int, Place]) -> Hang | None:
+    def report(self, places: Mapping[int, RankProgress]) -> Hang | None:
         """Returns the hang, if it is time to report one: at the limit, and each time that the wait has doubled.
 
         Args:
@@ -118,7 +118,7 @@ class HangWatch:
         found = other if culprit != self._rank else place
         return Hang(culprit, found["phase"], found["where"], place["quiet_s"], text, self._stack())
 
-    def _culprit(self, own: Place, places: Mapping[int, Place]) -> int:
+    def _culprit(self, own: RankProgress, places: Mapping[int, RankProgress]) -> int:
         """Returns the rank that the others wait for: the first one that does not wait itself, or is silent."""
         if own["phase"] != "communication":
             return self._rank
@@ -141,5 +141,5 @@ class HangWatch:
         return "".join(traceback.format_stack(innermost)) if innermost is not None else ""
 
 
-def _at(place: Place) -> str:
+def _at(place: RankProgress) -> str:
     return f"in the phase {LABELS[place['phase']]!r} at {place['where']}"

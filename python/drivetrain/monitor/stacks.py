@@ -22,14 +22,14 @@ _SIGNAL = signal.SIGRTMAX - 1  # programs rarely use the real-time signals
 _ANSWER_S, _SETTLED_S, _POLL_S = 5.0, 0.2, 0.02
 
 
-class Address(TypedDict):
+class StacksAddress(TypedDict):
     """The address at which a process takes requests for its stacks."""
 
     signal: int
     fd: int  # of the memory file that the stacks are appended to
 
 
-def answer_requests() -> Address | None:
+def answer_requests() -> StacksAddress | None:
     """Lets this process answer requests until its end. Later calls return the same address.
 
     Returns:
@@ -39,7 +39,7 @@ def answer_requests() -> Address | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _register(_: int) -> Address | None:
+def _register(_: int) -> StacksAddress | None:
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return None
     # It stays open: without the handler the signal would end the process.
@@ -48,7 +48,7 @@ def _register(_: int) -> Address | None:
     return {"signal": int(_SIGNAL), "fd": fd}
 
 
-def stacks_of(address: Address, process: Process) -> str:
+def stacks_of(address: StacksAddress, process: Process) -> str:
     """Returns the stacks of a process of this host.
 
     Args:
@@ -114,4 +114,4 @@ def report(file: Path) -> tuple[str, bool]:
 def _answer_to(run: Event) -> str:
     if run.get("stacks") is None:
         raise ValueError("answers no requests for stacks: its script uses the signal, or its drivetrain is older")
-    return stacks_of(cast(Address, run["stacks"]), cast(Process, run["process"]))
+    return stacks_of(cast(StacksAddress, run["stacks"]), cast(Process, run["process"]))

@@ -154,7 +154,12 @@ class Summary:
 
 
 def summarize(events: Iterable[Event], name: str = "run") -> Summary:
-    """Adds up events of one rank."""
+    """Adds up events of one rank.
+
+    Args:
+        events: The events in order, as `read_events` returns them.
+        name: The name that the summary shows for them.
+    """
     summary = Summary(name)
     for event in events:
         summary.take(event)

@@ -15,9 +15,9 @@ from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .left_to_torch import LeftToTorch, constructed, in_place_of
 from .native_step import hypers, learning_rate
 from .report import Counts, Report, report_of
-from .sharded import Measured
+from .sharded_step import Measured
 
-__all__ = ["FusedOptimizer", "constructed", "hypers", "in_place_of", "learning_rate"]
+__all__ = ["FusedOptimizer", "hypers", "in_place_of", "learning_rate"]
 
 
 class FusedOptimizer(LeftToTorch):

@@ -100,7 +100,7 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if over_groups.has_any(params):
-        from ..grad.clip_grad import clip_grad_norm_ as clip_over_ranks  # it imports this module
+        from .clip_grad import clip_grad_norm_ as clip_over_ranks  # it imports this module
 
         return clip_over_ranks(params, max_norm, norm_type, error_if_nonfinite)
     if params and float(norm_type) == 2.0 and not torch.compiler.is_compiling():

@@ -11,7 +11,7 @@ from .arguments import check_max_grad_norm
 from .in_backward import WHY_NOT_CLIPPED
 
 if TYPE_CHECKING:
-    from . import sharded
+    from . import sharded_step
     from .in_backward import StepInBackward
 
 
@@ -27,7 +27,7 @@ class GradScaling(torch.optim.Optimizer):
     _can_scale_in_step: bool  # whether all gradients are on one device, as an unscaling step requires
     _step_supports_amp_scaling: bool  # read by torch's GradScaler and by frameworks
     _max_grad_norm: float | None = None
-    _result: "_C.StepResult | sharded.Measured | None" = None  # of the last step
+    _result: "_C.StepResult | sharded_step.Measured | None" = None  # of the last step
     _overflow_flag: Tensor | None = None  # drivetrain.amp.GradScaler reads the next step's overflow from it
 
     @property

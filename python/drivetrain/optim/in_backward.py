@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from ..ddp.lookup import wrapper_in
+from ..reducing_wrapper import wrapper_in
 from .pieces import piece_of
 from .sharded import is_dtensor
 from .squares import local_sum_of_squares

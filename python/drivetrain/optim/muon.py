@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from . import muon_fallback
 from .adam import adam_hypers
-from .base import FusedOptimizer, constructed, learning_rate
+from .base import FusedOptimizer, learning_rate
+from .left_to_torch import constructed
 from .precision import StateBits
 
 

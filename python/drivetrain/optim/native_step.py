@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import over_groups, precision, sharded, sparse
+from . import over_groups, precision, sharded, sharded_step, sparse
 from .grad_scaling import GradScaling
 from .mesh_sums import MeshSums
 
@@ -32,7 +32,7 @@ class NativeStep(GradScaling):
     A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`).
     """
 
-    _shards: sharded.Shards | None = None  # None until a parameter is a DTensor
+    _shards: sharded_step.Shards | None = None  # None until a parameter is a DTensor
     _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
     _left_to_torch: Sequence[Tensor] = ()  # parameters that torch's class steps (left_to_torch.py)
     _last_look: int = 0  # at `state`, by code that may have kept references to its values: its number
@@ -158,7 +158,7 @@ class NativeStep(GradScaling):
         conversions.run()
         return fresh
 
-    def _step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded.Measured:
+    def _step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded_step.Measured:
         """Steps dense gradients natively, and sparse ones with torch's function where torch's class accepts them."""
         if not self._may_be_sparse:
             try:
@@ -196,7 +196,7 @@ class NativeStep(GradScaling):
     @torch.no_grad()
     def step_groups(
         self, groups: list[dict[str, Any]], reader: _C.StepReader, options: _C.StepOptions
-    ) -> _C.StepResult | sharded.Measured:
+    ) -> _C.StepResult | sharded_step.Measured:
         """Steps `groups`: this optimizer's groups, or copies of them with some of their parameters.
 
         Args:
@@ -212,13 +212,13 @@ class NativeStep(GradScaling):
 
         needs_norm = options.max_grad_norm is not None or options.check_finite
         if self._shards is None and needs_norm and over_groups.has_any(p for group in groups for p in group["params"]):
-            self._shards = sharded.Shards()  # the norm is one over ranks, as of DTensors
+            self._shards = sharded_step.Shards()  # the norm is one over ranks, as of DTensors
         if self._shards is None:
             last_look = self._last_look if _C.is_only_reference(self.__dict__, "state") else -1
             result, _ = self._step_plain(groups, self._states, reader, options, last_look)
             if not result.has_wrappers:
                 return result
-            self._shards = sharded.Shards()
+            self._shards = sharded_step.Shards()
         sums = functools.partial(MeshSums, hypers=self._hypers)
         return self._shards.step(groups, self.state, self._ids_left, options, self._gathers, sums, run)
 

@@ -17,14 +17,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .squares import local_sum_of_squares
 
 
-class Ranks(Protocol):
+class TrainingRanks(Protocol):
     """All ranks that train the model: a wrapper with `process_groups`."""
 
     def share(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduces values over the ranks, in place. `what` names it where a rank has ended or takes too long."""
 
 
-class Placed(NamedTuple):
+class GroupParam(NamedTuple):
     """The ranks that hold a parameter, and its part in sums over all ranks.
 
     Attributes:
@@ -34,28 +34,28 @@ class Placed(NamedTuple):
     """
 
     scale: RemovableHandle
-    ranks: weakref.ref[Ranks]
+    ranks: weakref.ref[TrainingRanks]
     counts: bool
 
 
-placed: MutableMapping[Tensor, Placed] = WeakTensorKeyDictionary()
+group_params: MutableMapping[Tensor, GroupParam] = WeakTensorKeyDictionary()
 
 
 def has_any(params: Iterable[Tensor]) -> bool:
     """Returns whether some of the parameters are held by some ranks only."""
-    return bool(placed) and any(param in placed for param in params)
+    return bool(group_params) and any(param in group_params for param in params)
 
 
-def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[Ranks, list[Tensor]]]:
+def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[TrainingRanks, list[Tensor]]]:
     """Returns the parameters that all ranks hold, and those held by some, by all ranks that train their model.
 
     Raises:
         RuntimeError: The wrapper of a parameter was deleted.
     """
     everywhere: list[Tensor] = []
-    by_ranks: dict[Ranks, list[Tensor]] = {}
+    by_ranks: dict[TrainingRanks, list[Tensor]] = {}
     for param in params:
-        place = placed.get(param) if placed else None
+        place = group_params.get(param) if group_params else None
         if place is None:
             everywhere.append(param)
         elif (ranks := place.ranks()) is not None:
@@ -68,7 +68,7 @@ def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[Ranks, list[Ten
     return everywhere, by_ranks
 
 
-def sum_of_squares(ranks: Ranks, params: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(ranks: TrainingRanks, params: Sequence[Tensor]) -> Tensor:
     """Sums the squares of gradients of parameters that some ranks hold. All ranks must call it.
 
     Returns:
@@ -85,7 +85,7 @@ def sum_of_squares(ranks: Ranks, params: Sequence[Tensor]) -> Tensor:
                 f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient. "
                 "No norm over ranks covers it: clip it on its own."
             )
-    grads = [param.grad for param in params if param.grad is not None and placed[param].counts]
+    grads = [param.grad for param in params if param.grad is not None and group_params[param].counts]
     nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
     squares = local_sum_of_squares(grads) if grads else nothing
     ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in process_groups")

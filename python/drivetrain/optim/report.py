@@ -158,7 +158,17 @@ class _Labeled(NamedTuple):
     group: dict[str, Any]
 
 
-def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[str, Any], dict[str, Any]]]:
+class _Stepped(NamedTuple):
+    """A parameter that a step is about, with its name or position, its gradient, its group and its state."""
+
+    label: str
+    param: Tensor
+    grad: Tensor | None
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _stepped(optimizer: Any) -> Iterator[_Stepped]:
     """Yields the parameters that a step is about; for DTensors this rank's part.
 
     Skips parameters that have neither a gradient nor a state, unless that holds for all.
@@ -174,7 +184,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, dict[
     for label, param, group in begun or [each for each in params if each.param.requires_grad]:
         state = sharded.local_values(param, optimizer.state.get(param, {}))
         grad = None if param.grad is None else sharded.local_part(param.grad)
-        yield label, sharded.local_part(param), grad, group, state
+        yield _Stepped(label, sharded.local_part(param), grad, group, state)
 
 
 def states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:

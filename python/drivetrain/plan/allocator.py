@@ -65,7 +65,7 @@ class HostAllocator:
         self.allocated -= self._sizes.pop(handle)
 
 
-class _Block:
+class _SegmentBlock:
     """A part of a segment. `previous` and `following` are its neighbors in the segment."""
 
     __slots__ = ("address", "following", "is_free", "is_small", "previous", "segment", "size")
@@ -73,8 +73,8 @@ class _Block:
     def __init__(self, address: int, size: int, segment: int, is_small: bool) -> None:
         self.address, self.size, self.segment, self.is_small = address, size, segment, is_small
         self.is_free = False
-        self.previous: _Block | None = None
-        self.following: _Block | None = None
+        self.previous: _SegmentBlock | None = None
+        self.following: _SegmentBlock | None = None
 
 
 class _FreeBlocks:
@@ -82,19 +82,19 @@ class _FreeBlocks:
 
     def __init__(self) -> None:
         self._keys: list[tuple[int, int]] = []
-        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._blocks: dict[tuple[int, int], _SegmentBlock] = {}
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: _SegmentBlock) -> None:
         key = (block.size, block.address)
         bisect.insort(self._keys, key)
         self._blocks[key] = block
 
-    def remove(self, block: _Block) -> None:
+    def remove(self, block: _SegmentBlock) -> None:
         key = (block.size, block.address)
         del self._keys[bisect.bisect_left(self._keys, key)]
         del self._blocks[key]
 
-    def best_fit(self, size: int) -> _Block | None:
+    def best_fit(self, size: int) -> _SegmentBlock | None:
         """Returns the smallest block of at least `size` bytes, at the lowest address."""
         index = bisect.bisect_left(self._keys, (size, -1))
         return self._blocks[self._keys[index]] if index < len(self._keys) else None
@@ -127,9 +127,9 @@ class CachingAllocator:
         self._capacity = capacity
         self._expandable = expandable
         self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
-        self._used: dict[int, tuple[_Block, int]] = {}
+        self._used: dict[int, tuple[_SegmentBlock, int]] = {}
         self._segments: dict[int, int] = {}  # bytes by address
-        self._tails: dict[bool, _Block | None] = {True: None, False: None}  # of the expandable segments
+        self._tails: dict[bool, _SegmentBlock | None] = {True: None, False: None}  # of the expandable segments
         self._next_address = 1 << 30
 
     @staticmethod
@@ -206,14 +206,14 @@ class CachingAllocator:
                 )
         self.reserved += num_bytes
 
-    def _new_segment(self, num_bytes: int, is_small: bool) -> _Block:
+    def _new_segment(self, num_bytes: int, is_small: bool) -> _SegmentBlock:
         self._reserve(num_bytes)
         address = self._next_address
         self._next_address += num_bytes + SMALL_BUFFER  # a gap, so that segments never touch
         self._segments[address] = num_bytes
-        return _Block(address, num_bytes, address, is_small)
+        return _SegmentBlock(address, num_bytes, address, is_small)
 
-    def _grow(self, size: int, is_small: bool) -> _Block:
+    def _grow(self, size: int, is_small: bool) -> _SegmentBlock:
         """Maps more of the pool's expandable segment, behind its last block, which is used if it is free."""
         step = SMALL_BUFFER if is_small else LARGE_BUFFER
         tail = self._tails[is_small]
@@ -235,7 +235,7 @@ class CachingAllocator:
             self._segments[segment] = 0
         else:
             segment, address = tail.segment, tail.address + tail.size
-        block = _Block(address, added, segment, is_small)
+        block = _SegmentBlock(address, added, segment, is_small)
         self._segments[segment] += added
         block.previous = tail
         if tail is not None:
@@ -243,7 +243,7 @@ class CachingAllocator:
         self._tails[is_small] = block
         return block
 
-    def _shrink(self, tail: _Block, is_small: bool) -> None:
+    def _shrink(self, tail: _SegmentBlock, is_small: bool) -> None:
         """Unmaps the free end of an expandable segment, in whole steps from the segment's begin."""
         step = SMALL_BUFFER if is_small else LARGE_BUFFER
         keep = -(tail.address - tail.segment) % step
@@ -261,12 +261,12 @@ class CachingAllocator:
         if tail.previous is not None:
             tail.previous.following = None
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _SegmentBlock, size: int) -> None:
         remaining = block.size - size
         least = MIN_BLOCK if block.is_small or self._expandable else SMALL_SIZE + 1
         if remaining < least:
             return
-        rest = _Block(block.address + size, remaining, block.segment, block.is_small)
+        rest = _SegmentBlock(block.address + size, remaining, block.segment, block.is_small)
         rest.previous, rest.following = block, block.following
         if rest.following is not None:
             rest.following.previous = rest
@@ -276,7 +276,7 @@ class CachingAllocator:
         rest.is_free = True
         self._free[block.is_small].add(rest)
 
-    def _make_free(self, block: _Block) -> None:
+    def _make_free(self, block: _SegmentBlock) -> None:
         pool = self._free[block.is_small]
         before, after = block.previous, block.following
         if after is not None and after.is_free:
@@ -289,7 +289,7 @@ class CachingAllocator:
         block.is_free = True
         pool.add(block)
 
-    def _absorb(self, block: _Block, following: _Block) -> None:
+    def _absorb(self, block: _SegmentBlock, following: _SegmentBlock) -> None:
         """Makes one block of two neighbors."""
         block.size += following.size
         block.following = following.following

@@ -92,7 +92,7 @@ def plan_memory(
     """
     is_cuda = device.kind == "cuda"
     allocator: Allocator = CachingAllocator(expandable=options.expandable) if is_cuda else HostAllocator()
-    replay = _Replay(trace, allocator, options, workspaces or {}, recomputation)
+    replay = _EventReplay(trace, allocator, options, workspaces or {}, recomputation)
     if is_cuda and device.workspace_bytes:
         replay.take("workspaces", device.workspace_bytes)
     plan = replay.run()
@@ -103,7 +103,7 @@ def plan_memory(
     return plan
 
 
-class _Replay:
+class _EventReplay:
     """Runs a trace's events against an allocator."""
 
     def __init__(

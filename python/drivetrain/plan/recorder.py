@@ -21,7 +21,7 @@ _SMALL = 65536
 _NEVER_FAKE = {_aten.randperm.default, _aten.randperm.generator}
 
 
-class Owner(Protocol):
+class ModuleLookup(Protocol):
     """Knows what runs."""
 
     def module(self) -> str:
@@ -34,7 +34,7 @@ class Owner(Protocol):
 class Recorder(TorchDispatchMode):
     """Runs operations on tensors without values, and records them."""
 
-    def __init__(self, owner: Owner, trace: StepTrace, label: torch.device) -> None:
+    def __init__(self, owner: ModuleLookup, trace: StepTrace, label: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer: torch.optim.Optimizer | None = None  # whose step runs
         self.optimizers_task = -1  # the graph task that runs this step, as with step_in_backward

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from ..main_script import load_script
 from .trace import StepTrace
 from .tracer import PlanError, Tracer
 
@@ -64,10 +65,8 @@ def trace_script(
         ScriptError: The script cannot be compiled, or raises an error of its own.
         OSError: The script cannot be read.
     """
-    from ..cli.run import load_script
-
     tracer = Tracer(torch.device("cpu"), device_kind, is_script=True)
-    batches = _Batches()
+    batches = _BatchCounter()
     steps, exit_code = 0, None
 
     def after_step(*_: object) -> None:
@@ -115,7 +114,7 @@ def trace_script(
     return trace
 
 
-class _Batches:
+class _BatchCounter:
     """Counts what the script takes from its DataLoaders."""
 
     def __init__(self) -> None:
@@ -147,7 +146,7 @@ class _Batches:
 
 @contextlib.contextmanager
 def _stand_ins(
-    tracer: Tracer, device_kind: str, batch: int | None, world_size: int, batches: _Batches
+    tracer: Tracer, device_kind: str, batch: int | None, world_size: int, batches: _BatchCounter
 ) -> Iterator[None]:
     """Replaces what a script may not do while it is planned, and restores it."""
     with contextlib.ExitStack() as stack:
@@ -198,7 +197,7 @@ def _autocast_init(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _loader_init(plain: Callable[..., None], batch: int | None, batches: _Batches) -> Callable[..., None]:
+def _loader_init(plain: Callable[..., None], batch: int | None, batches: _BatchCounter) -> Callable[..., None]:
     """Loads in this process, because tensors without values do not travel between processes."""
 
     def init(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +210,7 @@ def _loader_init(plain: Callable[..., None], batch: int | None, batches: _Batche
     return init
 
 
-def _loader_iter(plain: Callable[..., Iterator[Any]], batches: _Batches) -> Callable[..., Iterator[Any]]:
+def _loader_iter(plain: Callable[..., Iterator[Any]], batches: _BatchCounter) -> Callable[..., Iterator[Any]]:
     def iterate(self: Any) -> Iterator[Any]:
         for batch in plain(self):
             batches.take(self)

@@ -1,12 +1,32 @@
 """Finds the DistributedDataParallel of a model, for features that build on its reducer."""
 
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from .distributed import DistributedDataParallel
+
+class ReducingWrapper(Protocol):
+    """Declares what optimizers use of `drivetrain.DistributedDataParallel`, whose package imports theirs.
+
+    Attributes:
+        reducer: The reducer, if there is one.
+    """
+
+    reducer: Any
+    _use_python_reducer: bool
+
+    def _has_reducer(self) -> bool: ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leaves gradients on this rank while the block runs."""
+
+    def refuse_parts(self, what: str) -> None:
+        """Raises NotImplementedError if parameters belong to several groups, which `what` does not support."""
 
 
-def wrapper_in(model: nn.Module, caller: str) -> DistributedDataParallel | None:
+def wrapper_in(model: nn.Module, caller: str) -> ReducingWrapper | None:
     """Returns the DistributedDataParallel that the model is or contains; None if it has none.
 
     Args:
@@ -25,13 +45,13 @@ def wrapper_in(model: nn.Module, caller: str) -> DistributedDataParallel | None:
             )
     if not wrappers:
         return None
-    wrapper = wrappers[0]
-    if len(wrappers) > 1 or not isinstance(wrapper, DistributedDataParallel):
+    if len(wrappers) > 1 or not hasattr(wrappers[0], "refuse_parts"):  # torch's class has no such method
         what = f"{len(wrappers)} DistributedDataParallel wrappers" if len(wrappers) > 1 else "torch's own class"
         raise NotImplementedError(
             f"{caller} needs a model in one drivetrain.DistributedDataParallel, or in none; this one has {what}: swap "
             "it (drivetrain.install() does it for a script that builds torch's)."
         )
+    wrapper = cast(ReducingWrapper, wrappers[0])
     if not wrapper._has_reducer() or wrapper._use_python_reducer:
         raise NotImplementedError(
             f"{caller} needs the reducer, and this DistributedDataParallel has none: all its parameters' reductions "

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..optim import deferral, pieces
-from ..optim.in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
-from ..optim.over_groups import has_any
-from ..optim.sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
+from . import deferral, pieces
+from .in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
+from .over_groups import has_any
+from .sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
 
 
 def clip_grad_norm_(

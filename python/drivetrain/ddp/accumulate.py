@@ -3,22 +3,22 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp import hang_reports
-from ..ddp.distributed import DistributedDataParallel, checked_weight
-from ..ddp.lookup import wrapper_in
-from ..ddp.sharding import rows_of
+from ..grad.collected import divide, holds_anything
 from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
+from ..optim.clip_grad import clip_grad_norm_
 from ..optim.in_backward import StepInBackward
+from ..reducing_wrapper import wrapper_in
 from ..wrapped import unwrapped
-from .clip_grad import clip_grad_norm_
-from .collected import divide, holds_anything
+from . import hang_reports
+from .distributed import DistributedDataParallel, checked_weight
+from .sharding import rows_of
 
 _NOTHING = torch.zeros(())  # a loss of weight 0
 
@@ -105,7 +105,7 @@ class Window:
                     "scaler=accelerator.scaler, which accumulate() then uses."
                 )
         self._optimizers = [unwrapped(one, "optimizer", torch.optim.Optimizer) for one in given]
-        self._ddp = wrapper_in(model, "drivetrain.accumulate()")
+        self._ddp = cast(DistributedDataParallel | None, wrapper_in(model, "drivetrain.accumulate()"))
         self._steps = steps
         self._scaler = scaler
         # A framework's scheduler steps only after the framework's own optimizer step.

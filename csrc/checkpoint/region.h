@@ -1,4 +1,5 @@
-// Declares Region: one checkpointed call, whose saved tensors are freed and recomputed when backward asks for them.
+// Declares CheckpointRegion: one checkpointed call, whose saved tensors are freed and recomputed when backward asks for
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,14 +49,14 @@ struct SavedMetadata {
   int64_t value_version = 0;
 };
 
-class Region : public std::enable_shared_from_this<Region> {
+class CheckpointRegion : public std::enable_shared_from_this<CheckpointRegion> {
  public:
   // Calls the function in grad mode. The tensors that autograd saves in it belong to a new region, which lives as long
   // as the graph. The GIL must be held, as for all of this class.
   static pybind11::object run(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs,
                               RegionOptions options);
 
-  Region(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs, RegionOptions options);
+  CheckpointRegion(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs, RegionOptions options);
 
  private:
   class Recomputation;

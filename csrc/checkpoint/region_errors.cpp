@@ -47,9 +47,9 @@ void throw_checkpoint_error(const std::string& message) {
   throw py::error_already_set();
 }
 
-std::string Region::name() const { return location_py("name_of")(function_).cast<std::string>(); }
+std::string CheckpointRegion::name() const { return location_py("name_of")(function_).cast<std::string>(); }
 
-std::string Region::input_written(const std::string& input) const {
+std::string CheckpointRegion::input_written(const std::string& input) const {
   const std::string which = text(input, " of ", name());
   if (!has_ended_) {
     return text(which,
@@ -62,7 +62,7 @@ std::string Region::input_written(const std::string& input) const {
               "came in between: clone the tensor, or use one that is not in place.");
 }
 
-std::string Region::device_initialized() const {
+std::string CheckpointRegion::device_initialized() const {
   return text(
       name(),
       " was the first to use the accelerator, so the state of its random numbers before the call is "
@@ -70,7 +70,7 @@ std::string Region::device_initialized() const {
       "no random numbers.");
 }
 
-std::string Region::outliving_written(size_t index, const at::Tensor& recomputed) const {
+std::string CheckpointRegion::outliving_written(size_t index, const at::Tensor& recomputed) const {
   const std::string owner = location_py("owner_of")(recomputed).cast<std::string>();
   return text(
       owner.empty() ? text("tensor ", index + 1, " of ", saved_.size()) : owner, " (", description(saved_[index]),
@@ -80,7 +80,7 @@ std::string Region::outliving_written(size_t index, const at::Tensor& recomputed
       "pass determinism_check=\"none\".");
 }
 
-std::string Region::changed(size_t index, const at::Tensor& recomputed) const {
+std::string CheckpointRegion::changed(size_t index, const at::Tensor& recomputed) const {
   const SavedMetadata& before = saved_[index];
   const SavedMetadata now(recomputed);
   const bool same_metadata = now.sizes == before.sizes && now.dtype == before.dtype && now.device == before.device;
@@ -98,7 +98,7 @@ std::string Region::changed(size_t index, const at::Tensor& recomputed) const {
               current_location(), "\n", why);
 }
 
-std::string Region::other_number(size_t num_recomputed) const {
+std::string CheckpointRegion::other_number(size_t num_recomputed) const {
   const bool is_fewer = num_recomputed < saved_.size();
   return text(name(), " saved ", saved_.size(), " tensors for backward and ", is_fewer ? "only " : "at least ",
               num_recomputed, " when it was called again.\n  ",
@@ -108,7 +108,7 @@ std::string Region::other_number(size_t num_recomputed) const {
               "\n", kOtherPath);
 }
 
-std::string Region::value_written(size_t index) const {
+std::string CheckpointRegion::value_written(size_t index) const {
   return text("tensor ", index + 1, " of ", saved_.size(), " that ", name(), " saved for backward (",
               description(saved_[index]), saved_[index].location.empty() ? "" : ", ", saved_[index].location,
               ") was modified in place afterwards, inside the function, but backward needs the saved values. Use an "

@@ -25,7 +25,7 @@ class Snapshot {
  public:
   // Starts to copy the header and the sources, one after another. The header has a multiple of kBlockBytes bytes.
   // replaces_chunks: each chunk is written only after replace_chunk() has given its encrypted bytes.
-  Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
+  Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
            bool replaces_chunks = false);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;

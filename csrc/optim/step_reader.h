@@ -25,13 +25,13 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
                  std::optional<at::ScalarType> dtype);
 
 // The memory of a tensor that the step writes.
-struct Memory {
+struct WrittenMemory {
   const char* begin;
   const char* end;
   uint32_t owner;  // index into StepReader::written, or behind it into the parameters that are left out
   bool is_grad;
 
-  bool operator==(const Memory&) const = default;
+  bool operator==(const WrittenMemory&) const = default;
 };
 
 // A parameter's dtype in the last step.
@@ -181,8 +181,8 @@ class StepReader {
   bool was_cast(size_t index) const;
   void refuse(const Entry& entry, const std::string& reason);
   void check_apart();
-  std::string why_together(const Memory& first, const Memory& second) const;
-  const Entry& entry_of(const Memory& memory) const;
+  std::string why_together(const WrittenMemory& first, const WrittenMemory& second) const;
+  const Entry& entry_of(const WrittenMemory& memory) const;
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
@@ -214,11 +214,11 @@ class StepReader {
   std::vector<Entry> entries_;
   std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
-  std::vector<Footprint> footprints_;   // in the order of the entries
-  std::vector<Stepped> stepped_;        // in the order of the entries; set only after a complete read
-  std::vector<uint32_t> entry_of_;      // index of the entry of each element of `written`
-  std::vector<Memory> memory_;          // of this step
-  std::vector<Memory> known_as_apart_;  // memory of an earlier step, without overlaps
+  std::vector<Footprint> footprints_;          // in the order of the entries
+  std::vector<Stepped> stepped_;               // in the order of the entries; set only after a complete read
+  std::vector<uint32_t> entry_of_;             // index of the entry of each element of `written`
+  std::vector<WrittenMemory> memory_;          // of this step
+  std::vector<WrittenMemory> known_as_apart_;  // memory of an earlier step, without overlaps
   // A group and its number of steps done, which a rule was made from.
   struct RuleSource {
     uint32_t group;

@@ -21,7 +21,7 @@
 namespace drivetrain::budget {
 
 // Why a pass is recorded.
-enum class Purpose {
+enum class RecordingPurpose {
   kPlan,           // store and recompute values as a plan says
   kProfile,        // store everything, and re-execute each operation after the forward pass
   kFrugalProfile,  // re-execute in the same way, but store nothing; the step ends before backward
@@ -56,8 +56,8 @@ struct AutogradSave {
 
 class Profile {
  public:
-  // Returns null for Purpose::kPlan.
-  static std::unique_ptr<Profile> make(Purpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
+  // Returns null for RecordingPurpose::kPlan.
+  static std::unique_ptr<Profile> make(RecordingPurpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
                                        const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker);
   virtual ~Profile() = default;
 

@@ -26,7 +26,7 @@ class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
   // compares_checksums: replays compare what they read with the forward pass, which finds writes that no version
   // counter shows, at the cost of reading every byte once more.
   RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
-               std::shared_ptr<const StorageFormats> formats, Purpose purpose, bool compares_checksums = false,
+               std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose, bool compares_checksums = false,
                WeakModule model = nullptr);
   ~RecordedPass();
 

@@ -18,7 +18,7 @@ namespace drivetrain::budget {
 // (an interrupt, a signal handler, another thread).
 class Recorder {
  public:
-  explicit Recorder(Purpose purpose);
+  explicit Recorder(RecordingPurpose purpose);
   ~Recorder();
 
   // Sets the plans for passes: the first for a pass that begins while no other waits for its backward, the second for
@@ -65,7 +65,7 @@ class Recorder {
   bool is_on_this_thread() const;
   void end(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
 
-  const Purpose purpose_;
+  const RecordingPurpose purpose_;
   const std::shared_ptr<MemoryTracker> tracker_;
   const std::shared_ptr<StorageFormats> formats_;
   std::vector<std::shared_ptr<TapePlan>> plans_;

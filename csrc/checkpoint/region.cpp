@@ -36,8 +36,8 @@ py::object current_group() {
   return get->is_none() ? py::none() : (*get)();
 }
 
-// The exception that ends a recomputation early. It derives from BaseException, so that handlers in the function let it
-// pass.
+// Returns the exception type that ends a recomputation early. It derives from BaseException, so that handlers in the
+// function let it pass.
 PyObject* recomputation_stopped() {
   static PyObject* const type = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
   return type;

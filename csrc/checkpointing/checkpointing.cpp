@@ -132,11 +132,9 @@ std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
     std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
     const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
   if (begins.size() != tensors.size() || (!expected.empty() && expected.size() != chunks.size())) {
-    throw UserError(text("begins has ", begins.size(), " members and expected has ", expected.size(),
-                         ": begins needs one for each of the ", tensors.size(),
-                         " tensors, and expected none or one for "
-                         "each of the ",
-                         chunks.size(), " chunks."));
+    throw UserError(text("begins has ", begins.size(), " members, expected ", tensors.size(),
+                         ", one for each tensor; expected has ", expected.size(), ", expected 0 or ", chunks.size(),
+                         ", one for each chunk."));
   }
   std::vector<Target> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {

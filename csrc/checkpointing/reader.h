@@ -30,7 +30,7 @@ struct ReadJob {
   std::vector<Target> targets;     // in the order of the file; bytes of other chunks are not written
 };
 
-// Reads chunks in threads of its own, which nobody joins. Thread-safe.
+// Reads chunks in detached threads of its own. Thread-safe.
 class CheckpointReader {
  public:
   CheckpointReader(ReadJob job, int num_threads);

@@ -30,7 +30,7 @@ class SnapshotSlab : public std::enable_shared_from_this<SnapshotSlab> {
   // an earlier snapshot still holds the pages.
   std::shared_ptr<Pages> lend(int64_t bytes);
 
-  // Bytes that are mapped, whether lent or not.
+  // Returns the bytes that are mapped, whether lent or not.
   int64_t nbytes() const;
 
  private:

@@ -70,7 +70,6 @@ class BucketQueue {
   // Starts the full buckets that are next in plan order. Returns true if this call started the last bucket.
   bool start_full();
   bool have_all_started() const { return next_ == states_.size(); }
-  // Starts one bucket.
   void start(size_t bucket);
   // Hands over, in order, the buckets that are reduced by now, where that is allowed so early.
   void hand_over_reduced() { hand_over_reduced(0); }

@@ -84,7 +84,7 @@ void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
   reducer.with_parts([&](ReducerParts& parts) { parts.set_on_reduced(std::move(call)); });
 }
 
-// torch's hooks then bring gradients of that dtype by _autograd_hook().
+// Expects gradients of that dtype from torch's hooks, by _autograd_hook().
 void set_mixed_precision(Reducer& reducer, at::ScalarType dtype) {
   reducer.remove_autograd_hooks();
   reducer.with_parts([&](ReducerParts& parts) { parts.set_mixed_precision(dtype); });
@@ -321,7 +321,6 @@ void register_reducer(py::module_& m) {
            }),
            no_gil())
       .def("difference", with_parts(+[](Parts& parts) { return parts.collectives.difference(); }), no_gil())
-      // Settings.
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
       .def("set_comm", with_parts(+[](Parts& parts, std::shared_ptr<Comm> comm) { parts.set_comm(std::move(comm)); }),
@@ -360,7 +359,6 @@ void register_reducer(py::module_& m) {
            py::arg("bucket"), py::arg("reduce"), no_gil())
       .def("shadow_used_map", with_parts(+[](Parts& parts) { parts.uneven.shadow_used_map(); }), no_gil())
       .def("_push_all_rebuilt_params", with_parts(+[](Parts& parts) { parts.uneven.count_shadowed_step(); }), no_gil())
-      // Reports.
       .def("times", with_parts(+[](Parts& parts) { return parts.last; }), no_gil())
       .def("progress", &Reducer::progress)
       .def("plan_report", with_parts(+[](Parts& parts) { return parts.planner.report(); }), no_gil())

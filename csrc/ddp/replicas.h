@@ -32,8 +32,7 @@ class ReplicaCheck {
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);
-  // After the step: throws if the checksums differ, and names the first parameter that differs. position: as for
-  // wait().
+  // Throws after the step if the checksums differ, and names the first parameter that differs. position: as for wait().
   void compare(int64_t position);
   void reset() { reduce_.reset(); }
 

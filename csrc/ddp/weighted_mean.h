@@ -19,7 +19,7 @@
 
 namespace drivetrain::ddp {
 
-// What a step's backward belongs to.
+// The forward to which a step's backward belongs.
 enum class BackwardKind {
   kPrepared,    // a forward that prepared it
   kUnprepared,  // the outputs of a forward that did not: a second backward, or one whose forward ran under no_sync()
@@ -36,7 +36,7 @@ class WeightedMean {
   // forget_step: abandons the step, before an error.
   WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
 
-  // What the ranks have said of a step, for an owner that keeps this rank's part of sums over several steps.
+  // The ranks' contributions to a step, for an owner that keeps this rank's part of sums over several steps.
   struct Total {
     double weight = 0;     // the sum of weights
     double holding = 0;    // the number of ranks with `holds`
@@ -45,7 +45,7 @@ class WeightedMean {
   using Holds = std::variant<bool, at::Tensor>;  // float64 [1], 0 or 1, where only the parameters' device knows
   // Leaves sums as they are, and the check that weights count all gradients to the owner.
   void leave_to_owner() { has_owner_ = true; }
-  // Returns what the ranks have said of the last step, after leave_to_owner(); zeros if it has not ended.
+  // Returns the ranks' contributions to the last step, after leave_to_owner(); zeros if it has not ended.
   const Total& total() const { return total_; }
   // Begins a backward whose loss was multiplied with this weight. Throws if `.grad` holds gradients that no weight
   // counts; on a device other than the CPU in a later call. holds: the owner's parts of gradients are not all zero.

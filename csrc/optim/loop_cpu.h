@@ -76,8 +76,8 @@ void leave_grad(const GradScaling& grad_scaling, const TypedArray& stream, int64
   store_tile(stream, index, count, grad);
 }
 
-// Elements that are converted, updated and converted back before the next ones: so few that the processor overlaps
-// conversions with divisions and roots, and enough to fill its vectors.
+// The number of elements that are converted, updated and converted back before the next ones. They are so few that the
+// processor overlaps conversions with divisions and roots, and enough to fill its vectors.
 #if defined(__AVX512F__)
 constexpr int kBFloat16Group = 64;
 #else

@@ -239,8 +239,8 @@ std::string StepReader::why_together(const WrittenMemory& first, const WrittenMe
   const Entry &a = entry_of(in_order ? first : second), &b = entry_of(in_order ? second : first);
   if (first.owner == second.owner) {
     return text(label(a),
-                " and its gradient share memory, and this step writes gradients (max_grad_norm, "
-                "zero_grads_in_step or grad_scale): give it a gradient of its own with .clone().");
+                " and its gradient share memory, and this step writes gradients (max_grad_norm, zero_grads_in_step or "
+                "grad_scale). Give it a gradient of its own with .clone().");
   }
   if (a.param == b.param) {
     return text(label(b), " is in its group twice (it is ", label(a), " too): leave one of the two out.");
@@ -249,8 +249,8 @@ std::string StepReader::why_together(const WrittenMemory& first, const WrittenMe
     return text(label(a), " and ", label(b), " share memory: give the optimizer one of them.");
   }
   return text(label(a), " and ", label(b),
-              " share the memory of a gradient, and this step writes gradients (max_grad_norm, "
-              "zero_grads_in_step or grad_scale): give each one of its own with .clone().");
+              " share the memory of a gradient, and this step writes gradients (max_grad_norm, zero_grads_in_step or "
+              "grad_scale). Give each a gradient of its own with .clone().");
 }
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {

@@ -47,8 +47,8 @@ struct Stepped {
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step
-  // writes gradients or reads them twice. `last_look` is the number of the last look of
-  // other code at `state`; -1 if that is unknown, or if other code has a reference to `state` now.
+  // writes gradients or reads them twice. `last_look` numbers the last access of other code to `state`. It is -1 if
+  // that is unknown, or if other code has a reference to `state` now.
   void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads, int64_t last_look);
 
   // Adds an element of param_groups; `index` is its position there.
@@ -114,8 +114,8 @@ class StepReader {
     PyObject* extra = nullptr;  // the parameter's companion
   };
 
-  // The parameter that the states in a Reading belong to, as they were checked. While nothing but the optimizer's state
-  // refers to its entries, and no other code looks at that, they stay as they are, and a step need not read them again.
+  // The parameter that the states in a Reading belong to, as they were checked. While only the optimizer's state refers
+  // to its entries, and no other code accesses that, they stay unchanged. A step then need not read them again.
   struct Known {
     static constexpr int64_t kMaxDims = 4;
     PyObject* param = nullptr;  // null if the states must be read

@@ -18,8 +18,8 @@ class TraceReader {
   TraceReader(const TraceReader&) = delete;
   TraceReader& operator=(const TraceReader&) = delete;
 
-  // From now on, times are those at which that CUDA device reaches the marks, so that an account shows what the device
-  // did, and waited for. Steps then come once the device has ended them.
+  // Takes the times at which that CUDA device reaches the marks from now on. An account then shows the device's work
+  // and waits. Steps then come once the device has ended them.
   void follow_device(int device);
 
   void stop();                      // turns the trace off; what was written can still be read

@@ -20,7 +20,7 @@
 
 namespace drivetrain::budget {
 
-// Why a pass is recorded.
+// Reasons to record a pass.
 enum class RecordingPurpose {
   kPlan,           // store and recompute values as a plan says
   kProfile,        // store everything, and re-execute each operation after the forward pass
@@ -71,9 +71,9 @@ class Profile {
   // Returns whether backward can run after this forward pass.
   virtual bool has_backward() const { return true; }
 
-  // Called after the forward pass has ended.
+  // Takes the measurements that follow the forward pass.
   virtual void measure_after_forward() = 0;
-  // Called when backward takes a value, before it is provided.
+  // Notes that backward takes a value, before it is provided.
   virtual void note_take(int32_t value);
   void note_release(int32_t value);
 

@@ -20,17 +20,18 @@
 
 namespace drivetrain::budget {
 
-// Owns the tape and what works on it, and locks it: backward runs on one thread per device. Forward runs on one thread.
+// Owns the tape and the objects that work on it, and locks it: backward runs on one thread per device. Forward runs on
+// one thread.
 class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
  public:
-  // compares_checksums: replays compare what they read with the forward pass, which finds writes that no version
-  // counter shows, at the cost of reading every byte once more.
+  // compares_checksums: replays compare the values that they read with those of the forward pass. This finds writes
+  // that no version counter shows, and reads every byte once more.
   RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
                std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose, bool compares_checksums = false,
                WeakModule model = nullptr);
   ~RecordedPass();
 
-  // The pass that the calling thread records; null: none.
+  // Returns the pass that the calling thread records; null: none.
   static RecordedPass*& current();
 
   // The dispatcher's fallback and the saved-tensor hooks call these in the forward pass.

@@ -115,7 +115,7 @@ void Recording::protect(int32_t index) {
   value.held_version = value.held._version();
 }
 
-// From now on views of the value count writes separately, so that a later read may see any version of it.
+// Notes that views of the value count writes separately from now on, so that a later read may see any version.
 void Recording::separate_versions(int32_t index) {
   protect(index);
   tape_.values[index].has_independent_versions = true;
@@ -298,7 +298,7 @@ void Recording::apply_plan(int32_t index) {
 void Recording::save(const std::shared_ptr<SavedTensor>& saved, const at::Tensor& tensor) {
   if (is_running_) {
     // The tensor may be a result that has no value yet, or an argument that the operation is about to write. For
-    // example, autograd saves the noise of rrelu_with_noise before it is drawn.
+    // example, autograd saves the noise of rrelu_with_noise before the operation writes it.
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     const auto found = known_.find(storage);
     const bool is_known = found != known_.end() &&

@@ -33,7 +33,7 @@ constexpr int64_t kPage = 4096;
 // parts would leave fewer of the exchange's operations to other buckets.
 constexpr int64_t kMostParts = 16;
 
-// What ranks exchange to share memory. Every message has an error: why the rank cannot go on; "": it can.
+// Messages that ranks exchange to share memory. Each has an error, the reason why the rank cannot go on; "": it can.
 struct PeerStatus {
   char error[192] = "";
 };

@@ -68,8 +68,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<RankStat
 
 constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
 
-// Packs what must be equal on all ranks into one word, with the request for a sum of squares in the highest bit. Of the
-// scale only one bit is needed: it is 1 or 1 / size.
+// Packs the properties that must be equal on all ranks into one word. The highest bit requests a sum of squares. The
+// scale needs only one bit: it is 1 or 1 / size.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
   return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.exchange) << 4 |
          static_cast<uint64_t>(operation.type) << 1 | (operation.scale != 1 ? 1 : 0) |

@@ -6,7 +6,6 @@
 
 namespace drivetrain::ddp {
 
-// The purpose of a collective.
 enum class Purpose : uint8_t {
   kBucket = 1,
   kWeightedBucket,

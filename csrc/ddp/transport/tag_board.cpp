@@ -32,8 +32,8 @@ struct alignas(64) TagBoard::Line {
   std::atomic<uint64_t> has_difference;             // 1: the following is set
   std::array<std::atomic<uint64_t>, 4> difference;  // as in TagDifference
   std::atomic<uint64_t> words[kKept];
-  // Of a host's first rank: the number up to which hosts agree, the words on which they do, and 1 if it has lost a
-  // host.
+  // A host's first rank writes the number up to which hosts agree, the words on which they agree, and 1 after it has
+  // lost a host.
   std::atomic<uint64_t> agreed;
   std::atomic<uint64_t> agreed_words[kKept];
   std::atomic<uint64_t> has_lost_host;

@@ -18,9 +18,9 @@ namespace drivetrain::ddp {
 // further ranks.
 class TwoExchanges : public PendingReduce {
  public:
-  // Returns whether the busiest rank sends and receives less than in an all-reduce of `whole`: no rank of a few rows
-  // gets the values of all others. By rank: what it sums, what it sends in the second exchange, and what it takes from
-  // it.
+  // Returns whether the busiest rank sends and receives less than in an all-reduce of `whole`. This excludes that a
+  // rank of a few rows gets the values of all others. Arguments, by rank: the amount that it sums, sends in the second
+  // exchange, and takes from it.
   static bool pays(const std::vector<int64_t>& summed, const std::vector<int64_t>& sent_on,
                    const std::vector<int64_t>& taken, int64_t whole);
 

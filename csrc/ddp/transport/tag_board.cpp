@@ -32,8 +32,8 @@ struct alignas(64) TagBoard::Line {
   std::atomic<uint64_t> has_difference;             // 1: the following is set
   std::array<std::atomic<uint64_t>, 4> difference;  // as in TagDifference
   std::atomic<uint64_t> words[kKept];
-  // A host's first rank writes the number up to which hosts agree, the words on which they agree, and 1 after it has
-  // lost a host.
+  // Only a host's first rank writes these: the number up to which hosts agree, the agreed words, and 1 after a host was
+  // lost.
   std::atomic<uint64_t> agreed;
   std::atomic<uint64_t> agreed_words[kKept];
   std::atomic<uint64_t> has_lost_host;

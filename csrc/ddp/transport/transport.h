@@ -150,9 +150,9 @@ std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);
 // the largest magnitude of the value's block, or of the sum's, and at least 2^-143. An all-reduce in bfloat16 rounds up
 // to n - 1 times more. A value or sum above 3.39e38 in bfloat16, or 3.19e38 in float8, becomes infinite.
 //
-// If float8's rounding errors are carried, they are added to the next values and sums in the same place (Seide et al.
-// 2014; Karimireddy et al. 2019). For every K, the sum of K results then differs from the sum of the exact ones by the
-// errors left at the end.
+// Carried rounding errors of float8 are added to the next values and sums in the same place (Seide et al. 2014;
+// Karimireddy et al. 2019). For every K, the sum of K results then differs from the sum of the exact ones by the errors
+// left at the end.
 //
 // returning: a process group of the same ranks in which only this transport sends its sums back.
 std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, WireFormat format,

@@ -47,9 +47,9 @@ class GradientCheck {
   void begin_step(bool is_joining);
   // Returns true if this step is checked.
   bool is_due() const { return findings_.defined(); }
-  // Checks a bucket. Its values must be this rank's own.
+  // The bucket's values must be this rank's own.
   void check(size_t bucket);
-  // Shares what was found.
+  // Shares the findings.
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);

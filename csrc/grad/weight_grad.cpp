@@ -27,7 +27,7 @@ namespace {
 constexpr int64_t kRows = 64, kColumns = 64, kTokens = 512;
 // Sums of fewer tokens are filled up with zeros: every length has code of its own.
 constexpr int64_t kTokensStep = 32;
-// Elements of a stripe of rows that is summed aside, for what has a remainder.
+// Elements of a stripe of rows that is summed aside, for gradients with a remainder.
 constexpr int64_t kAside = 1 << 17;
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }

@@ -10,7 +10,8 @@
 
 namespace drivetrain::trace {
 
-// Turns the trace on while it lives, and accounts for what threads write. Throws UserError if another reader is active.
+// Turns the trace on while it lives, and accounts for the records that threads write. Throws UserError if another
+// reader is active.
 class TraceReader {
  public:
   explicit TraceReader(bool sees_forwards);

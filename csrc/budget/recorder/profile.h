@@ -1,4 +1,4 @@
-// Declares Profile and its three kinds: what the runs of a training step before planning measure about a forward pass.
+// Declares Profile and its three kinds, which measure a forward pass in the runs of a training step before planning.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -118,7 +118,8 @@ class ForwardProfile : public Profile {
   void measure_after_forward() override;
 };
 
-// Stores only what cannot be replayed, and hashes of the rest, for a step that does not fit into memory otherwise.
+// Stores only the values that cannot be replayed, and hashes of the rest, for a step that does not fit into memory
+// otherwise.
 class FrugalProfile : public ForwardProfile {
  public:
   using ForwardProfile::ForwardProfile;

@@ -1,4 +1,4 @@
-// Compares what a replay reads with what the forward pass read; see read_checks.h.
+// Compares the values that a replay reads with those of the forward pass; see read_checks.h.
 #include "budget/recorder/read_checks.h"
 
 #include "base/check.h"

@@ -43,7 +43,7 @@ class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
   // Stops the recording: from now on autograd saves tensors as if there were no tape. Any thread may call it.
   void close() { is_closed_ = true; }
   bool is_closed() const { return is_closed_; }
-  // Ends the forward pass, and frees what backward will not ask for.
+  // Ends the forward pass, and frees the values that backward will not ask for.
   void end();
   // Frees everything, because no backward will run, even if the graph is still alive.
   void abandon();

@@ -50,7 +50,7 @@ class Recorder {
   int32_t module() const;
   void set_module(int32_t module);
 
-  // Frees what the passes keep that wait for their backward, because it will not run.
+  // Frees the values of the passes that wait for their backward, because it will not run.
   void abandon();
 
   // Returns the passes of this profile that were recorded since the last call.

@@ -170,7 +170,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   written_.clear();
 }
 
-// Returns what the plan says about the operation that begins; null: nothing, or it expects another operation.
+// Returns the plan's entry for the operation that begins; null: it has none, or expects another operation.
 const PlannedOp* Recording::next_planned(const OpTraits& traits) const {
   if (!tape_.plan || !divergence_.empty() || tape_.ops.size() >= tape_.plan->ops.size()) return nullptr;
   const PlannedOp& planned = tape_.plan->ops[tape_.ops.size()];
@@ -240,8 +240,8 @@ std::vector<at::Tensor> Recording::add_results(RecordedOp& op, bool can_recomput
     for_each_tensor(stack[stack.size() - num_returns + i], [&](const at::Tensor& tensor, int32_t element) {
       if (!is_plain(tensor)) return;
       if (known_.count(tensor.storage().unsafeGetStorageImpl()) != 0) return;  // a view
-      // Code that is not seen may write what the memory held in an earlier step. A copy of it would then look complete.
-      // It counts as a write, which must come before the value is added.
+      // Unrecorded code may write the values that the memory held in an earlier step. A copy of it would then look
+      // complete. It counts as a write, which must come before the value is added.
       if (profile_ != nullptr && op.traits->returns_garbage && !op.traits->writes_any) {
         Profile::fill_with_garbage(tensor);
       }

@@ -31,8 +31,8 @@ enum class Exchange : uint8_t {
 class HostLink {
  public:
   virtual ~HostLink() = default;
-  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order. ranges:
-  // what each host needs of it; null: everything.
+  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order. ranges: the
+  // part that each host needs of it; null: everything.
   virtual void start(char* values, ElementType type, int64_t numel,
                      const std::shared_ptr<const RankRanges>& ranges) = 0;
   // Returns true if the oldest sum is complete, and forgets it then. Throws its error.

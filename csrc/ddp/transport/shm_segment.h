@@ -36,9 +36,9 @@ class Mapping;
 // limit it. Its pages are reserved when it is created, so that a lack of memory is an error then and no SIGBUS later.
 // It is sealed, so that no process can shrink it. Throws EnvironmentError with the call, the code and its meaning.
 //
-// A forked child gets a private copy-on-write mapping of what its parent created. It reads the parent's values, and
-// what it writes stays its own. Pages that it has not written follow the parent's. It cannot access what the parent
-// opened.
+// A forked child gets a private copy-on-write mapping of the memory that its parent created. It reads the parent's
+// values, and its own writes stay private. Pages that it has not written follow the parent's. It cannot access memory
+// that the parent opened.
 class ShmSegment {
  public:
   // Says where another process finds the memory.

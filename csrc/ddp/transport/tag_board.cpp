@@ -1,4 +1,4 @@
-// Implements the board of tags on memory that ranks share, and the agreement of hosts on what its ranks show.
+// Implements the board of tags on memory that ranks share, and the agreement of hosts on the tags that ranks show.
 #include "ddp/transport/tag_board.h"
 
 #include <algorithm>

@@ -71,7 +71,7 @@ class Comm {
   TagBoard* board() const { return board_.get(); }
   virtual int size() const = 0;
   virtual int rank() const = 0;
-  // Returns what carries the values and, where that is not what was requested, why not.
+  // Returns the name of the carrier of values and, if another one was requested, the reason.
   virtual std::string name() const = 0;
   virtual std::string why_not() const { return ""; }
   // Allocates zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.

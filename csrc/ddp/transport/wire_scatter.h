@@ -57,7 +57,7 @@ class WireScatter final : public TwoExchanges {
   WireScatter(at::Tensor flat, ScatterPlan plan, CarriedErrors* carried, TorchComm& group,
               std::shared_ptr<TorchComm> returning);
 
-  // Sums what has arrived, so that little is left to wait().
+  // Sums the values that have arrived, so that little is left to wait().
   bool is_done() override;
 
  private:

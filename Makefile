@@ -118,12 +118,13 @@ format: $(STAMPS)/dev-tools ## rewrite sources in the project's format (a few se
 	$(ENV)/bin/ruff check --fix python tests examples benchmarks notebooks tools
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format -i
 
-lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## check format, types, and the sizes of files and classes, as CI does (a minute)
+lint: $(STAMPS)/built $(STAMPS)/test-tools $(STAMPS)/dev-tools ## check format, types, language, and the sizes of files and classes, as CI does (a minute)
 	$(ENV)/bin/ruff format --check python tests examples benchmarks notebooks tools
 	$(ENV)/bin/ruff check python tests examples benchmarks notebooks tools
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run --Werror
 	$(PYTHON) -m mypy
 	$(PYTHON) tools/sizes.py
+	$(PYTHON) tools/language.py
 	$(ENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/monitoring/docker-compose.yml
 	$(ENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
 

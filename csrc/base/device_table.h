@@ -18,8 +18,8 @@ void append_bytes(std::vector<char>& bytes, const T* values, size_t count) {
 }
 
 // Uploads bytes through pinned memory only when they have changed, so that the host never waits. A captured CUDA graph
-// writes its bytes itself, into memory that lives as long as this object. So replays neither read what later steps
-// upload nor overwrite what they read.
+// writes its bytes itself, into memory that lives as long as this object. So replays neither read the uploads of later
+// steps nor overwrite bytes that later steps read.
 class DeviceTable {
  public:
   // Returns the copy on the device, for work on this stream.

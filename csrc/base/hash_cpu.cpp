@@ -8,15 +8,15 @@ namespace {
 
 constexpr int kLanes = 32;  // independent 64-bit hashes; each mixes every 32nd word
 
-struct Lanes {
+struct HashLanes {
   uint64_t words[kLanes];
 };
 
 }  // namespace
 
 uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size) {
-  constexpr int64_t kStripe = sizeof(Lanes);
-  Lanes lanes, stripe;
+  constexpr int64_t kStripe = sizeof(HashLanes);
+  HashLanes lanes, stripe;
   for (int lane = 0; lane < kLanes; ++lane) lanes.words[lane] = lane;
   for (int64_t at = 0; at < size; at += kStripe) {
     const int64_t count = size - at < kStripe ? size - at : kStripe;

@@ -15,9 +15,9 @@ constexpr int64_t kTensors = 4;
 
 }  // namespace
 
-// malloc maps a block above the mmap threshold directly from the system. When such a block is freed, its size becomes
-// the threshold, and twice that size the free memory that the heap's top keeps. The block here is never written, so it
-// occupies no memory.
+// Raises malloc's mmap threshold, above which malloc maps a block directly from the system. Freeing such a block makes
+// its size the threshold, and twice its size the free memory that the heap's top keeps. The block here is never
+// written, so it occupies no memory.
 void keep_freed_memory(int64_t bytes) {
   void* volatile block = std::malloc(std::min(kTensors * bytes, kLargestThreshold));
   std::free(block);

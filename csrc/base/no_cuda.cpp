@@ -9,7 +9,7 @@ namespace drivetrain {
 
 void refuse_cuda() {
   throw UnsupportedError(
-      "these parameters are on a CUDA device, but drivetrain was built without nvcc: put nvcc on PATH and reinstall "
+      "these parameters are on a CUDA device, but drivetrain was built without nvcc. Put nvcc on PATH and reinstall "
       "with \"pip install --no-build-isolation --force-reinstall --no-deps .\", or keep torch's optimizer there.");
 }
 

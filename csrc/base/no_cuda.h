@@ -3,7 +3,7 @@
 
 namespace drivetrain {
 
-// Throws UnsupportedError: what a CUDA function answers in a build without nvcc.
+// Throws UnsupportedError, as every CUDA function does in a build without nvcc.
 [[noreturn]] void refuse_cuda();
 
 }  // namespace drivetrain

@@ -19,12 +19,12 @@ int exchange_capture_mode(int to) noexcept {
 }
 
 // The bytes of one launch: kernel arguments have at least 4 KiB everywhere.
-struct Piece {
+struct LaunchBytes {
   unsigned char bytes[4000];
 };
 
-__global__ void __launch_bounds__(kWriteThreads) write_piece(Piece piece, unsigned char* to, int32_t bytes) {
-  for (int32_t i = threadIdx.x; i < bytes; i += kWriteThreads) to[i] = piece.bytes[i];
+__global__ void __launch_bounds__(kWriteThreads) write_bytes(LaunchBytes values, unsigned char* to, int32_t bytes) {
+  for (int32_t i = threadIdx.x; i < bytes; i += kWriteThreads) to[i] = values.bytes[i];
 }
 
 }  // namespace
@@ -39,11 +39,11 @@ BesideCaptures::BesideCaptures() noexcept : mode_before_(exchange_capture_mode(c
 BesideCaptures::~BesideCaptures() { exchange_capture_mode(mode_before_); }
 
 void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
-  for (size_t begin = 0; begin < bytes; begin += sizeof(Piece)) {
-    Piece piece = {};
-    const size_t size = std::min(bytes - begin, sizeof(Piece));
-    std::memcpy(piece.bytes, static_cast<const unsigned char*>(from) + begin, size);
-    launch_cuda("writing the optimizer's table", write_piece, 1, kWriteThreads, stream, piece,
+  for (size_t begin = 0; begin < bytes; begin += sizeof(LaunchBytes)) {
+    LaunchBytes values = {};
+    const size_t size = std::min(bytes - begin, sizeof(LaunchBytes));
+    std::memcpy(values.bytes, static_cast<const unsigned char*>(from) + begin, size);
+    launch_cuda("writing the optimizer's table", write_bytes, 1, kWriteThreads, stream, values,
                 static_cast<unsigned char*>(to) + begin, static_cast<int32_t>(size));
   }
 }

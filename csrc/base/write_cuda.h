@@ -1,4 +1,4 @@
-// Declares what code does beside the capture of a CUDA graph, and how the host's bytes reach a graph. Needs no torch
+// Declares calls beside the capture of a CUDA graph, and copies of the host's bytes into a graph. Needs no torch
 // header.
 #pragma once
 

@@ -36,8 +36,8 @@ py::object current_group() {
   return get->is_none() ? py::none() : (*get)();
 }
 
-// The exception that ends a recomputation early. It derives from BaseException, so that handlers in the function let it
-// pass.
+// Returns the exception type that ends a recomputation early. It derives from BaseException, so that handlers in the
+// function let it pass.
 PyObject* recomputation_stopped() {
   static PyObject* const type = PyErr_NewException("drivetrain._C.RecomputationStopped", PyExc_BaseException, nullptr);
   return type;
@@ -67,8 +67,8 @@ SavedMetadata::SavedMetadata(const at::Tensor& tensor)
   if (const auto& node = tensor.grad_fn()) grad_fn = &typeid(*node);
 }
 
-struct Region::Ticket {
-  Ticket(std::shared_ptr<Region> region, size_t index) : region(std::move(region)), index(index) {}
+struct CheckpointRegion::Ticket {
+  Ticket(std::shared_ptr<CheckpointRegion> region, size_t index) : region(std::move(region)), index(index) {}
   Ticket(Ticket&&) = default;
   ~Ticket() {
     if (!region) return;
@@ -76,18 +76,18 @@ struct Region::Ticket {
     region->saved_[index].value.reset();
   }
 
-  std::shared_ptr<Region> region;
+  std::shared_ptr<CheckpointRegion> region;
   size_t index;
 };
 
 // One call of the function in backward, up to the last tensor that its forward saved.
-class Region::Recomputation {
+class CheckpointRegion::Recomputation {
  public:
   // Gives the region the values that its graph still refers to.
-  static void run(Region& region);
+  static void run(CheckpointRegion& region);
 
  private:
-  explicit Recomputation(Region& region)
+  explicit Recomputation(CheckpointRegion& region)
       : region_(region.shared_from_this()), num_expected_(region.saved_.size()), values_(num_expected_) {}
 
   static PyObject* pack(PyObject* recomputation, PyObject* tensor);
@@ -100,33 +100,33 @@ class Region::Recomputation {
   std::string difference(size_t index, const at::Tensor& tensor) const;
   [[noreturn]] void fail(std::string failure);
 
-  const std::shared_ptr<Region> region_;
+  const std::shared_ptr<CheckpointRegion> region_;
   const size_t num_expected_;
-  struct Value {
+  struct RecomputedValue {
     at::Tensor tensor;
     int64_t version = 0;
   };
-  std::vector<Value> values_;
+  std::vector<RecomputedValue> values_;
   size_t num_taken_ = 0;
   bool is_stopped_ = false;
   std::string failure_;
 };
 
-PyObject* Region::pack(PyObject* region, PyObject* tensor) {
+PyObject* CheckpointRegion::pack(PyObject* region, PyObject* tensor) {
   HANDLE_TH_ERRORS
-  return value_in<std::shared_ptr<Region>>(region, kRegion)->save(THPVariable_Unpack(tensor)).release().ptr();
+  return value_in<std::shared_ptr<CheckpointRegion>>(region, kRegion)->save(THPVariable_Unpack(tensor)).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* Region::unpack(PyObject*, PyObject* ticket) {
+PyObject* CheckpointRegion::unpack(PyObject*, PyObject* ticket) {
   HANDLE_TH_ERRORS
   const Ticket& of = value_in<Ticket>(ticket, kTicket);
-  const std::shared_ptr<Region> region = of.region;
+  const std::shared_ptr<CheckpointRegion> region = of.region;
   return THPVariable_Wrap(region->value_of(of.index));
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* Region::Recomputation::pack(PyObject* recomputation, PyObject* tensor) {
+PyObject* CheckpointRegion::Recomputation::pack(PyObject* recomputation, PyObject* tensor) {
   HANDLE_TH_ERRORS
   auto& self = *value_in<std::shared_ptr<Recomputation>>(recomputation, kRecomputation);
   const at::Tensor kept = self.take(THPVariable_Unpack(tensor));
@@ -136,7 +136,7 @@ PyObject* Region::Recomputation::pack(PyObject* recomputation, PyObject* tensor)
   END_HANDLE_TH_ERRORS
 }
 
-Region::Region(py::object function, py::tuple args, py::dict kwargs, RegionOptions options)
+CheckpointRegion::CheckpointRegion(py::object function, py::tuple args, py::dict kwargs, RegionOptions options)
     : function_(std::move(function)),
       inputs_(std::in_place, std::move(args), std::move(kwargs)),
       options_(options),
@@ -144,10 +144,10 @@ Region::Region(py::object function, py::tuple args, py::dict kwargs, RegionOptio
       autocast_(Autocast::now()),
       group_(py::none()) {}
 
-py::object Region::run(py::object function, py::tuple args, py::dict kwargs, RegionOptions options) {
-  static PyMethodDef pack_method{"pack", &Region::pack, METH_O, nullptr};
-  static PyMethodDef unpack_method{"unpack", &Region::unpack, METH_O, nullptr};
-  const auto region = std::make_shared<Region>(function, args, kwargs, options);
+py::object CheckpointRegion::run(py::object function, py::tuple args, py::dict kwargs, RegionOptions options) {
+  static PyMethodDef pack_method{"pack", &CheckpointRegion::pack, METH_O, nullptr};
+  static PyMethodDef unpack_method{"unpack", &CheckpointRegion::unpack, METH_O, nullptr};
+  const auto region = std::make_shared<CheckpointRegion>(function, args, kwargs, options);
   py::object result;
   {
     const HooksGuard hooks(&pack_method, capsule(region, kRegion), &unpack_method);
@@ -157,7 +157,7 @@ py::object Region::run(py::object function, py::tuple args, py::dict kwargs, Reg
   return result;
 }
 
-py::object Region::save(const at::Tensor& tensor) {
+py::object CheckpointRegion::save(const at::Tensor& tensor) {
   SavedMetadata saved(tensor);
   if (options_.verify) {
     if (!is_workspace(tensor)) saved.hash = hash_of(tensor);
@@ -167,7 +167,7 @@ py::object Region::save(const at::Tensor& tensor) {
   return capsule(Ticket(shared_from_this(), saved_.size() - 1), kTicket);
 }
 
-void Region::end_forward() {
+void CheckpointRegion::end_forward() {
   if (!saved_.empty()) {  // otherwise backward recomputes nothing
     const std::string written = inputs_->first_written();
     if (!written.empty()) failure_ = input_written(written);
@@ -181,7 +181,7 @@ void Region::end_forward() {
   throw_checkpoint_error(failure_);
 }
 
-at::Tensor Region::value_of(size_t index) {
+at::Tensor CheckpointRegion::value_of(size_t index) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   py::object group = current_group();
   const bool is_same = group.is(group_) && (!group.is_none() || (graph_task == graph_task_ && graph_task != -1));
@@ -196,7 +196,7 @@ at::Tensor Region::value_of(size_t index) {
   return value;
 }
 
-void Region::recompute() {
+void CheckpointRegion::recompute() {
   if (!failure_.empty()) throw_checkpoint_error(failure_);
   const std::string written = inputs_->first_written();
   if (!written.empty()) throw_checkpoint_error(input_written(written));
@@ -204,7 +204,7 @@ void Region::recompute() {
   Recomputation::run(*this);
 }
 
-void Region::Recomputation::run(Region& region) {
+void CheckpointRegion::Recomputation::run(CheckpointRegion& region) {
   const std::shared_ptr<Recomputation> self(new Recomputation(region));
   self->call_function(self);
   if (!self->failure_.empty()) throw_checkpoint_error(self->failure_);  // the function has caught it
@@ -219,7 +219,7 @@ void Region::Recomputation::run(Region& region) {
   }
 }
 
-void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& self) {
+void CheckpointRegion::Recomputation::call_function(const std::shared_ptr<Recomputation>& self) {
   static PyMethodDef pack_method{"pack", &Recomputation::pack, METH_O, nullptr};
   static PyMethodDef unpack_method{"unpack", &Recomputation::unpack, METH_O, nullptr};
   const auto [args, kwargs] = region_->inputs_->get();  // may recompute an outer region
@@ -235,7 +235,7 @@ void Region::Recomputation::call_function(const std::shared_ptr<Recomputation>& 
   PyErr_Clear();
 }
 
-at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
+at::Tensor CheckpointRegion::Recomputation::take(const at::Tensor& tensor) {
   const size_t index = num_taken_;
   if (index >= num_expected_) {
     // If the forward itself runs a backward, a complete recomputation saves more than the forward had saved by then.
@@ -255,7 +255,7 @@ at::Tensor Region::Recomputation::take(const at::Tensor& tensor) {
 }
 
 // Describes how a recomputed tensor differs from the saved one; empty: it does not.
-std::string Region::Recomputation::difference(size_t index, const at::Tensor& tensor) const {
+std::string CheckpointRegion::Recomputation::difference(size_t index, const at::Tensor& tensor) const {
   const SavedMetadata& before = region_->saved_[index];
   if (region_->options_.checks_metadata) {
     const SavedMetadata now(tensor);
@@ -270,7 +270,7 @@ std::string Region::Recomputation::difference(size_t index, const at::Tensor& te
   return is_same ? "" : region_->changed(index, tensor);
 }
 
-void Region::Recomputation::fail(std::string failure) {
+void CheckpointRegion::Recomputation::fail(std::string failure) {
   failure_ = std::move(failure);
   throw_checkpoint_error(failure_);
 }
@@ -280,8 +280,8 @@ void register_checkpoint(py::module_& m) {
       "checkpoint",
       [](py::object function, py::tuple args, py::dict kwargs, bool preserve_rng_state, bool early_stop,
          bool checks_metadata, bool verify) {
-        return Region::run(std::move(function), std::move(args), std::move(kwargs),
-                           {preserve_rng_state, early_stop, checks_metadata, verify});
+        return CheckpointRegion::run(std::move(function), std::move(args), std::move(kwargs),
+                                     {preserve_rng_state, early_stop, checks_metadata, verify});
       },
       py::arg("function"), py::arg("args"), py::arg("kwargs"), py::arg("preserve_rng_state"), py::arg("early_stop"),
       py::arg("checks_metadata"), py::arg("verify"));

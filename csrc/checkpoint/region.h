@@ -1,4 +1,5 @@
-// Declares Region: one checkpointed call, whose saved tensors are freed and recomputed when backward asks for them.
+// Declares CheckpointRegion: one checkpointed call, whose saved tensors are freed and recomputed when backward asks for
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,8 +36,8 @@ struct SavedMetadata {
   c10::SymDimVector sizes;
   at::ScalarType dtype;
   c10::Device device;
-  // A weak reference, so that the address is not reused: if a recomputation saves the same storage in the same version,
-  // it has the same values.
+  // A weak reference, so that the address is not reused. If a recomputation saves this storage in the same version, its
+  // values are equal.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   int64_t version;
   const std::type_info* grad_fn;  // the type of the node whose output it is; null: none
@@ -48,14 +49,14 @@ struct SavedMetadata {
   int64_t value_version = 0;
 };
 
-class Region : public std::enable_shared_from_this<Region> {
+class CheckpointRegion : public std::enable_shared_from_this<CheckpointRegion> {
  public:
   // Calls the function in grad mode. The tensors that autograd saves in it belong to a new region, which lives as long
   // as the graph. The GIL must be held, as for all of this class.
   static pybind11::object run(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs,
                               RegionOptions options);
 
-  Region(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs, RegionOptions options);
+  CheckpointRegion(pybind11::object function, pybind11::tuple args, pybind11::dict kwargs, RegionOptions options);
 
  private:
   class Recomputation;
@@ -70,7 +71,7 @@ class Region : public std::enable_shared_from_this<Region> {
   void recompute();
   std::string name() const;
 
-  // Error messages, in region_errors.cpp: each says what differs and why that usually happens.
+  // Return error messages, which state the difference and its usual cause; region_errors.cpp has them.
   std::string input_written(const std::string& input) const;
   std::string device_initialized() const;
   std::string outliving_written(size_t index, const at::Tensor& recomputed) const;

@@ -13,9 +13,9 @@ namespace drivetrain::checkpoint {
 namespace {
 
 constexpr const char* kOtherPath =
-    "Usually the function took another path: it depends on a counter, a global, a cache that its first call filled, "
-    "random numbers that are not torch's, train() or eval() called in between, or other state that changed between "
-    "forward and backward.";
+    "Usually the function took another path, because state that it depends on changed between forward and backward. "
+    "Such state is a counter, a global, a cache that its first call filled, or random numbers that are not torch's. "
+    "Calls of train() or eval() in between have the same effect.";
 
 py::object location_py(const char* function) {
   return py::module_::import("drivetrain.checkpoint.location").attr(function);
@@ -47,30 +47,29 @@ void throw_checkpoint_error(const std::string& message) {
   throw py::error_already_set();
 }
 
-std::string Region::name() const { return location_py("name_of")(function_).cast<std::string>(); }
+std::string CheckpointRegion::name() const { return location_py("name_of")(function_).cast<std::string>(); }
 
-std::string Region::input_written(const std::string& input) const {
+std::string CheckpointRegion::input_written(const std::string& input) const {
   const std::string which = text(input, " of ", name());
   if (!has_ended_) {
     return text(which,
-                " was modified in place by the function itself, but backward calls the function again with the "
-                "same arguments: clone that tensor first, or use an operation that is not in place.");
+                " was modified in place by the function itself, but backward calls the function again with the same "
+                "arguments. Clone that tensor first, or use an operation that is not in place.");
   }
   return text(which,
-              " was modified in place after the forward: backward calls the function again with it, and "
-              "gradients would belong to other values. Usually an operation in place (add_, masked_fill_, copy_) "
-              "came in between: clone the tensor, or use one that is not in place.");
+              " was modified in place after the forward. Backward calls the function again with it, and gradients "
+              "would belong to other values. Usually an operation in place (add_, masked_fill_, copy_) came in "
+              "between: clone the tensor, or use one that is not in place.");
 }
 
-std::string Region::device_initialized() const {
-  return text(
-      name(),
-      " was the first to use the accelerator, so the state of its random numbers before the call is "
-      "unknown: initialize it before (torch.cuda.init()), or pass preserve_rng_state=False if the function draws "
-      "no random numbers.");
+std::string CheckpointRegion::device_initialized() const {
+  return text(name(),
+              " was the first to use the accelerator, so the state of its random numbers before the call is unknown. "
+              "Initialize it before (torch.cuda.init()), or pass preserve_rng_state=False if the function uses no "
+              "random numbers.");
 }
 
-std::string Region::outliving_written(size_t index, const at::Tensor& recomputed) const {
+std::string CheckpointRegion::outliving_written(size_t index, const at::Tensor& recomputed) const {
   const std::string owner = location_py("owner_of")(recomputed).cast<std::string>();
   return text(
       owner.empty() ? text("tensor ", index + 1, " of ", saved_.size()) : owner, " (", description(saved_[index]),
@@ -80,17 +79,18 @@ std::string Region::outliving_written(size_t index, const at::Tensor& recomputed
       "pass determinism_check=\"none\".");
 }
 
-std::string Region::changed(size_t index, const at::Tensor& recomputed) const {
+std::string CheckpointRegion::changed(size_t index, const at::Tensor& recomputed) const {
   const SavedMetadata& before = saved_[index];
   const SavedMetadata now(recomputed);
   const bool same_metadata = now.sizes == before.sizes && now.dtype == before.dtype && now.device == before.device;
   std::string why = kOtherPath;
   if (same_metadata) {
-    why = text(options_.preserve_rng_state ? "Usually random numbers of another generator than torch's default ones"
-                                           : "Usually dropout or other random numbers, as preserve_rng_state is False",
-               "; a buffer that forward updates (running statistics) and then computes with; a parameter or buffer "
-               "that was written through .data in between; a global that was changed; or an operation that is not "
-               "deterministic (torch.use_deterministic_algorithms(True) finds such operations).");
+    why = text(
+        options_.preserve_rng_state ? "Usually random numbers of another generator than torch's default ones"
+                                    : "Usually dropout or other random numbers, as preserve_rng_state is False",
+        ". It may also be a buffer that forward updates (running statistics) and then computes with, or a global "
+        "that was changed. Or a parameter or buffer was written through .data in between. Otherwise an operation is "
+        "not deterministic; torch.use_deterministic_algorithms(True) finds such operations.");
   }
   return text("tensor ", index + 1, " of ", saved_.size(), " that ", name(), " saved for backward has other ",
               same_metadata ? "values" : "metadata", " when it is recomputed.\n  forward: ", description(before),
@@ -98,7 +98,7 @@ std::string Region::changed(size_t index, const at::Tensor& recomputed) const {
               current_location(), "\n", why);
 }
 
-std::string Region::other_number(size_t num_recomputed) const {
+std::string CheckpointRegion::other_number(size_t num_recomputed) const {
   const bool is_fewer = num_recomputed < saved_.size();
   return text(name(), " saved ", saved_.size(), " tensors for backward and ", is_fewer ? "only " : "at least ",
               num_recomputed, " when it was called again.\n  ",
@@ -108,7 +108,7 @@ std::string Region::other_number(size_t num_recomputed) const {
               "\n", kOtherPath);
 }
 
-std::string Region::value_written(size_t index) const {
+std::string CheckpointRegion::value_written(size_t index) const {
   return text("tensor ", index + 1, " of ", saved_.size(), " that ", name(), " saved for backward (",
               description(saved_[index]), saved_[index].location.empty() ? "" : ", ", saved_[index].location,
               ") was modified in place afterwards, inside the function, but backward needs the saved values. Use an "

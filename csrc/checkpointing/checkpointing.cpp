@@ -72,8 +72,9 @@ Source source_of(const at::Tensor& tensor) {
   return {StridedBytes(tensor.const_data_ptr(), item, tensor.sizes().vec(), strides), memory_of(tensor)};
 }
 
-std::shared_ptr<Snapshot> make_snapshot(Slab& slab, const std::string& header, const std::vector<at::Tensor>& tensors,
-                                        int num_threads, int nice, bool replaces_chunks) {
+std::shared_ptr<Snapshot> make_snapshot(SnapshotSlab& slab, const std::string& header,
+                                        const std::vector<at::Tensor>& tensors, int num_threads, int nice,
+                                        bool replaces_chunks) {
   std::vector<Source> sources;
   sources.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) sources.push_back(source_of(tensor));
@@ -131,11 +132,9 @@ std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
     std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
     const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
   if (begins.size() != tensors.size() || (!expected.empty() && expected.size() != chunks.size())) {
-    throw UserError(text("begins has ", begins.size(), " members and expected has ", expected.size(),
-                         ": begins needs one for each of the ", tensors.size(),
-                         " tensors, and expected none or one for "
-                         "each of the ",
-                         chunks.size(), " chunks."));
+    throw UserError(text("begins has ", begins.size(), " members, expected ", tensors.size(),
+                         ", one for each tensor; expected has ", expected.size(), ", expected 0 or ", chunks.size(),
+                         ", one for each chunk."));
   }
   std::vector<Target> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -149,7 +148,7 @@ std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
   try {
     const auto reader = [&] {
       const py::gil_scoped_release no_gil;
-      return std::make_unique<Reader>(
+      return std::make_unique<CheckpointReader>(
           ReadJob{std::move(path), file_bytes, std::move(chunks), std::move(expected), std::move(targets)},
           num_threads);
     }();
@@ -184,7 +183,9 @@ void register_checkpointing(py::module_& m) {
   m.def("exchange_paths", &exchange_paths, py::arg("first"), py::arg("second"));
   m.def("read_chunks", &read_chunks, py::arg("path"), py::arg("file_bytes"), py::arg("chunks"), py::arg("expected"),
         py::arg("begins"), py::arg("tensors"), py::arg("num_threads"), py::arg("timeout_s"));
-  py::class_<Slab, std::shared_ptr<Slab>>(m, "Slab").def(py::init<>()).def_property_readonly("nbytes", &Slab::nbytes);
+  py::class_<SnapshotSlab, std::shared_ptr<SnapshotSlab>>(m, "Slab")
+      .def(py::init<>())
+      .def_property_readonly("nbytes", &SnapshotSlab::nbytes);
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
       .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"), py::arg("num_threads"),
            py::arg("nice"), py::arg("replaces_chunks") = false)

@@ -62,7 +62,7 @@ void OutputFile::write(int64_t offset, const void* bytes, int64_t size) {
       from += written;
       offset += written;
       left -= written;
-      // What is left of a short write may begin within a block.
+      // The rest of a short write may begin within a block.
       if (left > 0 && written % kBlockBytes != 0) leave_direct_mode(fd_);
       continue;
     }

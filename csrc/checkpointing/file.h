@@ -29,8 +29,8 @@ class OutputFile {
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
 
-  // The offset and the memory are multiples of a block. The memory is readable and zero up to the next multiple of a
-  // block after its end.
+  // Writes bytes. The offset and the memory are multiples of a block. The memory is readable and zero up to the next
+  // multiple of a block after its end.
   void write(int64_t offset, const void* bytes, int64_t size);
 
   // Sets the exact size, and returns once the file's contents are durable. Its name is durable after its folder's

@@ -31,7 +31,7 @@ std::vector<Target>::const_iterator first_after(const std::vector<Target>& targe
 
 }  // namespace
 
-struct Reader::State {
+struct CheckpointReader::State {
   explicit State(ReadJob from) : job(std::move(from)), file(job.path) {}
 
   const ReadJob job;
@@ -54,7 +54,7 @@ struct Reader::State {
   void end_reader();
 };
 
-void Reader::State::read_chunks() {
+void CheckpointReader::State::read_chunks() {
   try {
     const Pages buffer(kChunkBytes);
     for (size_t index; !is_abandoned && (index = next.fetch_add(1)) < job.chunks.size();) {
@@ -68,7 +68,7 @@ void Reader::State::read_chunks() {
   end_reader();
 }
 
-void Reader::State::read_chunk(size_t index, unsigned char* buffer) {
+void CheckpointReader::State::read_chunk(size_t index, unsigned char* buffer) {
   const int64_t chunk = job.chunks[index];
   const int64_t first = chunk * kChunkBytes, last = std::min(first + kChunkBytes, job.file_bytes);
   read_ahead(index);
@@ -89,7 +89,7 @@ void Reader::State::read_chunk(size_t index, unsigned char* buffer) {
 }
 
 // The first chunk asks for all chunks of the window, and each later one for the chunk that enters it.
-void Reader::State::read_ahead(size_t index) const {
+void CheckpointReader::State::read_ahead(size_t index) const {
   const size_t end = std::min(index + kChunksAhead, job.chunks.size());
   for (size_t next = index == 0 ? 1 : end - 1; next < end; ++next) {
     file.read_ahead(job.chunks[next] * kChunkBytes, kChunkBytes);
@@ -97,13 +97,13 @@ void Reader::State::read_ahead(size_t index) const {
 }
 
 // Returns where the bytes of one target begin if they are all of the range, and null otherwise.
-unsigned char* Reader::State::place_of(int64_t first, int64_t last) const {
+unsigned char* CheckpointReader::State::place_of(int64_t first, int64_t last) const {
   const auto target = first_after(job.targets, first);
   if (target == job.targets.end() || target->begin > first || target->begin + target->size < last) return nullptr;
   return static_cast<unsigned char*>(target->bytes) + (first - target->begin);
 }
 
-void Reader::State::scatter(const unsigned char* buffer, int64_t first, int64_t last) const {
+void CheckpointReader::State::scatter(const unsigned char* buffer, int64_t first, int64_t last) const {
   for (auto target = first_after(job.targets, first); target != job.targets.end() && target->begin < last; ++target) {
     const int64_t begin = std::max(first, target->begin), end = std::min(last, target->begin + target->size);
     if (begin >= end) continue;
@@ -112,13 +112,13 @@ void Reader::State::scatter(const unsigned char* buffer, int64_t first, int64_t 
   }
 }
 
-void Reader::State::end_reader() {
+void CheckpointReader::State::end_reader() {
   const std::lock_guard lock(mutex);
   --readers;
   changed.notify_all();
 }
 
-Reader::Reader(ReadJob job, int num_threads) : state_(std::make_shared<State>(std::move(job))) {
+CheckpointReader::CheckpointReader(ReadJob job, int num_threads) : state_(std::make_shared<State>(std::move(job))) {
   const int count = static_cast<int>(std::min<size_t>(num_threads, state_->job.chunks.size()));
   state_->readers = count;
   const int started = start_threads("dt-ckpt-read", {count, 0}, [state = state_] { state->read_chunks(); });
@@ -126,9 +126,9 @@ Reader::Reader(ReadJob job, int num_threads) : state_(std::make_shared<State>(st
   for (int i = started; i < count; ++i) state_->end_reader();
 }
 
-Reader::~Reader() { state_->is_abandoned = true; }
+CheckpointReader::~CheckpointReader() { state_->is_abandoned = true; }
 
-std::optional<std::vector<BadChunk>> Reader::wait(double timeout_s) const {
+std::optional<std::vector<BadChunk>> CheckpointReader::wait(double timeout_s) const {
   std::unique_lock lock(state_->mutex);
   const bool is_done =
       state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return state_->readers == 0; });

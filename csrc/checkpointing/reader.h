@@ -30,13 +30,13 @@ struct ReadJob {
   std::vector<Target> targets;     // in the order of the file; bytes of other chunks are not written
 };
 
-// Reads chunks in threads of its own, which nobody joins. Thread-safe.
-class Reader {
+// Reads chunks in detached threads of its own. Thread-safe.
+class CheckpointReader {
  public:
-  Reader(ReadJob job, int num_threads);
-  ~Reader();
-  Reader(const Reader&) = delete;
-  Reader& operator=(const Reader&) = delete;
+  CheckpointReader(ReadJob job, int num_threads);
+  ~CheckpointReader();
+  CheckpointReader(const CheckpointReader&) = delete;
+  CheckpointReader& operator=(const CheckpointReader&) = delete;
 
   // Returns the chunks whose checksums do not hold, in order; nothing if reading takes longer. Throws FileError.
   std::optional<std::vector<BadChunk>> wait(double timeout_s) const;

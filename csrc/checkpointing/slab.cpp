@@ -27,7 +27,7 @@ Pages::Pages(int64_t bytes) : size_((bytes + kHugePage - 1) / kHugePage * kHugeP
 
 Pages::~Pages() { ::munmap(begin_, size_); }
 
-std::shared_ptr<Pages> Slab::lend(int64_t bytes) {
+std::shared_ptr<Pages> SnapshotSlab::lend(int64_t bytes) {
   std::unique_ptr<Pages> pages;
   {
     const std::lock_guard lock(mutex_);
@@ -48,7 +48,7 @@ std::shared_ptr<Pages> Slab::lend(int64_t bytes) {
           }};
 }
 
-int64_t Slab::nbytes() const {
+int64_t SnapshotSlab::nbytes() const {
   const std::lock_guard lock(mutex_);
   return pages_ ? pages_->size() : lent_bytes_;
 }

@@ -24,13 +24,13 @@ class Pages {
 };
 
 // Lends its pages to one snapshot at a time. They grow to the largest snapshot. Thread-safe.
-class Slab : public std::enable_shared_from_this<Slab> {
+class SnapshotSlab : public std::enable_shared_from_this<SnapshotSlab> {
  public:
   // Returns at least that many bytes; they come back when the last copy of the pointer goes. Throws EnvironmentError if
   // an earlier snapshot still holds the pages.
   std::shared_ptr<Pages> lend(int64_t bytes);
 
-  // Bytes that are mapped, whether lent or not.
+  // Returns the bytes that are mapped, whether lent or not.
   int64_t nbytes() const;
 
  private:

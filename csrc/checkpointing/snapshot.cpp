@@ -26,12 +26,12 @@ constexpr int64_t kChunksPerWrite = 2;
 
 // A part of the file: the header or a tensor. Named outside the anonymous namespace, as Snapshot::State has fields of
 // it.
-struct Piece {
+struct FilePart {
   int64_t begin, end;
   Source source;
   std::atomic<int64_t> chunks_left;
 
-  Piece(int64_t at, Source from)
+  FilePart(int64_t at, Source from)
       : begin(at), end(at + from.bytes.size()), source(std::move(from)), chunks_left(num_chunks()) {}
 
   int64_t num_chunks() const { return begin == end ? 0 : (end - 1) / kChunkBytes - begin / kChunkBytes + 1; }
@@ -39,7 +39,7 @@ struct Piece {
 
 struct Snapshot::State {
   std::string header;
-  std::vector<std::unique_ptr<Piece>> pieces;  // the header and the sources, in the order of the file
+  std::vector<std::unique_ptr<FilePart>> parts;  // the header and the sources, in the order of the file
   int64_t nbytes = 0;
   int64_t num_chunks = 0;
   std::shared_ptr<Pages> pages;
@@ -52,7 +52,7 @@ struct Snapshot::State {
   std::mutex mutex;
   std::condition_variable changed;
   // The mutex guards the rest.
-  std::vector<bool> piece_is_copied, chunk_is_copied;
+  std::vector<bool> part_is_copied, chunk_is_copied;
   std::vector<bool> chunk_is_replaced;  // empty if none will be
   int64_t chunks_copied = 0, sources_left = 0;
   double copy_seconds = -1;
@@ -63,7 +63,7 @@ struct Snapshot::State {
 
   void copy_chunks();
   void copy_chunk(int64_t chunk);
-  void end_piece(size_t index);
+  void end_part(size_t index);
   void write_chunks();
   bool wait_for_chunks(int64_t begin, int64_t end);
   void end_writer();
@@ -78,11 +78,11 @@ void Snapshot::State::copy_chunks() {
 void Snapshot::State::copy_chunk(int64_t chunk) {
   const int64_t first = chunk * kChunkBytes, last = std::min(first + kChunkBytes, nbytes);
   uint32_t checksum = 0;
-  const auto after = [](int64_t at, const std::unique_ptr<Piece>& piece) { return at < piece->end; };
-  auto piece = std::upper_bound(pieces.begin(), pieces.end(), first, after);
+  const auto after = [](int64_t at, const std::unique_ptr<FilePart>& part) { return at < part->end; };
+  auto next = std::upper_bound(parts.begin(), parts.end(), first, after);
   std::vector<size_t> ended;
-  for (; piece != pieces.end() && (*piece)->begin < last; ++piece) {
-    Piece& part = **piece;
+  for (; next != parts.end() && (*next)->begin < last; ++next) {
+    FilePart& part = **next;
     const int64_t begin = std::max(first, part.begin), end = std::min(last, part.end);
     if (begin >= end) continue;
     unsigned char* to = pages->begin() + begin;
@@ -93,20 +93,20 @@ void Snapshot::State::copy_chunk(int64_t chunk) {
       from.copy(to, begin - part.begin, end - part.begin);
       checksum = crc32c(checksum, to, end - begin);
     }
-    if (part.chunks_left.fetch_sub(1) == 1) ended.push_back(piece - pieces.begin());
+    if (part.chunks_left.fetch_sub(1) == 1) ended.push_back(next - parts.begin());
   }
   checksums[chunk] = checksum;
-  for (const size_t index : ended) end_piece(index);
+  for (const size_t index : ended) end_part(index);
   const std::lock_guard lock(mutex);
   chunk_is_copied[chunk] = true;
   if (++chunks_copied == num_chunks) release_if_idle();
   changed.notify_all();
 }
 
-void Snapshot::State::end_piece(size_t index) {
-  pieces[index]->source.owner.reset();
+void Snapshot::State::end_part(size_t index) {
+  parts[index]->source.owner.reset();
   const std::lock_guard lock(mutex);
-  piece_is_copied[index] = true;
+  part_is_copied[index] = true;
   // The header does not count: who waits for all tensors may then ask at once how long they took.
   if (index > 0 && --sources_left == 0) copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
   changed.notify_all();
@@ -174,33 +174,33 @@ void Snapshot::State::fail(std::exception_ptr why) {
   changed.notify_all();
 }
 
-Snapshot::Snapshot(Slab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
+Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
                    bool replaces_chunks)
     : state_(std::make_shared<State>()) {
   State& state = *state_;
   DT_INVARIANT(header.size() % kBlockBytes == 0 && !header.empty());
   state.header = header;
   const auto size = static_cast<int64_t>(header.size());
-  state.pieces.reserve(sources.size() + 1);
-  state.pieces.push_back(
-      std::make_unique<Piece>(0, Source{StridedBytes(state.header.data(), 1, {size}, {1}), nullptr}));
+  state.parts.reserve(sources.size() + 1);
+  state.parts.push_back(
+      std::make_unique<FilePart>(0, Source{StridedBytes(state.header.data(), 1, {size}, {1}), nullptr}));
   for (Source& source : sources) {
-    const int64_t at = state.pieces.back()->end;
-    state.pieces.push_back(std::make_unique<Piece>(at, std::move(source)));
+    const int64_t at = state.parts.back()->end;
+    state.parts.push_back(std::make_unique<FilePart>(at, std::move(source)));
   }
-  state.nbytes = state.pieces.back()->end;
+  state.nbytes = state.parts.back()->end;
   state.num_chunks = (state.nbytes + kChunkBytes - 1) / kChunkBytes;
   state.checksums.resize(state.num_chunks);
   state.chunk_is_copied.resize(state.num_chunks);
   if (replaces_chunks) state.chunk_is_replaced.resize(state.num_chunks);
-  state.piece_is_copied.resize(state.pieces.size());
-  for (size_t i = 0; i < state.pieces.size(); ++i) {
-    Piece& piece = *state.pieces[i];
-    if (piece.num_chunks() > 0) {
+  state.part_is_copied.resize(state.parts.size());
+  for (size_t i = 0; i < state.parts.size(); ++i) {
+    FilePart& part = *state.parts[i];
+    if (part.num_chunks() > 0) {
       state.sources_left += i > 0;
     } else {
-      state.piece_is_copied[i] = true;
-      piece.source.owner.reset();
+      state.part_is_copied[i] = true;
+      part.source.owner.reset();
     }
   }
   if (state.sources_left == 0) state.copy_seconds = 0;
@@ -262,7 +262,7 @@ void Snapshot::replace_chunk(int64_t index, const void* bytes) {
 
 bool Snapshot::is_copied(size_t source) const {
   const std::lock_guard lock(state_->mutex);
-  return state_->piece_is_copied.at(source + 1);
+  return state_->part_is_copied.at(source + 1);
 }
 
 // Copies, too, because the threads of low priority may get no core for long while others want all of them.
@@ -270,7 +270,7 @@ bool Snapshot::wait_copied(const std::vector<size_t>& sources, double timeout_s)
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   const auto are_copied = [&] {
-    return std::all_of(sources.begin(), sources.end(), [&](size_t i) { return state_->piece_is_copied.at(i + 1); });
+    return std::all_of(sources.begin(), sources.end(), [&](size_t i) { return state_->part_is_copied.at(i + 1); });
   };
   std::unique_lock lock(state_->mutex);
   while (!are_copied() && Clock::now() < deadline) {

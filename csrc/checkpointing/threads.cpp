@@ -1,4 +1,4 @@
-// Starts niced threads that nobody joins.
+// Starts detached threads with a raised nice value.
 #include "checkpointing/threads.h"
 
 #include <pthread.h>

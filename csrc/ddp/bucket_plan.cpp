@@ -136,8 +136,9 @@ std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const
   return expected;
 }
 
-// Dynamic programming over the earliest end of the first j pieces, for every j: first with any number of cuts, then
-// with 1, 2, ... cuts until that end is reached. An earlier end of the pieces before never makes the end later.
+// Uses dynamic programming over the earliest end of the first j pieces, for every j. The first pass allows any number
+// of cuts; later ones allow 1, 2, ... cuts until that end is reached. An earlier end of the pieces before never makes
+// the end later.
 std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,
                               const std::vector<double>& ready, const Costs& costs) {
   DT_INVARIANT(order.size() == sizes.size() && ready.size() == sizes.size() && !order.empty());

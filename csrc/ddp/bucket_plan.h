@@ -59,7 +59,7 @@ std::vector<ExpectedBucket> expect(const std::vector<BucketPlan>& buckets, const
 
 // Chooses where buckets close so that the last all-reduce ends earliest, with the fewest buckets for that. Returns for
 // each position of the order if buckets close after it. The choice is optimal for one group of at most kMaxPieces
-// parameters. Of more parameters, neighbors that together have less than 1 / kMaxPieces of the bytes stay together.
+// parameters. If there are more, neighbors that together have less than 1 / kMaxPieces of the bytes stay together.
 // Several groups close their buckets at the same positions.
 constexpr size_t kMaxPieces = 512;
 std::vector<bool> choose_cuts(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order,

@@ -19,7 +19,7 @@ constexpr size_t kExposedKept = 64;  // steps
 constexpr int64_t kProbeBytes[] = {64 << 10, 1 << 20, 4 << 20, 16 << 20};
 constexpr int kProbes = 5;
 
-// Why a measurement leads to no plan. Ranks tell each other the index.
+// Reasons why a measurement leads to no plan. Ranks tell each other the index.
 constexpr const char* kObstacles[] = {
     "",
     "a communication hook reduces",

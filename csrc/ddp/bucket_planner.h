@@ -1,4 +1,4 @@
-// Declares the planner that lays out the buckets anew once it has seen the order and the times of gradients.
+// Declares the planner that lays out the buckets again once it has seen the order and the times of gradients.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ class BucketPlanner {
   // Lays out the buckets in the order in which gradients are expected until they are measured: the reverse of the
   // parameters' registration. Forgets what it has seen.
   void start_over();
-  // Lays out these buckets. The report starts anew.
+  // Lays out these buckets. The report starts again.
   void use(const std::vector<BucketPlan>& plans);
 
   // ---- A step, in the order of calls.

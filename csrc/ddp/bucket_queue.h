@@ -70,19 +70,18 @@ class BucketQueue {
   // Starts the full buckets that are next in plan order. Returns true if this call started the last bucket.
   bool start_full();
   bool have_all_started() const { return next_ == states_.size(); }
-  // Starts one bucket.
   void start(size_t bucket);
   // Hands over, in order, the buckets that are reduced by now, where that is allowed so early.
   void hand_over_reduced() { hand_over_reduced(0); }
   // Waits for the buckets that are not handed over.
   void wait_for_rest();
-  // Puts what communication hooks returned where the transport would have left it.
+  // Copies the results of communication hooks to the place where the transport would have left them.
   void take_hook_results();
   // Returns true if the parameter's bucket was handed over during backward.
   bool was_handed_over(size_t param) const { return parts_.buffer.region(param).bucket < next_to_hand_over_; }
   void hand_over_rest();
-  // Returns what on_reduced threw in this step. It is raised once backward has reduced everything, as other ranks wait
-  // for that.
+  // Returns the error that on_reduced threw in this step. It is raised once backward has reduced everything, as other
+  // ranks wait for that.
   std::exception_ptr take_hand_over_error() { return std::exchange(hand_over_error_, nullptr); }
   // Returns the sum of squares of all reduced values, where the transport computed it.
   std::optional<double> square_sum() const;
@@ -91,7 +90,7 @@ class BucketQueue {
   bool is_skipped(size_t bucket) const;
   // Returns true if a reduced bucket is final. Else that is known at the end of backward only.
   bool can_hand_over_early() const;
-  // Waits for one bucket. label and position name the wait in reports.
+  // label and position name the wait in reports.
   void wait_for(size_t bucket, PendingReduce& reduce);
   std::unique_ptr<PendingReduce> take_pending(size_t bucket) { return std::move(states_[bucket].reduce); }
   // Waits for the collectives under way in a step that is given up. Another failure then says nothing new.

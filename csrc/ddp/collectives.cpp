@@ -133,12 +133,13 @@ void Collectives::fail(const std::string& what, const std::string& report) const
   const std::string hang = progress_->report(steps_ + 1), ended = ended_ranks_ ? ended_ranks_() : "";
   const std::string parted = difference();
   const bool is_told = report.find(parted) != std::string::npos;
-  throw EnvironmentError(text("drivetrain: ", what, " failed in synchronized step ", steps_ + 1,
-                              ParameterClaims::has_several_reducers() ? " of " + wrapper_ : "",
-                              "; a rank has probably died, hangs or has left out a step: look for the first error in "
-                              "the others' logs, and whether they name the same step. The transport reports: ",
-                              report, is_told ? "" : "\n", is_told ? "" : parted, ended.empty() ? "" : "\n", ended,
-                              hang.empty() ? "" : "\nThe last report before that: ", hang));
+  throw EnvironmentError(
+      text("drivetrain: ", what, " failed in synchronized step ", steps_ + 1,
+           ParameterClaims::has_several_reducers() ? " of " + wrapper_ : "",
+           ". A rank has probably died, hangs or has left out a step. Look for the first error in the "
+           "others' logs, and whether they name the same step. The transport reports: ",
+           report, is_told ? "" : "\n", is_told ? "" : parted, ended.empty() ? "" : "\n", ended,
+           hang.empty() ? "" : "\nThe last report before that: ", hang));
 }
 
 }  // namespace drivetrain::ddp

@@ -46,18 +46,19 @@ class Collectives {
 
   // Says which collectives of the step come next, so that hosts agree on them while gradients come. Need not be kept.
   void promise(const std::vector<std::pair<Purpose, size_t>>& purposes);  // with their buckets
-  // Tells the other ranks which collective comes next, where this object does not start it. Abandons the step
-  // and throws if another rank's collective does not belong to it. what: names it in the error.
+  // Tells the other ranks which collective comes next, where this object does not start it. Abandons the step and
+  // throws if another rank's collective does not belong to it. what: the collective's name in the error.
   void announce(Purpose purpose, const std::string& what, size_t bucket = 0);
   // Returns how two ranks have differed in a collective; "": they have not.
   std::string difference() const { return comm_->board() != nullptr ? comm_->board()->difference() : ""; }
 
-  // ranges: what each rank needs of the result; null: everything.
+  // ranges: the part of the result that each rank needs; null: everything.
   std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum, Purpose purpose,
                                               const std::shared_ptr<const RankRanges>& ranges);
-  // Starts a sum beside the buckets. what: names it in errors, which end the step.
+  // Starts a sum beside the buckets. what: the collective's name in errors, which end the step.
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose, const std::string& what);
-  // Waits for a collective of the step. what: names it in reports; position: where ranks have started it.
+  // Waits for a collective of the step. what: the collective's name in reports; position: the place in the step where
+  // ranks started it.
   void wait(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t position);
 
   // The following three communicate at once, where the step's first gradient has come.

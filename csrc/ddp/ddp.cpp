@@ -84,7 +84,7 @@ void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
   reducer.with_parts([&](ReducerParts& parts) { parts.set_on_reduced(std::move(call)); });
 }
 
-// torch's hooks then bring gradients of that dtype by _autograd_hook().
+// Expects gradients of that dtype from torch's hooks, by _autograd_hook().
 void set_mixed_precision(Reducer& reducer, at::ScalarType dtype) {
   reducer.remove_autograd_hooks();
   reducer.with_parts([&](ReducerParts& parts) { parts.set_mixed_precision(dtype); });
@@ -170,19 +170,19 @@ std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::str
   return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache, Ranks(std::move(ranks))});
 }
 
-py::bytes address_bytes(const Segment::Address& address) {
+py::bytes address_bytes(const ShmSegment::Address& address) {
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
 }
 
 // Opens the lines of the ranks of this host. addresses: by rank within the host.
 // ranks: those of the process group on this host. hosts: each host's first rank; empty: hosts compare nothing. between:
 // the process group of these; "" on other ranks.
-std::shared_ptr<TagBoard> make_tag_board(std::shared_ptr<Segment> own, const std::vector<std::string>& addresses,
+std::shared_ptr<TagBoard> make_tag_board(std::shared_ptr<ShmSegment> own, const std::vector<std::string>& addresses,
                                          int rank, std::vector<uint64_t> ranks, std::vector<std::string> rank_names,
                                          const std::string& between, std::vector<uint64_t> hosts, double timeout_s) {
   struct Memory {
-    std::shared_ptr<Segment> own;
-    std::vector<Segment> others;
+    std::shared_ptr<ShmSegment> own;
+    std::vector<ShmSegment> others;
   };
   const auto memory = std::make_shared<Memory>(Memory{own, {}});
   TagBoard::Options options;
@@ -191,13 +191,13 @@ std::shared_ptr<TagBoard> make_tag_board(std::shared_ptr<Segment> own, const std
       options.lines.push_back(own->data());
       continue;
     }
-    Segment::Address address;
+    ShmSegment::Address address;
     DT_INVARIANT(addresses[i].size() == sizeof(address));
     std::memcpy(&address, addresses[i].data(), sizeof(address));
     if (address.bytes != TagBoard::line_bytes()) {
       throw EnvironmentError(text(rank_names.at(ranks.at(i)), " has no line for a board of tags"));
     }
-    options.lines.push_back(memory->others.emplace_back(Segment::open(address)).data());
+    options.lines.push_back(memory->others.emplace_back(ShmSegment::open(address)).data());
     if (i == 0 && !hosts.empty()) {
       const auto first = std::make_shared<const PeerProcess>(address.pid);
       options.has_first_rank_ended = [first] { return first->has_ended(); };
@@ -321,7 +321,6 @@ void register_reducer(py::module_& m) {
            }),
            no_gil())
       .def("difference", with_parts(+[](Parts& parts) { return parts.collectives.difference(); }), no_gil())
-      // Settings.
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
       .def("set_comm", with_parts(+[](Parts& parts, std::shared_ptr<Comm> comm) { parts.set_comm(std::move(comm)); }),
@@ -360,7 +359,6 @@ void register_reducer(py::module_& m) {
            py::arg("bucket"), py::arg("reduce"), no_gil())
       .def("shadow_used_map", with_parts(+[](Parts& parts) { parts.uneven.shadow_used_map(); }), no_gil())
       .def("_push_all_rebuilt_params", with_parts(+[](Parts& parts) { parts.uneven.count_shadowed_step(); }), no_gil())
-      // Reports.
       .def("times", with_parts(+[](Parts& parts) { return parts.last; }), no_gil())
       .def("progress", &Reducer::progress)
       .def("plan_report", with_parts(+[](Parts& parts) { return parts.planner.report(); }), no_gil())
@@ -391,12 +389,12 @@ void register_ddp(py::module_& m) {
       .def_readonly("names", &BucketInfo::names)
       .def_readonly("bytes", &BucketInfo::bytes)
       .def_readonly("dtype", &BucketInfo::dtype);
-  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
-      .def_property_readonly("address", [](const Segment& segment) { return address_bytes(segment.address()); })
+  py::class_<ShmSegment, std::shared_ptr<ShmSegment>>(m, "Segment")
+      .def_property_readonly("address", [](const ShmSegment& segment) { return address_bytes(segment.address()); })
       .def_property_readonly_static("no_address", [](const py::object&) { return address_bytes({}); });
   py::class_<TagBoard, std::shared_ptr<TagBoard>>(m, "TagBoard")
       .def_property_readonly("has_all_ranks", &TagBoard::has_all_ranks);
-  m.def("tag_line", [] { return std::make_shared<Segment>(Segment::create(TagBoard::line_bytes())); }, no_gil());
+  m.def("tag_line", [] { return std::make_shared<ShmSegment>(ShmSegment::create(TagBoard::line_bytes())); }, no_gil());
   m.def("tag_board", &make_tag_board, py::arg("own"), py::arg("addresses"), py::arg("rank"), py::arg("ranks"),
         py::arg("rank_names"), py::arg("between"), py::arg("hosts"), py::arg("timeout_s"), no_gil());
   py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm")

@@ -35,19 +35,19 @@ void check_hooked(const Parameter& param) {
   if (!param.accumulator) return;  // the hooks were removed on purpose
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param.tensor);
   if (accumulator.get() == param.accumulator.get()) return;
-  throw EnvironmentError(text("parameter '", param.name,
-                              "' was changed after DistributedDataParallel wrapped it (by .half(), .double(), .to() or "
-                              "an assignment to .data of another type), so that its gradient would no longer be "
-                              "reduced: convert the module first and wrap it then."));
+  throw EnvironmentError(
+      text("parameter '", param.name,
+           "' was changed after DistributedDataParallel wrapped it, by .half(), .double(), .to() or an assignment to "
+           ".data of another type. Its gradient would no longer be reduced: convert the module before wrapping it."));
 }
 
 void check_frozen(const std::vector<std::pair<std::string, at::Tensor>>& frozen) {
   for (const auto& [name, tensor] : frozen) {
     if (!tensor.requires_grad()) continue;
-    throw EnvironmentError(text("parameter '", name,
-                                "' was frozen when DistributedDataParallel wrapped the module and requires a gradient "
-                                "now, which would not be reduced: set requires_grad before wrapping, or wrap the "
-                                "module anew after unfreezing."));
+    throw EnvironmentError(
+        text("parameter '", name,
+             "' was frozen when DistributedDataParallel wrapped the module and requires a gradient now, which would "
+             "not be reduced. Set requires_grad before wrapping, or wrap the module again after unfreezing."));
   }
 }
 
@@ -56,26 +56,26 @@ void check_gradient(const Parameter& param, const at::Tensor& grad, at::ScalarTy
   if (param.sparse != (grad.layout() == at::kSparse) || (grad.layout() != at::kStrided && !param.sparse)) {
     throw_type_error(text("the gradient of parameter '", param.name, "' is ", grad.layout(), ", expected ",
                           param.sparse ? "Sparse (its Embedding has sparse=True)" : "Strided",
-                          ": set sparse the same in every Embedding that shares the parameter, and to True only where "
+                          ". Set sparse the same in every Embedding that shares the parameter, and to True only where "
                           "nothing else uses it."));
   }
   if (grad.scalar_type() != expected || grad.device() != tensor.device() || !grad.sizes().equals(tensor.sizes())) {
     throw_type_error(text("the gradient of parameter '", param.name, "' is ", grad.scalar_type(), " ", grad.sizes(),
                           " on ", grad.device().str(), ", expected ", expected, " ", tensor.sizes(), " on ",
                           tensor.device().str(),
-                          ": do not assign .grad or set grad_dtype to another type under "
-                          "DistributedDataParallel."));
+                          ". Do not assign .grad or set grad_dtype to another type under DistributedDataParallel."));
   }
 }
 
 void check_unconsumed(const Parameter& param, uint32_t version, bool came) {
   const bool taken = came && !param.tensor.grad().defined();
   if (!taken && param.tensor._version() == version) return;
-  throw EnvironmentError(text(
-      "parameter '", param.name, taken ? "' lost its gradient" : "' was changed",
-      " during backward, before its gradient was reduced over ranks: a hook (register_post_accumulate_grad_hook, an "
-      "optimizer fused into backward) used this rank's own gradient, and the replicas would diverge. Step after "
-      "backward, use torch.distributed.optim._apply_optimizer_in_backward before wrapping, or a communication hook."));
+  throw EnvironmentError(
+      text("parameter '", param.name, taken ? "' lost its gradient" : "' was changed",
+           " during backward, before its gradient was reduced over ranks. A hook (register_post_accumulate_grad_hook, "
+           "an optimizer fused into backward) used this rank's own gradient, and the replicas would diverge. Step "
+           "after backward, use torch.distributed.optim._apply_optimizer_in_backward before wrapping, or register a "
+           "communication hook."));
 }
 
 void fail_incomplete(const Parameters& params, const MissingGradients& missing) {
@@ -93,14 +93,13 @@ void fail_incomplete(const Parameters& params, const MissingGradients& missing) 
   } else {
     cause =
         "Some parameters got no gradient although backward was to be reduced over ranks. If a forward may leave "
-        "parameters unused, say so by passing the keyword argument `find_unused_parameters=True` to "
-        "DistributedDataParallel; make sure that all `forward` function outputs participate in calculating loss, and "
-        "that forward goes through the wrapper, not its .module. An exception in the middle of that backward has the "
-        "same effect, on every rank that it interrupts.";
+        "parameters unused, pass `find_unused_parameters=True` to DistributedDataParallel. Make sure that all outputs "
+        "of `forward` participate in calculating the loss. Call the wrapper, not its .module. An exception in the "
+        "middle of that backward has the same effect, on every rank that it interrupts.";
     if (missing.finds_unused) {
       cause +=
-          " Since `find_unused_parameters=True` is enabled, some output that reaches them is probably not in the "
-          "outputs that `forward` returned (which may hold tensors in lists, tuples, dicts and dataclasses).";
+          " Since `find_unused_parameters=True` is enabled, `forward` has probably not returned some output that "
+          "reaches them. Outputs may hold tensors in lists, tuples, dicts and dataclasses.";
     }
   }
   throw EnvironmentError(
@@ -122,9 +121,9 @@ void fail_second_gradient(const Parameter& param) {
   throw EnvironmentError(
       text("Expected to mark a variable ready only once, but parameter '", param.name,
            "' got a second gradient in the same synchronized backward. Either it is used in several reentrant backward "
-           "passes (torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False, or static_graph=True to "
-           "DistributedDataParallel), or it is used outside the wrapped module's forward (call the wrapper, not its "
-           ".module), or backward ran twice after one forward."));
+           "passes (torch.utils.checkpoint with use_reentrant=True). Then pass use_reentrant=False, or "
+           "static_graph=True to DistributedDataParallel. Or it is used outside the wrapped module's forward: call the "
+           "wrapper, not its .module. Or backward ran twice after one forward."));
 }
 
 }  // namespace drivetrain::ddp

@@ -26,7 +26,7 @@ std::string joined(const std::vector<std::string>& names);
 // The message of the last error that left the reducer.
 class LastError {
  public:
-  // Runs `body`, and keeps the message of what it throws.
+  // Runs `body`, and keeps the message of an exception that it throws.
   template <class Body>
   void note(Body&& body) {
     try {

@@ -20,7 +20,7 @@ constexpr int64_t kSmallBucket = 256 << 10;
 
 static_assert(kAlignment == kGapAlignment);  // transports tell padding by it
 
-// torch's gradient layout contract: the parameter's own strides where it is dense, else row-major.
+// Returns strides by torch's gradient layout contract: the parameter's own where it is dense, else row-major.
 std::vector<int64_t> grad_strides(const at::Tensor& param) {
   if (param.is_non_overlapping_and_dense()) return param.strides().vec();
   std::vector<int64_t> strides(param.dim(), 1);

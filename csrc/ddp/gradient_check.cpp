@@ -1,4 +1,4 @@
-// Checks buckets of gradients before their reduction, and shares what ranks find.
+// Checks buckets of gradients before their reduction, and shares the ranks' findings.
 #include "ddp/gradient_check.h"
 
 #include <ATen/core/grad_mode.h>

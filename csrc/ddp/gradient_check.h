@@ -16,8 +16,8 @@
 
 namespace drivetrain::ddp {
 
-// Reads each bucket once before its reduction, while only this rank's values lie there. What a rank finds travels in a
-// small all-reduce at the end of the step, so that all ranks know the same and decide the same.
+// Reads each bucket once before its reduction, while only this rank's values lie there. A small all-reduce at the end
+// of the step carries each rank's findings. All ranks then know and decide the same.
 //
 // Off the CPU a bucket's check runs on the device. The host waits once, at the end of the step.
 class GradientCheck {
@@ -47,9 +47,9 @@ class GradientCheck {
   void begin_step(bool is_joining);
   // Returns true if this step is checked.
   bool is_due() const { return findings_.defined(); }
-  // Checks a bucket. Its values must be this rank's own.
+  // The bucket's values must be this rank's own.
   void check(size_t bucket);
-  // Shares what was found.
+  // Shares the findings.
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);

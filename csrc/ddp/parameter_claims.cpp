@@ -42,7 +42,7 @@ bool ParameterClaims::claim(const Parameter& param) const {
   if (claim.backward == backward) return false;
   throw_unsupported(text("parameter '", param.name,
                          "' belongs to two DistributedDataParallel wrappers, and a backward of the other one has not "
-                         "ended: an error interrupted it, or it is a reentrant one. Wrap the parameter once, or use "
+                         "ended. An error interrupted it, or it is a reentrant one. Wrap the parameter once, or use "
                          "one of the wrappers under no_sync()."));
 }
 

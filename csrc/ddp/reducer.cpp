@@ -382,7 +382,7 @@ void Reducer::begin_weighted(double weight, const WeightedMean::Holds& holds) {
   if (parts_.optimizer_in_backward || is_used_early || parts_.buffer.settings.low_precision.has_value()) {
     throw UnsupportedError(
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
-        "mixed_precision: both use gradients before the sum of weights is known.");
+        "mixed_precision. Both use gradients before the sum of weights is known.");
   }
   const at::NoGradGuard no_grad_tracking;
   parts_.weights.begin(weight, holds);

@@ -74,8 +74,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // holds: see WeightedMean::begin().
   void begin_weighted(double weight, const WeightedMean::Holds& holds);
   void end_weighted(bool failed);
-  // Reduces at once what weighted backwards under no_sync() have collected, for an accumulation that ends without a
-  // backward that synchronizes. Other ranks may be in such a backward. A rank that has collected nothing has weight 0.
+  // Reduces at once the gradients that weighted backwards under no_sync() have collected, for an accumulation that ends
+  // without a backward that synchronizes. Other ranks may be in such a backward. A rank that has collected nothing has
+  // weight 0.
   void reduce_collected();
 
   void remove_autograd_hooks();

@@ -103,11 +103,11 @@ void ReplicaCheck::compare(int64_t position) {
     for (int64_t r = 0; r < ranks; ++r) groups[values[r * count]].push_back(std::to_string(comm.ranks().global(r)));
     std::string equal;
     for (const auto& [hash, members] : groups) equal += (equal.empty() ? "ranks {" : ", {") + joined(members) + "}";
-    throw EnvironmentError(text(
-        "replicas have diverged: parameter '", params_[i].name, "' is not the same on all ranks (equal within ", equal,
-        "), seen in synchronized step ", collectives_.steps(),
-        ". Something changed it on some ranks only: a step that not all ranks made, another optimizer state, a loaded "
-        "checkpoint, or code that writes to parameters with rank-dependent values."));
+    throw EnvironmentError(
+        text("replicas have diverged: parameter '", params_[i].name, "' is not the same on all ranks (equal within ",
+             equal, "), seen in synchronized step ", collectives_.steps(),
+             ". Something changed it on some ranks only. This may be a step that not all ranks made, another optimizer "
+             "state, a loaded checkpoint, or code that writes rank-dependent values."));
   }
 }
 

@@ -19,7 +19,7 @@ at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
 
 // Compares the parameters over ranks every so many synchronized steps.
 //
-// Invariant: compares what the parameters held when backward began, before an optimizer steps in backward.
+// Invariant: compares the parameters' values from the beginning of backward, before an optimizer steps in backward.
 class ReplicaCheck {
  public:
   // every: synchronized steps between two comparisons; 0: never.
@@ -32,8 +32,7 @@ class ReplicaCheck {
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);
-  // After the step: throws if the checksums differ, and names the first parameter that differs. position: as for
-  // wait().
+  // Throws after the step if the checksums differ, and names the first parameter that differs. position: as for wait().
   void compare(int64_t position);
   void reset() { reduce_.reset(); }
 

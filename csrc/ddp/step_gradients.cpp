@@ -109,7 +109,7 @@ void StepGradients::hand_back(size_t param, bool used) {
   if (store_.is_context() && step.without_grad) {
     forget_step_();
     throw_unsupported(text("parameter '", of.name,
-                           "' got a gradient on other ranks and none on this one: a context of distributed autograd "
+                           "' got a gradient on other ranks and none on this one. A context of distributed autograd "
                            "(torch.distributed.autograd) has no entry for it. Use every parameter on every rank."));
   }
   if (step.own_grad.defined()) {

@@ -28,8 +28,8 @@ struct ParamStep {
   bool was_accumulated = false;  // autograd has added to a tensor that was `.grad` before
 };
 
-// Invariants: put_in() leaves in the buffer what this rank adds to the sum, and a gradient exists twice only while it
-// is copied. hand_back() is the only way by which a reduced value becomes `.grad`.
+// Invariants: put_in() leaves this rank's part of the sum in the buffer, and a gradient exists twice only while it is
+// copied. hand_back() is the only way by which a reduced value becomes `.grad`.
 class StepGradients {
  public:
   // forget_step: abandons the step, before an error that leaves the reducer usable.
@@ -50,7 +50,7 @@ class StepGradients {
   // Moves the gradient to its region, scaled, and makes `.grad` the view of that region, unless the script keeps its
   // own.
   void take(size_t param, double scale);
-  // Puts what this rank adds to the sum where the transport takes it: the gradient, the kept gradient, or zeros.
+  // Puts this rank's part of the sum where the transport takes it: the gradient, the kept gradient, or zeros.
   void put_in(size_t param, double scale);
   // Makes the reduced value `.grad`. used: a rank used the parameter; else `.grad` stays as it was.
   void hand_back(size_t param, bool used);

@@ -20,7 +20,7 @@ class UnevenInputs {
  public:
   explicit UnevenInputs(ReducerParts& parts) : parts_(parts) {}
 
-  // The next step is one of ranks that may run out of inputs. divisor: divides the sum instead of the number of ranks;
+  // Tells that ranks may run out of inputs in the next step. divisor: divides the sum instead of the number of ranks;
   // 0: the number of ranks.
   void set_joining(int64_t divisor);
   bool is_joining() const { return is_joining_; }

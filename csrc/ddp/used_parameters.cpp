@@ -122,8 +122,8 @@ void UsedParameters::reset() {
   reduce_.reset();
 }
 
-// As in torch, this rank repeats what its last step found used on any rank. The others' `.grad` of such a parameter is
-// then their mean even if none of them uses it any more.
+// As in torch, this rank repeats the map of its last step: the parameters used on any rank. The others' `.grad` of such
+// a parameter is then their mean even if none of them uses it any more.
 void UsedParameters::shadow(int64_t position) {
   if (!is_shared()) return;
   const at::Device device = params_[0].tensor.device();

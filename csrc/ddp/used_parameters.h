@@ -67,7 +67,7 @@ class UsedParameters {
   // Waits for the sum of the maps.
   void wait(int64_t position);
   // Returns for each parameter the number of ranks that used it in the last synchronized backward: int32 [parameters].
-  // Where no map was shared, 1 for those that this rank has used since.
+  // If no map was shared, the number is 1 for those that this rank has used since.
   at::Tensor map() const;
 
  private:

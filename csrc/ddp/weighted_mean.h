@@ -1,4 +1,4 @@
-// Declares the weights of a step's gradients, and the mean over what they count.
+// Declares the weights of a step's gradients, and the weighted mean.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@
 
 namespace drivetrain::ddp {
 
-// What a step's backward belongs to.
+// The forward to which a step's backward belongs.
 enum class BackwardKind {
   kPrepared,    // a forward that prepared it
   kUnprepared,  // the outputs of a forward that did not: a second backward, or one whose forward ran under no_sync()
@@ -36,7 +36,7 @@ class WeightedMean {
   // forget_step: abandons the step, before an error.
   WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
 
-  // What the ranks have said of a step, for an owner that keeps this rank's part of sums over several steps.
+  // The ranks' contributions to a step, for an owner that keeps this rank's part of sums over several steps.
   struct Total {
     double weight = 0;     // the sum of weights
     double holding = 0;    // the number of ranks with `holds`
@@ -45,12 +45,12 @@ class WeightedMean {
   using Holds = std::variant<bool, at::Tensor>;  // float64 [1], 0 or 1, where only the parameters' device knows
   // Leaves sums as they are, and the check that weights count all gradients to the owner.
   void leave_to_owner() { has_owner_ = true; }
-  // Returns what the ranks have said of the last step, after leave_to_owner(); zeros if it has not ended.
+  // Returns the ranks' contributions to the last step, after leave_to_owner(); zeros if it has not ended.
   const Total& total() const { return total_; }
   // Begins a backward whose loss was multiplied with this weight. Throws if `.grad` holds gradients that no weight
   // counts; on a device other than the CPU in a later call. holds: the owner's parts of gradients are not all zero.
   void begin(double weight, const Holds& holds);
-  // Takes what the owner has found on a device, for check_late(). found: float64 [1], above 0 where a weighted backward
+  // Takes the owner's finding on a device, for check_late(). found: float64 [1], above 0 where a weighted backward
   // added to gradients that no weight counts (by_weighted), or another one to those that weights count.
   void note_found(const at::Tensor& found, bool by_weighted) { (by_weighted ? uncounted_ : unzeroed_).add(found); }
   // Ends it. failed: it raised, and its weights count nothing.
@@ -67,7 +67,7 @@ class WeightedMean {
   void check_gradient(size_t came) {
     if (weight_ && !is_weighted_) check_unweighted(came);
   }
-  // Throws what a device has found in an earlier backward, once the host knows it.
+  // Throws the error that a device has found in an earlier backward, once the host knows it.
   void check_late();
 
   // ---- A step's reduction.
@@ -76,9 +76,9 @@ class WeightedMean {
   void start();
   PendingReduce* pending() const { return reduce_.get(); }
   void wait(int64_t position);
-  // Makes the sums in the buffer the means over what all weights count. factor: the number by which a communication
-  // hook has divided, else 1. Throws if some ranks ran a prepared backward and others an unprepared one; on a device
-  // other than the CPU in a later call.
+  // Divides the sums in the buffer by the sum of all weights. factor: the number by which a communication hook has
+  // divided, else 1. Throws if some ranks ran a prepared backward and others an unprepared one; on a device other than
+  // the CPU in a later call.
   void divide(GradBuffer& buffer, double factor);
   void forget_weights();
   void reset() { reduce_.reset(); }

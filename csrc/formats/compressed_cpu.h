@@ -46,7 +46,7 @@ __m512i float8_numbers(__m512 magnitudes) {
                                _mm512_set1_epi32(Number::kRounding));
 }
 
-// Each returns the codes of 16 prepared values, one per word.
+// Return the codes of 16 prepared values, one per word.
 inline __m512i codes_of(const float* from, __m512 factor, SignedCode) {
   const __m512i sign = _mm512_set1_epi32(INT32_MIN), bits = _mm512_loadu_si512(from);
   const __m512 magnitude = _mm512_castsi512_ps(_mm512_andnot_si512(sign, bits));
@@ -120,7 +120,7 @@ inline int64_t split_vectors(const float* from, uint16_t* halves, int16_t* remai
   return i;
 }
 #elif defined(__AVX2__)
-// See the version for AVX-512; the relative error before the last rounding is 2^-33.
+// Computes the same as the version for AVX-512; the relative error before the last rounding is 2^-33.
 inline __m256 root_of_code(__m256 values) {
   constexpr float kLeast = 0x1p-20f;
   const __m256 estimate = _mm256_rsqrt_ps(_mm256_max_ps(values, _mm256_set1_ps(kLeast)));
@@ -143,7 +143,7 @@ __m256i float8_numbers(__m256 magnitudes) {
   return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, Number::kShift), _mm256_sub_epi32(sum, rounding), is_subnormal);
 }
 
-// Each returns the codes of 8 prepared values, one per word.
+// Return the codes of 8 prepared values, one per word.
 inline __m256i codes_of(const float* from, __m256 factor, SignedCode) {
   const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN));
   const __m256 values = _mm256_loadu_ps(from);

@@ -8,7 +8,7 @@
 namespace drivetrain::formats {
 
 // Writes `numel` values of `from`, or of `fill` where from.data is null, to `to`. Both may be the same memory, as when
-// a parameter is split into halves and remainders: element i depends on element i alone, or on its block where `to` has
+// a parameter is split into halves and remainders. Element i depends on element i alone, or on its block where `to` has
 // blocks. float64 can only be filled.
 struct Conversion {
   TypedArray from, to;

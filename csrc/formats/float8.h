@@ -1,5 +1,5 @@
-// Defines the float8 states of state_bits="fp8": e4m3 for means and e5m2 for means of squares, with a float32 scale per
-// block of kBlock values (Micikevicius et al. 2022). Host and device; needs no torch header.
+// Defines the float8 states of state_bits="fp8" (Micikevicius et al. 2022): e4m3 for means and e5m2 for means of
+// squares. Each block of kBlock values has a float32 scale. Host and device; needs no torch header.
 #pragma once
 
 #include "formats/storage.h"

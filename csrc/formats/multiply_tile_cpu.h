@@ -7,7 +7,7 @@
 namespace drivetrain::formats {
 inline namespace DRIVETRAIN_ISA {
 
-// Rounds values to what their storage format can represent.
+// Rounds values to those that their storage format can represent.
 template <class T>
 void round_tile(Format format, T* values, int64_t count) {
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -26,7 +26,7 @@ float approximate_reciprocal(float x);
 float approximate_reciprocal_root(float x);
 #endif
 
-// Exact from 2^-101 up to the largest finite float: the instructions of sqrtf without its range check.
+// Runs the instructions of sqrtf without its range check. Exact from 2^-101 up to the largest finite float.
 __device__ __forceinline__ float root_from_reciprocal(float x, float reciprocal) {
   const float root = x * reciprocal, half = 0.5f * reciprocal;
   return fmaf(fmaf(-root, root, x), half, root);

@@ -1,12 +1,12 @@
 // Defines the order of sums of squares, which is the same on the CPU and on CUDA. Needs no torch header.
 //
-// A gradient is divided into chunks with a sum each. Element i of a chunk is added to slot i % kSlots, and the slots
-// are added as a tree: slot i gets slot i + kSlots / 2, and so on. So a thread of a warp owns four neighboring slots,
-// whose elements it loads at once: 16 bytes in float32.
+// A gradient is divided into chunks with a sum each. Element i of a chunk is added to slot i % kSlots. The slots are
+// added as a tree: slot i gets slot i + kSlots / 2, and so on. So a thread of a warp owns four neighboring slots, whose
+// elements it loads at once: 16 bytes in float32.
 //
 // The sums of all chunks, in the gradients' order, are divided into groups of kGroup. Sum i of a group is added to lane
-// i % kLanes, the lanes are added as a tree, and the groups' sums in the same way. So the order depends on sizes alone,
-// both devices have enough independent additions, and several warps share the groups.
+// i % kLanes, and the lanes are added as a tree. The groups' sums are added in the same way. So the order depends on
+// sizes alone, both devices have enough independent additions, and several warps share the groups.
 #pragma once
 
 #include <cstdint>

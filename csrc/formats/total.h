@@ -5,7 +5,7 @@
 
 namespace drivetrain::formats {
 
-class Total {
+class SumOfChunks {
  public:
   void add(double sum) {
     of_group_.add(sum);

@@ -10,7 +10,7 @@
 namespace drivetrain::grad {
 
 // Elements [begin, end) of an array.
-struct Chunk {
+struct GradientChunk {
   const formats::TypedArray* values;
   int64_t begin, end;
 };
@@ -18,8 +18,8 @@ struct Chunk {
 constexpr int64_t kChunksPerThread = 8;  // at least
 
 // Returns chunks of at most formats::kChunk elements, in the gradients' order.
-inline std::vector<Chunk> chunks_of(const std::vector<Gradient>& gradients) {
-  std::vector<Chunk> chunks;
+inline std::vector<GradientChunk> chunks_of(const std::vector<Gradient>& gradients) {
+  std::vector<GradientChunk> chunks;
   for (const Gradient& gradient : gradients) {
     for (int64_t begin = 0; begin < gradient.numel; begin += formats::kChunk) {
       chunks.push_back({&gradient.values, begin, std::min(begin + formats::kChunk, gradient.numel)});

@@ -42,7 +42,7 @@ bool is_plain(const c10::TensorImpl& tensor) {
   return has_plain_keys(tensor) && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && tensor.has_storage();
 }
 
-// Returns whether nobody but `tensor` can reach the TensorImpl: neither Python nor a weak reference.
+// Returns whether only `tensor` can reach the TensorImpl: neither Python nor a weak reference can.
 bool is_sole_reference(const at::Tensor& tensor) {
   c10::impl::PyObjectSlot* const slot = tensor.unsafeGetTensorImpl()->pyobj_slot();
   PyObject* const object = slot->load_pyobj();
@@ -82,7 +82,7 @@ Gradient gradient_of(const at::Tensor& grad) { return {formats::array_of(grad), 
 
 LazyGrad::LazyGrad([[maybe_unused]] AutogradMeta& former) {
 #if DRIVETRAIN_KNOWS_AUTOGRAD_META
-  static_assert(sizeof(AutogradMeta) == 184, "torch's AutogradMeta has changed: move its new fields");
+  static_assert(sizeof(AutogradMeta) == 184, "torch's AutogradMeta has changed; move its new fields");
   const std::lock_guard<std::mutex> lock(former.mutex_);
   name_ = std::move(former.name_);
   grad_ = std::move(former.grad_);

@@ -51,9 +51,10 @@ class Deferral : public std::enable_shared_from_this<Deferral> {
  public:
   using Pointers = std::vector<std::shared_ptr<Deferral>>;
 
-  // Makes the parameters' gradients wait, for no factor yet or for the inverse of a loss scale. Then someone will ask
-  // were_finite(), and float16 gradients, which torch refuses to unscale, cannot wait. Returns null if one of them has
-  // another reference, belongs to no watched parameter, or is no plain gradient on the CPU. The GIL must be held.
+  // Makes the parameters' gradients wait, for no factor yet or for the inverse of a loss scale. With an inverse scale,
+  // the caller will ask were_finite(), and float16 gradients, which torch refuses to unscale, cannot wait. Returns null
+  // if one of them has another reference, belongs to no watched parameter, or is no plain gradient on the CPU. The GIL
+  // must be held.
   static std::shared_ptr<Deferral> make(const std::vector<at::Tensor>& params, std::optional<double> inv_scale);
 
   // Returns the deferrals of the parameters that have gradients. Returns none if one of these does not wait, is there
@@ -81,7 +82,7 @@ class Deferral : public std::enable_shared_from_this<Deferral> {
   friend class LazyGrad;
   friend class FactorLock;
 
-  // All of these need the lock.
+  // These functions require the lock.
   void settle();
   bool measure();
   void take_out(LazyGrad& member);  // followed by forget_others()
@@ -110,7 +111,7 @@ class FactorLock {
   // `params` have gradients. Multiplies these at once unless all of them wait for the same factors and `can_apply`.
   FactorLock(const std::vector<const c10::TensorImpl*>& params, bool can_apply);
 
-  // The factors that the step must apply.
+  // Returns the factors that the step must apply.
   const Factors& factors() const { return factors_; }
 
  private:

@@ -140,8 +140,8 @@ struct FusedLinear : torch::autograd::Function<FusedLinear> {
   // Casts the weight again as autocast did, so that the result is differentiable with respect to the weight.
   static at::Tensor cast_again(AutogradContext* ctx, const at::Tensor& weight, const at::Tensor& cast) {
     TORCH_CHECK(static_cast<int64_t>(weight._version()) == ctx->saved_data["version"].toInt(),
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "weight of a linear layer, of shape ",
+                "one of the variables needed for gradient computation has been modified by an inplace operation. It is "
+                "the weight of a linear layer, of shape ",
                 weight.sizes(), ", which backward with create_graph=True needs as it was in the forward.");
     return weight.to(cast.scalar_type());
   }

@@ -16,7 +16,7 @@ namespace drivetrain::grad {
 
 bool multiply(const std::vector<Gradient>& gradients, const formats::Factors& factors) {
   const auto multiply_chunk = for_chosen_isa(baseline::multiply_cpu, avx2::multiply_cpu, avx512::multiply_cpu);
-  const std::vector<Chunk> chunks = chunks_of(gradients);
+  const std::vector<GradientChunk> chunks = chunks_of(gradients);
   std::atomic<bool> finite{true};
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
     bool all = true;
@@ -50,7 +50,7 @@ void zero_bytes(char* data, int64_t bytes, bool is_streamed) {
 }  // namespace
 
 void zero(const std::vector<Gradient>& gradients) {
-  const std::vector<Chunk> chunks = chunks_of(gradients);
+  const std::vector<GradientChunk> chunks = chunks_of(gradients);
   constexpr int64_t kCached = int64_t{32} << 20;  // bytes that a cache may keep until the next backward pass
   int64_t total = 0;
   for (const Gradient& gradient : gradients) total += gradient.numel * formats::bytes_of(gradient.values.format);

@@ -1,5 +1,5 @@
-// The products of weight gradients: torch's own where it has them, and on the CPU bfloat16 ones that are summed in
-// float32, over the block products that oneDNN compiles for the processor and libtorch exports.
+// Computes the products of weight gradients, by torch's own functions where it has them. On the CPU, bfloat16 products
+// are summed in float32 over block products, which oneDNN compiles for the processor and libtorch exports.
 #include "grad/weight_grad.h"
 
 #include <ATen/Context.h>
@@ -27,18 +27,19 @@ namespace {
 constexpr int64_t kRows = 64, kColumns = 64, kTokens = 512;
 // Sums of fewer tokens are filled up with zeros: every length has code of its own.
 constexpr int64_t kTokensStep = 32;
-// Elements of a stripe of rows that is summed aside, for what has a remainder.
+// Elements of a stripe of rows that is summed aside, for gradients with a remainder.
 constexpr int64_t kAside = 1 << 17;
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// c[rows][columns] = (adds: +=) a * b. a: [rows][tokens]; b: [tokens / 2][kColumns][2]; c's rows are ld_c apart.
+// Computes c[rows][columns] = a * b, or += if `adds`. a: [rows][tokens]; b: [tokens / 2][kColumns][2]; c's rows are
+// ld_c apart.
 void multiply_block(int64_t rows, int64_t columns, int64_t tokens, const at::BFloat16* a, const at::BFloat16* b,
                     float* c, int64_t ld_c, bool adds) {
   at::native::cpublas::brgemm(rows, columns, tokens, tokens, kColumns, ld_c, adds, a, b, c, /*is_vnni=*/true);
 }
 
-// out[column][row] = in[row][column], 8 by 8.
+// Sets out[column][row] = in[row][column], 8 by 8.
 void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int64_t ld_out) {
   __m128i pairs[8];  // of rows: of the first and second, the left and the right half of their columns; and so on
   for (int i = 0; i < 4; ++i) {
@@ -59,7 +60,7 @@ void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int
   }
 }
 
-// to[column][token], `padded` tokens long, from a [tokens][.] matrix whose rows are ld apart.
+// Fills to[column][token], `padded` tokens long, from a [tokens][.] matrix whose rows are ld apart.
 void pack_rows(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t columns, at::BFloat16* to,
                int64_t padded) {
   const int64_t whole_tokens = tokens / 8 * 8, whole_columns = columns / 8 * 8;
@@ -73,7 +74,7 @@ void pack_rows(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t col
   }
 }
 
-// to[token / 2][kColumns][token % 2], `padded` tokens long, as the processor's instructions want them.
+// Fills to[token / 2][kColumns][token % 2], `padded` tokens long, as the processor's instructions want them.
 void pack_columns(const at::BFloat16* from, int64_t ld, int64_t tokens, int64_t columns, at::BFloat16* to,
                   int64_t padded) {
   static constexpr std::array<at::BFloat16, kColumns> kZeros = {};
@@ -164,10 +165,10 @@ bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_
   if (!has_residual && grad_dtype == dtype) return true;
   if (!is_16_bit(dtype) || (!has_residual && grad_dtype != at::kFloat)) return false;
   if (weight_grad.is_on_cpu()) return dtype == at::kBFloat16 && has_block_products();
-  // No product of CUDA's libraries adds to what has a remainder: it would have to go through memory in any case. In
-  // float32 it takes 4 + 4 bytes an element there, in 16 bits 2 + 2, which is how autograd's own product and its
-  // accumulation do it, in as many launches. Stripes of rows make neither less, and those that begin at an address
-  // aligned to 2 bytes alone keep the libraries from their fast kernels.
+  // No product of CUDA's libraries adds to values with a remainder: it would have to go through memory in any case.
+  // There it takes 4 + 4 bytes per element in float32, or 2 + 2 in 16 bits. Autograd's own product and accumulation
+  // take the latter, in as many launches. Stripes of rows make neither less, and those that begin at an address aligned
+  // to 2 bytes alone keep the libraries from their fast kernels.
   return !has_residual;
 }
 

@@ -14,8 +14,9 @@ struct WeightGrad {
   bool is_on_cpu() const { return left.is_cpu(); }
 };
 
-// Returns whether the gradient can be added to a tensor of that dtype, with or without 8 bits of remainder, as
-// precisely as a product rounded to its own dtype first, and no slower. A remainder is supported on the CPU only.
+// Returns whether the gradient can be added to a tensor of that dtype, with or without 8 bits of remainder. The sum
+// must be as precise as with a product rounded to its own dtype first, and no slower. A remainder is supported on the
+// CPU only.
 bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_residual);
 
 // Returns whether this processor multiplies blocks of 16-bit values, which can_add() needs for bfloat16 on the CPU.

@@ -1,9 +1,9 @@
 // Runs Adafactor's passes over all matrices on CUDA; trust_ratio_cuda.cu and the step have the other passes. See
 // adafactor_pass.h. Includes no torch header.
 //
-// Per element in float32, factor_sums reads 4 bytes, the norms' pass 8 (gradient and parameter), and the step reads 8
-// and writes 4: 24 bytes in three passes. Sums and factors take about 8 bytes per row and column of a unit, 1 % of
-// that.
+// Three passes move 24 bytes per element in float32. factor_sums reads 4, the norms' pass reads 8 (gradient and
+// parameter), and the step reads 8 and writes 4. Sums and factors take about 8 bytes per row and column of a unit, 1 %
+// of that.
 #include "base/launch_cuda.h"
 #include "optim/adafactor_pass.h"
 #include "optim/cuda_step.h"
@@ -24,8 +24,8 @@ constexpr int kRowsSummed = 4;
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// One step of a sum over a warp's threads, in which a thread passes on half of its values to the thread whose lane
-// differs in `bit`: `upper` where its own lane lacks the bit, else `lower`.
+// Makes one step of a sum over a warp's threads. A thread passes half of its values to the thread whose lane differs in
+// `bit`: `upper` where its own lane lacks the bit, else `lower`.
 __device__ __forceinline__ double halve(double lower, double upper, int bit) {
   const bool is_upper = (formats::lane_of_thread() & bit) != 0;
   return (is_upper ? upper : lower) + __shfl_xor_sync(kAllLanes, is_upper ? lower : upper, bit);

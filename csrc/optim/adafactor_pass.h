@@ -1,11 +1,11 @@
-// Describes Adafactor's passes over matrices as plain data: their division, the order of sums, and the arguments of the
-// kernels on the CPU and on CUDA. Needs no torch header.
+// Describes Adafactor's passes over matrices as plain data: their division, the order of sums, and the kernels'
+// arguments. Needs no torch header.
 //
 // A matrix is divided into units of kUnitRows * kUnitColumns elements, and a unit into strips of kStripRows rows. A
 // row's squares are summed within a unit as those of a chunk (formats/summation.h). A column's squares are summed
-// within a strip from top to bottom, strips as a tree (the second half is added to the first), and units from first to
-// last. For the mean over a matrix's rows, row i is added to slot i % kMeanSlots, and the slots as a tree. So the order
-// depends on shapes alone.
+// within a strip from top to bottom. Strips are summed as a tree, by adding the second half to the first, and units
+// from first to last. For the mean over a matrix's rows, row i is added to slot i % kMeanSlots, and the slots as a
+// tree. So the order depends on shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ inline namespace DRIVETRAIN_ISA {
 
 DT_HOST_DEVICE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Low matrices: a strip takes several whole ones.
+// Returns whether the matrices are low: a strip takes several whole ones.
 DT_HOST_DEVICE bool is_low(const Factored& of) { return of.rows <= kStripRows; }
 
 // Count the units of one matrix.
@@ -56,8 +56,8 @@ DT_HOST_DEVICE int64_t num_units(const Factored& of) {
   return high * num_column_units(of);
 }
 
-// On CUDA a block of the update takes kBlockRows rows of a matrix, all rows of as many low matrices as it has warps, or
-// kMeanSlots columns.
+// On CUDA a block of the update takes kBlockRows rows of a matrix, or kMeanSlots columns. With low matrices, it takes
+// all rows of one matrix per warp.
 constexpr int kBlockRows = 1024;
 DT_HOST_DEVICE int64_t num_row_blocks(const Factored& of) {
   return is_low(of) ? (of.matrices + kStrips - 1) / kStrips : of.matrices * ((of.rows + kBlockRows - 1) / kBlockRows);
@@ -113,7 +113,7 @@ DT_HOST_DEVICE T scale_of_rows(double sum_of_means, int64_t rows, double eps1) {
 #endif
 
 // adafactor_sums_cpu sums one unit. adafactor_update_cpu updates the states of the matrices [begin, end): the
-// parameter's second state for rows, the third for columns, and writes the factors to the first. One copy per
+// parameter's second state for rows, and the third for columns. It writes the factors to the first state. One copy per
 // instruction set.
 namespace baseline {
 void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);

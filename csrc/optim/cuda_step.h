@@ -70,8 +70,8 @@ void start_cuda(const StepStart& start, void* stream);
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
                  int64_t num_blocks, void* stream, const Between* between = nullptr);
 
-// For a rule with a trust ratio (trust_ratio.h): sums norms over all chunks into `sums` and adapts `rules`, which are
-// the job's. Writes nothing else.
+// Sums norms over all chunks into `sums` and adapts `rules`, which are the job's, for a rule with a trust ratio
+// (trust_ratio.h). Writes nothing else.
 void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
                 const Between* between = nullptr);
 

@@ -8,7 +8,6 @@
 
 namespace drivetrain::optim {
 
-// Prefetches `lines` lines of the cache.
 inline void prefetch(const void* address, int lines = 1) {
   constexpr int kLine = 64;
   for (int i = 0; i < lines; ++i) __builtin_prefetch(static_cast<const char*>(address) + i * kLine);

@@ -15,7 +15,7 @@ inline namespace DRIVETRAIN_ISA {
 
 // The largest magnitudes among prepared values (storage.h) of states with 8-bit codes. They cost update_tile() nothing:
 // a rule that divides by the root of a mean of squares has that root.
-struct Prepared {
+struct LargestPrepared {
   uint32_t largest[kMaxStates] = {};
 };
 
@@ -31,7 +31,8 @@ struct TwoFactors {
 // `factor` is a T or TwoFactors.
 template <class Rule, bool kCoded, class Factor, class T>
 void update_tile(const Rule& shared_rule, Factor factor, T* __restrict param, const T* __restrict grad,
-                 T* __restrict state0, T* __restrict state1, T* __restrict state2, int64_t count, Prepared& prepared) {
+                 T* __restrict state0, T* __restrict state1, T* __restrict state2, int64_t count,
+                 LargestPrepared& prepared) {
   const Rule rule = shared_rule;  // A local copy cannot alias the arrays.
   uint32_t largest0 = 0, largest1 = 0, largest2 = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -75,8 +76,8 @@ void leave_grad(const GradScaling& grad_scaling, const TypedArray& stream, int64
   store_tile(stream, index, count, grad);
 }
 
-// Elements that are converted, updated and converted back before the next ones: so few that the processor overlaps
-// conversions with divisions and roots, and enough to fill its vectors.
+// The number of elements that are converted, updated and converted back before the next ones. They are so few that the
+// processor overlaps conversions with divisions and roots, and enough to fill its vectors.
 #if defined(__AVX512F__)
 constexpr int kBFloat16Group = 64;
 #else
@@ -102,7 +103,7 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
     load_bfloat16(halves(param.grad) + i, grad, kBFloat16Group);
     if (job.grad_factors.count > 0) multiply_tile(param.grad.format, job.grad_factors, grad, grad, kBFloat16Group);
     for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kBFloat16Group);
-    Prepared prepared;
+    LargestPrepared prepared;
     update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kBFloat16Group, prepared);
     leave_grad(job.grad_scaling, param.grad, i, kBFloat16Group, grad);
     store_bfloat16(values, halves(param.param) + i, kBFloat16Group);
@@ -146,7 +147,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     for (int s = 0; s < Rule::kNumStates; ++s) {
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);
     }
-    Prepared prepared;
+    LargestPrepared prepared;
     if constexpr (kCoded) {
       update_tile<Rule, true>(rule, T(job.grad_scaling.factor), values, grad, state[0], state[1], state[2], count,
                               prepared);

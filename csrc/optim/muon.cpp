@@ -44,10 +44,10 @@ at::Tensor norms_of(const at::Tensor& matrices) {
   return norms.to(at::kBFloat16);
 }
 
-// Newton-Schulz with a polynomial of degree 5: converges to the nearest orthogonal matrices. Both tensors are bfloat16
-// [number, rows, columns]. Every iteration reads one and writes the other, the first one `other`. A tall matrix is
-// multiplied from the right, so that the polynomial's argument is the smaller product with its own transpose and
-// nothing is transposed in memory.
+// Runs a Newton-Schulz iteration with a polynomial of degree 5, which converges to the nearest orthogonal matrices.
+// Both tensors are bfloat16 [number, rows, columns]. Every iteration reads one and writes the other, the first one
+// `other`. A tall matrix is multiplied from the right. The polynomial's argument is then the smaller product with its
+// own transpose, and nothing is transposed in memory.
 void orthogonalize(at::Tensor matrices, at::Tensor other, const MuonArgs& args) {
   const auto [a, b, c] = args.coefficients;
   const bool is_tall = matrices.size(1) > matrices.size(2);
@@ -55,8 +55,8 @@ void orthogonalize(at::Tensor matrices, at::Tensor other, const MuonArgs& args) 
   for (int i = 0; i < static_cast<int>(args.iterations); ++i) {
     const at::Tensor transposed = matrices.transpose(1, 2);
     const at::Tensor gram = is_tall ? at::bmm(transposed, matrices) : at::bmm(matrices, transposed);
-    // Skips the last product if c is 0: with alpha = 0, torch 2.13's baddbmm of bfloat16 matrices of some sizes is
-    // wrong on the CPU, by a factor.
+    // Skip the last product if c is 0. With alpha = 0 on the CPU, torch 2.13's baddbmm of bfloat16 matrices of some
+    // sizes is wrong by a factor.
     const at::Tensor polynomial = c == 0 ? gram.mul(b) : at::baddbmm(gram, gram, gram, /*beta=*/b, /*alpha=*/c);
     at::baddbmm_out(other, matrices, is_tall ? matrices : polynomial, is_tall ? polynomial : matrices, /*beta=*/a);
     std::swap(matrices, other);

@@ -208,10 +208,10 @@ std::vector<const Batch*> batches_scaled_on_device(const StepReader& read, const
   }
   for (const Batch* batch : batches) {
     if (batch->device != batches.front()->device) {
-      throw UnsupportedError(
-          text("param_groups has gradients on ", batches.front()->device.str(), " and ", batch->device.str(),
-               ": max_grad_norm, and grad_scale and found_inf as a GradScaler sets them, need all gradients of an "
-               "optimizer on one device. Construct one optimizer for each device."));
+      throw UnsupportedError(text("param_groups has gradients on ", batches.front()->device.str(), " and ",
+                                  batch->device.str(),
+                                  ". max_grad_norm, and grad_scale and found_inf as a GradScaler sets them, need all "
+                                  "gradients of an optimizer on one device. Construct one optimizer for each device."));
     }
   }
   if (!batches.empty() && batches.front()->device.is_cpu()) batches.clear();

@@ -204,10 +204,9 @@ void StepReader::check_memory(const Entry& entry, const at::Tensor& tensor, cons
                          "restore it before optimizer.step()."));
   }
   if (has_own_memory(tensor)) return;
-  throw UnsupportedError(
-      text(label(entry), ": ", what,
-           " is a tensor subclass that wraps others (such as a DTensor of FSDP or tensor parallelism), "
-           "which drivetrain's optimizers do not support: use torch.optim for it."));
+  throw UnsupportedError(text(label(entry), ": ", what,
+                              " is a tensor subclass that wraps others, such as a DTensor of FSDP or tensor "
+                              "parallelism. drivetrain's optimizers do not support it: use torch.optim."));
 }
 
 void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const {
@@ -224,7 +223,7 @@ void StepReader::check_grad(const Entry& entry, const at::Tensor& param, const a
   if (writes_grads_ && at::has_internal_overlap(grad) == at::MemOverlap::Yes) {
     throw UserError(text(label(entry),
                          " has an expanded gradient, whose elements share memory, and this step writes gradients "
-                         "(max_grad_norm, zero_grads_in_step or grad_scale): give it one of its own with .clone()."));
+                         "(max_grad_norm, zero_grads_in_step or grad_scale). Give it one of its own with .clone()."));
   }
   if (!grad.sizes().equals(param.sizes())) {
     throw UserError(text(label(entry), " has a gradient of shape ", grad.sizes(), ", expected ", param.sizes(), "."));

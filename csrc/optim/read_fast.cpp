@@ -140,7 +140,7 @@ bool StepReader::Known::is(const Entry& entry, const c10::TensorImpl& now) const
          device == now.device();
 }
 
-// Returns what to know about a parameter if nothing but the optimizer's state refers to the values, or nothing.
+// Returns the knowledge about a parameter if only the optimizer's state refers to the values, else nothing.
 std::optional<StepReader::Known> StepReader::known_from_now(const Entry& entry, const StateValues& values) const {
   const c10::TensorImpl& param = *THPVariable_Unpack(entry.param).unsafeGetTensorImpl();
   if (last_look_ < 0 || param.dim() > Known::kMaxDims || entry.state == nullptr || Py_REFCNT(entry.state) != 1) {

@@ -1,4 +1,4 @@
-// Declares the table of native rules by name, with what the reader needs to know of each.
+// Declares the table of native rules by name, with the properties that the reader needs.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -18,9 +18,9 @@ void place_on_device(Batch& batch);
 at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
                                           const GradScalingScalars& scalars);
 
-// Runs a batch: one launch for the rules' scalars and the step counters, and one for the step, or one per set of
+// Runs a batch. One launch computes the rules' scalars and the step counters. Another makes the step, or one per set of
 // storage formats with a specialized kernel. Rules with a trust ratio add two launches, and Adafactor's matrices three
-// before those. Muon has two per batch, and its matrix products. `between` is for rules with a trust ratio; null if
+// before those. Muon takes two per batch, and its matrix products. `between` is for rules with a trust ratio; null if
 // sums are not shared.
 void run_on_device(Batch& batch, StepJob job, const Between* between = nullptr);
 

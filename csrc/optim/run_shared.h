@@ -11,11 +11,12 @@
 
 namespace drivetrain::optim {
 
-// Shares the sums of a batch's parameters between passes, and writes the sums that the step continues with. Stages:
-// "factor_sums": per matrix [units, matrices, rows] and [units, matrices, columns], sums of squares of units
-// "row_factors": per matrix [matrices, rows], which contain the root of the mean over this rank's rows
-// "norms": [params, 2], the sums of squares of parameters and directions
-// Every step runs all stages of a rule, also where this rank has no elements.
+// Shares the sums of a batch's parameters between passes, and writes the sums that the step continues with. Every step
+// runs all stages of a rule, also where this rank has no elements. The stages are:
+//
+//   "factor_sums": per matrix [units, matrices, rows] and [units, matrices, columns], sums of squares of units
+//   "row_factors": per matrix [matrices, rows], which contain the root of the mean over this rank's rows
+//   "norms": [params, 2], the sums of squares of parameters and directions
 using Share = std::function<void(const std::string& stage, bool in_double, const std::vector<at::Tensor>& params,
                                  const std::vector<at::Tensor>& sums)>;
 

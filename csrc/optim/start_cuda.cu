@@ -32,7 +32,7 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
   step.rules[i] = RuleArgs::of(args);
 }
 
-// `number` is the number of the step.
+// `number` counts the optimizer's steps, this one included.
 __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers, double number,
                           const Scalars& scalars) {
   switch (step.kind) {

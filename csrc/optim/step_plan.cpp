@@ -8,7 +8,7 @@
 namespace drivetrain::optim {
 namespace {
 
-struct Kernel {
+struct KernelKey {
   RuleKind kind;
   Format param, grad;
   int num_states;
@@ -21,7 +21,7 @@ constexpr Format state_format(Format format, int s) {
   return format == Format::kSigned8 && RuleOf<float>::kSquared[s] ? Format::kSquared8 : format;
 }
 
-constexpr Kernel kKernels[] = {
+constexpr KernelKey kKernels[] = {
 #define DT_ROW(Rule, param, grad, state) \
   {RuleKind::k##Rule,                    \
    Format::param,                        \
@@ -33,7 +33,7 @@ constexpr Kernel kKernels[] = {
 };
 constexpr int kNumKernels = static_cast<int>(std::size(kKernels));
 
-bool fits(const Kernel& kernel, RuleKind kind, const ParamJob& param) {
+bool fits(const KernelKey& kernel, RuleKind kind, const ParamJob& param) {
   bool result = kernel.kind == kind && kernel.param == param.param.format && kernel.grad == param.grad.format;
   for (int s = 0; s < kernel.num_states; ++s) result &= kernel.state[s] == param.state[s].format;
   return result;
@@ -51,8 +51,8 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
   for (int32_t i = 0; i < num_params; ++i) {
     int32_t kernel = previous;
     if (!fits(kKernels[kernel], kind, params[i])) {
-      const Kernel* const found =
-          std::find_if(kKernels, kKernels + kNumKernels, [&](const Kernel& k) { return fits(k, kind, params[i]); });
+      const KernelKey* const found =
+          std::find_if(kKernels, kKernels + kNumKernels, [&](const KernelKey& k) { return fits(k, kind, params[i]); });
       if (found == kKernels + kNumKernels) return {};
       kernel = static_cast<int32_t>(found - kKernels);
     }

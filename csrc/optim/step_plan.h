@@ -37,7 +37,7 @@ constexpr int64_t kBlockElements = 2048;  // elements of a larger parameter per 
 constexpr int kLanesOfSmall = 16;         // threads per small parameter; 8-bit states need a whole warp
 constexpr int kStepThreads = 256;
 
-// Largest number of elements of a small parameter; a block takes several of those.
+// Returns the largest number of elements of a small parameter; a block takes several of those.
 constexpr int small_param(bool has_codes, int64_t grad_bytes) { return has_codes || grad_bytes == 4 ? 256 : 128; }
 
 // The data of one parameter for a specialized kernel: one line of the cache.

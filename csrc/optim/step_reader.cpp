@@ -205,7 +205,8 @@ void StepReader::check_apart() {
   }
   if (memory_ == known_as_apart_) return;  // This is the case in most steps.
   known_as_apart_ = memory_;
-  std::sort(memory_.begin(), memory_.end(), [](const Memory& a, const Memory& b) { return a.begin < b.begin; });
+  std::sort(memory_.begin(), memory_.end(),
+            [](const WrittenMemory& a, const WrittenMemory& b) { return a.begin < b.begin; });
   std::unordered_set<const Entry*> together;
   std::string first_reason;
   size_t furthest = 0;  // of the memory so far, the one with the last end
@@ -215,7 +216,7 @@ void StepReader::check_apart() {
     if (!is_apart && !both_left) {
       const std::string reason = why_together(memory_[furthest], memory_[i]);
       if (first_reason.empty()) first_reason = reason;
-      for (const Memory& memory : {memory_[furthest], memory_[i]}) {
+      for (const WrittenMemory& memory : {memory_[furthest], memory_[i]}) {
         const bool is_left = memory.owner >= written.size();
         if (!is_left && together.insert(&entry_of(memory)).second) refuse(entry_of(memory), reason);
       }
@@ -227,19 +228,19 @@ void StepReader::check_apart() {
   throw UserError(first_reason);
 }
 
-const StepReader::Entry& StepReader::entry_of(const Memory& memory) const {
+const StepReader::Entry& StepReader::entry_of(const WrittenMemory& memory) const {
   return memory.owner < written.size() ? entries_[entry_of_[memory.owner]]
                                        : left_entries_[memory.owner - written.size()];
 }
 
 // Describes two pieces of memory that overlap.
-std::string StepReader::why_together(const Memory& first, const Memory& second) const {
+std::string StepReader::why_together(const WrittenMemory& first, const WrittenMemory& second) const {
   const bool in_order = first.owner < second.owner;
   const Entry &a = entry_of(in_order ? first : second), &b = entry_of(in_order ? second : first);
   if (first.owner == second.owner) {
     return text(label(a),
-                " and its gradient share memory, and this step writes gradients (max_grad_norm, "
-                "zero_grads_in_step or grad_scale): give it a gradient of its own with .clone().");
+                " and its gradient share memory, and this step writes gradients (max_grad_norm, zero_grads_in_step or "
+                "grad_scale). Give it a gradient of its own with .clone().");
   }
   if (a.param == b.param) {
     return text(label(b), " is in its group twice (it is ", label(a), " too): leave one of the two out.");
@@ -248,8 +249,8 @@ std::string StepReader::why_together(const Memory& first, const Memory& second) 
     return text(label(a), " and ", label(b), " share memory: give the optimizer one of them.");
   }
   return text(label(a), " and ", label(b),
-              " share the memory of a gradient, and this step writes gradients (max_grad_norm, "
-              "zero_grads_in_step or grad_scale): give each one of its own with .clone().");
+              " share the memory of a gradient, and this step writes gradients (max_grad_norm, zero_grads_in_step or "
+              "grad_scale). Give each a gradient of its own with .clone().");
 }
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {

@@ -25,13 +25,13 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
                  std::optional<at::ScalarType> dtype);
 
 // The memory of a tensor that the step writes.
-struct Memory {
+struct WrittenMemory {
   const char* begin;
   const char* end;
   uint32_t owner;  // index into StepReader::written, or behind it into the parameters that are left out
   bool is_grad;
 
-  bool operator==(const Memory&) const = default;
+  bool operator==(const WrittenMemory&) const = default;
 };
 
 // A parameter's dtype in the last step.
@@ -47,8 +47,8 @@ struct Stepped {
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step
-  // writes gradients or reads them twice. `last_look` is the number of the last look of
-  // other code at `state`; -1 if that is unknown, or if other code has a reference to `state` now.
+  // writes gradients or reads them twice. `last_look` numbers the last access of other code to `state`. It is -1 if
+  // that is unknown, or if other code has a reference to `state` now.
   void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads, int64_t last_look);
 
   // Adds an element of param_groups; `index` is its position there.
@@ -114,8 +114,8 @@ class StepReader {
     PyObject* extra = nullptr;  // the parameter's companion
   };
 
-  // The parameter that the states in a Reading belong to, as they were checked. While nothing but the optimizer's state
-  // refers to its entries, and no other code looks at that, they stay as they are, and a step need not read them again.
+  // The parameter that the states in a Reading belong to, as they were checked. While only the optimizer's state refers
+  // to its entries, and no other code accesses that, they stay unchanged. A step then need not read them again.
   struct Known {
     static constexpr int64_t kMaxDims = 4;
     PyObject* param = nullptr;  // null if the states must be read
@@ -181,8 +181,8 @@ class StepReader {
   bool was_cast(size_t index) const;
   void refuse(const Entry& entry, const std::string& reason);
   void check_apart();
-  std::string why_together(const Memory& first, const Memory& second) const;
-  const Entry& entry_of(const Memory& memory) const;
+  std::string why_together(const WrittenMemory& first, const WrittenMemory& second) const;
+  const Entry& entry_of(const WrittenMemory& memory) const;
   void check_memory(const Entry& entry, const at::Tensor& tensor, const char* what) const;
   void check_grad(const Entry& entry, const at::Tensor& param, const at::Tensor& grad) const;
   const at::Tensor& checked_state(const Entry& entry, const at::Tensor& param, PyObject* value, size_t which) const;
@@ -214,11 +214,11 @@ class StepReader {
   std::vector<Entry> entries_;
   std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
-  std::vector<Footprint> footprints_;   // in the order of the entries
-  std::vector<Stepped> stepped_;        // in the order of the entries; set only after a complete read
-  std::vector<uint32_t> entry_of_;      // index of the entry of each element of `written`
-  std::vector<Memory> memory_;          // of this step
-  std::vector<Memory> known_as_apart_;  // memory of an earlier step, without overlaps
+  std::vector<Footprint> footprints_;          // in the order of the entries
+  std::vector<Stepped> stepped_;               // in the order of the entries; set only after a complete read
+  std::vector<uint32_t> entry_of_;             // index of the entry of each element of `written`
+  std::vector<WrittenMemory> memory_;          // of this step
+  std::vector<WrittenMemory> known_as_apart_;  // memory of an earlier step, without overlaps
   // A group and its number of steps done, which a rule was made from.
   struct RuleSource {
     uint32_t group;

@@ -41,7 +41,7 @@ std::vector<TrustRatioSums> trust_ratio_sums_of(const StepJob& job, int32_t firs
   std::vector<TrustRatioSums> totals;
   for (size_t i = 0; i < chunks.size();) {
     const int32_t param = chunks[i].param;
-    formats::Total params, directions;
+    formats::SumOfChunks params, directions;
     for (; i < chunks.size() && chunks[i].param == param; ++i) {
       params.add(sums[i].param);
       directions.add(sums[i].direction);

@@ -7,7 +7,7 @@ namespace {
 
 [[noreturn]] void throw_without_cuda() {
   throw UnsupportedError(
-      "tensor is on a CUDA device, but drivetrain was built without nvcc: put nvcc on PATH and reinstall with \"pip "
+      "tensor is on a CUDA device, but drivetrain was built without nvcc. Put nvcc on PATH and reinstall with \"pip "
       "install --no-build-isolation --force-reinstall --no-deps .\", or do not pack tensors on CUDA.");
 }
 

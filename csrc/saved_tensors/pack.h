@@ -41,8 +41,8 @@ int64_t packed_bytes(at::ScalarType dtype, int64_t numel, Packing packing);
 
 // Packs a contiguous tensor of one dimension on the CPU's threads or on the current stream of its CUDA device. The host
 // does not wait, and autograd does not record it. kBits returns nothing if the tensor has more than two values. On CUDA
-// it returns nothing for dtypes other than bool, because the host would have to wait for the values; a bool whose byte
-// is not 0 counts as 1 there.
+// it returns nothing for dtypes other than bool, because the host would have to wait for the values. There a bool whose
+// byte is not 0 counts as 1.
 std::optional<Packed> pack(const at::Tensor& flat, Packing packing);
 
 // Returns a contiguous tensor of one dimension on the original device.

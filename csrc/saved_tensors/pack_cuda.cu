@@ -1,9 +1,9 @@
 // Packs and unpacks tensors on CUDA. Includes no torch header.
 //
-// Memory traffic: 1.125 bytes per bool. A conversion moves each element in both formats, for example 3 bytes from
-// bfloat16 to 8-bit codes, and 4 bytes per 256 elements for a scale. To hide latency, a thread has 64 bytes of loads
-// under way for bools, and kRowsAtOnce rows of 256 elements (8 elements per thread) for conversions. A warp owns the
-// blocks of 8-bit codes that it writes.
+// The memory traffic is 1.125 bytes per bool. A conversion moves each element in both formats, such as 3 bytes from
+// bfloat16 to 8-bit codes. A scale takes 4 bytes per 256 elements. To hide latency, a thread has several loads under
+// way: 64 bytes for bools, and kRowsAtOnce rows of 256 elements (8 per thread) for conversions. A warp owns the blocks
+// of 8-bit codes that it writes.
 #include "base/check.h"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) unpack_bools(const uint8_t* from, in
 // ---- Conversions between float formats, and between them and signed codes.
 
 // Computes SignedCode::encode of a finite value without the branch of a correctly rounded square root. The instructions
-// are those that the compiler emits for arguments of at least 2^-101; on an H100, all such floats give the same bits as
+// are those that the compiler emits for arguments of at least 2^-101. On an H100, all such floats give the same bits as
 // __fsqrt_rn. The code of a smaller argument is 0 in either case.
 __device__ __forceinline__ int8_t encode_finite(float value, float factor) {
 #ifdef __CUDA_ARCH__

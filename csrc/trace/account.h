@@ -19,7 +19,7 @@ struct StepAccount {
   bool is_complete = true;  // false: the ring refused records, or they do not nest
 };
 
-// Where the training thread was when it wrote its last record.
+// The phase of the training thread when it wrote its last record.
 struct Standing {
   Phase phase = Phase::kHost;  // the innermost that is open
   int64_t since_ns = 0;        // of the monotonic clock; 0: no step has begun
@@ -28,15 +28,15 @@ struct Standing {
 
 // Turns records, in the order of the ring, into accounts. Time belongs to the innermost phase that is open.
 //
-// Time between two phases belongs to the later one where it prepares it: between a batch and the forward pass to the
-// copy, if a copy to a device is possible; between the backward pass and the optimizer step (clipping) to the
-// optimizer. Time between the forward and the backward pass (the loss) belongs to the forward pass. The rest belongs to
-// the host.
+// Time between two phases belongs to the later one where it prepares it. Time between a batch and the forward pass
+// belongs to the copy, if a copy to a device is possible. Time between the backward pass and the optimizer step
+// (clipping) belongs to the optimizer. Time between the forward and the backward pass (the loss) belongs to the forward
+// pass. The rest belongs to the host.
 class Accountant {
  public:
   explicit Accountant(bool sees_forwards) : sees_forwards_(sees_forwards) {}
 
-  // Batches are copied to a device before the forward pass.
+  // Tells that batches are copied to a device before the forward pass.
   void expect_copies() { copies_batches_ = true; }
 
   // Returns an account if the record ends a step. `at_ns` is its time in the account, of the host or of a device, and

@@ -17,9 +17,9 @@ class DeviceClock {
   // Marks the current stream of the calling thread. Returns false where no mark can be set, as during a capture.
   virtual bool mark(size_t slot) noexcept = 0;
 
-  // Returns the nanoseconds between the mark that was read before and this one; 0 for the first and after the device
-  // has failed, nullopt as long as the device has not reached it. Marks are read in the order of the ring, by one
-  // thread at a time.
+  // Returns the nanoseconds between the mark that was read before and this one. Returns 0 for the first and after the
+  // device has failed, and nullopt until the device reaches it. Marks are read in the order of the ring, by one thread
+  // at a time.
   virtual std::optional<int64_t> elapsed_ns(size_t slot) noexcept = 0;
 
   // Forgets which mark was read last.

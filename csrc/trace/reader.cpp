@@ -79,7 +79,7 @@ RecomputationTally::~RecomputationTally() {
   }
 }
 
-Reader::Reader(bool sees_forwards) : accountant_(sees_forwards) {
+TraceReader::TraceReader(bool sees_forwards) : accountant_(sees_forwards) {
   if (is_tracing.exchange(true)) {
     has_stopped_ = true;
     throw UserError("a monitor is active already in this process: leave its block before another one begins");
@@ -91,7 +91,7 @@ Reader::Reader(bool sees_forwards) : accountant_(sees_forwards) {
   recomputed_ns.store(0);
 }
 
-void Reader::follow_device(int device) {
+void TraceReader::follow_device(int device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   clock_ = clock_of(device);
   clock_->restart();
@@ -100,11 +100,11 @@ void Reader::follow_device(int device) {
   device_clock.store(clock_, std::memory_order_release);
 }
 
-void Reader::stop() {
+void TraceReader::stop() {
   if (!has_stopped_.exchange(true)) is_tracing.store(false);
 }
 
-std::vector<StepAccount> Reader::read() {
+std::vector<StepAccount> TraceReader::read() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<StepAccount> accounts;
   while (const std::optional<Record> record = ring().read(clock_)) {
@@ -115,7 +115,7 @@ std::vector<StepAccount> Reader::read() {
 }
 
 // A record without a mark, as within a capture, takes no time on the device.
-int64_t Reader::time_of(const Record& record) {
+int64_t TraceReader::time_of(const Record& record) {
   if (!has_mark_) {
     has_mark_ = clock_ != nullptr && record.is_marked;
     now_ns_ = record.time_ns;
@@ -125,21 +125,21 @@ int64_t Reader::time_of(const Record& record) {
   return now_ns_;
 }
 
-bool Reader::has_read_all() {
+bool TraceReader::has_read_all() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return ring().is_empty();
 }
 
-Standing Reader::standing() {
+Standing TraceReader::standing() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return accountant_.standing();
 }
 
-int64_t Reader::num_read() {
+int64_t TraceReader::num_read() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return num_read_;
 }
 
-int64_t Reader::num_refused() const { return ring().num_refused() - num_refused_before_; }
+int64_t TraceReader::num_refused() const { return ring().num_refused() - num_refused_before_; }
 
 }  // namespace drivetrain::trace

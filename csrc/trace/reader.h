@@ -10,16 +10,17 @@
 
 namespace drivetrain::trace {
 
-// Turns the trace on while it lives, and accounts for what threads write. Throws UserError if another reader is active.
-class Reader {
+// Turns the trace on while it lives, and accounts for the records that threads write. Throws UserError if another
+// reader is active.
+class TraceReader {
  public:
-  explicit Reader(bool sees_forwards);
-  ~Reader() { stop(); }
-  Reader(const Reader&) = delete;
-  Reader& operator=(const Reader&) = delete;
+  explicit TraceReader(bool sees_forwards);
+  ~TraceReader() { stop(); }
+  TraceReader(const TraceReader&) = delete;
+  TraceReader& operator=(const TraceReader&) = delete;
 
-  // From now on, times are those at which that CUDA device reaches the marks, so that an account shows what the device
-  // did, and waited for. Steps then come once the device has ended them.
+  // Takes the times at which that CUDA device reaches the marks from now on. An account then shows the device's work
+  // and waits. Steps then come once the device has ended them.
   void follow_device(int device);
 
   void stop();                      // turns the trace off; what was written can still be read

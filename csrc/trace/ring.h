@@ -26,7 +26,7 @@ struct Record {
   bool is_marked = false;  // a device's clock has a mark for it
 };
 
-// A full ring refuses records and counts them: a writer never waits, and never overwrites what is being read.
+// A full ring refuses records and counts them: a writer never waits, and never overwrites a record that is being read.
 class Ring {
  public:
   static constexpr size_t kCapacity = size_t{1} << 13;

@@ -13,16 +13,16 @@ void end(Phase phase);
 void end_step(int64_t step);  // marks the end of a step, and of all its phases
 
 // Marks its lifetime as a phase.
-class Span {
+class PhaseSpan {
  public:
-  explicit Span(Phase phase) : phase_(phase), was_on_(is_on()) {
+  explicit PhaseSpan(Phase phase) : phase_(phase), was_on_(is_on()) {
     if (was_on_) begin(phase_);
   }
-  ~Span() {
+  ~PhaseSpan() {
     if (was_on_) end(phase_);
   }
-  Span(const Span&) = delete;
-  Span& operator=(const Span&) = delete;
+  PhaseSpan(const PhaseSpan&) = delete;
+  PhaseSpan& operator=(const PhaseSpan&) = delete;
 
  private:
   const Phase phase_;

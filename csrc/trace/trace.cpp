@@ -51,15 +51,15 @@ void register_trace(py::module_& m) {
       .def_property_readonly("phase", [](const Standing& standing) { return static_cast<int64_t>(standing.phase); })
       .def_readonly("since_ns", &Standing::since_ns)
       .def_readonly("longest_ns", &Standing::longest_ns);
-  py::class_<Reader>(m, "TraceReader")
+  py::class_<TraceReader>(m, "TraceReader")
       .def(py::init<bool>(), py::kw_only(), py::arg("sees_forwards"))
-      .def("follow_device", &Reader::follow_device, py::arg("device"))
-      .def("read", &Reader::read, py::call_guard<py::gil_scoped_release>())
-      .def("standing", &Reader::standing, py::call_guard<py::gil_scoped_release>())
-      .def("stop", &Reader::stop)
-      .def("has_read_all", &Reader::has_read_all, py::call_guard<py::gil_scoped_release>())
-      .def("num_read", &Reader::num_read, py::call_guard<py::gil_scoped_release>())
-      .def("num_refused", &Reader::num_refused);
+      .def("follow_device", &TraceReader::follow_device, py::arg("device"))
+      .def("read", &TraceReader::read, py::call_guard<py::gil_scoped_release>())
+      .def("standing", &TraceReader::standing, py::call_guard<py::gil_scoped_release>())
+      .def("stop", &TraceReader::stop)
+      .def("has_read_all", &TraceReader::has_read_all, py::call_guard<py::gil_scoped_release>())
+      .def("num_read", &TraceReader::num_read, py::call_guard<py::gil_scoped_release>())
+      .def("num_refused", &TraceReader::num_refused);
 }
 
 }  // namespace drivetrain::trace

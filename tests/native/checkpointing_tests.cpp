@@ -125,7 +125,7 @@ Source source_of(std::shared_ptr<std::vector<unsigned char>> bytes) {
 }
 
 void test_round_trip(const std::string& folder, bool direct) {
-  const auto slab = std::make_shared<Slab>();
+  const auto slab = std::make_shared<SnapshotSlab>();
   const std::string header(kBlockBytes, ' ');
   for (int round = 0; round < 3; ++round) {
     const std::string path = folder + "/file-" + std::to_string(direct) + std::to_string(round);
@@ -159,7 +159,7 @@ void test_round_trip(const std::string& folder, bool direct) {
     std::iota(job.chunks.begin(), job.chunks.end(), 0);
     struct stat facts;
     expect(::stat(path.c_str(), &facts) == 0 && facts.st_size == at, "a file has the size of its tensors");
-    const auto bad = Reader(job, 3).wait(kLimitS);
+    const auto bad = CheckpointReader(job, 3).wait(kLimitS);
     expect(bad && bad->empty(), "the checksums of a file hold");
     for (size_t i = 0; i < tensors.size(); ++i) expect(found[i] == *tensors[i], "a tensor is read as it was written");
 
@@ -169,17 +169,17 @@ void test_round_trip(const std::string& folder, bool direct) {
     std::fseek(file, (4 << 20) + 5, SEEK_SET);
     std::fputc(byte ^ 16, file);
     std::fclose(file);
-    const auto flipped = Reader(job, 2).wait(kLimitS);
+    const auto flipped = CheckpointReader(job, 2).wait(kLimitS);
     expect(flipped && flipped->size() == 1 && (*flipped)[0].chunk == 1, "a flipped bit is found in its chunk");
     expect(::truncate(path.c_str(), at - 1) == 0, "truncate");
-    const auto cut = Reader(job, 2).wait(kLimitS);
+    const auto cut = CheckpointReader(job, 2).wait(kLimitS);
     expect(cut && cut->size() == 2, "a file that was cut off is found");
     ::unlink(path.c_str());
   }
 }
 
 void test_failures(const std::string& folder) {
-  const auto slab = std::make_shared<Slab>();
+  const auto slab = std::make_shared<SnapshotSlab>();
   const std::string header(kBlockBytes, ' ');
   const auto tensor = std::make_shared<std::vector<unsigned char>>(drawn_bytes(1 << 20, 7));
   {
@@ -202,7 +202,7 @@ void test_failures(const std::string& folder) {
   }
   int code = 0;
   try {
-    Reader(ReadJob{folder + "/absent", 1, {0}, {}, {}}, 1).wait(kLimitS);
+    CheckpointReader(ReadJob{folder + "/absent", 1, {0}, {}, {}}, 1).wait(kLimitS);
   } catch (const FileError& error) {
     code = error.code();
   }

@@ -195,7 +195,7 @@ void test_grad_scaling() {
                                                      {4, 0, true, 0.5, true},
                                                      {2, 3, false, kInf, false}}) {
         std::vector<double> sums(count);
-        formats::Total total;
+        formats::SumOfChunks total;
         for (int64_t i = 0; i < count; ++i) {
           sums[i] = i + 1 == count ? last : 1.0 / static_cast<double>(i + 3);
           total.add(sums[i]);
@@ -232,7 +232,7 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
     }
   }
   const std::vector<unsigned char> before = found.bytes();
-  formats::Total total;
+  formats::SumOfChunks total;
   for (optim::ParamJob& job : expected.jobs()) {
     total.add(grad::baseline::sum_of_squares_cpu(job.grad, 0, job.numel));
     job.key = formats::random_key(seed, kSteps);
@@ -371,7 +371,7 @@ optim::RuleArgs adapted(optim::RuleKind kind, const optim::RuleArgs& rule, const
 
 // Adds up one parameter's sums over its chunks.
 optim::TrustRatioSums trust_ratio_totals(const optim::StepJob& job, const optim::ParamJob& param) {
-  formats::Total of_param, of_direction;
+  formats::SumOfChunks of_param, of_direction;
   for (int64_t begin = 0; begin < param.numel; begin += formats::kChunk) {
     const optim::TrustRatioSums sums =
         optim::baseline::trust_ratio_sums_cpu(job, param, begin, std::min(begin + formats::kChunk, param.numel));

@@ -138,17 +138,17 @@ void test_sums() {
 }
 
 void test_segments() {
-  ddp::Segment mine = ddp::Segment::create(10000);
+  ddp::ShmSegment mine = ddp::ShmSegment::create(10000);
   mine.data()[9999] = 7;
-  ddp::Segment same = ddp::Segment::open(mine.address());
+  ddp::ShmSegment same = ddp::ShmSegment::open(mine.address());
   expect(same.data()[9999] == 7 && same.data()[0] == 0, "an opened segment is the same memory, zeroed at first");
-  ddp::Segment::Address other = mine.address(), larger = mine.address();
+  ddp::ShmSegment::Address other = mine.address(), larger = mine.address();
   ++other.nonce;
   larger.bytes = 20000;
-  for (const ddp::Segment::Address& address : {other, larger}) {
+  for (const ddp::ShmSegment::Address& address : {other, larger}) {
     bool threw = false;
     try {
-      ddp::Segment::open(address);
+      ddp::ShmSegment::open(address);
     } catch (const EnvironmentError&) {
       threw = true;
     }
@@ -157,7 +157,7 @@ void test_segments() {
 }
 
 void test_seals() {
-  ddp::Segment mine = ddp::Segment::create(10000);
+  ddp::ShmSegment mine = ddp::ShmSegment::create(10000);
   const int file = static_cast<int>(mine.address().fd);
   expect(::ftruncate(file, 0) != 0 && ::ftruncate(file, 1 << 20) != 0, "a segment keeps its size");
   const ddp::Descriptor open(::memfd_create("not sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -166,7 +166,7 @@ void test_seals() {
          "a file that must be refused is made");
   std::string error = "no error";
   try {
-    ddp::Segment::open({::getpid(), open.get(), nonce, 10000});
+    ddp::ShmSegment::open({::getpid(), open.get(), nonce, 10000});
   } catch (const EnvironmentError& thrown) {
     error = thrown.what();
   }
@@ -184,8 +184,8 @@ int status_of_fork(Child&& child) {
 }
 
 void test_forked_segments() {
-  ddp::Segment mine = ddp::Segment::create(10000);
-  auto opened = std::make_unique<ddp::Segment>(ddp::Segment::open(mine.address()));
+  ddp::ShmSegment mine = ddp::ShmSegment::create(10000);
+  auto opened = std::make_unique<ddp::ShmSegment>(ddp::ShmSegment::open(mine.address()));
   mine.data()[0] = 1;
   const int failed = status_of_fork([&] {
     if (mine.data()[0] != 1) return 1;
@@ -198,7 +198,7 @@ void test_forked_segments() {
     if (failed_below != 0) return failed_below;
     if (mine.data()[0] != 2) return 4;
     opened.reset();
-    ddp::Segment own = ddp::Segment::create(10000);
+    ddp::ShmSegment own = ddp::ShmSegment::create(10000);
     return own.data()[0] == 0 ? 0 : 5;
   });
   expect(failed == 0, text("the memory of a forked child and of its own child: failed check ", failed));
@@ -246,11 +246,11 @@ void test_peer_process_in_a_sandbox() {
 
 void test_residency() {
   constexpr int64_t kBytes = (12 << 20) + 100;
-  ddp::Segment memory = ddp::Segment::create(kBytes);
-  std::vector<ddp::Segment> others;
+  ddp::ShmSegment memory = ddp::ShmSegment::create(kBytes);
+  std::vector<ddp::ShmSegment> others;
   std::vector<char*> data;
   for (int i = 0; i < 6; ++i) {
-    others.push_back(ddp::Segment::open(memory.address()));
+    others.push_back(ddp::ShmSegment::open(memory.address()));
     data.push_back(others.back().data());
   }
   ddp::Residency residency(data, kBytes);

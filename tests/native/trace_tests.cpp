@@ -54,7 +54,7 @@ int64_t ns_of(const StepAccount& account, Phase phase) { return account.phase_ns
 
 void test_device_times() {
   device = {.mark_ns = {100, 130, 150, 170, 1170, 1180, 3180, 3680, 3700, 3800, 3810}};
-  Reader reader(/*sees_forwards=*/true);
+  TraceReader reader(/*sees_forwards=*/true);
   reader.follow_device(0);
   end_step(0);             // 100
   begin(Phase::kData);     // 130
@@ -62,7 +62,7 @@ void test_device_times() {
   begin(Phase::kForward);  // 170: the copy takes 20
   end(Phase::kForward);    // 1170
   {
-    const Span backward(Phase::kBackward);  // 1180: the loss takes 10
+    const PhaseSpan backward(Phase::kBackward);  // 1180: the loss takes 10
     {
       const RecomputationTally outer;  // 3180
       const RecomputationTally inner;  // is part of it
@@ -106,7 +106,7 @@ void test_device_times() {
 
 void test_host_times_after_device_times() {
   device = {};
-  Reader reader(/*sees_forwards=*/true);
+  TraceReader reader(/*sees_forwards=*/true);
   end_step(0);
   begin(Phase::kForward);
   end(Phase::kForward);

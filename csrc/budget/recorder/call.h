@@ -1,4 +1,4 @@
-// Declares what starts and ends a recorded pass: a call of a module, or a `with` statement.
+// Declares the scopes that start and end a recorded pass: a call of a module, and a `with` statement.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -28,8 +28,8 @@ ThreadState& thread_state() {
   return state;
 }
 
-// Returns whether the operation must be dispatched on without being recorded: the operations that it consists of will
-// be recorded, or a layer between the recorder and autograd changes its arguments first.
+// Returns whether the operation must be dispatched on without being recorded. Either the operations that it consists of
+// will be recorded, or a layer before autograd still changes its arguments.
 bool is_passed_on(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys) {
   if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
   const c10::DispatchKeySet autocast = keys & c10::autocast_dispatch_keyset;

@@ -12,10 +12,10 @@ namespace drivetrain::budget {
 // Lets operators whose calls never need recording bypass the recorder. Called once per process.
 void register_fallthroughs();
 
-// From now on this thread's operations are recorded in the pass, whose hooks have been pushed; `pack` is its pack hook.
-// The GIL must be held, here and below.
+// Starts to record this thread's operations in the pass, whose hooks have been pushed; `pack` is its pack hook. The GIL
+// must be held, here and below.
 void begin_recording(const std::shared_ptr<RecordedPass>& pass, PyObject* pack);
-// From now on this thread's operations are not recorded. Returns the pass that was recorded; null: none.
+// Stops recording this thread's operations. Returns the pass that was recorded; null: none.
 std::shared_ptr<RecordedPass> end_recording();
 // Returns whether begin_recording() was called for this pass on this thread, and has not been undone.
 bool is_recording(const std::shared_ptr<RecordedPass>& pass);

@@ -25,16 +25,16 @@ Profile::Profile(Tape& tape, ValueStore& store, const Replay& replay, const Read
       tracker_(std::move(tracker)),
       begin_(tracker_->num_uses()) {}
 
-std::unique_ptr<Profile> Profile::make(Purpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
+std::unique_ptr<Profile> Profile::make(RecordingPurpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
                                        const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker) {
   switch (purpose) {
-    case Purpose::kPlan:
+    case RecordingPurpose::kPlan:
       break;
-    case Purpose::kProfile:
+    case RecordingPurpose::kProfile:
       return std::unique_ptr<Profile>(new ForwardProfile(tape, store, replay, checks, std::move(tracker)));
-    case Purpose::kFrugalProfile:
+    case RecordingPurpose::kFrugalProfile:
       return std::unique_ptr<Profile>(new FrugalProfile(tape, store, replay, checks, std::move(tracker)));
-    case Purpose::kTimings:
+    case RecordingPurpose::kTimings:
       return std::unique_ptr<Profile>(new BackwardProfile(tape, store, replay, checks, std::move(tracker)));
   }
   return nullptr;

@@ -1,4 +1,4 @@
-// Declares Profile and its three kinds: what the runs of a training step before planning measure about a forward pass.
+// Declares Profile and its three kinds, which measure a forward pass in the runs of a training step before planning.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@
 
 namespace drivetrain::budget {
 
-// Why a pass is recorded.
-enum class Purpose {
+// Reasons to record a pass.
+enum class RecordingPurpose {
   kPlan,           // store and recompute values as a plan says
   kProfile,        // store everything, and re-execute each operation after the forward pass
   kFrugalProfile,  // re-execute in the same way, but store nothing; the step ends before backward
@@ -56,8 +56,8 @@ struct AutogradSave {
 
 class Profile {
  public:
-  // Returns null for Purpose::kPlan.
-  static std::unique_ptr<Profile> make(Purpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
+  // Returns null for RecordingPurpose::kPlan.
+  static std::unique_ptr<Profile> make(RecordingPurpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
                                        const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker);
   virtual ~Profile() = default;
 
@@ -71,9 +71,9 @@ class Profile {
   // Returns whether backward can run after this forward pass.
   virtual bool has_backward() const { return true; }
 
-  // Called after the forward pass has ended.
+  // Takes the measurements that follow the forward pass.
   virtual void measure_after_forward() = 0;
-  // Called when backward takes a value, before it is provided.
+  // Notes that backward takes a value, before it is provided.
   virtual void note_take(int32_t value);
   void note_release(int32_t value);
 
@@ -118,7 +118,8 @@ class ForwardProfile : public Profile {
   void measure_after_forward() override;
 };
 
-// Stores only what cannot be replayed, and hashes of the rest, for a step that does not fit into memory otherwise.
+// Stores only the values that cannot be replayed, and hashes of the rest, for a step that does not fit into memory
+// otherwise.
 class FrugalProfile : public ForwardProfile {
  public:
   using ForwardProfile::ForwardProfile;

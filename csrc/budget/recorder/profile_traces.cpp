@@ -49,8 +49,8 @@ std::vector<ValueTrace> Profile::value_traces() const {
   return traces;
 }
 
-// Gives each operation the median time of its kind. Differences within a kind are mostly noise, which must not decide
-// what the solver recomputes.
+// Gives each operation the median time of its kind. Differences within a kind are mostly noise, which must not
+// influence the solver's choice.
 std::vector<OpTrace> Profile::op_traces() const {
   std::vector<uint64_t> kinds;
   for (const RecordedOp& op : tape_.ops) kinds.push_back(kind_of(op));

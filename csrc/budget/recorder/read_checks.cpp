@@ -1,4 +1,4 @@
-// Compares what a replay reads with what the forward pass read; see read_checks.h.
+// Compares the values that a replay reads with those of the forward pass; see read_checks.h.
 #include "budget/recorder/read_checks.h"
 
 #include "base/check.h"
@@ -17,11 +17,11 @@ at::Tensor ReadChecks::existing(const TensorRef& ref) const {
              "budget."));
   }
   if (is_written(ref)) {
-    checkpoint::throw_checkpoint_error(
-        text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
-             " that the forward pass read, but did not make (a parameter, a buffer or an input), was modified in place "
-             "before backward reached the operations that need it: gradients would belong to other values. Usually an "
-             "optimizer stepped in between, or an input is reused: clone it, or write it after backward."));
+    checkpoint::throw_checkpoint_error(text(
+        "a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
+        " that the forward pass read was modified in place before backward reached the operations that need it. It is "
+        "a parameter, a buffer or an input, and gradients would belong to other values. Usually an optimizer "
+        "stepped in between, or an input is reused: clone it, or write it after backward."));
   }
   return ref.direct;
 }
@@ -32,8 +32,8 @@ void ReadChecks::check_unwritten(const TensorRef& ref) const {
   checkpoint::throw_checkpoint_error(
       text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
            " that backward needs was modified in place after the forward pass: gradients would belong to other values. "
-           "Write to a clone of it, use an operation that is not in place, or call the code that writes to it inside "
-           "`with plan:`: the recorder sees writes within the pass."));
+           "Write to a clone of it, or use an operation that is not in place. Or call the code that writes to it "
+           "inside `with plan:`, where the recorder sees writes."));
 }
 
 void ReadChecks::note_checksums(RecordedOp& op, const torch::jit::Stack& stack) const {
@@ -61,9 +61,9 @@ void ReadChecks::check_checksums(const RecordedOp& op) const {
     if (hash_of_elements(read) == ref.checksum) continue;
     checkpoint::throw_checkpoint_error(text(
         name_of(op, ref), ", which ", op.traits->name, tape_.module_of(static_cast<int32_t>(&op - tape_.ops.data())),
-        " read in the forward pass, has other values when backward recomputes that operation, though no version "
-        "counter shows a write: gradients would belong to other values. Usually x.numpy(), DLPack or a custom "
-        "operator shared its memory with code that reuses it: write to a clone, or after backward."));
+        " read in the forward pass, has other values when backward recomputes that operation. No version counter shows "
+        "a write, and gradients would belong to other values. Usually x.numpy(), DLPack or a custom operator shared "
+        "its memory with code that reuses it: write to a clone, or after backward."));
   }
 }
 

@@ -23,7 +23,7 @@ class ReadChecks {
   // to the user as well, for instance as the result of the model.
   void check_unwritten(const TensorRef& ref) const;
 
-  // Hashes what a replay of `op` will read from memory that other code may share; `stack` has its arguments.
+  // Hashes the values that a replay of `op` will read from memory that other code may share; `stack` has its arguments.
   void note_checksums(RecordedOp& op, const torch::jit::Stack& stack) const;
   // Raises if these hashes have changed: a write that no version counter shows has happened since.
   void check_checksums(const RecordedOp& op) const;

@@ -35,10 +35,10 @@ RecordedPass*& RecordedPass::current() {
 }
 
 RecordedPass::RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
-                           std::shared_ptr<const StorageFormats> formats, Purpose purpose, bool compares_checksums,
-                           WeakModule model)
+                           std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose,
+                           bool compares_checksums, WeakModule model)
     : tracker_(std::move(tracker)),
-      tape_{std::move(plan), /*keeps_arguments=*/purpose != Purpose::kPlan, {}, {}},
+      tape_{std::move(plan), /*keeps_arguments=*/purpose != RecordingPurpose::kPlan, {}, {}},
       store_(tape_, tracker_, std::move(formats)),
       checks_(tape_, std::move(model)),
       replay_(tape_, store_, checks_, tracker_),

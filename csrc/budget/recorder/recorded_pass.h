@@ -20,17 +20,18 @@
 
 namespace drivetrain::budget {
 
-// Owns the tape and what works on it, and locks it: backward runs on one thread per device. Forward runs on one thread.
+// Owns the tape and the objects that work on it, and locks it: backward runs on one thread per device. Forward runs on
+// one thread.
 class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
  public:
-  // compares_checksums: replays compare what they read with the forward pass, which finds writes that no version
-  // counter shows, at the cost of reading every byte once more.
+  // compares_checksums: replays compare the values that they read with those of the forward pass. This finds writes
+  // that no version counter shows, and reads every byte once more.
   RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
-               std::shared_ptr<const StorageFormats> formats, Purpose purpose, bool compares_checksums = false,
+               std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose, bool compares_checksums = false,
                WeakModule model = nullptr);
   ~RecordedPass();
 
-  // The pass that the calling thread records; null: none.
+  // Returns the pass that the calling thread records; null: none.
   static RecordedPass*& current();
 
   // The dispatcher's fallback and the saved-tensor hooks call these in the forward pass.
@@ -42,7 +43,7 @@ class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
   // Stops the recording: from now on autograd saves tensors as if there were no tape. Any thread may call it.
   void close() { is_closed_ = true; }
   bool is_closed() const { return is_closed_; }
-  // Ends the forward pass, and frees what backward will not ask for.
+  // Ends the forward pass, and frees the values that backward will not ask for.
   void end();
   // Frees everything, because no backward will run, even if the graph is still alive.
   void abandon();

@@ -19,7 +19,7 @@ constexpr int64_t kCheckedEvery = 31;
 
 }  // namespace
 
-Recorder::Recorder(Purpose purpose)
+Recorder::Recorder(RecordingPurpose purpose)
     : purpose_(purpose), tracker_(std::make_shared<MemoryTracker>()), formats_(std::make_shared<StorageFormats>()) {
   static std::once_flag once;
   std::call_once(once, &register_fallthroughs);
@@ -71,7 +71,7 @@ Recorder::Entry Recorder::enter() {
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
   const bool compares_checksums =
-      purpose_ == Purpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
+      purpose_ == RecordingPurpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
   ++num_passes_;
   const auto pass = std::make_shared<RecordedPass>(tracker_, plan, formats_, purpose_, compares_checksums, model_);
   PyObject* const pack = push_pass_hooks(pass);

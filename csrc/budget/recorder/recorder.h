@@ -18,11 +18,10 @@ namespace drivetrain::budget {
 // (an interrupt, a signal handler, another thread).
 class Recorder {
  public:
-  explicit Recorder(Purpose purpose);
+  explicit Recorder(RecordingPurpose purpose);
   ~Recorder();
 
-  // Sets the plans for passes: the first for a pass that begins while no other waits for its backward, the second for
-  // one that begins while one other waits, and so on.
+  // Sets the plans for passes. Plan i is for a pass that begins while i others wait for their backward.
   void set_plans(std::vector<TapePlan> plans);
 
   // Sets a Python weak reference to the module whose passes are recorded, for error messages.
@@ -42,16 +41,16 @@ class Recorder {
     std::shared_ptr<RecordedPass> pass;  // the pass that began; null unless kOutermost
   };
   Entry enter();
-  // is_complete: whether the pass has returned. If an exception ended it, the recorder learns nothing from it, and
-  // leave() does not throw.
+  // is_complete: the pass has returned. If an exception ended it, the recorder learns nothing from it, and leave() does
+  // not throw.
   void leave(const Entry& entry, bool is_complete);
   // Ends the pass that is being recorded. A pass of another thread ends with its next operation.
   void stop();
-  // The module index that operations of this thread's pass are recorded with; -1: none.
+  // Returns the module index with which operations of this thread's pass are recorded; -1: none.
   int32_t module() const;
   void set_module(int32_t module);
 
-  // Frees what the passes keep that wait for their backward, because it will not run.
+  // Frees the values of the passes that wait for their backward, because it will not run.
   void abandon();
 
   // Returns the passes of this profile that were recorded since the last call.
@@ -65,7 +64,7 @@ class Recorder {
   bool is_on_this_thread() const;
   void end(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
 
-  const Purpose purpose_;
+  const RecordingPurpose purpose_;
   const std::shared_ptr<MemoryTracker> tracker_;
   const std::shared_ptr<StorageFormats> formats_;
   std::vector<std::shared_ptr<TapePlan>> plans_;

@@ -22,11 +22,11 @@ namespace py = pybind11;
 namespace drivetrain::budget {
 namespace {
 
-Purpose purpose_named(std::string_view name) {
-  if (name == "plan") return Purpose::kPlan;
-  if (name == "profile") return Purpose::kProfile;
-  if (name == "frugal profile") return Purpose::kFrugalProfile;
-  if (name == "timings") return Purpose::kTimings;
+RecordingPurpose purpose_named(std::string_view name) {
+  if (name == "plan") return RecordingPurpose::kPlan;
+  if (name == "profile") return RecordingPurpose::kProfile;
+  if (name == "frugal profile") return RecordingPurpose::kFrugalProfile;
+  if (name == "timings") return RecordingPurpose::kTimings;
   throw UserError(text("purpose is \"", name, "\", expected \"plan\", \"profile\", \"frugal profile\" or \"timings\""));
 }
 

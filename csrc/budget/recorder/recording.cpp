@@ -115,7 +115,7 @@ void Recording::protect(int32_t index) {
   value.held_version = value.held._version();
 }
 
-// From now on views of the value count writes separately, so that a later read may see any version of it.
+// Notes that views of the value count writes separately from now on, so that a later read may see any version.
 void Recording::separate_versions(int32_t index) {
   protect(index);
   tape_.values[index].has_independent_versions = true;
@@ -170,7 +170,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   written_.clear();
 }
 
-// Returns what the plan says about the operation that begins; null: nothing, or it expects another operation.
+// Returns the plan's entry for the operation that begins; null: it has none, or expects another operation.
 const PlannedOp* Recording::next_planned(const OpTraits& traits) const {
   if (!tape_.plan || !divergence_.empty() || tape_.ops.size() >= tape_.plan->ops.size()) return nullptr;
   const PlannedOp& planned = tape_.plan->ops[tape_.ops.size()];
@@ -240,8 +240,8 @@ std::vector<at::Tensor> Recording::add_results(RecordedOp& op, bool can_recomput
     for_each_tensor(stack[stack.size() - num_returns + i], [&](const at::Tensor& tensor, int32_t element) {
       if (!is_plain(tensor)) return;
       if (known_.count(tensor.storage().unsafeGetStorageImpl()) != 0) return;  // a view
-      // Code that is not seen may write what the memory held in an earlier step. A copy of it would then look complete.
-      // It counts as a write, which must come before the value is added.
+      // Unrecorded code may write the values that the memory held in an earlier step. A copy of it would then look
+      // complete. It counts as a write, which must come before the value is added.
       if (profile_ != nullptr && op.traits->returns_garbage && !op.traits->writes_any) {
         Profile::fill_with_garbage(tensor);
       }
@@ -298,7 +298,7 @@ void Recording::apply_plan(int32_t index) {
 void Recording::save(const std::shared_ptr<SavedTensor>& saved, const at::Tensor& tensor) {
   if (is_running_) {
     // The tensor may be a result that has no value yet, or an argument that the operation is about to write. For
-    // example, autograd saves the noise of rrelu_with_noise before it is drawn.
+    // example, autograd saves the noise of rrelu_with_noise before the operation writes it.
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     const auto found = known_.find(storage);
     const bool is_known = found != known_.end() &&

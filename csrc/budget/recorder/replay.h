@@ -16,14 +16,14 @@
 
 namespace drivetrain::budget {
 
-// A missing value is replayed from what its operation reads, which is replayed in turn where it is missing, too. Values
-// and arguments are freed as soon as neither a saved tensor nor another pending operation needs them.
+// A missing value is replayed from its operation's inputs, which are replayed in turn where they are missing, too.
+// Values and arguments are freed as soon as neither a saved tensor nor another pending operation needs them.
 class Replay {
  public:
   Replay(Tape& tape, ValueStore& store, const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker)
       : tape_(tape), store_(store), checks_(checks), tracker_(std::move(tracker)) {}
 
-  // Counts who needs each value. Called once, at the end of the forward pass.
+  // Counts the users of each value. Called once, at the end of the forward pass.
   void count_users();
   // Lets go of the values that have no user.
   void let_go_unused();

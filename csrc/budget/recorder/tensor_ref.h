@@ -34,7 +34,7 @@ bool covers_its_storage(const at::Tensor& tensor);
 void describe(const at::Tensor& tensor, TensorRef& ref);
 at::Tensor view_of(const at::Tensor& held, const TensorRef& ref);
 
-// Both apply to tensors that existed before the pass: whether the memory was freed, or written in place, since then.
+// Return whether the memory of a tensor that existed before the pass was freed, or written in place, since then.
 bool is_freed(const TensorRef& ref);
 bool is_written(const TensorRef& ref);
 

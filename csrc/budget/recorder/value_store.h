@@ -33,8 +33,8 @@ class ValueStore {
   // Makes the current stream wait until the copy of an offloaded value to the host has read its memory.
   void await_copy_out(int32_t value) const;
 
-  // Start copies back from the host when backward has taken `value`: the ones that the plan attaches to it, and the one
-  // of the last value that was offloaded before it, because backward visits values in reverse order.
+  // Start copies back from the host when backward has taken `value`. The first starts those that the plan attaches to
+  // it. The second starts that of the last value offloaded before it, as backward visits values in reverse order.
   void prefetch_planned_at(int32_t value);
   void prefetch_before(int32_t value);
 

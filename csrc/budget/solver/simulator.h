@@ -9,7 +9,7 @@
 
 namespace drivetrain::budget {
 
-// The course of backward, by use. What a use causes happens during it.
+// The course of backward, by use. Everything that a use causes happens during it.
 struct Timeline {
   std::vector<int64_t> peak_bytes;   // after forward, then during each use
   std::vector<int32_t> replayed_at;  // per operation: the use that replayed it, or -1

@@ -58,7 +58,7 @@ struct Outcome {
 // recomputing every missing value that this operation reads. Taking a value in a storage format restores it. A restored
 // or recomputed value stays in memory until nothing needs it.
 //
-// While an operation is replayed, its reads and all of its outputs are in memory; an output that was there already
+// While an operation is replayed, its reads and all of its outputs are in memory. An output that was there already
 // counts twice unless it takes over memory. While a value is restored, its storage format is in memory too.
 Outcome simulate(const Trace& trace, const Policy& policy);
 

@@ -18,8 +18,8 @@ constexpr int64_t float8_wire_bytes(int64_t numel) { return numel + (numel + kFl
 // The kernels of one instruction set. Every instruction set gives the same bits. Rounding is to nearest even;
 // infinities and NaN keep their place.
 //
-// errors: null, or what earlier calls have rounded off each value, [numel]. It is added before rounding and replaced by
-// what is rounded off now, or by 0 where that is not finite.
+// errors: null, or the rounding error of each value in earlier calls, [numel]. It is added before rounding and replaced
+// by the new rounding error, or by 0 where that is not finite.
 struct Float8Wire {
   // `to` may begin where `values` do.
   void (*encode)(const float* values, float* errors, int64_t numel, uint8_t* to);

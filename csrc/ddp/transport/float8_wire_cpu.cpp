@@ -21,7 +21,7 @@ using Number = formats::Float8<5, 2>;
 constexpr uint32_t kInfiniteCode = 0x7c, kNanCode = 0x7f, kSignOfCode = 0x80;
 constexpr int64_t kWireBlock = 1 + kFloat8Block;
 
-// 2^(exponent - 141), and its reciprocal.
+// Return 2^(exponent - 141), and its reciprocal.
 float unit_of(uint32_t exponent) { return bits_as<float>((exponent - 14) << 23); }
 float factor_of(uint32_t exponent) { return bits_as<float>((268 - exponent) << 23); }
 

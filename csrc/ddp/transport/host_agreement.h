@@ -17,7 +17,7 @@ struct TagDifference {
   uint64_t rank = 0, word = 0, other_rank = 0, other_word = 0;  // ranks of the process group
 };
 
-// What a host says in a round.
+// The message of a host in a round.
 struct HostMessage {
   enum Kind : uint64_t {
     kAsks = 1,  // is about to start collectives, and starts none before all hosts agree

@@ -8,8 +8,8 @@ struct NcclApi {};
 
 std::shared_ptr<const NcclApi> find_nccl(const std::string&) {
   throw UnsupportedError(
-      "drivetrain was built without NCCL: put nvcc on PATH, install the header (pip install nvidia-nccl-cu13, or -cu12 "
-      "for a torch with CUDA 12; a CUDA build of torch brings it) and reinstall with \"pip install "
+      "drivetrain was built without NCCL. Put nvcc on PATH and install NCCL's header, which a CUDA build of torch "
+      "brings: pip install nvidia-nccl-cu13, or -cu12 for CUDA 12. Then reinstall with \"pip install "
       "--no-build-isolation --force-reinstall --no-deps .\", or use transport='torch'.");
 }
 

@@ -23,7 +23,7 @@ template <class Body>
 auto recording_collective(const std::string& name, const Tag& tag, const at::Tensor& flat, Body&& body) {
   if (!at::hasCallbacks()) return body();
   std::string title = tag.purpose == Purpose::kPlan ? "drivetrain::plan" : name;
-  // A sum of rank 0's values and zeros is a broadcast, which torch's class records when it builds its buckets anew.
+  // A sum of rank 0's values and zeros is a broadcast, which torch's class records when it rebuilds its buckets.
   if (tag.purpose == Purpose::kFromRank0) title = name.substr(0, name.find(':')) + ":broadcast";
   const c10::IValue input = flat;
   at::RecordFunction range(at::RecordScope::USER_SCOPE);

@@ -22,7 +22,7 @@ struct RangeCall {
   int rank = 0;  // of kOneRank
 };
 
-// The alignment of what lies in no range. A shorter gap between ranges is padding, whose values nobody needs.
+// The alignment of values outside all ranges. A shorter gap between ranges is padding, whose values no rank needs.
 constexpr int64_t kGapAlignment = 64;  // bytes
 
 // Returns the calls that bring each rank the sums of its ranges, and all ranks those of the gaps. Returns nothing where

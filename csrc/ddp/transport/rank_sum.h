@@ -22,9 +22,9 @@ constexpr int64_t bytes_of(ElementType type) {
   return 0;
 }
 
-// The elements [begin, end) of all inputs are added in the order of the inputs, multiplied with `scale` and written to
-// all outputs, which may be inputs too, or begin where one begins if their elements are narrower. 16-bit floats are
-// added in float and rounded once. Integers wrap around and are not scaled.
+// Adds the elements [begin, end) of all inputs in the order of the inputs, multiplies them by `scale` and writes them
+// to all outputs. Outputs may be inputs too, or begin where one begins if their elements are narrower. 16-bit floats
+// are added in float and rounded once. Integers wrap around and are not scaled.
 struct SumJob {
   ElementType type;
   ElementType output_type;  // the same, unless both are floats of at most 32 bits

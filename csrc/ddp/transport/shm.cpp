@@ -33,14 +33,14 @@ constexpr int64_t kPage = 4096;
 // parts would leave fewer of the exchange's operations to other buckets.
 constexpr int64_t kMostParts = 16;
 
-// What ranks exchange to share memory. Every message has an error: why the rank cannot go on; "": it can.
-struct Outcome {
+// Messages that ranks exchange to share memory. Each has an error, the reason why the rank cannot go on; "": it can.
+struct PeerStatus {
   char error[192] = "";
 };
-struct Announcement : Outcome {
-  Segment::Address address;
+struct Announcement : PeerStatus {
+  ShmSegment::Address address;
 };
-struct OutcomeAndCores : Outcome {
+struct StatusAndCores : PeerStatus {
   CoreSet cores;
 };
 
@@ -175,8 +175,8 @@ class ShmComm final : public Comm {
  private:
   // One allocation, mapped from all ranks of this host.
   struct SharedBuffer {
-    std::shared_ptr<Segment> own;
-    std::vector<Segment> others;
+    std::shared_ptr<ShmSegment> own;
+    std::vector<ShmSegment> others;
     std::vector<char*> base;  // [local ranks]
     int64_t bytes;
     std::optional<Residency> residency;  // of the other ranks' memory
@@ -391,36 +391,36 @@ class ShmComm final : public Comm {
       }
     };
     attempt(mine, [&] {
-      buffer->own = std::make_shared<Segment>(Segment::create(bytes));
+      buffer->own = std::make_shared<ShmSegment>(ShmSegment::create(bytes));
       mine.address = buffer->own->address();
     });
     const std::vector<Announcement> all = gather_over_memory(mine);
     if (!agree(all)) return nullptr;
-    OutcomeAndCores opened;
+    StatusAndCores opened;
     attempt(opened, [&] {
       if (processes_.empty()) watch(all);
       for (int local_rank = 0; local_rank < num_local_ranks(); ++local_rank) {
-        const Segment::Address& other = all[host_[local_rank]].address;
+        const ShmSegment::Address& other = all[host_[local_rank]].address;
         if (other.bytes != bytes) {
           throw EnvironmentError(
               text("allocates ", bytes, " bytes where ", ranks().name(host_[local_rank]), " allocates ", other.bytes));
         }
-        if (local_rank != local_rank_) buffer->others.push_back(Segment::open(other));
+        if (local_rank != local_rank_) buffer->others.push_back(ShmSegment::open(other));
         buffer->base.push_back(local_rank == local_rank_ ? buffer->own->data() : buffer->others.back().data());
       }
     });
     if (!exchange_) {  // the first allocation
       opened.cores = cores_of_this_thread();
-      const std::vector<OutcomeAndCores> all_opened = gather(opened);
+      const std::vector<StatusAndCores> all_opened = gather(opened);
       if (!agree(all_opened)) return nullptr;
       std::vector<CoreSet> cores;
       for (int rank : host_) cores.push_back(all_opened[rank].cores);
       spins_ = is_a_core_for_each(cores);
-    } else if (!agree(gather_over_memory<Outcome>(opened))) {
+    } else if (!agree(gather_over_memory<PeerStatus>(opened))) {
       return nullptr;
     }
     std::vector<char*> others;
-    for (const Segment& other : buffer->others) others.push_back(other.data());
+    for (const ShmSegment& other : buffer->others) others.push_back(other.data());
     buffer->residency.emplace(std::move(others), bytes);
     return buffer;
   }

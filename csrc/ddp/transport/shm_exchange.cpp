@@ -55,21 +55,21 @@ struct alignas(64) Claims {
   std::atomic<uint64_t> word[2];
 };
 
-enum class State : uint32_t { kOpen, kClosed, kFailed };
+enum class RankState : uint32_t { kOpen, kClosed, kFailed };
 
 struct alignas(64) RankLine {
   std::atomic<uint64_t> published;  // the number of the rank's last operation
-  std::atomic<State> state;
+  std::atomic<RankState> state;
   alignas(64) std::atomic<uint64_t> kind[kSlots];  // by slot of the operation, written before it is published
   Claims claims[kSlots];                           // likewise
 };
 
-static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<State>::is_always_lock_free);
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<RankState>::is_always_lock_free);
 
 constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
 
-// Packs what must be equal on all ranks into one word, with the request for a sum of squares in the highest bit. Of the
-// scale only one bit is needed: it is 1 or 1 / size.
+// Packs the properties that must be equal on all ranks into one word. The highest bit requests a sum of squares. The
+// scale needs only one bit: it is 1 or 1 / size.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
   return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.exchange) << 4 |
          static_cast<uint64_t>(operation.type) << 1 | (operation.scale != 1 ? 1 : 0) |
@@ -128,7 +128,7 @@ ShmExchange::ShmExchange(void* block, Options options)
 
 ShmExchange::~ShmExchange() {
   if (is_forked()) return;
-  line_of(block_, options_.rank).state.store(failure_.empty() ? State::kClosed : State::kFailed);
+  line_of(block_, options_.rank).state.store(failure_.empty() ? RankState::kClosed : RankState::kFailed);
   announce();
 }
 
@@ -443,24 +443,24 @@ void ShmExchange::check_ranks(uint64_t number) {
   for (int rank = 0; rank < options_.size; ++rank) {
     if (rank == options_.rank) continue;
     const RankLine& line = line_of(block_, rank);
-    const State state = line.state.load(std::memory_order_acquire);
-    const bool is_dead = state == State::kOpen && options_.is_dead && options_.is_dead(rank);
-    if (state == State::kOpen && !is_dead) continue;
+    const RankState state = line.state.load(std::memory_order_acquire);
+    const bool is_dead = state == RankState::kOpen && options_.is_dead && options_.is_dead(rank);
+    if (state == RankState::kOpen && !is_dead) continue;
     // The rank may have completed the operation last. Others can also sum what it published before it closed.
     if (is_complete(number)) return;
     const bool is_needed = options_.several_hosts && rank == 0;
     const bool is_published = line.published.load(std::memory_order_acquire) >= number;
-    if (state == State::kClosed && is_published && !is_needed) continue;
+    if (state == RankState::kClosed && is_published && !is_needed) continue;
     const std::string& name = options_.rank_names[rank];
     if (is_dead) fail(text(name, " has died"));
-    if (state == State::kFailed) fail(text(name, " has failed before; see its own error"));
+    if (state == RankState::kFailed) fail(text(name, " has failed before; see its own error"));
     fail(text(name, " has already deleted its DistributedDataParallel"));
   }
 }
 
 void ShmExchange::fail(const std::string& message) {
   failure_ = message;
-  line_of(block_, options_.rank).state.store(State::kFailed, std::memory_order_release);
+  line_of(block_, options_.rank).state.store(RankState::kFailed, std::memory_order_release);
   announce();
   throw EnvironmentError(message);
 }

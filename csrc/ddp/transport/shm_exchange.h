@@ -20,7 +20,7 @@ namespace drivetrain::ddp {
 
 struct SharedState;
 
-// What an operation does with the values of all ranks.
+// Operations on the values of all ranks.
 enum class Exchange : uint8_t {
   kAllReduce,      // all ranks get the sum
   kReduceScatter,  // each rank gets the sum of its own ranges
@@ -31,8 +31,8 @@ enum class Exchange : uint8_t {
 class HostLink {
  public:
   virtual ~HostLink() = default;
-  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order. ranges:
-  // what each host needs of it; null: everything.
+  // Starts the sum of the values of all hosts, in place. Every host starts the same sums in the same order. ranges: the
+  // part that each host needs of it; null: everything.
   virtual void start(char* values, ElementType type, int64_t numel,
                      const std::shared_ptr<const RankRanges>& ranges) = 0;
   // Returns true if the oldest sum is complete, and forgets it then. Throws its error.
@@ -76,9 +76,9 @@ class ShmExchange {
     Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
     int64_t offset = 0;                      // bytes from the start of the residency's memory
     Exchange exchange = Exchange::kAllReduce;
-    // Of every exchange but an all-reduce, with the host's own numbers of ranks; -1: on another host.
+    // For exchanges other than all-reduces, with ranks numbered within the host; -1: on another host.
     std::shared_ptr<const RankRanges> ranges = nullptr;
-    // Of a reduce-scatter with several hosts: likewise, with numbers of hosts.
+    // For a reduce-scatter with several hosts, with numbers of hosts.
     std::shared_ptr<const RankRanges> host_ranges = nullptr;
   };
 
@@ -94,7 +94,7 @@ class ShmExchange {
   // Waits until the operation is complete. Throws EnvironmentError, which names the ranks, if one has died or the
   // timeout has passed.
   void wait(uint64_t number) { wait_until(number, std::chrono::steady_clock::time_point::max()); }
-  // Likewise, up to a deadline. Returns true if the operation is complete.
+  // Waits up to a deadline. Returns true if the operation is complete.
   bool wait_until(uint64_t number, std::chrono::steady_clock::time_point deadline);
   // Returns true if wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }

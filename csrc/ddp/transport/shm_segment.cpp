@@ -145,7 +145,7 @@ void check_not_forked(uint64_t creator, const std::string& rank) {
                               ", and only the process that constructed the wrapper takes part in reductions"));
 }
 
-Segment Segment::create(int64_t bytes) {
+ShmSegment ShmSegment::create(int64_t bytes) {
   Descriptor file = create_file();
   const int64_t all = bytes + kHeaderBytes;
   if (::ftruncate(file.get(), all) != 0) fail(text("ftruncate of shared memory to ", all, " bytes"), errno);
@@ -159,14 +159,14 @@ Segment Segment::create(int64_t bytes) {
     }
   }
   if (::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) fail("fcntl F_ADD_SEALS of shared memory", errno);
-  Segment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/true));
+  ShmSegment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/true));
   uint64_t nonce = 0;
   if (::getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce)) fail("getrandom", errno);
   std::memcpy(segment.mapping_->begin(), &nonce, sizeof(nonce));
   return segment;
 }
 
-Segment Segment::open(const Address& address) {
+ShmSegment ShmSegment::open(const Address& address) {
   const std::string path = text("/proc/", address.pid, "/fd/", address.fd);
   const std::string not_it = text(path, " is not the memory that its process announced");
   const int64_t all = address.bytes + kHeaderBytes;
@@ -178,21 +178,21 @@ Segment Segment::open(const Address& address) {
   if (!S_ISREG(facts.st_mode) || facts.st_size < all) throw EnvironmentError(not_it);
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) throw EnvironmentError(text(not_it, ": it is not sealed"));
-  Segment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/false));
+  ShmSegment segment(std::make_unique<Mapping>(std::move(file), all, /*keeps_file=*/false));
   if (segment.nonce() != address.nonce) throw EnvironmentError(not_it);
   return segment;
 }
 
-Segment::Segment(std::unique_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
-Segment::Segment(Segment&& other) noexcept = default;
-Segment::~Segment() = default;
+ShmSegment::ShmSegment(std::unique_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
+ShmSegment::ShmSegment(ShmSegment&& other) noexcept = default;
+ShmSegment::~ShmSegment() = default;
 
-char* Segment::data() const { return mapping_->begin() + kHeaderBytes; }
-Segment::Address Segment::address() const {
+char* ShmSegment::data() const { return mapping_->begin() + kHeaderBytes; }
+ShmSegment::Address ShmSegment::address() const {
   return {::getpid(), mapping_->fd(), nonce(), mapping_->bytes() - kHeaderBytes};
 }
 
-uint64_t Segment::nonce() const {
+uint64_t ShmSegment::nonce() const {
   uint64_t nonce = 0;
   std::memcpy(&nonce, mapping_->begin(), sizeof(nonce));
   return nonce;

@@ -36,10 +36,10 @@ class Mapping;
 // limit it. Its pages are reserved when it is created, so that a lack of memory is an error then and no SIGBUS later.
 // It is sealed, so that no process can shrink it. Throws EnvironmentError with the call, the code and its meaning.
 //
-// A forked child gets a private copy-on-write mapping of what its parent created. It reads the parent's values, and
-// what it writes stays its own. Pages that it has not written follow the parent's. It cannot access what the parent
-// opened.
-class Segment {
+// A forked child gets a private copy-on-write mapping of the memory that its parent created. It reads the parent's
+// values, and its own writes stay private. Pages that it has not written follow the parent's. It cannot access memory
+// that the parent opened.
+class ShmSegment {
  public:
   // Says where another process finds the memory.
   struct Address {
@@ -50,19 +50,19 @@ class Segment {
   };
 
   // Creates zeroed memory of `bytes` bytes.
-  static Segment create(int64_t bytes);
+  static ShmSegment create(int64_t bytes);
   // Opens the memory that a process of this pid namespace has created.
-  static Segment open(const Address& address);
+  static ShmSegment open(const Address& address);
 
-  ~Segment();
-  Segment(Segment&& other) noexcept;
-  Segment& operator=(Segment&&) = delete;
+  ~ShmSegment();
+  ShmSegment(ShmSegment&& other) noexcept;
+  ShmSegment& operator=(ShmSegment&&) = delete;
 
   char* data() const;
   Address address() const;  // of memory that this process created, for its peers
 
  private:
-  explicit Segment(std::unique_ptr<Mapping> mapping);
+  explicit ShmSegment(std::unique_ptr<Mapping> mapping);
   uint64_t nonce() const;
 
   std::unique_ptr<Mapping> mapping_;

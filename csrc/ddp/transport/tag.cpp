@@ -67,8 +67,8 @@ std::string describe_difference(const std::string& rank, const std::string& what
                                 const std::string& other_what) {
   return text("the ranks start different collectives: ", rank, " starts ", what, ", but ", other_rank, " starts ",
               other_what,
-              ". Every rank must run the same number of forward and backward passes through the same model, and pass "
-              "a weight or register a hook if another rank does");
+              ". Every rank must run the same number of forward and backward passes through the same model. It must "
+              "pass a weight or register a hook if another rank does");
 }
 
 }  // namespace drivetrain::ddp

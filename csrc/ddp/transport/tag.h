@@ -1,4 +1,4 @@
-// Declares tags, which say what a collective is for. Needs no torch header.
+// Declares tags, which name the purpose of a collective. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,6 @@
 
 namespace drivetrain::ddp {
 
-// The purpose of a collective.
 enum class Purpose : uint8_t {
   kBucket = 1,
   kWeightedBucket,

@@ -1,4 +1,4 @@
-// Implements the board of tags on memory that ranks share, and the agreement of hosts on what its ranks show.
+// Implements the board of tags on memory that ranks share, and the agreement of hosts on the tags that ranks show.
 #include "ddp/transport/tag_board.h"
 
 #include <algorithm>
@@ -32,8 +32,8 @@ struct alignas(64) TagBoard::Line {
   std::atomic<uint64_t> has_difference;             // 1: the following is set
   std::array<std::atomic<uint64_t>, 4> difference;  // as in TagDifference
   std::atomic<uint64_t> words[kKept];
-  // Of a host's first rank: the number up to which hosts agree, the words on which they do, and 1 if it has lost a
-  // host.
+  // Only a host's first rank writes these: the number up to which hosts agree, the agreed words, and 1 after a host was
+  // lost.
   std::atomic<uint64_t> agreed;
   std::atomic<uint64_t> agreed_words[kKept];
   std::atomic<uint64_t> has_lost_host;

@@ -16,14 +16,14 @@
 namespace drivetrain::ddp {
 
 // Every rank has a line of memory, which the ranks of its host can read. Before it starts a collective, a rank writes
-// the collective's tag into its line, and reads what the others have written under the same number. A collective cannot
-// complete before its last rank starts it. Of two ranks whose tags differ, at least one sees the other's tag before it
-// starts anything, and throws. Nothing that does not belong together is ever summed, whatever carries the values. The
-// rank that started first learns of this from check(), as it waits.
+// the collective's tag into its line, and reads the others' tags under the same number. A collective cannot complete
+// before its last rank starts it. If two ranks' tags differ, at least one sees the other's tag before it starts
+// anything, and throws. Nothing that does not belong together is ever summed, whatever carries the values. The rank
+// that started first learns of this from check(), as it waits.
 //
-// Ranks of several hosts start a collective once the first rank of each host has agreed on it with the others, which
-// costs one exchange of messages. A step's first gradient asks for all collectives of the step at once, so that the
-// answer is usually there before the first bucket is full.
+// With several hosts, ranks start a collective once the first ranks of all hosts have agreed on it in one exchange of
+// messages. A step's first gradient asks for all collectives of the step at once. The answer usually arrives before the
+// first bucket is full.
 //
 // A line keeps the last kKept tags. A rank that is further behind than that compares nothing until it has caught up.
 //

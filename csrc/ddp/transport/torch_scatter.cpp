@@ -19,8 +19,8 @@ constexpr int64_t kRingSegmentBytes = 1 << 20;
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// Returns the bytes of a chunk of gloo's ring all-reduce (gloo/allreduce.cc). Chunk c begins with the values of rank
-// c - 1. Those of ranks c - 2, c - 3 and so on are added one by one, modulo the number of ranks, and rank c's last.
+// Returns the bytes of a chunk of gloo's ring all-reduce (gloo/allreduce.cc). Chunk c begins with the values of rank c
+// - 1. The values of ranks c - 2, c - 3, ... (modulo the number of ranks) are added one by one, and rank c's last.
 int64_t ring_chunk_bytes(int64_t bytes, int64_t element, int size) {
   const int64_t segments =
       rounded_up(std::max<int64_t>((bytes + kRingSegmentBytes - 1) / kRingSegmentBytes, 2 * size), size);

@@ -29,7 +29,7 @@ class TorchScatter final : public TwoExchanges {
                std::shared_ptr<TorchComm> returning);
 
  private:
-  // What ranks exchange, as lists of spans that travel one behind another.
+  // Lists of spans that ranks exchange, and that travel one behind another.
   using Spans = std::vector<ByteSpan>;
 
   std::deque<Message> exchange(TorchComm& comm, const std::vector<Spans>& sent, const std::vector<Spans>& received,

@@ -71,7 +71,7 @@ class Comm {
   TagBoard* board() const { return board_.get(); }
   virtual int size() const = 0;
   virtual int rank() const = 0;
-  // Returns what carries the values and, where that is not what was requested, why not.
+  // Returns the name of the carrier of values and, if another one was requested, the reason.
   virtual std::string name() const = 0;
   virtual std::string why_not() const { return ""; }
   // Allocates zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.
@@ -91,14 +91,15 @@ class Comm {
   // Starts an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
   // order.
   virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) { return start_sum(flat); }
-  // Returns a number of float32 values at whose multiples a tensor may be divided: start_sum() of the parts, in their
-  // order, then gives the bits of one start_sum(). For a transport of this kind over so many ranks. 0: there is none.
+  // Returns a number of float32 values at whose multiples a tensor may be divided. start_sum() of the parts, in their
+  // order, then gives the bits of one start_sum(). This holds for a transport of this kind over that many ranks. 0:
+  // there is no such number.
   virtual int64_t divides_at(int /*num_ranks*/) const { return 0; }
   // Starts an all-reduce that leaves the sum even if averages() is true, for counts.
   virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
-  // Starts an in-place reduce-scatter: as start(), or as start_sum() if as_sum is true, but each rank gets the result
-  // of its own ranges only, and other values are undefined. A transport reduces everything where it has none, or where
-  // no rank is busier then.
+  // Starts an in-place reduce-scatter, with the result of start(), or of start_sum() if as_sum is true. Each rank gets
+  // the result of its own ranges only; other values are undefined. A transport reduces everything where it has none, or
+  // where no rank is busier then.
   virtual std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
                                                        const std::shared_ptr<const RankRanges>& /*ranges*/,
                                                        bool as_sum) {
@@ -140,16 +141,18 @@ std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);
 // rank sums its own piece of a tensor in rank order, and all get the same bits. Other types travel unchanged. Every
 // rank must send its tensors in the same order, so that a process group has only one such transport of each format.
 //
-// Each value is rounded once to nearest even, and each sum once more. With the format's unit roundoff u, which is 2^-8
-// for bfloat16 and 2^-3 for float8, and S = |x_1| + ... + |x_n|, the result differs from the exact sum s by at most
-//   u S  +  (n - 1) 2^-24 (1 + u) S  +  u (|s| + all terms before it)  +  (n + 1) m
-// for every n. The last term is for subnormal numbers: m is 2^-134 for bfloat16. For float8 it is 2^-31 of the largest
-// magnitude of the value's block, or of the sum's, and at least 2^-143. An all-reduce in bfloat16 rounds up to n - 1
-// times more. A value or sum above 3.39e38 in bfloat16, or 3.19e38 in float8, becomes infinite.
+// Each value is rounded once to nearest even, and each sum once more. The format's unit roundoff u is 2^-8 for bfloat16
+// and 2^-3 for float8. Let S = |x_1| + ... + |x_n|. The result differs from the exact sum s by at most
 //
-// Where float8's rounding errors are carried (Seide et al. 2014; Karimireddy et al. 2019), they are added to the next
-// values and sums in the same place. The sum of K results then differs from the sum of the exact ones by the errors
-// that are left at the end, whatever K is.
+//   u S  +  (n - 1) 2^-24 (1 + u) S  +  u (|s| + all terms before it)  +  (n + 1) m
+//
+// This holds for every n. The last term is for subnormal numbers: m is 2^-134 for bfloat16. For float8 it is 2^-31 of
+// the largest magnitude of the value's block, or of the sum's, and at least 2^-143. An all-reduce in bfloat16 rounds up
+// to n - 1 times more. A value or sum above 3.39e38 in bfloat16, or 3.19e38 in float8, becomes infinite.
+//
+// Carried rounding errors of float8 are added to the next values and sums in the same place (Seide et al. 2014;
+// Karimireddy et al. 2019). For every K, the sum of K results then differs from the sum of the exact ones by the errors
+// left at the end.
 //
 // returning: a process group of the same ranks in which only this transport sends its sums back.
 std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, WireFormat format,

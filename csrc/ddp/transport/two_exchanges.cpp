@@ -1,4 +1,4 @@
-// Implements what reduce-scatters over a process group share.
+// Implements the common part of reduce-scatters over a process group.
 #include "ddp/transport/two_exchanges.h"
 
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// Declares what reduce-scatters over a process group share: an exchange of values, and one of sums.
+// Declares the common part of reduce-scatters over a process group: an exchange of values, and one of sums.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,9 +18,9 @@ namespace drivetrain::ddp {
 // further ranks.
 class TwoExchanges : public PendingReduce {
  public:
-  // Returns whether the busiest rank sends and receives less than in an all-reduce of `whole`: no rank of a few rows
-  // gets the values of all others. By rank: what it sums, what it sends in the second exchange, and what it takes from
-  // it.
+  // Returns whether the busiest rank sends and receives less than in an all-reduce of `whole`. This excludes that a
+  // rank of a few rows gets the values of all others. Arguments, by rank: the amount that it sums, sends in the second
+  // exchange, and takes from it.
   static bool pays(const std::vector<int64_t>& summed, const std::vector<int64_t>& sent_on,
                    const std::vector<int64_t>& taken, int64_t whole);
 
@@ -44,7 +44,7 @@ class TwoExchanges : public PendingReduce {
   static Message start_message(TorchComm& comm, int64_t at, std::vector<int64_t> sent_counts,
                                std::vector<int64_t> received_counts, const std::function<void(int, char*)>& pack);
 
-  // Sums what a message of the first exchange has brought.
+  // Sums the values of a message of the first exchange.
   virtual void sum(const Message& message) = 0;
   // Starts the second exchange.
   virtual std::deque<Message> start_back(TorchComm& comm) = 0;

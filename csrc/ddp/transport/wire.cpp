@@ -113,7 +113,7 @@ class Chain {
   void start(const std::shared_ptr<Transfer>& transfer, TorchComm& comm) {
     const std::lock_guard<std::mutex> one_at_a_time(starting_);
     // The queue's lock is free here. Where torch checks collectives, this call waits for other ranks, and they wait for
-    // what this rank sends back.
+    // the sums that this rank sends back.
     transfer->there = transfer->start_there(comm);
     const std::lock_guard<std::mutex> lock(queue_);
     waiting_.push_back(transfer);

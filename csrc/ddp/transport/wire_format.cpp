@@ -13,9 +13,9 @@ namespace {
 
 static_assert(kWireBlock % kFloat8Block == 0);
 
-// Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other:
-// 6 MiB in 16 pieces take half the time on a wire of 1 Gbit/s. One piece is summed while the next is on its way. With
-// 128 KiB, bfloat16 uses 93 % of a wire of 100 Mbit/s and float8 90 %; with 384 KiB 88 % and 83 %.
+// Limits the bytes that one rank sends to another at once. gloo sends a large message first one way, then the other. On
+// a wire of 1 Gbit/s, 6 MiB in 16 pieces take half the time. One piece is summed while the next is on its way. With 128
+// KiB, bfloat16 uses 93 % of a wire of 100 Mbit/s and float8 90 %; with 384 KiB 88 % and 83 %.
 constexpr int64_t kMessageBytes = 128 << 10;
 
 constexpr int64_t kHalfBytes = bytes_of(ElementType::kBFloat16);

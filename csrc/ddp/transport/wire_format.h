@@ -42,7 +42,7 @@ void sum(WireFormat format, const std::vector<char*>& pieces, int num_outputs, f
 // Widens values to float32. `from` may begin where `to` does, or before.
 void decode(WireFormat format, const char* from, int64_t numel, char* to);
 
-// What has been rounded off the values of one transfer and off the sums that this rank has sent back.
+// The rounding errors of one transfer's values and of the sums that this rank has sent back.
 struct TransferErrors {
   std::vector<float> of_values;  // [values of the transfer]
   std::vector<float> of_sums;    // [values of this rank's piece]

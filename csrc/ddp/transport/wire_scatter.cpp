@@ -166,8 +166,8 @@ char* WireScatter::wire(const Span& span) const {
   return static_cast<char*>(rounded_.data_ptr()) + byte;
 }
 
-// Calls visit(span, its first byte in the message, its first value in the list) for each part of a list that lies in
-// the message which begins with that block of the list.
+// Calls visit(span, byte, value) for each part of a list that lies in the message which begins with block `at` of the
+// list. `byte` is the part's first byte in the message, and `value` its first value in the list.
 template <class Visit>
 void WireScatter::visit_message(const Spans& spans, int64_t at, Visit&& visit) const {
   const int64_t block = block_values(plan_.format), behind = at + most_values(plan_.format) / block;

@@ -15,8 +15,8 @@
 
 namespace drivetrain::ddp {
 
-// Who sums which values. The unit is the block of the all-reduce, whose values are rounded together. A block that
-// belongs to several ranks is summed by each of them.
+// Assigns values to the ranks that sum them. The unit is the block of the all-reduce, whose values are rounded
+// together. A block that belongs to several ranks is summed by each of them.
 struct ScatterPlan {
   // The values that one rank sums in an all-reduce. Blocks are counted from its begin.
   struct Piece {
@@ -44,7 +44,8 @@ struct ScatterPlan {
   bool pays = false;           // whether the busiest rank sends and receives fewer values than in an all-reduce
 };
 
-// ranges: of a tensor of that many float32 values. Every rank makes the same plan, but for what is its own.
+// ranges: of a tensor of that many float32 values. All ranks' plans are equal, except for the parts that concern the
+// rank itself.
 ScatterPlan plan_scatter(const RankRanges& ranges, int64_t numel, WireFormat format, int rank, int size);
 
 // Every rank sends each other rank the rounded blocks that this one sums. As in an all-reduce, these are added in rank
@@ -56,7 +57,7 @@ class WireScatter final : public TwoExchanges {
   WireScatter(at::Tensor flat, ScatterPlan plan, CarriedErrors* carried, TorchComm& group,
               std::shared_ptr<TorchComm> returning);
 
-  // Sums what has arrived, so that little is left to wait().
+  // Sums the values that have arrived, so that little is left to wait().
   bool is_done() override;
 
  private:

@@ -13,10 +13,12 @@ namespace drivetrain::optim {
 inline namespace DRIVETRAIN_ISA {
 #endif
 
-// Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2). The step
+// Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2). The formula of the step is
+//
 //   lr / bias_correction1 * exp_avg / (sqrt(exp_avg_sq) / sqrt(bias_correction2) + eps)
-// is multiplied by sqrt(bias_correction2) / sqrt(bias_correction2), as section 2 of the first paper suggests. That
-// takes one division per element instead of two and keeps the loop at the speed of memory.
+//
+// Its fraction is expanded by sqrt(bias_correction2), as section 2 of the first paper suggests. That takes one division
+// per element instead of two and keeps the loop at the speed of memory.
 struct AdamArgs {
   double beta1, beta2;
   double sign;       // -1 to maximize, else 1

@@ -14,7 +14,7 @@ inline namespace DRIVETRAIN_ISA {
 #endif
 
 // ASGD (Polyak & Juditsky 1992), with the step sizes of Bottou's SGD as torch has them. The step size and the weight of
-// the average lag one step behind: a step uses what the step before has computed.
+// the average lag one step behind: a step uses the values that the step before has computed.
 struct AsgdArgs {
   double sign, l2;
   double eta;    // step size

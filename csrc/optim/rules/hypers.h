@@ -65,8 +65,8 @@ struct Hypers {
 
 constexpr int kMaxScalars = 2;
 
-// A parameter's numbers that some rules keep between steps beside the step's, as torch's classes do: tensors of one
-// element in the state, of float32 or float64.
+// A parameter's numbers that some rules keep between steps beside the step counter. As in torch's classes, they are
+// state tensors of one element, of float32 or float64.
 struct Scalars {
   double value[kMaxScalars] = {};
   bool is_double[kMaxScalars] = {};

@@ -13,10 +13,12 @@ namespace drivetrain::optim {
 inline namespace DRIVETRAIN_ISA {
 #endif
 
-// NAdam (Dozat 2016, alg. 2), with torch's decay of the momentum. The step
+// NAdam (Dozat 2016, alg. 2), with torch's decay of the momentum. The formula of the step is
+//
 //   lr * ((1 - mu) / (1 - mu_product) * grad + mu_next / (1 - mu_product * mu_next) * exp_avg)
 //   / (sqrt(exp_avg_sq / bias_correction2) + eps)
-// is multiplied by sqrt(bias_correction2) / sqrt(bias_correction2), as Adam's is.
+//
+// Its fraction is expanded by sqrt(bias_correction2), as Adam's is.
 struct NadamArgs {
   double beta1, beta2, sign;
   double decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
@@ -28,7 +30,7 @@ struct NadamArgs {
   static constexpr int kNumScalars = 1;
   static constexpr const char* kScalarNames[] = {"mu_product"};
 
-  // The momentum of a step.
+  // Returns a step's momentum, which approaches beta1.
   static DT_HOST_DEVICE double mu_of(const Hypers& hyper, double step) {
     return hyper.beta1 * (1 - 0.5 * real_power(0.96, step * hyper.momentum_decay));
   }

@@ -14,7 +14,7 @@ inline namespace DRIVETRAIN_ISA {
 #endif
 
 // RAdam (Liu et al. 2020, alg. 2), with torch's eps and weight decay. Where the variance cannot be rectified yet, the
-// step divides by nothing.
+// step has no divisor.
 struct RadamArgs {
   double beta1, beta2, sign;
   double decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1

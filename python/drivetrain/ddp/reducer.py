@@ -65,7 +65,7 @@ class Reducer(_C.Reducer):
         shares_norm: Sums the squares of gradients in the reduction once an optimizer asks for their norm.
         gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient, too.
         plan_from_measurement: Chooses the buckets' sizes anew once the first steps have been timed. Only for parameters
-            on the CPU without sparse gradients.
+            of one device without sparse gradients.
     """
 
     def __init__(

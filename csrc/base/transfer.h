@@ -15,6 +15,8 @@ class LateValue {
  public:
   explicit LateValue(const at::Tensor& on_device);
   bool has_come() const { return event_.query(); }
+  // Blocks the host until it has come.
+  void wait() const { event_.synchronize(); }
   // Requires has_come(); throws InvariantError otherwise.
   const at::Tensor& value() const;
 

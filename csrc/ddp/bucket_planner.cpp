@@ -4,6 +4,7 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <utility>
@@ -19,16 +20,38 @@ constexpr size_t kExposedKept = 64;  // steps
 constexpr int64_t kProbeBytes[] = {64 << 10, 1 << 20, 4 << 20, 16 << 20};
 constexpr int kProbes = 5;
 
+// Steps between the stages of a plan from a device's times, in which the device usually reaches what the host asks for.
+constexpr int64_t kStepsToShare = 2;
+constexpr int64_t kStepsToPlan = 3;
+// torch's class waits for the device in its first ten steps, and then in each hundredth one.
+constexpr int64_t kStepsOfTorchsWait = 100;
+
 // Reasons why a measurement leads to no plan. Ranks tell each other the index.
+enum Obstacle : int64_t { kNone, kHook, kMissedTimes, kHeldViews, kCaptured, kLate, kNumObstacles };
 constexpr const char* kObstacles[] = {
     "",
     "a communication hook reduces",
     "a rank ran out of inputs, or no forward prepared a backward, in the steps that were to be measured",
     "the script keeps references to .grad tensors, which must go on showing their parameters' gradients",
+    "a CUDA graph was captured in the steps that were to be measured",
+    "the device was too far behind its host",  // another try follows
 };
+static_assert(std::size(kObstacles) == kNumObstacles);
+constexpr const char* kSeveralTypes =
+    "the gradients have several dtypes, so that other buckets would move them, which captured CUDA graphs forbid";
 
 constexpr const char* kOrder = "the buckets' order";
 constexpr const char* kCuts = "the buckets' sizes";
+constexpr const char* kTimes = "the gradients' times";
+constexpr const char* kProbe = "a probe that is timed";
+constexpr double kShortest = 1e-9;  // seconds of an all-reduce
+
+// Returns the obstacle that a rank has told. Behind a failed collective there may be any value, and the next one
+// throws.
+int64_t obstacle_of(const at::Tensor& told) {
+  const double code = told.data_ptr<double>()[0];
+  return code >= 0 && code < static_cast<double>(kNumObstacles) ? static_cast<int64_t>(code) : kLate;
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -37,11 +60,14 @@ double median(std::vector<double> values) {
 
 }  // namespace
 
-BucketPlanner::BucketPlanner(const Parameters& params, GradBuffer& buffer, Collectives& collectives, Options options)
-    : params_(params), buffer_(buffer), collectives_(collectives), options_(std::move(options)) {}
+BucketPlanner::BucketPlanner(const Parameters& params, GradBuffer& buffer, const StepStreams& streams,
+                             Collectives& collectives, Options options)
+    : params_(params), buffer_(buffer), streams_(streams), collectives_(collectives), options_(std::move(options)) {}
 
 void BucketPlanner::start_over() {
-  is_rebuilt_ = is_measuring_ = misses_times_ = false;
+  is_rebuilt_ = is_measuring_ = misses_times_ = has_captured_ = false;
+  device_times_.reset();
+  shared_times_.reset();
   fired_.clear();
   use(plan_buckets(param_sizes(), registration_order(), options_.bucket_caps));
 }
@@ -74,6 +100,15 @@ std::vector<int64_t> BucketPlanner::registration_order() const {
 
 void BucketPlanner::begin_step() {
   if (collectives_.steps() == 0) fired_.clear();
+  const int64_t step = collectives_.steps() - measured_from_;
+  marks_step_ = false;
+  if (!device_times_ || step >= kMeasuredSteps) return;
+  if (device_times_->is_capturing()) {
+    has_captured_ = true;
+    return;
+  }
+  marks_step_ = true;
+  device_times_->begin_step(step);
 }
 
 void BucketPlanner::note_exposed(int64_t nanoseconds) {
@@ -86,14 +121,15 @@ void BucketPlanner::note_exposed(int64_t nanoseconds) {
 
 bool BucketPlanner::is_due(bool may_leave_out) const {
   if (collectives_.steps() == 0 || buffer_.settings.low_precision.has_value() || may_leave_out) return false;
-  return !is_rebuilt_ ||
-         (is_measuring_ && !buffer_.settings.reuses_memory && collectives_.steps() >= measured_from_ + kMeasuredSteps);
+  return !is_rebuilt_ || (is_measuring_ && !buffer_.settings.reuses_memory && collectives_.steps() >= next_);
 }
 
 bool BucketPlanner::rebuild(bool may_leave_out, bool has_hook) {
   if (!is_due(may_leave_out)) return false;
   if (!is_rebuilt_) {
     rebuild_in_order();
+  } else if (device_times_) {
+    advance_on_device(has_hook);
   } else {
     rebuild_from_measurement(has_hook);
   }
@@ -121,15 +157,14 @@ void BucketPlanner::rebuild_in_order() {
   const at::Tensor holders = at::full({1}, buffer_.are_views_held() ? 1 : 0, on_device);
   collectives_.sum_now(holders, "the number of ranks that hold gradients");
   fired_ = collectives_.from_rank_0(order, kOrder, device());
-  is_measuring_ = options_.plan_from_measurement && buffer_.bytes() > 0;
-  if (is_measuring_) ready_.assign(kMeasuredSteps * params_.size(), 0);
-  measured_from_ = collectives_.steps();
   const std::vector<BucketPlan> plans = plan_buckets(param_sizes(), fired_, options_.bucket_caps);
   check_same_everywhere(plans);
-  if (buffer_.is_in_place(plans) || holders.cpu().data_ptr<int64_t>()[0] > 0) return;
-  const std::vector<at::Tensor> kept = buffer_.copy_kept_gradients();
-  use(plans);
-  buffer_.put_back(kept);
+  if (!buffer_.is_in_place(plans) && holders.cpu().data_ptr<int64_t>()[0] == 0) {
+    const std::vector<at::Tensor> kept = buffer_.copy_kept_gradients();
+    use(plans);
+    buffer_.put_back(kept);
+  }
+  begin_measuring(plans);
 }
 
 // Plans differ where the ranks' parameters do, which init_sync=True would have found. Ranks that used different plans
@@ -147,6 +182,25 @@ void BucketPlanner::check_same_everywhere(const std::vector<BucketPlan>& plans) 
 }
 
 // ---- The plan from measurement.
+
+void BucketPlanner::begin_measuring(const std::vector<BucketPlan>& plans) {
+  is_measuring_ = options_.plan_from_measurement && buffer_.bytes() > 0;
+  measured_from_ = collectives_.steps();
+  next_ = measured_from_ + kMeasuredSteps;
+  if (!is_measuring_) return;
+  ready_.assign(kMeasuredSteps * params_.size(), 0);
+  if (device().is_cpu()) return;
+  const auto is_other = [&](const BucketPlan& plan) { return plan.group != plans[0].group; };
+  const bool has_several = std::any_of(plans.begin(), plans.end(), is_other);
+  // Where gradients stayed out of the order in which they come, other buckets would move them.
+  if (has_several || !buffer_.is_in_place(plans)) {
+    is_measuring_ = false;
+    report_.why_not = has_several ? kSeveralTypes : kObstacles[kHeldViews];
+    return;
+  }
+  stage_ = DeviceStage::kProbe;
+  device_times_.emplace(device(), kMeasuredSteps, params_.size(), probe_sizes().size() * kProbes);
+}
 
 void BucketPlanner::rebuild_from_measurement(bool has_hook) {
   is_measuring_ = false;
@@ -170,47 +224,76 @@ void BucketPlanner::rebuild_from_measurement(bool has_hook) {
   report_.costs = std::move(costs);
 }
 
-// Returns an index into kObstacles.
 int64_t BucketPlanner::obstacle(bool has_hook) const {
-  if (has_hook) return 1;
-  if (misses_times_) return 2;
-  return buffer_.are_views_held() ? 3 : 0;
+  if (has_hook) return kHook;
+  if (misses_times_) return kMissedTimes;
+  if (!device_times_) return buffer_.are_views_held() ? kHeldViews : kNone;
+  if (has_captured_) return kCaptured;
+  return device_times_->have_come() ? kNone : kLate;
 }
 
-// Returns the seconds after which each gradient is there on the last rank: the median over the measured steps. Notes in
-// the report what stands against a plan on any rank.
-std::vector<double> BucketPlanner::gather_ready(bool has_hook) {
+void BucketPlanner::note_obstacle(int rank, int64_t obstacle) {
+  if (obstacle == kNone) return;
+  report_.why_not = text("on ", collectives_.comm().ranks().name(rank), " ", kObstacles[obstacle]);
+}
+
+// Returns the seconds after which each gradient is there on this rank: the median over the measured steps.
+std::vector<double> BucketPlanner::own_ready() const {
   const size_t count = params_.size();
-  std::vector<double> mine = {static_cast<double>(obstacle(has_hook))};
+  std::vector<double> ready;
   for (size_t i = 0; i < count; ++i) {
     std::vector<double> steps;
-    for (int64_t step = 0; step < kMeasuredSteps; ++step) steps.push_back(ready_[step * count + i]);
-    mine.push_back(median(steps));
+    for (int64_t step = 0; step < kMeasuredSteps; ++step) {
+      steps.push_back(device_times_ ? device_times_->gradient_s(step, i) : ready_[step * count + i]);
+    }
+    ready.push_back(median(steps));
   }
-  const Comm& comm = collectives_.comm();
-  const std::vector<at::Tensor> all = collectives_.gather(mine, "the gradients' times", device());
-  std::vector<double> ready(count, 0);
-  for (int rank = 0; rank < comm.size(); ++rank) {
-    const double* values = all[rank].data_ptr<double>();
-    if (values[0] != 0)
-      report_.why_not = text("on ", comm.ranks().name(rank), " ", kObstacles[static_cast<int64_t>(values[0])]);
-    for (size_t i = 0; i < count; ++i) ready[i] = std::max(ready[i], values[1 + i]);
+  return ready;
+}
+
+// Returns the seconds after which each gradient is there on the last rank. Notes in the report what stands against a
+// plan on any rank.
+std::vector<double> BucketPlanner::gather_ready(bool has_hook) {
+  std::vector<double> mine = {static_cast<double>(obstacle(has_hook))};
+  for (double seconds : own_ready()) mine.push_back(seconds);
+  const std::vector<at::Tensor> all = collectives_.gather(mine, kTimes, device());
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    note_obstacle(static_cast<int>(rank), obstacle_of(all[rank]));
+  }
+  return latest_ready(all);
+}
+
+// all: per rank the obstacle, and then the seconds of each gradient.
+std::vector<double> BucketPlanner::latest_ready(const std::vector<at::Tensor>& all) const {
+  std::vector<double> ready(params_.size(), 0);
+  for (const at::Tensor& of_rank : all) {
+    const double* seconds = of_rank.data_ptr<double>() + 1;
+    for (size_t i = 0; i < ready.size(); ++i) ready[i] = std::max(ready[i], seconds[i]);
   }
   return ready;
 }
 
 // Returns what all-reduces cost on the slowest rank. Destroys what lies in the buffer.
 Costs BucketPlanner::measure_costs() {
+  return slowest_costs(collectives_.gather(time_all_reduces(probe_sizes()), "the all-reduces' times", device()), 0);
+}
+
+std::vector<int64_t> BucketPlanner::probe_sizes() const {
   std::vector<int64_t> sizes;
   const int64_t largest = buffer_.memory().begin()->second.numel() / kAlignment * kAlignment;
   for (int64_t bytes : kProbeBytes) sizes.push_back(std::min(bytes, largest));
   sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
-  const std::vector<at::Tensor> all = collectives_.gather(time_all_reduces(sizes), "the all-reduces' times", device());
+  return sizes;
+}
+
+// all: per rank the seconds of each size, from index `first` on.
+Costs BucketPlanner::slowest_costs(const std::vector<at::Tensor>& all, size_t first) const {
   Costs costs{{}, collectives_.comm().in_background()};
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    double slowest = i == 0 ? 0 : costs.points.back().seconds;
-    for (const at::Tensor& seconds : all) slowest = std::max(slowest, seconds.data_ptr<double>()[i]);
-    costs.points.push_back({sizes[i], slowest});
+  double slowest = kShortest;
+  for (int64_t bytes : probe_sizes()) {
+    for (const at::Tensor& seconds : all) slowest = std::max(slowest, seconds.data_ptr<double>()[first]);
+    costs.points.push_back({bytes, slowest});
+    ++first;
   }
   return costs;
 }
@@ -227,13 +310,109 @@ std::vector<double> BucketPlanner::time_all_reduces(const std::vector<int64_t>& 
       int64_t duration = 0;
       {
         const Stopwatch stopwatch(duration);
-        collectives_.sum_now(flat, "a probe that is timed");
+        collectives_.sum_now(flat, kProbe);
       }
       if (probe >= 0) times.push_back(1e-9 * static_cast<double>(duration));
     }
     seconds.push_back(median(times));
   }
   return seconds;
+}
+
+// ---- The plan from a device's times.
+
+// Each call does one stage. A rank inside a capture gives up: all ranks capture the same steps, or their collectives in
+// the graph would not match.
+void BucketPlanner::advance_on_device(bool has_hook) {
+  if (device_times_->is_capturing()) {
+    is_measuring_ = false;
+    device_times_.reset();
+    note_obstacle(collectives_.comm().rank(), kCaptured);
+    return;
+  }
+  switch (stage_) {
+    case DeviceStage::kProbe:
+      probe_device();
+      stage_ = DeviceStage::kShare;
+      next_ = collectives_.steps() + kStepsToShare;
+      return;
+    case DeviceStage::kShare:
+      share_device_times(has_hook);
+      stage_ = DeviceStage::kPlan;
+      next_ = collectives_.steps() + kStepsToPlan;
+      return;
+    case DeviceStage::kPlan:
+      plan_from_device_times(has_hook);
+  }
+}
+
+// Sums zeros where gradients lie, as the transport may have registered that memory, and puts the gradients back. The
+// largest sums come first. The host gets ahead of the device meanwhile, so that a small sum does not wait for its
+// launch.
+void BucketPlanner::probe_device() {
+  const std::vector<int64_t> sizes = probe_sizes();
+  const at::Tensor memory = buffer_.memory().begin()->second;
+  const at::Tensor area = memory.narrow(0, 0, sizes.back());
+  streams_.wait_for_accumulators();
+  const at::Tensor kept = area.clone();
+  area.zero_();
+  for (size_t i = sizes.size(); i-- > 0;) {
+    const int64_t numel = sizes[i] / static_cast<int64_t>(sizeof(float));
+    const at::Tensor flat = piece_of(memory, 0, {numel}, {1}, at::kFloat);
+    collectives_.sum_now(flat, kProbe);  // lets the ranks meet
+    for (size_t probe = i * kProbes; probe < (i + 1) * kProbes; ++probe) {
+      collectives_.sum_now(flat, kProbe, Purpose::kPlan, [&] { device_times_->begin_probe(probe); });
+      device_times_->end_probe(probe);
+    }
+  }
+  area.copy_(kept);
+  streams_.let_accumulators_wait();
+}
+
+void BucketPlanner::share_device_times(bool has_hook) {
+  const size_t num_sizes = probe_sizes().size();
+  const int64_t mine = obstacle(has_hook);
+  std::vector<double> times = {static_cast<double>(mine)};
+  if (mine == kNone) {
+    for (double seconds : own_ready()) times.push_back(seconds);
+    for (size_t i = 0; i < num_sizes; ++i) {
+      std::vector<double> probes;
+      for (size_t probe = i * kProbes; probe < (i + 1) * kProbes; ++probe)
+        probes.push_back(device_times_->probe_s(probe));
+      times.push_back(median(probes));
+    }
+  }
+  times.resize(1 + params_.size() + num_sizes);
+  shared_times_ = collectives_.gather_late(times, kTimes, device());
+}
+
+// All ranks must use the plan from the same step on, so that each must know all times here. A host that is three steps
+// ahead of its device waits for it once, where torch's class waits in every step.
+void BucketPlanner::plan_from_device_times(bool has_hook) {
+  const std::vector<at::Tensor> all = collectives_.read(*shared_times_, kTimes);
+  bool is_late = false;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const int64_t obstacle = obstacle_of(all[rank]);
+    is_late = is_late || obstacle == kLate;
+    if (obstacle != kLate) note_obstacle(static_cast<int>(rank), obstacle);
+  }
+  if (has_hook) note_obstacle(collectives_.comm().rank(), kHook);
+  if (is_late && report_.why_not.empty()) {
+    share_device_times(has_hook);  // by now the device has reached the marks: they lie before what was shared first
+    next_ = (collectives_.steps() / kStepsOfTorchsWait + 1) * kStepsOfTorchsWait - 1;
+    return;
+  }
+  is_measuring_ = false;
+  device_times_.reset();
+  shared_times_.reset();
+  if (!report_.why_not.empty()) return;
+  const std::vector<double> ready = latest_ready(all);
+  Costs costs = slowest_costs(all, 1 + params_.size());
+  const std::vector<BucketPlan> plans =
+      cut_buckets(param_sizes(), fired_, choose_cuts(param_sizes(), fired_, ready, costs));
+  if (!buffer_.is_in_place(plans)) use(plans);
+  report_.expected = expect(plans, ready, costs);
+  report_.costs = std::move(costs);
 }
 
 }  // namespace drivetrain::ddp

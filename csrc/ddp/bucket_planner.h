@@ -3,13 +3,18 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/transfer.h"
 #include "ddp/bucket_plan.h"
 #include "ddp/collectives.h"
+#include "ddp/device_times.h"
 #include "ddp/grad_buffer.h"
 #include "ddp/parameter.h"
+#include "ddp/step_streams.h"
 #include "ddp/step_times.h"
 
 namespace drivetrain::ddp {
@@ -28,8 +33,15 @@ struct PlanReport {
 // there, and `.grad` is usually still empty. If a script refers to a view of the buffer beside `.grad` on any rank, all
 // ranks leave everything where it is.
 //
-// Invariants: is_due() depends only on what all ranks know. All ranks use the same plan: rank 0 decides what depends on
-// measurements.
+// On a device the second rebuild takes five more steps, so that the host need not wait for the device:
+//   1. In three steps marks on the device's streams tell when gradients come.
+//   2. The next step begins with all-reduces between two marks.
+//   3. Two steps later the ranks share their times, where the device has reached the marks by then.
+//   4. Three steps later every rank chooses the same sizes from the times of all ranks.
+// This rebuild moves no gradient, so that graphs that have captured addresses, and references to views, stay valid.
+//
+// Invariants: is_due() depends only on what all ranks know. All ranks use the same plan. On the CPU rank 0 decides what
+// depends on measurements; on a device all ranks compute the plan from the same values.
 class BucketPlanner {
  public:
   struct Options {
@@ -37,7 +49,8 @@ class BucketPlanner {
     bool plan_from_measurement = false;
   };
 
-  BucketPlanner(const Parameters& params, GradBuffer& buffer, Collectives& collectives, Options options);
+  BucketPlanner(const Parameters& params, GradBuffer& buffer, const StepStreams& streams, Collectives& collectives,
+                Options options);
 
   // Lays out the buckets in the order in which gradients are expected until they are measured: the reverse of the
   // parameters' registration. Forgets what it has seen.
@@ -59,6 +72,10 @@ class BucketPlanner {
   void note_time(size_t param, const StepTimes& now) {
     const int64_t step = collectives_.steps() - measured_from_;
     if (!is_measuring_ || step >= kMeasuredSteps) return;
+    if (device_times_) {
+      if (marks_step_) device_times_->note_gradient(step, param);
+      return;
+    }
     const int64_t since = clock_ns() - now.backward_start - now.exposed;
     ready_[step * params_.size() + param] = 1e-9 * static_cast<double>(since);
   }
@@ -71,30 +88,49 @@ class BucketPlanner {
 
  private:
   static constexpr int64_t kMeasuredSteps = 3;  // after the step whose gradients gave the order
+  // The next thing to do for a plan from a device's times.
+  enum class DeviceStage { kProbe, kShare, kPlan };
 
   bool is_due(bool may_leave_out) const;
   void rebuild_in_order();
+  void begin_measuring(const std::vector<BucketPlan>& plans);
   void rebuild_from_measurement(bool has_hook);
+  void advance_on_device(bool has_hook);
+  void probe_device();
+  void share_device_times(bool has_hook);
+  void plan_from_device_times(bool has_hook);
   std::vector<ParamSize> param_sizes() const;
   std::vector<int64_t> registration_order() const;
   std::vector<int64_t> fired_order() const;
   int64_t obstacle(bool has_hook) const;
+  void note_obstacle(int rank, int64_t obstacle);
+  std::vector<double> own_ready() const;
   std::vector<double> gather_ready(bool has_hook);
+  std::vector<double> latest_ready(const std::vector<at::Tensor>& all) const;
   Costs measure_costs();
+  std::vector<int64_t> probe_sizes() const;
   std::vector<double> time_all_reduces(const std::vector<int64_t>& sizes);
+  Costs slowest_costs(const std::vector<at::Tensor>& all, size_t first) const;
   void check_same_everywhere(const std::vector<BucketPlan>& plans);
   c10::Device device() const { return params_[0].tensor.device(); }
 
   const Parameters& params_;
   GradBuffer& buffer_;
+  const StepStreams& streams_;
   Collectives& collectives_;
   const Options options_;
   std::vector<int64_t> fired_;  // parameters in the order of hooks in the first step; after a rebuild rank 0's order
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // finished steps at the first rebuild
+  int64_t next_ = 0;           // finished steps when the second rebuild, or its next stage on a device, is due
   bool misses_times_ = false;
   std::vector<double> ready_;  // [kMeasuredSteps][parameters], seconds from the first gradient
+  DeviceStage stage_ = DeviceStage::kProbe;
+  std::optional<DeviceTimes> device_times_;  // while a device is measured
+  bool marks_step_ = false;                  // the step under way is measured on the device
+  bool has_captured_ = false;                // a step that was to be measured is part of a CUDA graph
+  std::unique_ptr<LateValue> shared_times_;  // of all ranks
   PlanReport report_;
 };
 

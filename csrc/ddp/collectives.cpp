@@ -8,7 +8,7 @@
 #include <chrono>
 
 #include "base/check.h"
-#include "base/transfer.h"
+#include "base/write_cuda.h"
 #include "ddp/parameter_claims.h"
 
 namespace drivetrain::ddp {
@@ -94,10 +94,12 @@ void Collectives::wait(PendingReduce& reduce, const std::shared_ptr<const std::s
   }
 }
 
-void Collectives::sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose) {
+void Collectives::sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose,
+                          const std::function<void()>& before_start) {
   try {
     const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kGradients);
     show(purpose);
+    if (before_start) before_start();
     await(*comm_->start_sum(flat));
   } catch (const std::exception& error) {
     fail("the all-reduce of " + what, error.what());
@@ -114,14 +116,37 @@ std::vector<int64_t> Collectives::from_rank_0(const std::vector<int64_t>& values
   return {on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel()};
 }
 
-std::vector<at::Tensor> Collectives::gather(const std::vector<double>& values, const std::string& what,
-                                            c10::Device device) {
+// Returns a row of values per rank, one after the other: float64 [ranks * values], on the device.
+at::Tensor Collectives::sum_of_rows(const std::vector<double>& values, const std::string& what, c10::Device device) {
   const int64_t count = static_cast<int64_t>(values.size());
   const at::Tensor mine = at::zeros({comm_->size() * count}, at::kDouble);
   std::copy(values.begin(), values.end(), mine.data_ptr<double>() + comm_->rank() * count);
   const at::Tensor all = copied_to(mine, device);
   sum_now(all, what);
-  return all.cpu().view({comm_->size(), count}).unbind();
+  return all;
+}
+
+std::vector<at::Tensor> Collectives::rows(const at::Tensor& gathered) const {
+  return gathered.view({comm_->size(), -1}).unbind();
+}
+
+std::vector<at::Tensor> Collectives::gather(const std::vector<double>& values, const std::string& what,
+                                            c10::Device device) {
+  return rows(sum_of_rows(values, what, device).cpu());
+}
+
+std::unique_ptr<LateValue> Collectives::gather_late(const std::vector<double>& values, const std::string& what,
+                                                    c10::Device device) {
+  return std::make_unique<LateValue>(sum_of_rows(values, what, device));
+}
+
+std::vector<at::Tensor> Collectives::read(const LateValue& gathered, const std::string& what) const {
+  const BesideCaptures beside_captures;  // another thread may capture
+  if (!gathered.has_come()) {
+    const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kGradients);
+    gathered.wait();
+  }
+  return rows(gathered.value());
 }
 
 void Collectives::fail_step(std::string what, std::string report) const {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/transfer.h"
 #include "ddp/progress.h"
 #include "ddp/transport/transport.h"
 
@@ -61,15 +62,21 @@ class Collectives {
   // ranks started it.
   void wait(PendingReduce& reduce, const std::shared_ptr<const std::string>& what, int64_t position);
 
-  // The following three communicate at once, where the step's first gradient has come.
+  // The following four communicate at once, where the step's first gradient has come.
 
-  // Sums `flat` over ranks, in place.
-  void sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose = Purpose::kPlan);
+  // Sums `flat` over ranks, in place. before_start: called once the ranks have told each other what they start.
+  void sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose = Purpose::kPlan,
+               const std::function<void()>& before_start = {});
   // Returns rank 0's values, so that ranks that measured or computed other values agree.
   std::vector<int64_t> from_rank_0(const std::vector<int64_t>& values, const std::string& what, c10::Device device);
   // Returns every rank's values on the host: per rank float64 [values.size()]. They travel as tensors of the device,
   // since a process group may take no others.
   std::vector<at::Tensor> gather(const std::vector<double>& values, const std::string& what, c10::Device device);
+  // As gather(), but the host does not wait for the values. read() takes them in a later step.
+  std::unique_ptr<LateValue> gather_late(const std::vector<double>& values, const std::string& what,
+                                         c10::Device device);
+  // Returns what gather_late() gathered. Waits for it, if need be.
+  std::vector<at::Tensor> read(const LateValue& gathered, const std::string& what) const;
 
   // Throws the error of a failed collective. report: of the transport.
   [[noreturn]] void fail(const std::string& what, const std::string& report) const;
@@ -80,6 +87,8 @@ class Collectives {
   Tag tag(Purpose purpose, size_t bucket) const { return {purpose, steps_ + 1, bucket, wrapper_number_}; }
   void show(Purpose purpose, size_t bucket = 0);
   void await(PendingReduce& reduce) const;
+  at::Tensor sum_of_rows(const std::vector<double>& values, const std::string& what, c10::Device device);
+  std::vector<at::Tensor> rows(const at::Tensor& gathered) const;
 
   std::shared_ptr<Comm> comm_;
   uint64_t wrapper_number_ = 0;  // on the board

@@ -98,7 +98,11 @@ void GradBuffer::lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& 
     Region& region = regions_[entry.param];
     region.bucket = buckets_.size() - 1;
     region.offset = entry.offset;
-    region.view = bucket.sparse ? at::Tensor() : make_view(entry.param);
+    if (bucket.sparse) {
+      region.view = at::Tensor();
+    } else if (!shows_region(entry.param)) {
+      region.view = make_view(entry.param);
+    }
     bucket.params.push_back(entry.param);
   }
   if (!settings.kept.empty() && !bucket.sparse) bucket.ranges = kept_ranges(bucket);
@@ -170,6 +174,14 @@ at::Tensor GradBuffer::make_view(size_t param) const {
   const at::Tensor& tensor = params_[param].tensor;
   const Region& region = regions_[param];
   return piece_of(buckets_[region.bucket].flat, region.offset, tensor.sizes(), grad_strides(tensor), grad_dtype(param));
+}
+
+// Returns true if the view shows the place where the region is now. References to it then stay known.
+bool GradBuffer::shows_region(size_t param) const {
+  const at::Tensor& tensor = params_[param].tensor;
+  const at::Tensor& view = regions_[param].view;
+  return view.defined() && view.numel() > 0 && view.scalar_type() == grad_dtype(param) && has_intact_view(param) &&
+         view.sizes().equals(tensor.sizes()) && view.strides().equals(grad_strides(tensor));
 }
 
 const void* GradBuffer::address_of(size_t param) const {

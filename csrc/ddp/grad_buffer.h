@@ -122,6 +122,7 @@ class GradBuffer {
   std::shared_ptr<const RankRanges> kept_ranges(const Bucket& bucket) const;
   std::string describe(size_t bucket) const;
   at::Tensor make_view(size_t param) const;
+  bool shows_region(size_t param) const;
   const void* address_of(size_t param) const;
   bool contains(const at::Tensor& tensor) const;
 

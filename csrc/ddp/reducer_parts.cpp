@@ -48,7 +48,7 @@ ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::str
       check(params, buffer, collectives),
       uneven(*this),
       queue({params, buffer, gradients, streams, collectives, used, check, now, options.skip_unused_buckets}),
-      planner(params, buffer, collectives, {options.bucket_caps, options.plan_from_measurement}),
+      planner(params, buffer, streams, collectives, {options.bucket_caps, options.plan_from_measurement}),
       claims(params),
       norm(options.shares_norm ? grad::ReducedNorm::make() : nullptr) {
   const auto end_hooked_step = [this] {

@@ -39,7 +39,7 @@ struct ReducerOptions {
   int64_t check_replicas_every = 0;  // synchronized steps between two comparisons of the parameters; 0: never
   std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters; must not need gradients
   bool shares_norm = false;                                // optimizers may use the norm that a reduction finds
-  bool plan_from_measurement = false;  // only on the CPU, without sparse gradients, and the same on every rank
+  bool plan_from_measurement = false;  // only on one device, without sparse gradients, and the same on every rank
   std::string wrapper;                 // names the wrapper in messages of processes that have several
   bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient, too
 };

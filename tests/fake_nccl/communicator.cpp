@@ -1,6 +1,7 @@
 // Implements a fake communicator's state, errors and waits; see communicator.h.
 #include "communicator.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <fstream>
 
@@ -26,6 +27,14 @@ void rest() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
 std::chrono::seconds longest_wait() {
   const char* const wanted = std::getenv("FAKE_NCCL_WAIT_S");
   return std::chrono::seconds(wanted == nullptr ? 120 : std::atoi(wanted));
+}
+
+std::chrono::microseconds time_on_link(size_t bytes) {
+  const char* const link = std::getenv("FAKE_NCCL_LINK");
+  if (link == nullptr) return std::chrono::microseconds(0);
+  char* rest = nullptr;
+  const double each = std::strtod(link, &rest), per_mib = std::strtod(rest, nullptr);
+  return std::chrono::microseconds(std::llround(each + per_mib * static_cast<double>(bytes) / (1 << 20)));
 }
 
 }  // namespace fake_nccl

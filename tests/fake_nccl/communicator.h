@@ -31,6 +31,8 @@ bool fault(const std::string& what);
 void rest();
 // Returns the time after which the fake ends a wait that NCCL would never end: FAKE_NCCL_WAIT_S, or 120 s.
 std::chrono::seconds longest_wait();
+// Returns how long so many bytes are on their way: FAKE_NCCL_LINK, "microseconds per collective, and per MiB", or 0.
+std::chrono::microseconds time_on_link(size_t bytes);
 
 }  // namespace fake_nccl
 

@@ -196,7 +196,13 @@ class Launch {
       is_done = collectives_[next_].step() == State::kDone;
       if (is_done) ++next_;
     }
-    if (is_done) return end();
+    if (is_done && !has_data_) {
+      has_data_ = true;
+      size_t bytes = 0;
+      for (const Operation& operation : operations_) bytes += operation.count * bytes_of(operation.type);
+      arrives_ = Clock::now() + time_on_link(bytes);
+    }
+    if (is_done && Clock::now() >= arrives_) return end();
     comm_->are_peers_alive();
     if (Clock::now() > deadline_) {
       comm_->fail(ncclInternalError, "fake NCCL waited " + std::to_string(longest_wait().count()) +
@@ -215,6 +221,7 @@ class Launch {
       comm_->running = this;
     }
     is_running_ = true;
+    has_data_ = false;
     deadline_ = Clock::now() + longest_wait();
     next_ = 0;
     between_two_.clear();
@@ -251,7 +258,8 @@ class Launch {
   const bool is_captured_;
   int64_t number_ = 0;
   bool is_running_ = false;
-  Clock::time_point deadline_;
+  bool has_data_ = false;
+  Clock::time_point deadline_, arrives_;
   std::vector<Progress> between_two_, collectives_;
   std::vector<bool> have_ended_;  // for each of `between_two_`
   size_t next_ = 0;

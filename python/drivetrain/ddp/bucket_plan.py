@@ -106,13 +106,19 @@ def obstacle_to_planning(ddp: "DistributedDataParallel", parameters: list[nn.Par
         parameters: Its trained parameters.
         sparse: Per parameter, True if its gradients are sparse.
     """
+    devices = {parameter.device for parameter in parameters}
+    is_on_cuda = parameters[0].device.type == "cuda"
     obstacles = {
         "there is one rank only": dist.get_world_size(ddp.process_group) == 1,
         "bucket sizes were given": not ddp.bucket_bytes_cap_default,
         "find_unused_parameters=True: which gradients come differs from step to step": ddp.find_unused_parameters,
         "with mixed_precision the buckets stay as they are": ddp.mixed_precision is not None,
         "some gradients are sparse": any(sparse),
-        "only on the CPU do the host's clocks tell when a gradient is there": parameters[0].device.type != "cpu",
+        "neither a host's nor a CUDA device's clock tells when a gradient is there": not (
+            is_on_cuda or parameters[0].device.type == "cpu"
+        ),
+        "the parameters lie on several devices": is_on_cuda and len(devices) > 1,
+        "drivetrain was built without nvcc": is_on_cuda and not _C.has_cuda(),
     }
     return next((obstacle for obstacle, stands in obstacles.items() if stands), "")
 

@@ -73,7 +73,7 @@ class DistributedDataParallel(ReducesOverGroups):
         broadcast_buffers: Broadcasts rank 0's buffers before a forward pass. None means True.
         init_sync: Broadcasts rank 0's parameters and buffers at construction and compares the ranks' arguments.
         process_group: Process group for gradients and buffers. None takes the default group.
-        bucket_cap_mb: Size of a bucket in MiB. None plans buckets from measured times on the CPU, and takes 25 on CUDA.
+        bucket_cap_mb: Size of a bucket in MiB. None begins with 25 and then plans buckets from measured times.
         find_unused_parameters: Allows parameters that take no part in a forward pass.
         check_reduction: Deprecated by torch, without effect.
         gradient_as_bucket_view: True permits the next backward pass to overwrite tensors kept over a `.grad`.
@@ -372,7 +372,8 @@ class DistributedDataParallel(ReducesOverGroups):
         if small and self.bucket_bytes_cap_default:
             caps = [_FIRST_BUCKET_BYTES]
         ignored = self.parameters_to_ignore
-        self._why_not_planned = small or obstacle_to_planning(self, parameters, expect_sparse_gradient)
+        takes_turns = "with shard='gradients' buckets take turns in memory" if sharding.keeps_rows(self) else ""
+        self._why_not_planned = small or takes_turns or obstacle_to_planning(self, parameters, expect_sparse_gradient)
         wire_dtype = self.__dict__.get("_wire_dtype")
         comm = transports.make_comm(self._transport, self.process_group, parameters[0].device, wire_dtype)
         show_collectives(comm, self.process_group, parameters[0].device)
@@ -431,7 +432,7 @@ class DistributedDataParallel(ReducesOverGroups):
         Unless something prevents it (see `why_not` of the result), buckets are rebuilt twice. After the first
         synchronized step they take the order of its gradients. After three more they take the sizes that leave the
         least communication exposed, by the times of these steps and of a few all-reduces. Every rank makes the same
-        plan.
+        plan. On CUDA this takes five more steps, as no step waits for the device's times, and no gradient moves.
 
         Two ranks sum to the same bits whatever the buckets are, and so do the ranks of a host through shared memory.
         Over a process group of more ranks the order of a sum may depend on a bucket's size. Two runs may then differ in

@@ -64,8 +64,8 @@ class Reducer(_C.Reducer):
         report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
         shares_norm: Sums the squares of gradients in the reduction once an optimizer asks for their norm.
         gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient, too.
-        plan_from_measurement: Chooses the buckets' sizes again once the first steps have been timed. Only for parameters
-            of one device without sparse gradients.
+        plan_from_measurement: Chooses the buckets' sizes again once the first steps have been timed. Only for
+            parameters of one device without sparse gradients.
     """
 
     def __init__(

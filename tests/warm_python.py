@@ -6,8 +6,9 @@ program passes files, folder, variables and signals on, and dies as the fork die
 
 The program becomes a plain `python` where a fork would behave differently: with other options than -u, -c and -m, with
 inherited files, with variables that are read at the start, and in another namespace or under another resource limit
-than the server. A program of another session or group than the server's gets a fork that leads a session of its own.
-Signals to its group reach the fork, but not what the fork has started, unless the program leads its session, too.
+than the server, or if the program leads a group in another's session. A program of another session or group than the
+server's gets a fork that leads a session of its own. Signals to the program's group reach the fork, but not what the
+fork has started, unless the program leads its session, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 
 _HEADER_BYTES = 8
 _SESSION = 5  # the place in _facts() of the session and the group; None for a process that leads a session
+_OWN_GROUP = "a group within a session"  # whoever starts a program so means to signal all that it starts
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("TORCH_LOGS", "TORCH_CPP_", "TORCH_SHOW_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
@@ -84,7 +86,8 @@ def _facts() -> tuple[Any, ...]:
     started = {
         name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START) and name not in _PASSED_ON
     }
-    session = None if os.getsid(0) == os.getpid() else (os.getsid(0), os.getpgid(0))
+    leads = os.getpid() == os.getpgid(0)
+    session = (None if os.getsid(0) == os.getpid() else _OWN_GROUP) if leads else (os.getsid(0), os.getpgid(0))
     return limits, spaces, started, sorted(os.sched_getaffinity(0)), os.getuid(), session, os.nice(0)
 
 
@@ -212,7 +215,7 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
 def _is_alike(program: tuple[Any, ...], server: tuple[Any, ...]) -> bool:
     """Returns whether a fork of the server has the facts of the program, but for its session and group."""
     differing = [index for index in range(len(server)) if program[index] != server[index]]
-    return differing in ([], [_SESSION])
+    return differing in ([], [_SESSION]) and program[_SESSION] != _OWN_GROUP
 
 
 def _send(child: int, number: int, to_group: bool) -> None:

@@ -92,7 +92,7 @@ def test_it_dies_with_its_program() -> None:
     [
         ({}, True),
         ({"start_new_session": True}, True),
-        ({"process_group": 0}, True),
+        ({"process_group": 0}, False),
         ({"pass_fds": [1]}, True),
         ({"env": {"TORCHINDUCTOR_CACHE_DIR": "/tmp"}}, True),
         ({"env": {"PYTHONHASHSEED": "3"}}, False),

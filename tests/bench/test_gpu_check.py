@@ -487,7 +487,7 @@ def kernels_in_source(repository: Path) -> list[str]:
 
 def test_every_kernel_is_found(repository: Path) -> None:
     kernels = kernels_in_source(repository)
-    assert {"loop_cuda", "step_kernel", "chunk_sums", "accumulate_tiles", "write_piece"} <= set(kernels)
+    assert {"loop_cuda", "step_kernel", "chunk_sums", "accumulate_tiles", "write_bytes"} <= set(kernels)
     assert not any(kernel.startswith("__") for kernel in kernels)
 
 

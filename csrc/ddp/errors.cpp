@@ -93,9 +93,10 @@ void fail_incomplete(const Parameters& params, const MissingGradients& missing) 
   } else {
     cause =
         "Some parameters got no gradient although backward was to be reduced over ranks. If a forward may leave "
-        "parameters unused, pass `find_unused_parameters=True` to DistributedDataParallel. Make sure that all outputs "
-        "of `forward` participate in calculating the loss. Call the wrapper, not its .module. An exception in the "
-        "middle of that backward has the same effect, on every rank that it interrupts.";
+        "parameters unused, say so by passing the keyword argument `find_unused_parameters=True` to "
+        "DistributedDataParallel. Make sure that all `forward` function outputs participate in calculating loss. Call "
+        "the wrapper, not its .module. An exception in the middle of that backward has the same effect, on every rank "
+        "that it interrupts.";
     if (missing.finds_unused) {
       cause +=
           " Since `find_unused_parameters=True` is enabled, `forward` has probably not returned some output that "
@@ -120,10 +121,10 @@ void fail_changed_graph(const Parameter& param, int fired, int expected) {
 void fail_second_gradient(const Parameter& param) {
   throw EnvironmentError(
       text("Expected to mark a variable ready only once, but parameter '", param.name,
-           "' got a second gradient in the same synchronized backward. Either it is used in several reentrant backward "
-           "passes (torch.utils.checkpoint with use_reentrant=True). Then pass use_reentrant=False, or "
-           "static_graph=True to DistributedDataParallel. Or it is used outside the wrapped module's forward: call the "
-           "wrapper, not its .module. Or backward ran twice after one forward."));
+           "' got a second gradient in the same synchronized backward. One cause is a use in several reentrant "
+           "backward passes (torch.utils.checkpoint with use_reentrant=True): pass use_reentrant=False, or "
+           "static_graph=True to DistributedDataParallel. Another is a use outside the wrapped module's forward: call "
+           "the wrapper, not its .module. A third is a second backward after one forward."));
 }
 
 }  // namespace drivetrain::ddp

@@ -12,23 +12,6 @@ void begin(Phase phase);
 void end(Phase phase);
 void end_step(int64_t step);  // marks the end of a step, and of all its phases
 
-// Marks its lifetime as a phase.
-class PhaseSpan {
- public:
-  explicit PhaseSpan(Phase phase) : phase_(phase), was_on_(is_on()) {
-    if (was_on_) begin(phase_);
-  }
-  ~PhaseSpan() {
-    if (was_on_) end(phase_);
-  }
-  PhaseSpan(const PhaseSpan&) = delete;
-  PhaseSpan& operator=(const PhaseSpan&) = delete;
-
- private:
-  const Phase phase_;
-  const bool was_on_;
-};
-
 // Adds its lifetime to the recomputation of the step. The host's time needs no records: a step may recompute thousands
 // of tensors.
 class RecomputationTally {

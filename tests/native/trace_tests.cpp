@@ -56,18 +56,17 @@ void test_device_times() {
   device = {.mark_ns = {100, 130, 150, 170, 1170, 1180, 3180, 3680, 3700, 3800, 3810}};
   TraceReader reader(/*sees_forwards=*/true);
   reader.follow_device(0);
-  end_step(0);             // 100
-  begin(Phase::kData);     // 130
-  end(Phase::kData);       // 150
-  begin(Phase::kForward);  // 170: the copy takes 20
-  end(Phase::kForward);    // 1170
+  end_step(0);              // 100
+  begin(Phase::kData);      // 130
+  end(Phase::kData);        // 150
+  begin(Phase::kForward);   // 170: the copy takes 20
+  end(Phase::kForward);     // 1170
+  begin(Phase::kBackward);  // 1180: the loss takes 10
   {
-    const PhaseSpan backward(Phase::kBackward);  // 1180: the loss takes 10
-    {
-      const RecomputationTally outer;  // 3180
-      const RecomputationTally inner;  // is part of it
-    }  // 3680
-  }  // 3700
+    const RecomputationTally outer;  // 3180
+    const RecomputationTally inner;  // is part of it
+  }  // 3680
+  end(Phase::kBackward);  // 3700
   device.captures = true;
   begin(Phase::kOptimizer);  // has no mark, and so the time of the mark before
   end(Phase::kOptimizer);

@@ -29,8 +29,12 @@ _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("TORCH_LOGS", "TORCH_CPP_", "TORCH_SHOW_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
-# The fork does what these ask for. torch sets the last one itself, and reads it at each use.
-_PASSED_ON = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+# The fork does what the first four ask for. torch and scikit-learn set the others in the process that imports them: torch
+# reads its own at each use, and torch has no runtime of OpenMP that reads scikit-learn's.
+_PASSED_ON = (
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS"),
+    *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+)
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _programs: dict[tuple[str, ...], str] = {}
 

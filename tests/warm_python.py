@@ -29,8 +29,8 @@ _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("TORCH_LOGS", "TORCH_CPP_", "TORCH_SHOW_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
-# The fork does what the first four ask for. torch and scikit-learn set the others in the process that imports them: torch
-# reads its own at each use, and torch has no runtime of OpenMP that reads scikit-learn's.
+# The fork does what the first four ask for. torch and scikit-learn set the others in a process that imports them. torch
+# reads its own at each use, and its runtime of OpenMP reads none of scikit-learn's.
 _PASSED_ON = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS"),
     *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),

@@ -336,7 +336,7 @@ def test_gradients_of_gradients_need_the_weight_of_the_forward() -> None:
         y = model(x)
     with torch.no_grad():
         model.weight.mul_(3)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation. It is the weight of a linear layer"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation\. It is the weight of a linear layer"):
         torch.autograd.grad(y.float().sum(), x, create_graph=True)
 
 

@@ -24,7 +24,7 @@ IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not sani
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
 
-help: ## show this list; times are for two cores and begin after the build, which takes about three minutes
+help: ## show this list; times are for two cores and begin after the build, which takes two to three minutes
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on RANKS=2 ranks (2.5 minutes)

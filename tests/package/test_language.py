@@ -1,22 +1,17 @@
 """Tests of tools/language.py: each rule finds what breaks it, and nothing else."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from file_module import file_module
+
 
 @pytest.fixture(scope="module")
 def language(repository: Path):  # type: ignore[no-untyped-def]
-    spec = importlib.util.spec_from_file_location("language", repository / "tools/language.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["language"] = module  # the annotations of its NamedTuple are looked up there
-    spec.loader.exec_module(module)
-    return module
+    return file_module(repository / "tools/language.py")
 
 
 def found(language, root: Path, name: str, text: str) -> list[str]:  # type: ignore[no-untyped-def]

@@ -1,23 +1,19 @@
 """Tests of tools/pin_torch.py: the metadata of a wheel names the torch that its module loads with."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from file_module import file_module
+
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer have it
 
 
 @pytest.fixture(scope="module")
 def pinned(repository: Path):  # type: ignore[no-untyped-def]
-    spec = importlib.util.spec_from_file_location("pin_torch", repository / "tools/pin_torch.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.pinned
+    return file_module(repository / "tools/pin_torch.py").pinned
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -1,28 +1,16 @@
 """Tests that each defect of tests/fake_cuda/put_back.py still has its source text and its tests."""
 
 import ast
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from file_module import file_module
+
 FILE = Path(__file__).parents[1] / "fake_cuda/put_back.py"
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("put_back", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look the module up here
-    spec.loader.exec_module(module)
-    return module
-
-
-PUT_BACK = load()
+PUT_BACK = file_module(FILE)
 
 
 @pytest.mark.parametrize("defect", PUT_BACK.DEFECTS, ids=lambda defect: defect.name)

@@ -1,20 +1,16 @@
 """Tests of tools/sizes.py: each rule finds what breaks it, and nothing else."""
 
-import importlib.util
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from file_module import file_module
+
 
 @pytest.fixture(scope="module")
 def sizes(repository: Path):  # type: ignore[no-untyped-def]
-    spec = importlib.util.spec_from_file_location("sizes", repository / "tools/sizes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return file_module(repository / "tools/sizes.py")
 
 
 def checkout(root: Path, **files: str) -> Path:

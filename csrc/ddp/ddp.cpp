@@ -32,6 +32,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       int64_t check_replicas_every,
                                       std::vector<std::pair<std::string, at::Tensor>> frozen, bool shares_norm,
                                       bool plan_from_measurement, std::string wrapper, bool gradients_stay_views) {
+  const py::gil_scoped_release no_gil;
   return Reducer::make(
       std::move(params), std::move(names), std::move(comm),
       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
@@ -291,14 +292,15 @@ auto with_parts(Result (*call)(ReducerParts&, Args...)) {
 
 // python/drivetrain/ddp/reducer.py adds the methods that need torch's Python objects.
 void register_reducer(py::module_& m) {
-  // Calls release the GIL: an autograd thread that holds the reducer's mutex may want the GIL.
+  // Calls release the GIL: an autograd thread that holds the reducer's mutex may want the GIL. pybind11 registers a new
+  // object within its constructor's call, so that constructors release it inside, around their work.
   using no_gil = py::call_guard<py::gil_scoped_release>;
   using Parts = ReducerParts;
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
            py::arg("check_replicas_every"), py::arg("frozen"), py::arg("shares_norm"), py::arg("plan_from_measurement"),
-           py::arg("wrapper"), py::arg("gradients_stay_views"), no_gil())
+           py::arg("wrapper"), py::arg("gradients_stay_views"))
       // The phases of a step.
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())

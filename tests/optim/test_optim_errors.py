@@ -441,7 +441,9 @@ def test_a_step_that_is_left_out_converts_nothing() -> None:
 def test_state_of_another_optimizer(given: str, taken: str) -> None:
     saved = make(given)[0].state_dict()
     optimizer, _ = make(taken)
-    if given == taken or {given, taken} == {"Adam", "AdamW"}:
+    # These classes have the same states, and torch fills in an amsgrad that their dicts lack.
+    is_alike = given in ("Adam", "AdamW", "RAdam", "ADOPT") and taken in ("Adam", "AdamW")
+    if given == taken or is_alike or (given, taken) == ("ADOPT", "RAdam"):
         optimizer.load_state_dict(saved)
         optimizer.step()
         return
@@ -461,7 +463,7 @@ def test_state_of_torchs_other_optimizers(name: str) -> None:
         torch.optim.ASGD,
         torch.optim.Rprop,
     ):
-        if other.__name__ == name:
+        if other.__name__ == name or (other is torch.optim.RAdam and name in ("Adam", "AdamW")):
             continue
         theirs = other([{"params": [("a", params[0])]}, {"params": [("b", params[1]), ("c", params[2])]}])
         set_grads(params)

@@ -142,6 +142,10 @@ class FusedOptimizer(LeftToTorch):
             After an error no parameter, state or step counter has changed.
         """
         if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(
+                "drivetrain's optimizers step outside of compiled graphs: call step() outside of the function that "
+                "torch.compile(fullgraph=True) compiles, or leave fullgraph out."
+            )
             return self._step_outside_the_graph(closure)
         return self._step(closure)
 

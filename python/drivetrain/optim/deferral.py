@@ -1,7 +1,8 @@
 """Leaves the multiplications of unscaling and clipping to the step, which does them while it reads the gradients."""
 
 import math
-from collections.abc import ItemsView, Iterable, ValuesView
+from collections import UserDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,37 +18,34 @@ _SMALLEST_NORM = 2.0**-40
 _torchs_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # install(optim=True) puts the function below in its place
 
 
-class FoundInf(dict[torch.device, Tensor]):
+class FoundInf(UserDict[torch.device, Tensor]):
     """Overflow flags by device as torch.amp.GradScaler keeps them. The first look at them searches the gradients."""
 
     def __init__(self, flag: Tensor, deferral: _C.Deferral) -> None:
-        super().__init__({flag.device: flag})
-        self._flag = flag
+        self._flags = {flag.device: flag}
         self._deferral: _C.Deferral | None = deferral
 
-    def _measure(self) -> None:
+    @property
+    def data(self) -> dict[torch.device, Tensor]:  # type: ignore[override]
+        """The flags after the search, which every method of UserDict reads."""
         deferral, self._deferral = self._deferral, None
         if deferral is not None and not deferral.were_finite():
-            self._flag.fill_(1.0)
+            for flag in self._flags.values():
+                flag.fill_(1.0)
+        return self._flags
 
-    def __getitem__(self, device: torch.device) -> Tensor:
-        self._measure()
-        return super().__getitem__(device)
+    def __len__(self) -> int:
+        return len(self._flags)
 
-    def get(self, device: torch.device, default: Any = None) -> Any:
-        """Returns a device's flag."""
-        self._measure()
-        return super().get(device, default)
+    def copy(self) -> Any:
+        """Returns a plain dict."""
+        return dict(self.data)
 
-    def values(self) -> ValuesView[Tensor]:  # type: ignore[override]
-        """Returns the flags."""
-        self._measure()
-        return super().values()
+    __copy__ = copy
 
-    def items(self) -> ItemsView[torch.device, Tensor]:  # type: ignore[override]
-        """Returns devices and flags."""
-        self._measure()
-        return super().items()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles as a plain dict."""
+        return dict, (self.copy(),)
 
 
 @_disable_dynamo

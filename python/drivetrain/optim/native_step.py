@@ -204,6 +204,8 @@ class NativeStep(GradScaling):
         reader: Keeps what it read, so use one reader for the same parameters each time.
         options: Unscaling, clipping and zeroing.
         """
+        if not all(isinstance(group["params"], list) for group in groups):  # but a tuple, a ParameterList, ...
+            groups = [{**group, "params": list(group["params"])} for group in groups]
 
         def run(
             plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], step_options: _C.StepOptions

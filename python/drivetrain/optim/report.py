@@ -127,7 +127,7 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
             expected.add("gradients")
         else:
             entries["gradients"] = _size(grad)
-        there = {name: _size(entry) for name, entry in state.items()}
+        there = {name: _size(entry) for name, entry in state.items() if isinstance(entry, Tensor)}
         made = states_of_step(optimizer, param, group)
         expected |= {name for name, size in made.items() if there.get(name) != size}
         entries |= made
@@ -227,7 +227,7 @@ def _lost_share(
 
 def _optimizer_of(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
     """Returns an optimizer of the same class for `copy` alone, with a copy of the state and without clipping."""
-    state = {name: value.clone() for name, value in state.items()}
+    state = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
     result: Any = object.__new__(type(optimizer))
     result.__setstate__(
         optimizer.__getstate__()

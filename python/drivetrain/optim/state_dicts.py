@@ -1,5 +1,6 @@
 """State dicts: saves, loads and converts the states of optimizers, and stays compatible with torch's."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,24 +10,24 @@ from .. import _C
 from . import pieces, precision, sharded
 from .native_step import NativeStep, counter_device
 
-# Older state dicts of torch's classes lack the first ones. The second ones identify another class's state.
+# Options that dicts of older versions of torch and of other packages may lack. torch fills most of them in.
 _MAY_BE_ABSENT = {
-    "capturable",
-    "centered",
-    "decoupled_weight_decay",
-    "differentiable",
-    "foreach",
-    "fused",
-    "maximize",
-    "momentum",
-    "nesterov",
+    *("amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"),
+    *("momentum", "nesterov"),
 }
-_FOREIGN = {
-    *("alpha", "amsgrad", "betas", "centered", "dampening", "eps", "etas", "initial_accumulator_value", "lambd"),
-    *("always_adapt", "clip", "lr_decay", "momentum_decay", "rho", "step_sizes", "t0", "warmup_steps"),
-}
+# Options by which groups of other classes are recognized: a group has all of a tuple, and this class lacks the first. A
+# script's own key, such as `rho` or `clip`, makes no group another class's.
+_OF_OTHERS = (
+    *(("amsgrad",), ("momentum_decay",), ("always_adapt", "trust_clip"), ("warmup_steps", "weight_lr_power")),
+    ("eps", "betas"),
+)
 # States that identify a class whose groups have the same options as another's.
 _OF_ONE_CLASS = {"exp_inf"}
+
+
+def states_of_params(state: dict[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yields the states of parameters, without what a script keeps in an optimizer's state under other keys."""
+    return ((key, values) for key, values in state.items() if isinstance(key, Tensor) and isinstance(values, dict))
 
 
 class StateDicts(NativeStep):
@@ -46,6 +47,8 @@ class StateDicts(NativeStep):
         self._reader = None  # The reader describes the states before the load.
         self._find_devices()
         for group in self.param_groups:
+            for option in _MAY_BE_ABSENT & self.defaults.keys():
+                group.setdefault(option, self.defaults[option])
             for option, value in self._precision.items():
                 group.setdefault(option, value)
         if self._loading is not None:
@@ -58,7 +61,7 @@ class StateDicts(NativeStep):
         torch's Adagrad creates them on the CPU, and its state dicts keep them there. torch's `load_state_dict()` casts
         scalars to the parameter's dtype.
         """
-        for param, values in self.state.items():
+        for param, values in states_of_params(self.state):
             device = counter_device(param)
             for name in precision.SCALAR_NAMES & values.keys():
                 value = values[name]
@@ -108,7 +111,7 @@ class StateDicts(NativeStep):
     def _check_loaded(self, loaded: dict[str, Any]) -> None:
         """Raises ValueError for state dicts that torch's loading accepts and a later step could not use."""
         name = type(self).__name__
-        for index, group in enumerate(loaded["param_groups"]):
+        for index, (group, own) in enumerate(zip(loaded["param_groups"], self.param_groups, strict=False)):
             where = f"param_groups[{index}] of the state dict"
             version = group.get(precision.VERSION_NAME, 0)
             if version > precision.VERSION:
@@ -116,16 +119,17 @@ class StateDicts(NativeStep):
                     f"{where} was written by a newer drivetrain: its storage formats have version {version}, and this "
                     f"drivetrain reads up to {precision.VERSION}. Upgrade it, or save torch_state_dict() there."
                 )
-            lacking = [key for key in self.defaults if key not in group and key not in _MAY_BE_ABSENT]
-            foreign = sorted(_FOREIGN & group.keys() - self._option_names(group))
+            lacking = [key for key in self.defaults.keys() & own.keys() - group.keys() if key not in _MAY_BE_ABSENT]
+            known = own.keys() | self._option_names(group)
+            foreign = [keys[0] for keys in _OF_OTHERS if keys[0] not in known and group.keys() >= {*keys}]
             if lacking or foreign:
-                what = f"has no {', '.join(lacking)}" if lacking else f"has {', '.join(foreign)}"
+                what = f"has no {', '.join(sorted(lacking))}" if lacking else f"has {', '.join(foreign)}"
                 raise ValueError(f"{where} {what}: it is the state of another optimizer than {name}")
             precision.check({key: value for key, value in group.items() if key in precision.DEFAULTS}, where)
             rule = self._rule({**self.defaults, **group})
             for place, key in enumerate(group["params"]):
                 state = loaded["state"].get(key)
-                if not state:
+                if not state or not isinstance(state, dict):
                     continue
                 needed = ["step"] if _C.optim_counts_steps(rule, precision.of({})) else []
                 for entry in (*needed, *_C.optim_scalars(rule)):
@@ -149,7 +153,8 @@ class StateDicts(NativeStep):
         with pieces.in_place(self):
             result = super().state_dict()
             params = self._params_by_key(result)
-            result["state"] = {key: sharded.portable(params.get(key), state) for key, state in result["state"].items()}
+            for key in params.keys() & result["state"].keys():
+                result["state"][key] = sharded.portable(params[key], result["state"][key])
         for group in result["param_groups"]:
             group.pop(precision.VERSION_NAME, None)
             if precision.DEFAULTS.keys() & group.keys():
@@ -178,7 +183,10 @@ class StateDicts(NativeStep):
         """
         result = self.state_dict()
         params_by_key = self._params_by_key(result)
-        result["state"] = {key: precision.plain(state, params_by_key[key]) for key, state in result["state"].items()}
+        result["state"] = {
+            key: precision.plain(state, params_by_key[key]) if key in params_by_key else state
+            for key, state in result["state"].items()
+        }
         for group in result["param_groups"]:
             if not (group.get("fused") or group.get("capturable")):
                 for key in group["params"]:

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..frames import users_line
+from ..optim.state_dicts import states_of_params
 from .kernels import KernelChoice
 from .native import NativeSteps
 from .recorder import Recorder
@@ -195,7 +196,7 @@ class Tracer:
             return
         self._optimizers.add(id(optimizer))
         self.trace.optimizers.append(type(optimizer).__name__)
-        before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        before = {parameter: dict(state) for parameter, state in states_of_params(optimizer.state)}
         self._restore.append(lambda: _restore_state(optimizer, before))
         for parameter, state in before.items():
             for name, value in state.items():
@@ -204,7 +205,7 @@ class Tracer:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._recorder.optimizer = None
-        for parameter, state in optimizer.state.items():
+        for parameter, state in states_of_params(optimizer.state):
             for value in state.values():
                 if isinstance(value, Tensor):
                     self._recorder.mark(value, "optimizer states", self._params.get(id(parameter), -1))
@@ -229,6 +230,6 @@ def _setting_grad(parameter: nn.Parameter, grad: Tensor | None) -> Callable[[], 
 
 
 def _restore_state(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:
-    optimizer.state.clear()
-    for parameter, state in before.items():
-        optimizer.state[parameter] = state
+    for parameter, _ in list(states_of_params(optimizer.state)):
+        del optimizer.state[parameter]
+    optimizer.state.update(before)

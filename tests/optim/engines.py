@@ -1,0 +1,61 @@
+"""Runs a script of a stranger under torch's classes, under drivetrain's, and under drivetrain's in torch's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import drivetrain
+from drivetrain.optim import left_to_torch
+
+ENGINES = ("drivetrain", "install")
+
+
+@contextmanager
+def engine(name: str) -> Iterator[Any]:
+    """Yields the module from which a script takes optimizers: drivetrain.optim, or torch.optim with its classes or
+    ours."""
+    if name == "drivetrain":
+        yield drivetrain.optim
+        return
+    before = list(left_to_torch.constructed)
+    if name == "install":
+        drivetrain.install(optim=True)
+    try:
+        yield torch.optim
+    finally:
+        if name == "install":
+            drivetrain.uninstall()
+        left_to_torch.constructed[:] = before
+
+
+def under(name: str, script: Callable[[Any], Any]) -> Any:
+    """Returns what the script returns, or the type of its exception."""
+    torch.manual_seed(0)
+    with engine(name) as optim:
+        try:
+            return script(optim)
+        except Exception as error:
+            if "bug in drivetrain" in str(error):
+                raise
+            return type(error)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compares nested results. Steps of torch and of drivetrain differ by a few units in the last place."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def assert_as_torch(name: str, script: Callable[[Any], Any]) -> None:
+    """Fails unless the script gives under this engine what it gives under torch."""
+    found, expected = under(name, script), under("torch", script)
+    assert same(found, expected), f"{name} gives {found}, torch {expected}"

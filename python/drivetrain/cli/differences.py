@@ -44,6 +44,14 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "A NumPy array holds no reference that the buffer could see.",
     ),
     IntendedDifference(
+        "`.grad` before a synchronized backward has ended: hooks of `AccumulateGrad`, steps between `backward()` calls "
+        "on parts of a forward's outputs",
+        "This rank's gradient, without `gradient_as_bucket_view=True`.",
+        "This rank's gradient divided by the number of ranks, or already the mean, whichever the moment finds.",
+        "Gradients are reduced where they lie: this rank's own would need a second copy. Read and step after the last "
+        "backward, or use `Tensor.register_hook`, which gets this rank's gradient.",
+    ),
+    IntendedDifference(
         "Second backward after a forward or after several; forward under `no_sync()` and backward outside",
         "Each rank keeps its own gradients.",
         "The gradients are reduced when the backward pass ends. All ranks raise if one rank alone does this.",

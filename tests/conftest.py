@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from drivetrain import _C
+from effort import SEED
 from ranks import RankPool
 from shared_builds import built_once
 
@@ -23,6 +24,10 @@ LONGEST = (
     *("test_store", "test_swap", "test_deferral", "test_planned_memory", "test_resumed_trainers", "test_shard"),
     *("test_survivors", "test_preemption", "test_optim_db", "test_adafactor"),
 )
+
+
+def pytest_report_header() -> str:
+    return f"seed of the random scripts: SEED={SEED}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

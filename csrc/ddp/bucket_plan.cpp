@@ -11,9 +11,7 @@
 namespace drivetrain::ddp {
 namespace {
 
-int64_t bytes_of(const ParamSize& size) {
-  return (size.numel * size.element_bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
+int64_t bytes_of(const ParamSize& size) { return aligned(size.numel * size.element_bytes); }
 
 // One group's bucket that still takes parameters.
 struct OpenBucket {

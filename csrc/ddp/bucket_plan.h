@@ -7,8 +7,10 @@
 
 namespace drivetrain::ddp {
 
-// Every gradient starts on its own cache line.
+// Every gradient starts on its own cache line, except in the buckets of communication hooks.
 constexpr int64_t kAlignment = 64;
+
+constexpr int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 struct ParamSize {
   int64_t numel;
@@ -18,12 +20,12 @@ struct ParamSize {
 
 struct BucketEntry {
   int64_t param;   // index into the sizes
-  int64_t offset;  // bytes from the bucket's start, a multiple of kAlignment
+  int64_t offset;  // bytes from the bucket's start
 };
 
 struct BucketPlan {
   std::vector<BucketEntry> entries;  // in the order in which gradients are expected
-  int64_t bytes = 0;                 // a multiple of kAlignment
+  int64_t bytes = 0;
   int64_t group = 0;
 };
 

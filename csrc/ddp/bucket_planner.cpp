@@ -1,12 +1,14 @@
 // Rebuilds the buckets by the order and the times of gradients.
 #include "ddp/bucket_planner.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <iterator>
 #include <map>
 #include <memory>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 
 #include "base/check.h"
@@ -69,12 +71,21 @@ void BucketPlanner::start_over() {
   device_times_.reset();
   shared_times_.reset();
   fired_.clear();
-  use(plan_buckets(param_sizes(), registration_order(), options_.bucket_caps));
+  use(first_buckets());
 }
 
 void BucketPlanner::use(const std::vector<BucketPlan>& plans) {
   buffer_.build(plans, collectives_.comm());
   report_ = PlanReport();
+}
+
+void BucketPlanner::follow_torch(std::vector<int64_t> first_caps, bool is_static) {
+  first_caps_ = std::move(first_caps);
+  order_step_ = is_static ? 1 : 0;
+  buffer_.settings.is_hooked = true;
+  const std::vector<at::Tensor> kept = buffer_.copy_kept_gradients();
+  use(is_rebuilt_ ? buckets_in_order() : first_buckets());
+  buffer_.put_back(kept);
 }
 
 // Parameters share buckets by device and dtype. A sparse one shares with none.
@@ -98,8 +109,47 @@ std::vector<int64_t> BucketPlanner::registration_order() const {
   return order;
 }
 
+// torch lists the parameters of its first buckets in the order of registration, and the buckets in reverse.
+std::vector<BucketPlan> BucketPlanner::first_buckets() const {
+  if (!buffer_.settings.is_hooked) return plan_buckets(param_sizes(), registration_order(), options_.bucket_caps);
+  std::vector<BucketPlan> plans = torchs_buckets({}, first_caps_);
+  std::reverse(plans.begin(), plans.end());
+  return plans;
+}
+
+std::vector<BucketPlan> BucketPlanner::buckets_in_order() const {
+  return buffer_.settings.is_hooked ? torchs_buckets(fired_, options_.bucket_caps)
+                                    : plan_buckets(param_sizes(), fired_, options_.bucket_caps);
+}
+
+// Returns the buckets that torch's own function makes. order: empty for the order of registration.
+std::vector<BucketPlan> BucketPlanner::torchs_buckets(const std::vector<int64_t>& order,
+                                                      const std::vector<int64_t>& caps) const {
+  std::vector<at::Tensor> grads;
+  std::vector<bool> sparse;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Parameter& param = params_[order.empty() ? i : order[i]];
+    const at::Tensor element = at::empty({1}, param.tensor.options().dtype(param.grad_dtype));
+    grads.push_back(element.expand({param.tensor.numel()}));
+    sparse.push_back(params_[i].sparse);
+  }
+  const std::vector<size_t> limits(caps.begin(), caps.end());
+  const auto [buckets, used_limits] = c10d::compute_bucket_assignment_by_size(grads, limits, sparse, order);
+  const std::vector<ParamSize> sizes = param_sizes();
+  std::vector<BucketPlan> plans;
+  for (const std::vector<size_t>& bucket : buckets) {
+    BucketPlan& plan = plans.emplace_back();
+    plan.group = sizes[bucket[0]].group;
+    for (const size_t param : bucket) {
+      plan.entries.push_back({static_cast<int64_t>(param), plan.bytes});
+      plan.bytes += sizes[param].numel * sizes[param].element_bytes;
+    }
+  }
+  return plans;
+}
+
 void BucketPlanner::begin_step() {
-  if (collectives_.steps() == 0) fired_.clear();
+  if (collectives_.steps() == order_step_) fired_.clear();
   const int64_t step = collectives_.steps() - measured_from_;
   marks_step_ = false;
   if (!device_times_ || step >= kMeasuredSteps) return;
@@ -120,7 +170,7 @@ void BucketPlanner::note_exposed(int64_t nanoseconds) {
 // ---- The plan by order.
 
 bool BucketPlanner::is_due(bool may_leave_out) const {
-  if (collectives_.steps() == 0 || buffer_.settings.low_precision.has_value() || may_leave_out) return false;
+  if (collectives_.steps() <= order_step_ || buffer_.settings.low_precision.has_value() || may_leave_out) return false;
   return !is_rebuilt_ || (is_measuring_ && !buffer_.settings.reuses_memory && collectives_.steps() >= next_);
 }
 
@@ -157,9 +207,10 @@ void BucketPlanner::rebuild_in_order() {
   const at::Tensor holders = at::full({1}, buffer_.are_views_held() ? 1 : 0, on_device);
   collectives_.sum_now(holders, "the number of ranks that hold gradients");
   fired_ = collectives_.from_rank_0(order, kOrder, device());
-  const std::vector<BucketPlan> plans = plan_buckets(param_sizes(), fired_, options_.bucket_caps);
+  const std::vector<BucketPlan> plans = buckets_in_order();
   check_same_everywhere(plans);
-  if (!buffer_.is_in_place(plans) && holders.cpu().data_ptr<int64_t>()[0] == 0) {
+  const bool may_move = buffer_.settings.is_hooked || holders.cpu().data_ptr<int64_t>()[0] == 0;
+  if (!buffer_.is_in_place(plans) && may_move) {
     const std::vector<at::Tensor> kept = buffer_.copy_kept_gradients();
     use(plans);
     buffer_.put_back(kept);

@@ -57,6 +57,9 @@ class BucketPlanner {
   void start_over();
   // Lays out these buckets. The report starts again.
   void use(const std::vector<BucketPlan>& plans);
+  // Lays out the buckets as torch's class does from now on, for a communication hook. first_caps: bytes per bucket
+  // until torch rebuilds. is_static: the graph is, so that torch rebuilds a step later.
+  void follow_torch(std::vector<int64_t> first_caps, bool is_static);
 
   // ---- A step, in the order of calls.
 
@@ -66,7 +69,7 @@ class BucketPlanner {
   void begin_step();
   // Notes that the parameter's hook has fired in this step.
   void note_order(size_t param) {
-    if (collectives_.steps() == 0) fired_.push_back(static_cast<int64_t>(param));
+    if (collectives_.steps() == order_step_) fired_.push_back(static_cast<int64_t>(param));
   }
   // Notes that the parameter's gradient is complete.
   void note_time(size_t param, const StepTimes& now) {
@@ -101,6 +104,9 @@ class BucketPlanner {
   void plan_from_device_times(bool has_hook);
   std::vector<ParamSize> param_sizes() const;
   std::vector<int64_t> registration_order() const;
+  std::vector<BucketPlan> first_buckets() const;
+  std::vector<BucketPlan> buckets_in_order() const;
+  std::vector<BucketPlan> torchs_buckets(const std::vector<int64_t>& order, const std::vector<int64_t>& caps) const;
   std::vector<int64_t> fired_order() const;
   int64_t obstacle(bool has_hook) const;
   void note_obstacle(int rank, int64_t obstacle);
@@ -119,7 +125,9 @@ class BucketPlanner {
   const StepStreams& streams_;
   Collectives& collectives_;
   const Options options_;
-  std::vector<int64_t> fired_;  // parameters in the order of hooks in the first step; after a rebuild rank 0's order
+  std::vector<int64_t> first_caps_;  // torch's until its rebuild, once a communication hook reduces
+  int64_t order_step_ = 0;           // finished steps at the step whose order counts
+  std::vector<int64_t> fired_;       // parameters in the order of hooks in that step; after a rebuild rank 0's order
   bool is_rebuilt_ = false;
   bool is_measuring_ = false;  // from the first rebuild to the second
   int64_t measured_from_ = 0;  // finished steps at the first rebuild

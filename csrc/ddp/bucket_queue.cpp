@@ -85,7 +85,7 @@ void BucketQueue::start(size_t index) {
 }
 
 void BucketQueue::reduce(size_t index) {
-  const Bucket& bucket = parts_.buffer.bucket(index);
+  Bucket& bucket = parts_.buffer.bucket(index);
   State& state = states_[index];
   RECORD_FUNCTION("drivetrain::all_reduce", (std::vector<c10::IValue>{bucket.flat, static_cast<int64_t>(index)}));
   ++parts_.times.buckets_reduced;
@@ -93,9 +93,10 @@ void BucketQueue::reduce(size_t index) {
   const Progress::Wait wait(*parts_.collectives.progress(), bucket.label, Progress::after_bucket(index));
   const Stopwatch stopwatch(parts_.times.exposed);
   if (hook_) {
-    HookBucket seen{index, states_.size(), bucket.flat, {}, {}};
+    if (!bucket.sparse) show(bucket.flat, bucket.seen);
+    HookBucket seen{index, states_.size(), bucket.sparse ? bucket.flat : bucket.seen, {}, {}};
     for (size_t param : bucket.params) {
-      seen.offsets.push_back(bucket.sparse ? 0 : parts_.buffer.region(param).offset / bucket.flat.element_size());
+      if (!bucket.sparse) seen.offsets.push_back(parts_.buffer.region(param).offset / bucket.flat.element_size());
       seen.params.push_back(parts_.params[param].tensor);
     }
     parts_.collectives.announce(scaling_.purpose, "the communication hook of " + *bucket.label, index);
@@ -167,15 +168,24 @@ void BucketQueue::take_hook_result(size_t index) {
   if (states_[index].hooked == nullptr) return;
   const Bucket& bucket = parts_.buffer.bucket(index);
   const at::Tensor& result = states_[index].hooked->result();
-  if (result.is_same(bucket.flat)) return;
-  if (result.numel() != bucket.flat.numel()) {
-    throw_type_error(text("the communication hook returned a tensor of ", result.numel(), " elements for ",
-                          *bucket.label, ", expected as many as bucket.buffer() has: ", bucket.flat.numel()));
+  if (bucket.sparse) {
+    if (!result.is_same(bucket.flat)) bucket.flat.copy_(result);
+    return;
   }
+  const int64_t numel = bucket.flat.numel();
+  const auto has = static_cast<int64_t>(result.storage().nbytes() / result.element_size());
+  if (has < numel) {
+    throw EnvironmentError(text("the communication hook returned a tensor over ", has, " elements for ", *bucket.label,
+                                ", expected as many as bucket.buffer() has: ", numel));
+  }
+  // torch takes the first elements of the storage, whatever part of it the tensor shows.
+  const at::Tensor values = result.as_strided({numel}, {1}, 0);
+  const bool is_same_type = values.scalar_type() == bucket.flat.scalar_type();
+  if (is_same_type && values.const_data_ptr() == bucket.flat.const_data_ptr()) return;
   if (parts_.buffer.settings.low_precision.has_value()) {
-    parts_.gradients.copy_to_full_precision(bucket, result);
-  } else if (bucket.sparse || !result.is_alias_of(bucket.flat) || result.scalar_type() != bucket.flat.scalar_type()) {
-    bucket.flat.copy_(bucket.sparse ? result : result.reshape({-1}));
+    parts_.gradients.copy_to_full_precision(bucket, values);
+  } else {
+    bucket.flat.copy_(values.is_alias_of(bucket.seen) ? values.clone() : values);
   }
 }
 

@@ -40,10 +40,10 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
 }
 
 // torch's own class gives Python's hooks a real dist.GradBucket.
-void set_python_hook(Reducer& reducer, py::object state, py::object hook) {
+void set_python_hook(Reducer& reducer, py::object state, py::object hook, std::vector<int64_t> first_caps) {
   auto native = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
   const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.queue.set_hook(std::move(native)); });
+  reducer.with_parts([&](ReducerParts& parts) { set_hook(parts, std::move(native), std::move(first_caps)); });
 }
 
 void set_are_held(Reducer& reducer, py::function are_held) {
@@ -324,7 +324,7 @@ void register_reducer(py::module_& m) {
            no_gil())
       .def("difference", with_parts(+[](Parts& parts) { return parts.collectives.difference(); }), no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
-      .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"))
+      .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"), py::arg("first_caps"))
       .def("set_comm", with_parts(+[](Parts& parts, std::shared_ptr<Comm> comm) { parts.set_comm(std::move(comm)); }),
            py::arg("comm"), no_gil())
       .def("set_are_held", &set_are_held, py::arg("are_held"))

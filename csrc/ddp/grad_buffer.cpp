@@ -3,6 +3,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -46,13 +47,14 @@ GradBuffer::GradBuffer(const Parameters& params, StepStreams& streams, bool stay
 
 void GradBuffer::build(const std::vector<BucketPlan>& plans, Comm& comm) {
   plans_ = std::vector<BucketPlan>(plans);  // `plans` may be plans_
+  if (settings.is_hooked) free();           // tensors that the script keeps over gradients keep the memory before
   std::map<std::string, int64_t> bytes, largest;
   for (const BucketPlan& plan : plans_) {
     const Parameter& first = params_[plan.entries[0].param];
     if (first.sparse) continue;
     const std::string device = first.tensor.device().str();
-    bytes[device] += plan.bytes;
-    largest[device] = std::max(largest[device], plan.bytes);
+    bytes[device] += aligned(plan.bytes);
+    largest[device] = std::max(largest[device], aligned(plan.bytes));
   }
   buckets_.clear();
   bytes_ = 0;
@@ -84,13 +86,14 @@ void GradBuffer::lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& 
     at::Tensor& memory = memory_[device.str()];
     if (!memory.defined() || memory.numel() != device_bytes) {
       if (memory.defined()) streams_.keep_alive(memory);
-      memory = comm.allocate(device_bytes, device);
+      memory = settings.is_hooked ? at::zeros({device_bytes}, at::TensorOptions(at::kByte).device(device))
+                                  : comm.allocate(device_bytes, device);
     }
     const at::ScalarType dtype = grad_dtype(first);
     const int64_t numel = plan.bytes / static_cast<int64_t>(c10::elementSize(dtype));
-    if (used + plan.bytes > device_bytes) used = 0;  // reuses the memory of the first buckets
+    if (used + aligned(plan.bytes) > device_bytes) used = 0;  // reuses the memory of the first buckets
     bucket.offset = used;
-    bucket.end = bucket.offset + plan.bytes;
+    bucket.end = bucket.offset + aligned(plan.bytes);
     bucket.flat = piece_of(memory, bucket.offset, {numel}, {1}, dtype);
     used = bucket.end;
   }
@@ -280,7 +283,7 @@ std::vector<at::Tensor> GradBuffer::copy_kept_gradients() const {
 
 void GradBuffer::put_back(const std::vector<at::Tensor>& kept) {
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (!kept[i].defined()) continue;
+    if (!kept[i].defined() || (settings.is_hooked && is_scripts_own(params_[i].tensor.grad()))) continue;
     regions_[i].view.variable_data().copy_(kept[i]);  // keeps the version: the values are the same
     params_[i].tensor.mutable_grad() = regions_[i].view;
   }

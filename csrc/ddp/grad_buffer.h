@@ -29,6 +29,7 @@ struct Bucket {
   int64_t end = 0;                           // likewise
   // One-dimensional, padding included, in the parameters' dtype. For a sparse bucket this step's gradient.
   at::Tensor flat;
+  at::Tensor seen;                           // shows a communication hook the same memory
   std::shared_ptr<const RankRanges> ranges;  // which part each rank keeps; null: each keeps everything
 };
 
@@ -58,6 +59,8 @@ class GradBuffer {
     bool stays_views = false;  // tensors that a script keeps over a `.grad` show the parameter's next gradient, too
     std::optional<at::ScalarType> low_precision;  // the gradients' dtype instead of their parameters'; layout
     bool reuses_memory = false;  // later buckets reuse the memory of earlier ones, for steps in backward; layout
+    // A communication hook reads the buckets, in torch's layout, so that the transport does not touch them; layout.
+    bool is_hooked = false;
     // Tells if Python refers to any of these tensors beside `.grad`.
     std::function<bool(const std::vector<at::Tensor>&)> are_held;
     // By parameter, the elements of its gradient that each rank keeps of the reduced one, in place of bytes; empty: all
@@ -108,7 +111,7 @@ class GradBuffer {
   bool are_views_held() const;
   // Copies the gradients that are being accumulated in the buffer, by parameter. They move with their parameters.
   std::vector<at::Tensor> copy_kept_gradients() const;
-  // Puts these copies into their regions after a build().
+  // Puts these copies into their regions after a build(), except gradients that became the script's own by it.
   void put_back(const std::vector<at::Tensor>& kept);
   void forget_sparse_gradients();
   // Calls settings.on_moved.

@@ -320,4 +320,14 @@ void ReducerParts::mark_end() {
   progress->end_on_device([&] { device_end->record(*stream); }, has_ended);
 }
 
+void set_hook(ReducerParts& parts, std::unique_ptr<c10d::CommHookInterface> hook, std::vector<int64_t> first_caps) {
+  if (parts.phase == StepPhase::kRunning) {
+    throw EnvironmentError("register_comm_hook was called while a backward runs: call it between two steps.");
+  }
+  parts.queue.set_hook(std::move(hook));
+  const at::NoGradGuard no_grad_tracking;
+  parts.planner.follow_torch(std::move(first_caps), parts.used.graph() != Graph::kDynamic);
+  parts.queue.reset();
+}
+
 }  // namespace drivetrain::ddp

@@ -152,4 +152,8 @@ struct ReducerParts {
   void mark_end();
 };
 
+// Gives every bucket to a hook, in torch's layout. first_caps: torch's bytes per bucket before it rebuilds. Throws if
+// there is a hook already, or a backward is under way.
+void set_hook(ReducerParts& parts, std::unique_ptr<c10d::CommHookInterface> hook, std::vector<int64_t> first_caps);
+
 }  // namespace drivetrain::ddp

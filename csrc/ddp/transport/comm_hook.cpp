@@ -1,15 +1,33 @@
 // Runs torch's communication hooks on buckets.
 #include "ddp/transport/comm_hook.h"
 
+#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+
 #include "base/check.h"
 #include "ddp/transport/torch_group.h"
 
 namespace drivetrain::ddp {
 
+void show(const at::Tensor& flat, at::Tensor& seen) {
+  if (seen.defined() && seen.sizes().equals(flat.sizes()) && seen.scalar_type() == flat.scalar_type() &&
+      seen.is_contiguous() && seen.const_data_ptr() == flat.const_data_ptr()) {
+    return;
+  }
+  seen = at::empty({0}, flat.options());  // for a storage with torch's allocator
+  const auto keep_memory = [flat](void*) {};
+  const c10::Storage storage = seen.storage();
+  storage.set_data_ptr_noswap(
+      c10::InefficientStdFunctionContext::makeDataPtr(flat.data_ptr(), keep_memory, flat.device()));
+  storage.set_nbytes(flat.nbytes());
+  seen.resize_({flat.numel()});
+}
+
 HookReduce::HookReduce(c10d::CommHookInterface& hook, const HookBucket& bucket) : hook_(hook) {
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
-  for (const at::Tensor& param : bucket.params) {
+  for (size_t i = 0; i < bucket.offsets.size(); ++i) {
+    const at::Tensor& param = bucket.params[i];
     lengths.push_back(static_cast<size_t>(param.numel()));
     sizes.push_back(param.sizes());
   }

@@ -17,13 +17,17 @@ namespace drivetrain::ddp {
 struct HookBucket {
   size_t index;
   size_t count;                 // number of buckets
-  at::Tensor flat;              // in the parameters' dtype; the gradient itself if it is sparse
-  std::vector<size_t> offsets;  // elements, into flat
+  at::Tensor flat;              // in the parameters' dtype, without gaps; the gradient itself if it is sparse
+  std::vector<size_t> offsets;  // elements, into flat; none if it is sparse
   std::vector<at::Tensor> params;
 };
 
-// One run of a hook. After wait(), result() is the value of the hook's future: flat itself, or a tensor with as many
-// elements and any dtype.
+// Makes `seen` a tensor over the memory of `flat` that a hook may also resize or set, unless it is one already. Its
+// storage moves elsewhere then, and `flat` keeps the memory.
+void show(const at::Tensor& flat, at::Tensor& seen);
+
+// One run of a hook. After wait(), result() is the value of the hook's future: flat itself, or a tensor of any dtype
+// whose storage begins with the result.
 class HookReduce final : public PendingReduce {
  public:
   // Runs the hook. It may raise, and takes the GIL if it is a Python function.

@@ -27,7 +27,8 @@ DIFFERENCES: Sequence[IntendedDifference] = (
     IntendedDifference(
         "Number and size of buckets",
         "Caps of 1 MiB and 25 MiB.",
-        "Planned from measured times, after four steps on the CPU and nine on CUDA.",
+        "Planned from measured times, after four steps on the CPU and nine on CUDA. With a communication hook, "
+        "torch's.",
         "Less communication stays exposed. `bucket_cap_mb=25` keeps torch's sizes.",
     ),
     IntendedDifference(

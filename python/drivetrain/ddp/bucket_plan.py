@@ -1,6 +1,7 @@
-"""The result of `DistributedDataParallel.bucket_plan()`: the buckets, their expected timeline and the measured cost."""
+"""Sizes of buckets, and the result of `DistributedDataParallel.bucket_plan()`: their timeline and measured cost."""
 
 import statistics
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,20 @@ class BucketPlan:
                 names += f" and {more} more"
             rows.append((str(index), f"{bucket.bytes / 2**20:.2f}", *times, names))
         return rows
+
+
+def bucket_caps(ddp: "DistributedDataParallel") -> list[int]:
+    """Returns torch's bytes per bucket, in the expected order of buckets. The last one repeats."""
+    if ddp.bucket_bytes_cap_list:
+        return list(ddp.bucket_bytes_cap_list)
+    first = [dist._DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []  # starts early in backward
+    return [*first, ddp.bucket_bytes_cap]
+
+
+def first_caps_of_torch(ddp: "DistributedDataParallel") -> list[int]:
+    """Returns the same for the buckets before torch rebuilds them in the order of gradients."""
+    has_one_bucket = ddp.static_graph or not ddp.find_unused_parameters
+    return [sys.maxsize] if has_one_bucket and not ddp.bucket_bytes_cap_list else bucket_caps(ddp)
 
 
 def obstacle_to_planning(ddp: "DistributedDataParallel", parameters: list[nn.Parameter], sparse: list[bool]) -> str:

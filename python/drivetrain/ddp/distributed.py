@@ -17,7 +17,7 @@ from ..grad import main_grads
 from . import hang_reports, sharding
 from . import transport as transports
 from .arguments import TORCH_ARGUMENTS, refuse_unknown
-from .bucket_plan import BucketPlan, describe_plan, obstacle_to_planning
+from .bucket_plan import BucketPlan, bucket_caps, describe_plan, first_caps_of_torch, obstacle_to_planning
 from .consistency import (
     check_default_group,
     check_devices,
@@ -36,7 +36,6 @@ from .tag_board import show_collectives
 
 __all__ = ["DistributedDataParallel", "checked_weight", "defaults"]
 
-_FIRST_BUCKET_BYTES = 1024 * 1024  # as in torch: communication starts early in backward
 # All ranks must agree on these arguments.
 _SAME_EVERYWHERE = (
     "bucket_cap_mb",
@@ -365,12 +364,10 @@ class DistributedDataParallel(ReducesOverGroups):
         if self.mixed_precision is not None:
             for index, param in enumerate(parameters):  # torch's hooks pass it to reducer._autograd_hook
                 param._idx = index  # type: ignore[attr-defined]
-        caps = list(self.bucket_bytes_cap_list) or [self.bucket_bytes_cap]
-        if self.bucket_bytes_cap_default:
-            caps.insert(0, _FIRST_BUCKET_BYTES)
+        caps = bucket_caps(self)
         small = sharding.keeps_buckets_small(self)
         if small and self.bucket_bytes_cap_default:
-            caps = [_FIRST_BUCKET_BYTES]
+            caps = caps[:1]
         ignored = self.parameters_to_ignore
         takes_turns = "with shard='gradients' buckets take turns in memory" if sharding.keeps_rows(self) else ""
         self._why_not_planned = small or takes_turns or obstacle_to_planning(self, parameters, expect_sparse_gradient)
@@ -463,7 +460,7 @@ class DistributedDataParallel(ReducesOverGroups):
         """
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         self._refuse_hook_on_wire(hook.__qualname__)
-        self.reducer.set_python_hook(state, hook)
+        self.reducer.set_python_hook(state, hook, first_caps_of_torch(self))
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
 
@@ -475,7 +472,7 @@ class DistributedDataParallel(ReducesOverGroups):
                 f"comm_hook_type is {comm_hook_type!r}, expected a dist.BuiltinCommHookType: {', '.join(builtin)}"
             )
         self._refuse_hook_on_wire(str(comm_hook_type))
-        self.reducer.set_python_hook(self.process_group, builtin[name])
+        self.reducer.set_python_hook(self.process_group, builtin[name], first_caps_of_torch(self))
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _refuse_hook_on_wire(self, hook: str) -> None:

@@ -103,8 +103,9 @@ def bucket_caps(ddp: "DistributedDataParallel") -> list[int]:
     """Returns torch's bytes per bucket, in the expected order of buckets. The last one repeats."""
     if ddp.bucket_bytes_cap_list:
         return list(ddp.bucket_bytes_cap_list)
-    first = [dist._DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []  # starts early in backward
-    return [*first, ddp.bucket_bytes_cap]
+    if not ddp.bucket_bytes_cap_default:
+        return [ddp.bucket_bytes_cap]
+    return [dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap]  # type: ignore[attr-defined]  # starts early
 
 
 def first_caps_of_torch(ddp: "DistributedDataParallel") -> list[int]:

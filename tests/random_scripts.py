@@ -161,8 +161,7 @@ class Side:
     def step(self, where: str) -> Any:
         if where == "here":
             return self.optimizer.step()
-        # torch's Muon hangs in a forked child. So may our Adafactor, whose loops use a pool of threads.
-        is_in_child = where == "child" and self.cls.__name__ not in ("Muon", "Adafactor")
+        is_in_child = where == "child" and self.cls.__name__ != "Muon"  # torch's hangs there
         return self._step_in_a_child() if is_in_child else self._step_in_a_thread()
 
     def step_with_closure(self, seed: int) -> Any:

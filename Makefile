@@ -19,7 +19,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 # The suite runs in three processes, one file at a time, because many tests wait or use one thread. ARGS="..." runs in one.
 IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not sanitizer"
 
-.PHONY: help train test test-native test-fake-cuda fake-cuda-defects faults doctor-faults cluster crashes compare time-to-quality accuracy
+.PHONY: help train test test-native test-fake-cuda fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
 .PHONY: bench gpu-check gpu-wheels gpu-table
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
@@ -73,6 +73,10 @@ doctor-faults: $(STAMPS)/built ## inject 20 faults that the doctor must name, ex
 cluster: $(STAMPS)/test-tools ## train over torchrun, SLURM and Ray on this machine (5 minutes; SLURM needs its Debian packages and root)
 	$(PYTHON) -m pip install --quiet --constraint $(STAMPS)/constraints.txt "drivetrain[cluster]"
 	DRIVETRAIN_CLUSTER=1 $(PYTHON) -m pytest tests/cluster $(ARGS)
+
+# SUITES names a folder of your own, each of whose subfolders holds the tests of one project.
+strangers: $(STAMPS)/test-tools ## run other projects' suites with torch's classes and with ours (an hour; ARGS="timm skorch"; SUITES=folder)
+	PYTHONPATH=tests $(PYTHON) -m strangers $(if $(SUITES),--folder "$(SUITES)") $(ARGS)
 
 crashes: $(STAMPS)/built ## kill saves of checkpoints, cut the power, flip bits, 1,000 rounds of each, and 100 signals (15 minutes)
 	PYTHONPATH=tests $(PYTHON) -m checkpoint_crashes $(ARGS)

@@ -333,8 +333,8 @@ def different_models() -> list[str]:
     order = message_of(RuntimeError, lambda: DDP(nn.ModuleDict({name: nn.Linear(2, 2) for name in names})))
     frozen = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2).requires_grad_(rank == 1)))
     assert "parameter 'weight' differs: rank 0: not there; rank 1: (2, 2)" in frozen
-    caps = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2), bucket_cap_mb=1 + rank))
-    assert "argument 'bucket_cap_mb' differs: rank 0: 1; rank 1: 2." in caps
+    finds = message_of(RuntimeError, lambda: DDP(nn.Linear(2, 2), find_unused_parameters=rank == 1))
+    assert "argument 'find_unused_parameters' differs: rank 0: False; rank 1: True." in finds
     return [shapes, extra, dtypes, order]
 
 

@@ -37,8 +37,8 @@ def errors_of_a_subgroup() -> None:
     x = torch.ones(2, 4)
 
     with pytest.raises(RuntimeError) as raised:
-        DistributedDataParallel(TwoLayers(), process_group=group, bucket_cap_mb=float(rank))
-    assert "rank 1 (rank 0 of its group): 1.0; rank 3 (rank 1 of its group): 3.0" in str(raised.value)
+        DistributedDataParallel(TwoLayers(), process_group=group, check_replicas_every=rank)
+    assert "rank 1 (rank 0 of its group): 1; rank 3 (rank 1 of its group): 3" in str(raised.value)
 
     model = DistributedDataParallel(TwoLayers(), process_group=group)
     model(x, uses_both=False).sum().backward()

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,22 @@ from torch import nn
 from .gather import gather_bytes, gather_objects, on_device
 from .transport import rank_name
 
+_BUCKET_SIZES = ("bucket_cap_mb", "bucket_cap_mb_list")
+
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the parameters that will be reduced, with their names."""
     ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def names_by_id(module: nn.Module) -> dict[int, str]:
+    """Returns the names of all parameters, by `id`. A module's own `named_parameters` may leave some out."""
+    return {
+        id(param): f"{prefix}.{name}" if prefix else name
+        for prefix, part in reversed(list(module.named_modules()))
+        for name, param in reversed(list(part.named_parameters(recurse=False)))
+    }
 
 
 def title_of(module: nn.Module) -> str:
@@ -56,23 +68,34 @@ def check_same_on_all_ranks(
     named_params: list[tuple[str, nn.Parameter]],
     arguments: dict[str, object],
     group: dist.ProcessGroup | None,
-) -> None:
-    """Compares parameters and arguments over ranks.
+) -> dict[str, Any]:
+    """Compares parameters and arguments over ranks. As under torch, ranks may give their parameters other names.
+
+    Returns:
+        The arguments for bucket sizes: rank 0's, if the ranks' differ.
 
     Raises:
-        RuntimeError: Two ranks differ. Every rank raises it and names the first difference.
+        RuntimeError: Two ranks differ in something else, or have the same names in different orders. Every rank raises
+            it and names the first difference.
     """
-    mine = {f"argument {name!r}": repr(value) for name, value in arguments.items()}
-    for name, param in named_params:
-        mine[f"parameter {name!r}"] = f"{tuple(param.shape)} {param.dtype}, strides {param.stride()}"
-        if param.grad_dtype not in (param.dtype, None):
-            mine[f"the gradient of parameter {name!r}"] = str(param.grad_dtype)
-    digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
+    sizes = {name: arguments[name] for name in _BUCKET_SIZES}
+    names = [name for name, _ in named_params]
+    same = [f"{name} {value!r}" for name, value in arguments.items() if name not in sizes]
+    facts = [_facts_of(param) for _, param in named_params]
+    digest = hashlib.sha256(repr((same, names, facts, sizes)).encode()).digest()
     device = next((param.device for _, param in named_params), torch.device("cpu"))
     with on_device(device):
         if len(set(gather_bytes(digest, group))) == 1:
-            return
-        by_rank = gather_objects(mine, group)
+            return sizes
+        everyone = gather_objects((arguments, names, facts), group)
+    named_alike = len({frozenset(of_rank) for _, of_rank, _ in everyone}) == 1
+    if not named_alike and len({tuple(of_rank) for _, _, of_rank in everyone}) == 1:
+        everyone = [(of_rank, names, facts) for of_rank, _, _ in everyone]
+    by_rank = [
+        {f"argument {name!r}": repr(value) for name, value in of_rank.items() if name not in sizes}
+        | {f"parameter {name!r}": fact for name, fact in zip(its_names, its_facts, strict=True)}
+        for of_rank, its_names, its_facts in everyone
+    ]
     for what in dict.fromkeys(what for facts in by_rank for what in facts):
         found = [facts.get(what, "not there") for facts in by_rank]
         if len(set(found)) > 1:
@@ -81,10 +104,17 @@ def check_same_on_all_ranks(
                 "DistributedDataParallel needs the same model and arguments on every rank, but "
                 f"{what} differs: {ranks}."
             )
-    raise RuntimeError(
-        "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters in "
-        "different orders. Build the model in the same order everywhere."
-    )
+    if len({tuple(its_names) for _, its_names, _ in everyone}) > 1:
+        raise RuntimeError(
+            "DistributedDataParallel needs the same model on every rank, but the ranks registered the same parameters "
+            "in different orders. Build the model in the same order everywhere."
+        )
+    return {name: everyone[0][0][name] for name in sizes}
+
+
+def _facts_of(param: nn.Parameter) -> str:
+    facts = f"{tuple(param.shape)} {param.dtype}, strides {param.stride()}"
+    return facts if param.grad_dtype in (param.dtype, None) else f"{facts}, gradient {param.grad_dtype}"
 
 
 def checked_weight(weight: float) -> float:

@@ -23,6 +23,7 @@ from .consistency import (
     check_devices,
     check_same_on_all_ranks,
     checked_weight,
+    names_by_id,
     title_of,
     trained_parameters,
 )
@@ -196,7 +197,8 @@ class DistributedDataParallel(ReducesOverGroups):
                     "shard": shard,
                 }
                 group = device_mesh.get_group() if device_mesh is not None and device_mesh.ndim == 1 else process_group
-                check_same_on_all_ranks(trained_parameters(module), arguments, group)
+                sizes = check_same_on_all_ranks(trained_parameters(module), arguments, group)
+                changed |= {name: size for name, size in sizes.items() if size != given[name]}
             super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
             transports.refuse_wire_dtype(self._wire_dtype, "torch._dynamo.config.optimize_ddp = 'python_reducer'")
@@ -359,7 +361,7 @@ class DistributedDataParallel(ReducesOverGroups):
         static_graph: bool,
     ) -> None:
         """Builds the reducer and the logger, in place of torch's."""
-        names_of = {id(param): name for name, param in self.module.named_parameters()}
+        names_of = names_by_id(self.module)
         names = [names_of[id(param)] for param in parameters]
         if self.mixed_precision is not None:
             for index, param in enumerate(parameters):  # torch's hooks pass it to reducer._autograd_hook
@@ -383,14 +385,14 @@ class DistributedDataParallel(ReducesOverGroups):
             wire_dtype=wire_dtype,
             bucket_caps=caps,
             sparse=expect_sparse_gradient,
-            find_unused_parameters=self.find_unused_parameters,
+            find_unused_parameters=bool(self.find_unused_parameters),
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
             report_hang_after=self.__dict__.get("_report_hang_after", hang_reports.DEFAULT_LIMIT_S),
             shares_norm=self.__dict__.get("_reuse_norm", False),
-            gradients_stay_views=self.gradient_as_bucket_view,
+            gradients_stay_views=bool(self.gradient_as_bucket_view),
             plan_from_measurement=not self._why_not_planned,
         )
         set_gradient_check(self.reducer, self.__dict__.get("_check_gradients"), parameters[0].device)

@@ -36,7 +36,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     assert whole is not None
     if cpu_backend(whole) != "gloo":
         return gather_objects(mine, group)
-    sent = torch.tensor(list(mine), dtype=torch.uint8)
+    sent = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, sent, group=group)
     return [bytes(values.tolist()) for values in received]

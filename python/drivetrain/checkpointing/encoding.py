@@ -49,6 +49,7 @@ class Encoder:
         self._taken: set[str] = set()
         self._is_own, self._own_prefix = is_own, own_prefix
         self._names: dict[tuple[Any, ...], str] = {}  # tied tensors are saved once
+        self._owned: list[Tensor] = []  # keeps the addresses in `_names` from being used again
 
     def encode(self, value: Any, path: str, depth: int = 0) -> JSON:
         """Returns `value` as JSON, with references to tensors.
@@ -125,6 +126,7 @@ class Encoder:
         if name is None:
             name = self._new_name(self._own_prefix + path if self._is_own(value) else path)
             self._names[key] = name
+            self._owned.append(value)
             self.tensors[name] = value.contiguous()
         # empty_like keeps the strides of tensors without gaps and overlaps only.
         is_permuted = not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
@@ -145,6 +147,7 @@ class Encoder:
         if name is None:
             name = self._new_name(f"rank{owner}/{path}" if self._own_prefix else path)
             self._names[key] = name
+            self._owned.append(local)
             if self._own_prefix in ("", f"rank{owner}/"):
                 self.tensors[name] = local.contiguous()
         return {
